@@ -28,7 +28,7 @@ CARDS = {"24 GB": 23.5, "48 GB": 47.0, "80 GB": 79.0, "141 GB": 139.0}
 FULL = 0.95
 """Share of the memory that an estimate may fill: it was within 8% of thirteen measured setups."""
 
-LARGE = ModelSize("38 blocks of width 2432", 38, 38, 64, 4096, 2048, 128, 192, True)
+LARGE = ModelSize("38 blocks of width 2432", 38, 38, 64, 4096, 2048, 128, 192, 1 / 3, True)
 MODELS = (
     (SIZES["sd3_light_square"], 256),
     (SIZES["sd3_light"], 256),

@@ -7,6 +7,9 @@ from sd3_light.budget.amount import MIB, Amount
 from sd3_light.config import ModelSize
 from sd3_light.model.text_shape import TextShape
 
+CHANNELS = ModelSize.latent_channels
+"""Latent channels of SD3's VAE."""
+
 LATENT_STEP = 8
 """Image pixels per latent pixel, in each direction."""
 
@@ -20,9 +23,8 @@ def latent_pixels(width: int, height: int) -> int:
     return (width // LATENT_STEP) * (height // LATENT_STEP)
 
 
-def image_bytes(pixels: int, variants: int = 1, mask: bool = False) -> Amount:
+def image_bytes(pixels: int, variants: int = 1, mask: bool = False, channels: int = CHANNELS) -> Amount:
     """Return the cache bytes of one image: fp16 mean and log-variance per variant, one mask byte per pixel."""
-    channels = ModelSize.latent_channels
     value = variants * 2 * channels * pixels * 2 + (pixels if mask else 0)
     formula = f"{variants} variant{'s' if variants > 1 else ''}·2·{channels}·h·w·2 B" + (" + h·w mask" if mask else "")
     return Amount(value, formula)
@@ -35,27 +37,29 @@ def caption_bytes(text: TextShape) -> Amount:
     return Amount(2 * text.numbers, tokens)
 
 
-def sample_bytes(pixels: int, text: TextShape, captions: int = 1, variants: int = 1, mask: bool = False) -> Amount:
+def sample_bytes(
+    pixels: int, text: TextShape, captions: int = 1, variants: int = 1, mask: bool = False, channels: int = CHANNELS
+) -> Amount:
     """Return the cache bytes of one sample, without its fingerprint in the Arrow file (a few hundred bytes)."""
-    image, caption = image_bytes(pixels, variants, mask), caption_bytes(text)
+    image, caption = image_bytes(pixels, variants, mask, channels), caption_bytes(text)
     value = image.value + captions * caption.value
     return Amount(value, f"{image.formula} + {captions} caption{'s' if captions != 1 else ''}·{caption.formula}")
 
 
-def latent_bytes(pixels: int, batch: int, mask: bool = False) -> int:
+def latent_bytes(pixels: int, batch: int, mask: bool = False, channels: int = CHANNELS) -> int:
     """Return the bytes of a prepared micro-batch's noisy latents, targets and masks."""
-    return batch * (2 * ModelSize.latent_channels * pixels * 4 + (4 * pixels if mask else 0))
+    return batch * (2 * channels * pixels * 4 + (4 * pixels if mask else 0))
 
 
-def batch_bytes(pixels: int, text: TextShape, batch: int, mask: bool = False) -> Amount:
+def batch_bytes(pixels: int, text: TextShape, batch: int, mask: bool = False, channels: int = CHANNELS) -> Amount:
     """Return the bytes of one prepared micro-batch, an upper bound for GPUs, which get moments in fp16 and add noise.
 
     Noisy latents and targets are fp32, joined text is bf16; samples add their time and, with real tokens, length.
     """
     prompt = 2 * (text.tokens * text.t5_width + text.pooled_width)
-    formula = f"{text.at_most}B·(2·{ModelSize.latent_channels}·h·w·4 + " + ("4·h·w mask + " if mask else "")
+    formula = f"{text.at_most}B·(2·{channels}·h·w·4 + " + ("4·h·w mask + " if mask else "")
     formula += f"({text.tokens}·{text.t5_width} + {text.pooled_width})·2)"
-    value = latent_bytes(pixels, batch, mask) + batch * (prompt + (4 + 8 if text.real else 4))
+    value = latent_bytes(pixels, batch, mask, channels) + batch * (prompt + (4 + 8 if text.real else 4))
     return Amount(value, formula)
 
 

@@ -18,6 +18,8 @@ def _num_blocks(model: ModelConfig) -> int | None:
     """Return the number of joint blocks, or None if only the model folder has it."""
     if model.num_layers is not None:
         return model.num_layers
+    if model.shape is not None:
+        return model.shape.num_layers
     name = chosen_size_name(model)
     return SIZES[name].num_layers if name else None
 
@@ -57,10 +59,29 @@ def text_recon_problem(num_blocks: int) -> dict[str, str]:
     return {"problem": problem, "allowed": f"0 to {num_blocks - 2} (0: after the context embedder, k: after block k)"}
 
 
-def shifts(train: TrainConfig) -> Iterator[Fault]:
-    """At most one time shift."""
-    if train.model.shift is not None and train.model.flux_shift:
-        yield _fault("model.shift", "shift and flux_shift are both given", hint="keep one")
+def shape(train: TrainConfig) -> Iterator[Fault]:
+    """A shape replaces the size and its depth; attention needs heads of whole groups of 8."""
+    table = train.model.shape
+    if table is None:
+        return
+    for key in ("size", "num_layers"):
+        if (value := getattr(train.model, key)) is not None:
+            yield _fault(f"model.{key}", "[model.shape] is given too", str(value), hint="keep one of them")
+    if table.head_dim % 8:
+        yield _fault("model.shape.head_dim", "not a multiple of 8", str(table.head_dim), hint="write 64")
+
+
+def timesteps(train: TrainConfig) -> Iterator[Fault]:
+    """At most one time shift, and no shape of the logit-normal distribution with another one."""
+    model = train.model
+    is_set = {"shift": model.shift is not None, "flux_shift": model.flux_shift, "sqrt_shift": model.sqrt_shift}
+    names = [name for name, present in is_set.items() if present]
+    if len(names) > 1:
+        yield _fault(f"model.{names[0]}", f"{' and '.join(names)} are given together", hint="keep one")
+    for key in ("logit_mean", "uniform_share"):
+        if model.timestep_sample_method == "uniform" and getattr(model, key):
+            problem, hint = 'has no effect with timestep_sample_method = "uniform"', "remove one of them"
+            yield _fault(f"model.{key}", problem, f"{getattr(model, key):g}", hint=hint)
 
 
 def schedule(train: TrainConfig) -> Iterator[Fault]:
@@ -70,6 +91,20 @@ def schedule(train: TrainConfig) -> Iterator[Fault]:
             yield _fault(key, 'is required with lr_scheduler = "step"')
         if train.lr_scheduler != "step" and value is not None:
             yield _fault(key, 'has no effect without lr_scheduler = "step"', value=str(value), hint="remove it")
+
+
+def cooldown(train: TrainConfig) -> Iterator[Fault]:
+    """A cool-down ends a rate that stays up, and is not longer than the run."""
+    steps, key = train.cooldown_steps, "cooldown_steps"
+    if not steps:
+        return
+    if train.lr_scheduler in ("linear", "cosine"):
+        problem, hint = f'lr_scheduler = "{train.lr_scheduler}" decays to 0 by itself', 'write "constant" there'
+        yield _fault(key, problem, str(steps), hint=f"{hint}, or remove the cool-down")
+    if train.force_constant_lr is not None:
+        yield _fault(key, "has no effect with force_constant_lr", str(steps), hint="remove one of them")
+    if train.max_steps is not None and steps > train.max_steps:
+        yield _fault(key, "is longer than the run", str(steps), f"at most max_steps, {train.max_steps}")
 
 
 def pipeline(train: TrainConfig) -> Iterator[Fault]:
@@ -139,15 +174,14 @@ def fp8(train: TrainConfig) -> Iterator[Fault]:
 
 
 def optimizer(train: TrainConfig) -> Iterator[Fault]:
-    """An optimizer whose state cannot be sharded runs unsharded on the torch engine."""
+    """An optimizer runs only in layouts that can shard its state."""
     name = train.optimizer.type
-    if OPTIMIZERS[name].shardable:
-        return
-    problem, hint = "needs the torch engine without sharding", 'write type = "adamw"'
-    if train.parallel == "fsdp2":
+    record = OPTIMIZERS[name]
+    problem, hint = f"needs {record.layouts}", 'write type = "adamw"'
+    if train.parallel == "fsdp2" and not record.fsdp2:
         value = f'"{name}" with parallel = "fsdp2"'
         yield _fault("optimizer.type", problem, value, hint=f'{hint} or parallel = "ddp"')
-    if train.pipeline_stages > 1:
+    if train.pipeline_stages > 1 and not record.deepspeed:
         value = f'"{name}" with pipeline_stages = {train.pipeline_stages}'
         yield _fault("optimizer.type", problem, value, hint=f"{hint} or pipeline_stages = 1")
 
@@ -233,13 +267,16 @@ def base_bits(train: TrainConfig) -> Iterator[Fault]:
 _SAVE_KEYS = tuple(f"save_every_n_{unit}" for unit in ("steps", "epochs", "examples"))
 _CHECKPOINT_KEYS = tuple(f"checkpoint_every_n_{unit}" for unit in ("steps", "epochs", "minutes"))
 _ADAPTER_KEYS = ("adapter.type", "adapter.use_rslora", "adapter.use_dora", "adapter.base_bits")
-_DEPTH_KEYS = ("model", "model.size", "model.num_layers", "model.train_type")
+_TIME_KEYS = ("shift", "flux_shift", "sqrt_shift", "timestep_sample_method", "logit_mean", "uniform_share")
+_DEPTH_KEYS = ("model", "model.size", "model.num_layers", "model.shape", "model.shape.num_layers", "model.train_type")
 CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     length: ("epochs", "max_steps"),
     saving: (*_SAVE_KEYS, *_CHECKPOINT_KEYS),
     text_recon: (*_DEPTH_KEYS, "model.text_recon_gamma", "model.text_recon_target_layer"),
-    shifts: ("model", "model.shift", "model.flux_shift"),
+    shape: ("model", "model.shape", "model.shape.head_dim", "model.size", "model.num_layers"),
+    timesteps: ("model", *(f"model.{key}" for key in _TIME_KEYS)),
     schedule: ("lr_scheduler", "lr_step_size", "lr_step_gamma"),
+    cooldown: ("cooldown_steps", "lr_scheduler", "force_constant_lr", "max_steps"),
     pipeline: (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel"),
     partition: (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split"),
     residence: ("cache_residence", "pipeline_stages"),
@@ -262,10 +299,22 @@ def run_cross_checks(train: TrainConfig, faulty_keys: frozenset[str]) -> Iterato
             yield from check(train)
 
 
+def config_warnings(train: TrainConfig) -> tuple[str, ...]:
+    """Return what is allowed and probably not intended. An adapter inherits text dropout from the model under it."""
+    drops_text = train.model.enable_uncond_text_dropout and train.model.uncond_text_dropout_prob > 0
+    guided = bool(train.sampling.prompts) and train.sampling.guidance > 1
+    if drops_text or not guided or train.adapter is not None:
+        return ()
+    return (
+        f"sampling.guidance = {train.sampling.guidance:g} compares with a prediction without text, which this run does "
+        "not train; write model.enable_uncond_text_dropout = true, or sampling.guidance = 1",
+    )
+
+
 def deepspeed_problem(config: TrainConfig, world: int) -> str | None:
     """Return why ``world`` processes of the DeepSpeed engine cannot train this config, or None if they can."""
     stages = config.pipeline_stages
-    if not OPTIMIZERS[config.optimizer.type].shardable:
+    if not OPTIMIZERS[config.optimizer.type].deepspeed:
         return f"--deepspeed cannot shard the state of optimizer.type = {config.optimizer.type!r}; write 'adamw'"
     if config.adapter is not None and config.adapter.base_bits < 16 and config.zero_stage != 2:
         return "adapter.base_bits under 16 needs whole weights; write zero_stage = 2, or base_bits = 16"

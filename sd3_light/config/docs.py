@@ -36,10 +36,11 @@ _UNSUPPORTED = """## Unsupported keys of other trainers
 """
 _SIZES = """## Model sizes
 
-Patch size 2, 16 latent channels. `model.num_layers` and `model.qk_norm` override the values of a size.
+Patch size 2, 16 latent channels. `model.num_layers`, `model.qk_norm` and `model.position_step` override the values of a
+size. `step` is the position step in radians. `sample_size` is the default latent side until the model is trained.
 
-| size | layers | heads x width | text | pooled | sample_size | positions | qk_norm | dual attention | parameters |
-|---|---|---|---|---|---|---|---|---|---|
+| size | layers | heads x width | text | pooled | sample_size | positions | step | qk_norm | dual | parameters |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -93,6 +94,7 @@ def _size_rows() -> Iterator[str]:
         dual = f"{layers[0]} to {layers[-1]}" if layers else "no"
         shape = f"{size.num_layers} | {size.num_heads} x {size.head_dim} = {size.width}"
         text = f"{size.text_width} | {size.pooled_width} | {size.sample_size} | {size.pos_embed_max_size}"
+        text += f" | 1/{1 / size.position_step:g}"
         norm = "yes" if size.qk_norm else "no"
         yield f"| `{size.name}` | {shape} | {text} | {norm} | {dual} | {size.num_parameters():,} |\n"
 

@@ -82,6 +82,8 @@ def _load_train(raw: dict[str, Any], path: Path) -> _TrainToml:
     faulty_keys = checked.faulty_keys | {fault.key for fault in faults}
     values = {**_PLACEHOLDERS, **checked.raw}
     values["model"] = {"diffusers_path": "missing", **values.get("model", {})}
+    if any(key.startswith("model.shape.") for key in faulty_keys):
+        del values["model"]["shape"]  # its required keys have no placeholders
     config = TrainConfig.model_validate(values, context={"base": path.parent})
     faults += checked.faults
     faults += [replace(fault, file=file) for fault in run_cross_checks(config, faulty_keys)]

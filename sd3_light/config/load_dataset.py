@@ -149,6 +149,10 @@ def _directory_faults(source: _Source, defaults: dict[str, Any], file: str) -> I
         yield Fault(
             file, key(name), "min_ar is greater than max_ar", value=f"min_ar {config.min_ar}, max_ar {config.max_ar}"
         )
+    weights, columns = config.caption_weights, config.caption_columns
+    if weights and len(weights) != len(columns) and not source.faulty_keys & {"caption_column", "caption_weights"}:
+        problem = f"{len(weights)} weights for {len(columns)} columns of captions"
+        yield Fault(file, key("caption_weights"), problem, hint="give one for each entry of caption_column")
     values = {**defaults, **own}
     if source.faulty_keys & {"shuffle_tags", "cache_shuffle_num", "cache_shuffle_delimiter"}:
         return

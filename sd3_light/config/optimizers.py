@@ -19,16 +19,23 @@ class StateTerm:
 class OptimizerRecord:
     """Everything that config, check and the memory formula need to know about an optimizer.
 
-    ``shardable``: FSDP2, pipelines and DeepSpeed can shard its state. ``step_bytes``: memory of one step beside state
-    and gradients, in bytes per squared model width. ``package`` is the library it needs, from the extra ``extra``.
+    ``fsdp2`` and ``deepspeed``: whether FSDP2, and DeepSpeed with its pipelines, can shard its state. ``step_bytes``:
+    memory of one step beside state and gradients, in bytes per squared model width. ``package`` is the library it
+    needs, from the extra ``extra``.
     """
 
     description: str
     state: tuple[StateTerm, ...]
-    shardable: bool = False
+    fsdp2: bool = False
+    deepspeed: bool = False
     step_bytes: int = 0
     package: str | None = None
     extra: str | None = None
+
+    @property
+    def layouts(self) -> str:
+        """The layouts that the optimizer works with, if DeepSpeed is not one of them."""
+        return "the torch engine" if self.fsdp2 else "the torch engine without sharding"
 
     @property
     def install(self) -> str:
@@ -37,7 +44,7 @@ class OptimizerRecord:
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerRecord("AdamW with float32 moments", (StateTerm("AdamW", 8),), shardable=True),
+    "adamw": OptimizerRecord("AdamW with float32 moments", (StateTerm("AdamW", 8),), fsdp2=True, deepspeed=True),
     "adamw8bit": OptimizerRecord(
         "AdamW with 8-bit moments, through bitsandbytes (`pip install 'sd3-light[bnb]'`)",
         (StateTerm("AdamW in 8 bits", 2 + 2 * 4 / 256),),  # one float32 scale per 256 values
@@ -48,6 +55,7 @@ OPTIMIZERS = {
         "Muon (momentum 0.95) for the matrices of the blocks, with updates scaled to match AdamW, and AdamW for the "
         "rest",
         (StateTerm("Muon", 4, "block matrices"), StateTerm("AdamW", 8, "other")),
+        fsdp2=True,
         step_bytes=16 * 6,  # it orthogonalises one matrix at a time, at most 6 D x D, in bf16
     ),
 }
@@ -55,6 +63,6 @@ OPTIMIZERS = {
 
 def describe_optimizers() -> str:
     """Return the description of `optimizer.type`."""
-    names = " and ".join(f"`{name}`" for name, record in OPTIMIZERS.items() if not record.shardable)
     descriptions = ". ".join(f"`{name}`: {record.description}" for name, record in OPTIMIZERS.items())
-    return f"{descriptions}. {names} need the torch engine without sharding."
+    layouts = (f"`{name}` needs {record.layouts}" for name, record in OPTIMIZERS.items() if not record.deepspeed)
+    return f"{descriptions}. {', '.join(layouts)}."

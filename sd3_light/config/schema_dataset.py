@@ -84,6 +84,23 @@ def check_condition(value: Any) -> Any:
 Where = Annotated[
     str, Strict(), BeforeValidator(check_condition), Allowed('a condition, such as "aesthetic > 5.5 and width >= 512"')
 ]
+
+
+def parse_columns(value: Any) -> str | tuple[str, ...]:
+    """Return the name of one column, or the names of several different ones."""
+    if isinstance(value, str):
+        return value
+    names = value if isinstance(value, list | tuple) else []
+    if len(names) < 2 or not all(isinstance(name, str) and name for name in names):
+        raise invalid_value("not a column or a list of two or more")
+    if len({name.lower() for name in names}) < len(names):
+        raise invalid_value("contains a column twice")
+    return tuple(names)
+
+
+ColumnNames = Annotated[
+    str | tuple[str, ...], BeforeValidator(parse_columns), Allowed("a string, or a list of two or more strings")
+]
 Resolutions = Annotated[
     tuple[Resolution, ...],
     BeforeValidator(parse_resolutions),
@@ -138,8 +155,12 @@ class DatasetDefaults(Table):
     """What to do with an image whose bytes (and mask) equal those of an earlier one. They are counted in both cases."""
     image_column: TomlString = ""
     """Column of a table or Parquet file with the image or its path. Empty: detected by name."""
-    caption_column: TomlString = ""
-    """Column (or JSON key) with the captions. Empty: detected by name."""
+    caption_column: ColumnNames = ""
+    """Column (or JSON key) with the captions. Empty: detected by name. Several columns: one caption each, of which one
+    is picked at random each time; a row without a value in one of them uses its first value there."""
+    caption_weights: tuple[Positive, ...] = ()
+    """How often each column of `caption_column` is picked, relative to the others. Empty: equally often. A change needs
+    no new cache."""
     min_side: CountOrZero = 0
     """Smallest width and height of an image in pixels; smaller images are rejected."""
     max_crop: Fraction = 1.0
@@ -155,6 +176,13 @@ class DatasetDefaults(Table):
 
 class DirectoryConfig(DatasetDefaults):
     """[[directory]]: one source of samples, with the dataset's defaults merged in."""
+
+    @property
+    def caption_columns(self) -> tuple[str, ...]:
+        """The configured columns of captions; none if they are detected by name."""
+        if isinstance(self.caption_column, tuple):
+            return self.caption_column
+        return (self.caption_column,) if self.caption_column else ()
 
     path: TomlPath
     """Folder with images, tables, tars or Parquet files, or a single tar or Parquet file."""

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator, Field, SecretStr, Strict, model_validator
 
 from sd3_light.config.base import (
@@ -24,7 +24,7 @@ from sd3_light.config.base import (
     invalid_value,
 )
 from sd3_light.config.optimizers import OPTIMIZERS, describe_optimizers
-from sd3_light.config.sizes import IMAGE_ATTENTION, SIZES, TEXT_ATTENTION
+from sd3_light.config.sizes import IMAGE_ATTENTION, MAX_POSITION_STEP, SIZES, TEXT_ATTENTION
 
 _SIZE_NAMES = KnownValues(tuple(SIZES))
 SizeName = Annotated[str, Strict(), _SIZE_NAMES, AfterValidator(_SIZE_NAMES)]
@@ -32,6 +32,7 @@ _OPTIMIZER_NAMES = KnownValues(tuple(OPTIMIZERS))
 OptimizerName = Annotated[str, Strict(), _OPTIMIZER_NAMES, AfterValidator(_OPTIMIZER_NAMES)]
 DEFAULT_GUIDANCE = 4.0
 """Guidance wherever images are drawn, unless the user chooses another (docs/sampling.md)."""
+PositionStep = Annotated[float, Strict(), Gt(0), Le(MAX_POSITION_STEP)]
 LORA_TARGETS = tuple(f"attn.{name}" for name in (*IMAGE_ATTENTION, *TEXT_ATTENTION))
 
 
@@ -39,8 +40,27 @@ def _compute_dtype(data: dict[str, Any]) -> Literal["float32", "bfloat16"]:
     return "float32" if data.get("dtype") == "float32" else "bfloat16"
 
 
+def _dropout_probability(data: dict[str, Any]) -> float:
+    return 0.1 if data.get("uncond_text_dropout") == "joint" else 0.464
+
+
 def _rank_as_float(data: dict[str, Any]) -> float:
     return float(data["rank"])
+
+
+class ShapeConfig(Table):
+    """[model.shape]: a denoiser of any size; text and pooled widths and latent channels come from `diffusers_path`."""
+
+    num_layers: Annotated[int, Strict(), Ge(1), Le(1000)]
+    """Number of joint blocks."""
+    num_heads: Annotated[int, Strict(), Ge(1), Le(1024)]
+    """Attention heads. ComfyUI reads models with as many heads as blocks, 64 wide."""
+    head_dim: Annotated[int, Strict(), Ge(8), Le(256)] = 64
+    """Width of a head, a multiple of 8; the model is `num_heads` times as wide."""
+    position_step: PositionStep = Field(
+        default=SIZES["sd3_light"].position_step, json_schema_extra={"default": "1/12, as in `sd3_light`"}
+    )
+    """Distance of neighbouring tokens in the position table, in radians."""
 
 
 class ModelConfig(Table):
@@ -55,6 +75,8 @@ class ModelConfig(Table):
     VAE."""
     size: SizeName | None = None
     """Name in the table of sizes. Absent: `sd3_light` with `train_type`, otherwise the size of the weights."""
+    shape: ShapeConfig | None = None
+    """Shape of the denoiser, in place of `size`. Absent: as in `size`."""
     init: RandomOrPath | None = None
     """Initial weights of the denoiser: `random`, a folder, or an SD3 single file (`.safetensors`). Absent: `random`
     with `train_type` (unless `sd3-light init` wrote `diffusers_path`), otherwise `diffusers_path`."""
@@ -62,6 +84,9 @@ class ModelConfig(Table):
     """Number of joint blocks; overrides the size."""
     qk_norm: Flag | None = None
     """RMS norm of queries and keys. Absent: as in the size."""
+    position_step: PositionStep | None = None
+    """Distance of neighbouring tokens in the position table of random weights, in radians. Absent: as in the size. A
+    resumed run keeps its table, and trained weights contain theirs."""
     dtype: DtypeName = "bfloat16"
     """Compute dtype of the text encoders on GPUs. The VAE, and everything on CPUs, uses float32."""
     transformer_dtype: Literal["float32", "bfloat16"] = Field(
@@ -76,18 +101,30 @@ class ModelConfig(Table):
     """`padded`: padded text, as in the stock pipeline. `real`: only real tokens, with masked attention."""
     enable_uncond_text_dropout: Flag = False
     """Drop the text encoders at random during training."""
-    uncond_text_dropout_prob: Fraction = 0.464
-    """Probability of dropping each encoder. All three are dropped with its cube (10% by default)."""
+    uncond_text_dropout: Literal["per_encoder", "joint"] = "per_encoder"
+    """`per_encoder`: each of the three encoders is dropped by its own draw. `joint`: one draw drops all three, so that
+    every other sample trains with its full text."""
+    uncond_text_dropout_prob: Fraction = Field(
+        default_factory=_dropout_probability, json_schema_extra={"default": "0.464; 0.1 with `joint`"}
+    )
+    """Probability of each draw. By default 10% of the samples lose all text: 0.464 cubed, or 0.1 in one draw."""
     uncond_text: Literal["zero", "empty"] = "zero"
     """Conditioning of a sample without text, in training and guidance: zeros, or the encoded empty string."""
     timestep_sample_method: Literal["logit_normal", "uniform"] = "logit_normal"
     """Distribution of the timestep t in (0, 1)."""
     sigmoid_scale: Annotated[float, Strict(), Gt(0), Le(100)] = 1.0
     """Standard deviation of the logit of t under `logit_normal`."""
+    logit_mean: Annotated[float, Strict(), Ge(-10), Le(10)] = 0.0
+    """Mean of the logit of t under `logit_normal`; above 0 trains more on noise."""
+    uniform_share: Annotated[float, Strict(), Ge(0), Lt(1)] = 0.0
+    """Share of samples whose t is uniform, the rest `logit_normal`: the ends of (0, 1) are trained too."""
     shift: Annotated[float, Strict(), Ge(0.001), Le(1000)] | None = None
     """Timestep shift s: t' = s t / (1 + (s - 1) t). Absent: no shift."""
     flux_shift: Flag = False
     """Timestep shift that grows with the resolution; excludes `shift`."""
+    sqrt_shift: Flag = False
+    """Timestep shift sqrt(tokens / 256), for mixed resolutions: 1 at 256 px, 2 at 512 px, 4 at 1024 px; excludes
+    `shift` and `flux_shift`. The export's sampler has the shift of its default size."""
     text_recon_gamma: NotNegative = 0.0
     """Weight of the text reconstruction loss; 0 disables it."""
     text_recon_target_layer: CountOrZero = 0
@@ -115,7 +152,7 @@ class EmaTrack(Table):
     name: Name
     """Name of the track in checkpoints and exports; `ema` is the name of the main track."""
     decay: Decay | None = None
-    """Constant decay per update; set this or `power_width`."""
+    """Decay per update, after the ramp of [ema]; set this or `power_width`."""
     power_width: Annotated[float, Strict(), Gt(0), Le(0.28)] | None = None
     """Width of a power-function average as a fraction of the training length (EDM2's sigma_rel). With two such tracks
     (0.05 and 0.1 in the paper) `export --ema-length` can rebuild averages of other lengths."""
@@ -135,7 +172,7 @@ class EmaConfig(Table):
     enable: Flag = False
     """Keep a moving average of the weights and export it."""
     decay: Decay = 0.99
-    """Decay per update."""
+    """Decay per update. Early updates use (1 + n) / (10 + n) if that is lower, where n counts the updates before."""
     update_every: Count = 100
     """Optimizer steps between updates."""
     snapshot_every_n_steps: Count | None = None

@@ -145,6 +145,11 @@ class TrainConfig(Table):
     """`step` only: optimizer steps between decays."""
     lr_step_gamma: Annotated[float, Strict(), Gt(0), Le(1)] | None = None
     """`step` only: factor of each decay."""
+    cooldown_steps: CountOrZero = 0
+    """`constant` and `step` only: the last optimizer steps of the run, over which the learning rate decays to 0. Taken
+    from the config on resume, so that a short run can branch off any checkpoint."""
+    cooldown_shape: Literal["linear", "sqrt"] = "linear"
+    """Decay in the cool-down: `linear`, or `sqrt` (1 minus the square root of its share done), which drops faster."""
     force_constant_lr: Positive | None = None
     """Constant learning rate that overrides the schedule (for resumed runs)."""
     pseudo_huber_c: Positive | None = None
@@ -203,6 +208,9 @@ class TrainConfig(Table):
     """Samples between evaluations."""
     eval_before_first_step: Flag = False
     """Also evaluate before the first step."""
+    eval_at_fixed_t: Flag = False
+    """Also evaluate at t = 0.1 to 0.9, beside the quantiles of the run's own distribution of t: comparable between runs
+    with different distributions and shifts. Doubles the time of an evaluation."""
 
     logging_steps: Count = 1
     """Optimizer steps between records in log.jsonl and the trackers."""

@@ -17,7 +17,12 @@ TEXT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The shape of an SD3 transformer. The last block has no text output."""
+    """The shape of an SD3 transformer. The last block has no text output.
+
+    ``position_step`` is the distance of neighbouring tokens in the position table of new weights, in radians of its
+    fastest component. Trained weights contain their table. ``sample_size`` is the latent side that images have by
+    default until the model is trained.
+    """
 
     name: str
     num_layers: int
@@ -27,23 +32,32 @@ class ModelSize:
     pooled_width: int
     sample_size: int
     pos_embed_max_size: int
+    position_step: float
     qk_norm: bool
     dual_attention_layers: tuple[int, ...] = ()
+    latent_channels: int = 16
 
     patch_size: ClassVar[int] = 2
-    latent_channels: ClassVar[int] = 16
 
     @property
     def width(self) -> int:
         """Width of the image and text streams: num_heads * head_dim."""
         return self.num_heads * self.head_dim
 
-    def with_overrides(self, num_layers: int | None = None, qk_norm: bool | None = None) -> "ModelSize":
-        """Return the size with another depth or qk-norm. Blocks that remain keep their dual attention."""
+    @property
+    def stock_position_step(self) -> float:
+        """The step of the position table that diffusers builds, which depends on ``sample_size``."""
+        return stock_position_step(self.sample_size, self.pos_embed_max_size)
+
+    def with_overrides(
+        self, num_layers: int | None = None, qk_norm: bool | None = None, position_step: float | None = None
+    ) -> "ModelSize":
+        """Return the size with another depth, qk-norm or table. Blocks that remain keep their dual attention."""
         depth = self.num_layers if num_layers is None else num_layers
         norm = self.qk_norm if qk_norm is None else qk_norm
+        step = self.position_step if position_step is None else position_step
         dual = tuple(layer for layer in self.dual_attention_layers if layer < depth)
-        return replace(self, num_layers=depth, qk_norm=norm, dual_attention_layers=dual)
+        return replace(self, num_layers=depth, qk_norm=norm, position_step=step, dual_attention_layers=dual)
 
     def transformer_config(self, num_layers: int | None = None, qk_norm: bool | None = None) -> dict[str, Any]:
         """Return all keyword arguments of diffusers' `SD3Transformer2DModel`."""
@@ -113,6 +127,11 @@ def _layer_parameters(size: ModelSize) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def stock_position_step(sample_size: int, positions: int) -> float:
+    """Return the step in radians that diffusers gives a position table."""
+    return sample_size // ModelSize.patch_size / positions
+
+
 def layer_index(name: str) -> int:
     """Return the index of a linear layer among embed (0), the joint blocks and output (-1)."""
     first, _, rest = name.partition(".")
@@ -124,37 +143,43 @@ def layer_index(name: str) -> int:
 _DUAL = tuple(range(13))
 # fmt: off
 _ALL_SIZES = (
-    #         name                layers heads head  text  pooled sample  pos  qk_norm dual
-    ModelSize("sd3_light",            15,   24,  64, 4096,  2048,    32, 192,  True),
-    ModelSize("sd3_light_square",     15,   15,  64, 4096,  2048,    32, 192,  True),
-    ModelSize("sd3_medium",           24,   24,  64, 4096,  2048,   128, 192,  False),
-    ModelSize("sd3.5_medium",         24,   24,  64, 4096,  2048,   128, 384,  True,  _DUAL),
-    ModelSize("tiny2",                 2,    2,  64,  256,   224,     8,  16,  True),
-    ModelSize("tiny3",                 3,    3,  64,  256,   224,     8,  16,  True),
-    ModelSize("demo",                  4,    4,  64,  256,   224,     8,  16,  True),
+    #         name                layers heads head  text  pooled sample  pos  step  qk_norm dual
+    ModelSize("sd3_light",            15,   24,  64, 4096,  2048,    32, 192, 1/12,  True),
+    ModelSize("sd3_light_square",     15,   15,  64, 4096,  2048,    32, 192, 1/12,  True),
+    ModelSize("sd3_medium",           24,   24,  64, 4096,  2048,   128, 192,  1/3,  False),
+    ModelSize("sd3.5_medium",         24,   24,  64, 4096,  2048,   128, 384,  1/6,  True,  _DUAL),
+    ModelSize("tiny2",                 2,    2,  64,  256,   224,     8,  16,  1/4,  True),
+    ModelSize("tiny3",                 3,    3,  64,  256,   224,     8,  16,  1/4,  True),
+    ModelSize("demo",                  4,    4,  64,  256,   224,     8,  16,  1/4,  True),
 )
 # fmt: on
 SIZES: dict[str, ModelSize] = {size.name: size for size in _ALL_SIZES}
 PRETRAIN_SIZE = "sd3_light"
+CUSTOM_SIZE = "custom"
+"""Name of a size that is not in the table."""
+MAX_POSITION_STEP = 3.0
+"""Radians; from pi on, a step would be the same as a smaller one backwards."""
 
 
 def chosen_size_name(model: "ModelConfig") -> str | None:
-    """Return the name of the size that a [model] table chooses, or None if only the model folder has it."""
+    """Return the name of the size that a [model] table chooses, or None for a shape or the size of a model folder."""
+    if model.shape is not None:
+        return None
     return model.size or (PRETRAIN_SIZE if model.train_type else None)
 
 
 def resolve_size(model: "ModelConfig") -> ModelSize:
-    """Return the size that a [model] table chooses, with its `num_layers` and `qk_norm` applied."""
+    """Return the size that a [model] table chooses, with its `num_layers`, `qk_norm` and `position_step` applied."""
     name = chosen_size_name(model)
     if name is None:
         raise UserError(
             "model.size: is missing; without train_type only the model folder has the size: give model.size"
         )
-    return SIZES[name].with_overrides(model.num_layers, model.qk_norm)
+    return SIZES[name].with_overrides(model.num_layers, model.qk_norm, model.position_step)
 
 
 def size_from_transformer_config(config: dict[str, Any], name: str) -> ModelSize:
-    """Return the size that a transformer's `config.json` describes."""
+    """Return the size that a transformer's `config.json` describes, with diffusers' position table."""
     return ModelSize(
         name=name,
         num_layers=config["num_layers"],
@@ -164,6 +189,8 @@ def size_from_transformer_config(config: dict[str, Any], name: str) -> ModelSize
         pooled_width=config["pooled_projection_dim"],
         sample_size=config["sample_size"],
         pos_embed_max_size=config["pos_embed_max_size"],
+        position_step=stock_position_step(config["sample_size"], config["pos_embed_max_size"]),
         qk_norm=config.get("qk_norm") is not None,
         dual_attention_layers=tuple(config.get("dual_attention_layers") or ()),
+        latent_channels=config.get("in_channels", ModelSize.latent_channels),
     )

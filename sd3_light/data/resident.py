@@ -65,7 +65,7 @@ class ResidentCache:
         if problem := _too_large(data.manifest, device, processes):
             raise UserError(problem)
         empty = data.empty_text()
-        self.device = device
+        self.device, self.pick_captions = device, data.pick_captions
         self.buckets = [_load_bucket(data, bucket.shards, empty, device) for bucket in data.buckets]
 
 

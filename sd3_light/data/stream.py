@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
@@ -21,7 +22,7 @@ from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.slots import AllocateBytes, InPlaceDataset
 from sd3_light.data.store import ShardStore, open_shard
 from sd3_light.data.verify import Verifier
-from sd3_light.randomness import choices, occurrence_words
+from sd3_light.randomness import choices, occurrence_words, stream
 
 CachedBatch = dict[str, Any]
 _OPEN_TRIES = 8
@@ -61,11 +62,18 @@ class CachedDataset:
     """A cache read as batches, selected by the picks of an `Order`.
 
     A shard is hashed before it is first read (see `data.verify`). The number of open shards is bounded by the order's
-    windows. ``launched``: this process is one of several that a launcher started.
+    windows. ``launched``: this process is one of several that a launcher started. ``caption_weights`` are those of a
+    directory's caption columns, by its label.
     """
 
-    def __init__(self, store: ShardStore, launched: bool = False) -> None:
+    def __init__(
+        self,
+        store: ShardStore,
+        launched: bool = False,
+        caption_weights: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
         self.store, self.manifest = store, store.manifest
+        self.caption_weights = {label: weights for label, weights in (caption_weights or {}).items() if weights}
         self.buckets = group_shards(self.manifest.shards)
         self.has_lengths = self.manifest.recipe.get("text_tokens") == "real"
         self.max_open = open_shards(WINDOW, len(self.buckets))
@@ -131,12 +139,24 @@ class CachedDataset:
         occurrences = occurrence_words(picks.epoch, picks.repeat, ids)
         captions = np.array([reader.num_captions(row) for reader, row in sources])
         variants = np.array([reader.num_variants for reader, _ in sources])
-        caption = choices(seed, "caption", occurrences, captions).tolist()
+        caption = self.pick_captions(picks, seed, ids, captions).tolist()
         variant = choices(seed, "flip", occurrences, variants).tolist()
         return [
             BatchRow(reader, reader.locate(row, caption[at], variant[at]), ids[at], variant[at])
             for at, (reader, row) in enumerate(sources)
         ]
+
+    def pick_captions(
+        self, picks: Picks, seed: int, ids: Sequence[int] | NDArray[np.int64], counts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """Return the number of the caption of each picked sample; ``ids`` and ``counts`` are its id and captions."""
+        shards = self.buckets[picks.bucket].shards
+        caption = choices(seed, "caption", occurrence_words(picks.epoch, picks.repeat, ids), counts)
+        for at, segment in enumerate(picks.segment.tolist() if self.caption_weights else ()):
+            if weights := self.caption_weights.get(shards[segment].directory):
+                occurrence = picks.epoch, int(picks.repeat[at]), int(ids[at])
+                caption[at] = weighted_caption(seed, *occurrence, int(counts[at]), weights)
+        return caption
 
     # --- shards -------------------------------------------------------------------------------
 
@@ -192,6 +212,22 @@ class CachedDataset:
                 self._verifier.prefetch((entry, self.store.path(entry)))
             except (UserError, OSError):
                 return  # reported when the shard is read
+
+
+def weighted_caption(seed: int, epoch: int, repeat: int, sample_id: int, count: int, weights: Sequence[float]) -> int:
+    """Return the number of the caption for one occurrence of a sample, by the weights of caption columns (law 1).
+
+    Its ``count`` captions are equally many variants of each column, in order.
+    """
+    variants, rest = divmod(count, len(weights))
+    if rest:
+        raise UserError(
+            f"caption_weights has {len(weights)} weights, and a sample in the cache has {count} captions; run without "
+            "--trust_cache"
+        )
+    draws = stream(seed, "caption", epoch, repeat, sample_id)
+    column = int(np.searchsorted(np.cumsum(weights), draws.random() * sum(weights), side="right"))
+    return min(column, len(weights) - 1) * variants + int(draws.integers(variants))
 
 
 class MicroBatches(InPlaceDataset):

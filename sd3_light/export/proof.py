@@ -91,7 +91,7 @@ def fixed_inputs(config: Mapping[str, Any], real_text: bool) -> dict[str, Tensor
         "pooled_projections": normal(*pooled),
         "negative_hidden_states": normal(*text),
         "negative_projections": normal(*pooled),
-        "side": torch.tensor(max(2, side // 2)),
+        "side": torch.tensor(max(2, side // 4 * 2)),  # of whole patches
         "text_lengths": torch.tensor([3, 8] if real_text else [8, 8]),
     }
 

@@ -24,9 +24,9 @@ from sd3_light.export.single_names import (
     vae_name,
     vae_tensor,
 )
-from sd3_light.model.part_configs import LOAD_ERRORS, check_config, read_config
+from sd3_light.model.part_configs import LOAD_ERRORS, WEIGHTS_STEM, check_config, read_config
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, missing_weights, weight_files
-from sd3_light.model.start import DENOISER_PREFIX, WEIGHTS_STEM
+from sd3_light.model.start import DENOISER_PREFIX
 from sd3_light.tensor_file import DTYPES, StoredTensor, open_tensors, stored
 
 PartConfig = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Text dropout: one draw per encoder drops its tokens and its pooled vector together."""
+"""Text dropout: a dropped encoder loses its tokens and its pooled vector together."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,10 +11,16 @@ from sd3_light.randomness import first_words, uniforms
 ENCODERS = ("clip_l", "clip_g", "t5")
 
 
-def draw_drops(seed: int, occurrences: NDArray[np.int64], probability: float) -> list[tuple[bool, ...]]:
-    """Return which encoders are dropped for each occurrence of a sample: one independent draw per encoder (law 1)."""
-    draws = uniforms(first_words(seed, "text-dropout", occurrences)[: len(ENCODERS)])
-    return [tuple(dropped) for dropped in (draws < probability).T.tolist()]
+def draw_drops(
+    seed: int, occurrences: NDArray[np.int64], probability: float, joint: bool = False
+) -> list[tuple[bool, ...]]:
+    """Return which encoders are dropped for each occurrence of a sample (law 1).
+
+    There is one independent draw per encoder, or with ``joint`` one for all.
+    """
+    draws = uniforms(first_words(seed, "text-dropout", occurrences)[: 1 if joint else len(ENCODERS)])
+    dropped = [tuple(of_sample) for of_sample in (draws < probability).T.tolist()]
+    return [of_sample * len(ENCODERS) for of_sample in dropped] if joint else dropped
 
 
 def drop_text(

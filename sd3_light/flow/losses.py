@@ -30,9 +30,10 @@ class FlowMatchSFTLoss:
     """Supervised flow matching: the squared (or pseudo-Huber) error of the velocity at a random time per sample.
 
     An optional ``mask`` [B, H, W] limits the loss to a region. An optional ``loss_weight`` [B], as in prior
-    preservation, multiplies each sample's loss. ``flux_shift`` counts tokens of ``patch_size`` latent pixels: one
-    number for height and width, or one per axis, the last for the width. ``FlowMatchSFTLoss(pipe, **inputs)`` is
-    the loss of a DiffSynth pipeline itself, for a custom forward: see `pipe_flow_loss`.
+    preservation, multiplies each sample's loss. ``flux_shift`` and ``sqrt_shift`` count tokens of ``patch_size``
+    latent pixels: one number for height and width, or one per axis, the last for the width.
+    ``FlowMatchSFTLoss(pipe, **inputs)`` is the loss of a DiffSynth pipeline itself, for a custom forward: see
+    `pipe_flow_loss`.
     """
 
     latents: str = "latents"
@@ -42,6 +43,9 @@ class FlowMatchSFTLoss:
     flux_shift: bool = False
     pseudo_huber_c: float | None = None
     patch_size: int | tuple[int, ...] = 2
+    logit_mean: float = 0.0
+    uniform_share: float = 0.0
+    sqrt_shift: bool = False
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         """Return the settings, or the loss of a pipeline: a first argument that is not a name, or ``pipe``."""
@@ -59,8 +63,13 @@ class FlowMatchSFTLoss:
             value = getattr(self, name, None)
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise UserError(f"{name} is {value!r}; give a number above 0")
-        if self.shift is not None and self.flux_shift:
-            raise UserError("shift and flux_shift are both given; keep one")
+        for name, low, high in (("logit_mean", -10, 10), ("uniform_share", 0, 0.999)):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and low <= value <= high):
+                raise UserError(f"{name} is {value!r}; give a number from {low} to {high}")
+        shifts = {"shift": self.shift is not None, "flux_shift": self.flux_shift, "sqrt_shift": self.sqrt_shift}
+        if len(both := [name for name, is_set in shifts.items() if is_set]) > 1:
+            raise UserError(f"{' and '.join(both)} are both given; keep one")
         if not self._patch or not all(type(size) is int and size > 0 for size in self._patch):
             raise UserError(
                 f"patch_size is {self.patch_size!r}; give a number of latent pixels, or one per axis such as (1, 2, 2)"
@@ -97,8 +106,7 @@ class FlowMatchSFTLoss:
         """Return t in (0, 1) per sample."""
         patch = (1,) * (clean.dim() - 2 - len(self._patch)) + self._patch
         tokens = math.prod(size // side for size, side in zip(clean.shape[2:], patch, strict=False))
-        quantiles, method = quantile.double().tolist(), self.timestep_sample_method
-        drawn = times_from_quantiles(quantiles, tokens, method, self.sigmoid_scale, self.shift, self.flux_shift)
+        drawn = times_from_quantiles(quantile.double().tolist(), tokens, self)
         return to_device(torch.tensor(drawn, dtype=torch.float32), clean.device)
 
 

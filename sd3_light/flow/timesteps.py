@@ -5,8 +5,10 @@ validation (fixed u) share one formula.
 """
 
 import math
+import sys
 from collections.abc import Sequence
 from statistics import NormalDist
+from typing import Any
 
 _NORMAL = NormalDist()
 
@@ -16,12 +18,32 @@ def open_interval(u: float) -> float:
     return min(max(u, 1e-12), 1 - 1e-12)
 
 
-def quantile_to_time(u: float, method: str, sigmoid_scale: float = 1.0) -> float:
-    """Return t for a quantile: `uniform`, or `logit_normal` with mean 0 and deviation ``sigmoid_scale``."""
+class FixedTime(float):
+    """A time t in (0, 1) in the place of a quantile: no distribution and no shift applies to it."""
+
+
+def quantile_to_time(
+    u: float, method: str, sigmoid_scale: float = 1.0, logit_mean: float = 0.0, uniform_share: float = 0.0
+) -> float:
+    """Return t for a quantile of `uniform`, or of `logit_normal` mixed with a share of uniform times.
+
+    The logit of t is normal with mean ``logit_mean`` and deviation ``sigmoid_scale``.
+    """
     if method == "uniform":
         return u
     assert method == "logit_normal", method
-    return 1 / (1 + math.exp(-sigmoid_scale * _NORMAL.inv_cdf(u)))
+    if uniform_share:
+        return _mixture_time(u, sigmoid_scale, logit_mean, uniform_share)
+    return 1 / (1 + math.exp(-(logit_mean + sigmoid_scale * _NORMAL.inv_cdf(u))))
+
+
+def _mixture_time(u: float, scale: float, mean: float, share: float) -> float:
+    """Return t with share * t + (1 - share) * CDF(t) = u, by bisection to the precision of a double."""
+    low, high = 0.0, 1.0
+    while low < (t := (low + high) / 2) < high:
+        below = share * t + (1 - share) * _NORMAL.cdf((math.log(t / (1 - t)) - mean) / scale)
+        low, high = (t, high) if below < u else (low, t)
+    return min(high, 1 - sys.float_info.epsilon)
 
 
 def shift_time(t: float, shift: float) -> float:
@@ -34,10 +56,30 @@ def resolution_shift(tokens: int) -> float:
     return math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
 
 
-def times_from_quantiles(
-    quantiles: Sequence[float], tokens: int, method: str, sigmoid_scale: float, shift: float | None, flux_shift: bool
-) -> list[float]:
-    """Return the times of a batch whose images have ``tokens`` tokens."""
-    factor = resolution_shift(tokens) if flux_shift else shift
-    raw = [quantile_to_time(u, method, sigmoid_scale) for u in quantiles]
-    return raw if factor is None else [shift_time(t, factor) for t in raw]
+def sqrt_shift(tokens: int) -> float:
+    """Return sqrt(tokens / 256): 1 at 256 px, 2 at 512 px, 4 at 1024 px (Esser et al. 2024, equation 23)."""
+    return math.sqrt(tokens / 256)
+
+
+def constant_shift(settings: Any, tokens: int) -> float | None:
+    """Return the shift of a sampler for images with ``tokens`` tokens; None without one, or if it is `flux_shift`."""
+    shift: float | None = settings.shift
+    return sqrt_shift(tokens) if settings.sqrt_shift else shift
+
+
+def times_from_quantiles(quantiles: Sequence[float], tokens: int, settings: Any) -> list[float]:
+    """Return the times of a batch whose images have ``tokens`` tokens.
+
+    ``settings`` has the config's keys of timesteps: `timestep_sample_method`, `sigmoid_scale`, `logit_mean`,
+    `uniform_share` and the shifts.
+    """
+    factor = resolution_shift(tokens) if settings.flux_shift else constant_shift(settings, tokens)
+    shape = settings.timestep_sample_method, settings.sigmoid_scale, settings.logit_mean, settings.uniform_share
+
+    def time(u: float) -> float:
+        if isinstance(u, FixedTime):
+            return u
+        t = quantile_to_time(u, *shape)
+        return t if factor is None else shift_time(t, factor)
+
+    return [time(u) for u in quantiles]

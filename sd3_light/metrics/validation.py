@@ -1,6 +1,9 @@
-"""The validation loss: fixed noise at fixed quantiles of t, so that it is comparable across a run."""
+"""The validation loss: fixed noise at fixed quantiles of t, so that it is comparable across a run.
 
-from collections.abc import Callable, Iterable
+The quantiles are those of the run's own distribution of t. Fixed times compare runs with different distributions.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,26 +13,31 @@ from torch.utils.data import Dataset
 from sd3_light.data.loader import PreparedBatch, PreparesInPlace
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedBatch
+from sd3_light.flow.timesteps import FixedTime
 
 QUANTILES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+FIXED_TIMES = tuple(FixedTime(quantile) for quantile in QUANTILES)
 
 
 class QuantileBatches(Dataset[tuple[CachedBatch, float]]):
-    """Every batch at every quantile: item ``batch * len(QUANTILES) + quantile``. Keeps the last batch for reuse."""
+    """Every batch at every point, a quantile or fixed time: item ``batch * len(points) + point``.
 
-    def __init__(self, batches: Dataset[CachedBatch], count: int) -> None:
-        self.batches, self.count = batches, count
+    Keeps the last batch for reuse.
+    """
+
+    def __init__(self, batches: Dataset[CachedBatch], count: int, points: Sequence[float] = QUANTILES) -> None:
+        self.batches, self.count, self.points = batches, count, points
         self._last: tuple[int, CachedBatch] | None = None
 
     def __len__(self) -> int:
-        return self.count * len(QUANTILES)
+        return self.count * len(self.points)
 
     def __getitem__(self, item: int) -> tuple[CachedBatch, float]:
-        number, quantile = divmod(item, len(QUANTILES))
+        number, point = divmod(item, len(self.points))
         if self._last is None or self._last[0] != number:
             self._last = None  # never hold two batches
             self._last = (number, self.batches[number])
-        return self._last[1], QUANTILES[quantile]
+        return self._last[1], self.points[point]
 
 
 class EvalPreparer:
@@ -59,21 +67,34 @@ def validate(
     prepared: Iterable[PreparedBatch],
     evaluate: Callable[[PreparedBatch], Tensor],
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda numbers: numbers,
+    points: Sequence[float] = QUANTILES,
 ) -> dict[str, float]:
     """Return ``flow@Q`` for every quantile and their mean ``flow``, over the prepared items of `QuantileBatches`.
 
-    ``evaluate`` returns [sum of losses, number of samples] of an item; they are summed on the device and read once.
+    Fixed times among the points give ``fixed@T`` and their mean ``fixed``. ``evaluate`` returns [sum of losses, number
+    of samples] of an item; they are summed on the device and read once.
     """
     totals: list[Tensor] = []
     count = 0
     for count, item in enumerate(prepared, start=1):
-        index, sums = (count - 1) % len(QUANTILES), evaluate(item)
-        if count <= len(QUANTILES):
+        index, sums = (count - 1) % len(points), evaluate(item)
+        if count <= len(points):
             totals.append(sums)
         else:
             totals[index] = totals[index] + sums
     assert count, "an evaluation set has at least one batch"
-    assert count % len(QUANTILES) == 0
-    all_sums = sum_over_ranks(torch.stack(totals)).tolist()
-    losses = {f"flow@{quantile}": loss / number for quantile, (loss, number) in zip(QUANTILES, all_sums, strict=True)}
-    return {**losses, "flow": sum(losses.values()) / len(losses)}
+    assert count % len(points) == 0
+    means = [loss / number for loss, number in sum_over_ranks(torch.stack(totals)).tolist()]
+    losses: dict[str, float] = {}
+    for name, of_kind in (("flow", _is_quantile), ("fixed", _is_fixed)):
+        group = {f"{name}@{point}": mean for point, mean in zip(points, means, strict=True) if of_kind(point)}
+        losses |= {**group, name: sum(group.values()) / len(group)} if group else {}
+    return losses
+
+
+def _is_fixed(point: float) -> bool:
+    return isinstance(point, FixedTime)
+
+
+def _is_quantile(point: float) -> bool:
+    return not _is_fixed(point)

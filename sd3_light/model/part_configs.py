@@ -11,6 +11,9 @@ from safetensors import SafetensorError
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import read_json_file
 
+WEIGHTS_STEM = "diffusion_pytorch_model"
+"""File name, without its ending, of the weights in a diffusers model folder."""
+
 LOCAL_WEIGHTS = {"local_files_only": True, "use_safetensors": True}
 """Arguments of every `from_pretrained` of a model: nothing is downloaded, and pickles are never opened (law 8)."""
 

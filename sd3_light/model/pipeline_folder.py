@@ -7,8 +7,7 @@ from pathlib import Path
 
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import is_inner_path
-from sd3_light.model.part_configs import read_config, read_json
-from sd3_light.model.start import WEIGHTS_STEM
+from sd3_light.model.part_configs import WEIGHTS_STEM, read_config, read_json
 from sd3_light.model.text_shape import TextShape
 from sd3_light.tensor_file import open_tensors
 

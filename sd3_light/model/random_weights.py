@@ -12,6 +12,7 @@ from diffusers import SD3Transformer2DModel
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
+from sd3_light.model.positions import set_position_step
 from sd3_light.randomness import sample_id, stream
 from sd3_light.system import usable_cores
 
@@ -24,10 +25,11 @@ def transformer_from_state(config: Mapping[str, Any], state: Mapping[str, Tensor
     return transformer.eval()
 
 
-def new_transformer(config: dict[str, Any], seed: int) -> SD3Transformer2DModel:
+def new_transformer(config: dict[str, Any], seed: int, position_step: float | None = None) -> SD3Transformer2DModel:
     """Return a randomly initialised denoiser. Each weight is a pure function of seed, name and shape.
 
-    Modulation and output start at zero, so every block starts as the identity (adaLN-zero, as in SD3).
+    Modulation and output start at zero, so every block starts as the identity (adaLN-zero, as in SD3). Without
+    ``position_step`` the position table is diffusers'.
     """
     with init_empty_weights(include_buffers=False):  # torch's own initialisation would take longer
         transformer: SD3Transformer2DModel = SD3Transformer2DModel(**config)
@@ -51,6 +53,8 @@ def new_transformer(config: dict[str, Any], seed: int) -> SD3Transformer2DModel:
 
     with ThreadPoolExecutor(usable_cores()) as pool:
         list(pool.map(draw, parameters))
+    if position_step is not None:
+        set_position_step(transformer, position_step)
     return transformer
 
 

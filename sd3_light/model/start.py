@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, resolve_size, size_from_transformer_config
+from sd3_light.config.sizes import CUSTOM_SIZE, PRETRAIN_SIZE
 from sd3_light.inputs import parse_json
 from sd3_light.model.part_configs import check_config, read_config
+from sd3_light.model.pipeline_folder import text_shape, vae_shape
 from sd3_light.tensor_file import METADATA_KEY, open_tensors
 
 MARKER = "sd3_light_init.json"
 """The file that marks a folder written by `sd3-light init`."""
-
-WEIGHTS_STEM = "diffusion_pytorch_model"
-"""File name, without its ending, of the weights in a diffusers model folder."""
 
 HEAD_WIDTH = 64  # of every SD3; other readers assume it
 DENOISER_PREFIX = "model.diffusion_model."
@@ -29,7 +28,7 @@ _SHAPE_TENSORS = (
     "pos_embed",
     "joint_blocks.0.x_block.attn.qkv.weight",
 )
-_SHAPELESS = ("name", "sample_size")  # fields of a size that no weight depends on
+_SHAPELESS = ("name", "sample_size", "position_step")  # fields of a size that no weight depends on
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def where_weights_start(model: ModelConfig) -> WeightsStart:
     """Return the initial weights of a [model] table. Raises UserError if its folder or file has no denoiser."""
     source = start_source(model)
     if source is None:
-        size = resolve_size(model)
+        size = configured_size(model)
         return WeightsStart("random", None, size, f"random weights of size {size.name}, drawn from the seed")
     if source.is_file():
         size = named_size(single_file_config(source), source)
@@ -60,6 +59,22 @@ def where_weights_start(model: ModelConfig) -> WeightsStart:
     folder = denoiser_folder(source)
     size = folder_size(folder)
     return WeightsStart("folder", folder, size, f"weights of {folder} ({_why(model)})")
+
+
+def configured_size(model: ModelConfig) -> ModelSize:
+    """Return the size that a [model] table describes; of a shape, the encoders and the VAE determine the rest."""
+    if model.shape is None:
+        return resolve_size(model)
+    text, (channels, _) = text_shape(model.diffusers_path, model.t5_max_length), vae_shape(model.diffusers_path)
+    size = replace(
+        SIZES[PRETRAIN_SIZE],
+        **model.shape.model_dump(),
+        name=CUSTOM_SIZE,
+        text_width=text.t5_width,
+        pooled_width=text.pooled_width,
+        latent_channels=channels,
+    )
+    return size.with_overrides(qk_norm=model.qk_norm, position_step=model.position_step)
 
 
 def start_source(model: ModelConfig) -> Path | None:
@@ -149,11 +164,18 @@ def named_size(config: dict[str, Any], path: Path) -> ModelSize:
     kind = config.get("_class_name", "SD3Transformer2DModel")
     if kind != "SD3Transformer2DModel":
         raise UserError(f"{path} describes a {kind}; give the folder of an SD3Transformer2DModel")
-    for key, expected in (("patch_size", ModelSize.patch_size), ("in_channels", ModelSize.latent_channels)):
-        if config.get(key, expected) != expected:
-            raise UserError(f"{path} has {key} {config[key]}, SD3 has {expected}; give the folder of an SD3 denoiser")
+    patch, channels = config.get("patch_size", ModelSize.patch_size), config.get("in_channels")
+    if patch != ModelSize.patch_size:
+        raise UserError(
+            f"{path} has patch_size {patch}, SD3 has {ModelSize.patch_size}; give the folder of an SD3 denoiser"
+        )
+    if config.get("out_channels") not in (None, channels):
+        raise UserError(
+            f"{path} has in_channels {channels} and out_channels {config['out_channels']}, which are equal in an SD3 "
+            "denoiser; give the folder of one"
+        )
     try:
-        size = size_from_transformer_config(config, name="custom")
+        size = size_from_transformer_config(config, name=CUSTOM_SIZE)
     except KeyError as missing:
         raise UserError(f"{path} lacks {missing}; give the folder of an SD3 denoiser") from missing
     names = (name for name, known in SIZES.items() if not differences(known, size))

@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.optim.customized import CustomizedOptimizer, create_customized_state, make_customized
 from sd3_light.optim.groups import WeightKinds
+from sd3_light.optim.sharded_muon import ShardedMuon
 from sd3_light.runlog import info
 
 # code books of the 8-bit numbers: constants of the library, equal for every weight and run
@@ -141,7 +143,8 @@ def _make_muon(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> lis
     rest = {name: parameter for name, parameter in named.items() if name not in matrices}
     parts = _make_adamw(rest, kinds, config) if rest else []
     if matrices:
-        optimizer = torch.optim.Muon(
+        sharded = any(isinstance(matrix, DTensor) for matrix in matrices.values())
+        optimizer = (ShardedMuon if sharded else torch.optim.Muon)(
             list(matrices.values()), lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
         parts.append(OptimizerPart(optimizer, _create_muon_state, skips_on_device=False))

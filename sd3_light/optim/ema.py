@@ -1,4 +1,4 @@
-"""Running averages of the weights in float32 (law 4): any number of tracks, with constant decay or a power function."""
+"""Running averages of the weights in float32 (law 4): any number of tracks, with a decay or a power function."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +18,9 @@ MAIN_TRACK = "ema"
 class Track:
     """One average. Every ``update_every`` steps: shadow = decay x shadow + (1 - decay) x weights.
 
-    The decay is constant, or depends on the step so that the average has a power-function profile (``gamma``).
+    The decay ramps up to a constant, so that the start loses its weight early in training, or it depends on the step so
+    that the average has a power-function profile (``gamma``). The number of updates follows from the step: a
+    checkpoint needs no counter.
     """
 
     shadow: dict[str, Tensor]
@@ -31,7 +33,8 @@ class Track:
         if self.gamma is not None:
             return decay_at(step, self.update_every, self.gamma)
         assert self.decay is not None
-        return self.decay
+        done = max(0, step // self.update_every - 1)  # updates before this one
+        return min(self.decay, (1 + done) / (10 + done))
 
 
 class Averages:

@@ -5,13 +5,22 @@ from typing import Any
 
 
 def learning_rate(done: int, total: int, peak: float, settings: Any) -> float:
-    """Return the rate of the step after ``done``: a linear warm-up, then the schedule.
+    """Return the rate of the step after ``done``: a linear warm-up, the schedule, and a cool-down at the end.
 
-    ``settings`` has the config's `lr_scheduler`, `warmup_steps`, `lr_step_size` and `lr_step_gamma`. The first rate is
-    above 0, the last of the warm-up is the peak. `constant` stays there, `linear` and `cosine` decay to 0 at ``total``
-    (which the last step does not reach), `step` multiplies by `lr_step_gamma` every `lr_step_size` after the warm-up.
+    ``settings`` has the config's keys of the schedule. The first rate is above 0, the last of the warm-up is the peak.
+    `constant` stays there, `linear` and `cosine` decay to 0 at ``total`` (which the last step does not reach), `step`
+    multiplies by `lr_step_gamma` every `lr_step_size` after the warm-up. The last `cooldown_steps` decay to 0 at
+    ``total``: a run that ends there can branch off any checkpoint of a longer one.
     """
     assert done >= 0, done
+    rate, cooldown = _rate_before_cooldown(done, total, peak, settings), settings.cooldown_steps
+    if not cooldown or total - done >= cooldown:
+        return rate
+    share = max(0, total - done) / cooldown
+    return rate * (share if settings.cooldown_shape == "linear" else 1 - math.sqrt(1 - share))
+
+
+def _rate_before_cooldown(done: int, total: int, peak: float, settings: Any) -> float:
     schedule: str = settings.lr_scheduler
     warmup: int = settings.warmup_steps
     if done < warmup:

@@ -25,17 +25,19 @@ from sd3_light.model.start import where_weights_start
 from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
 from sd3_light.runlog import info
 from sd3_light.training.background_saves import FOLDERS, SNAPSHOT, newest_usable
+from sd3_light.training.model_facts import ModelFacts
 from sd3_light.training.saver import RAW, adapter_spec, export_spec, model_config, whole_state
 from sd3_light.training.sd3 import starting_transformer
 
 
 @dataclass(frozen=True)
 class _Weights:
-    """Trained weights, their description, and the progress of training."""
+    """Trained weights, their description, the progress of training, and what was stored about the model."""
 
     trained: dict[str, Tensor]
     description: str
     progress: Progress
+    model: ModelFacts
 
 
 def run(
@@ -92,8 +94,10 @@ def _write(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path, c
     if train.adapter is not None:
         _write_adapter(train, weights, run_folder, out)
         return
-    transformer: SD3Transformer2DModel = starting_transformer(where_weights_start(train.model), train.seed)
-    spec = export_spec(train, model_config(transformer), weights.description, weights.progress, run_folder)
+    start = weights.model.keep_table(where_weights_start(train.model))
+    transformer: SD3Transformer2DModel = starting_transformer(start, train.seed)
+    config = model_config(transformer, weights.model)
+    spec = export_spec(train, config, weights.description, weights.progress, run_folder)
     state = whole_state(transformer, weights.trained, train.freeze)
     with write_errors(out):
         if not is_single_file(out):
@@ -134,7 +138,7 @@ def _from_checkpoint(saved: Checkpoint, weights: str | None) -> _Weights:
         raise UserError(f"--weights: {saved.path} has no {name!r}; it has {', '.join(available)}")
     kind = PARAM_KIND if name == RAW else track_kind(name)
     trained = {tensor: saved.tensor(f"{kind}/{tensor}") for tensor in saved.names(kind)}
-    return _Weights(trained, name, saved.progress)
+    return _Weights(trained, name, saved.progress, ModelFacts.of(saved))
 
 
 def _tracks(saved: Checkpoint) -> list[str]:
@@ -170,7 +174,7 @@ def _from_snapshots(folder: Path, checkpoint: Path | None, length: float) -> _We
     names = newest_saved.names(track_kind(newest.track))
     trained = dict(combine(fit, [_reader(*pair) for pair in pairs], names))
     progress = Progress(**newest_saved.facts.get("progress", {"step": newest.step}))
-    return _Weights(trained, f"average of length {length:g}", progress)
+    return _Weights(trained, f"average of length {length:g}", progress, ModelFacts.of(newest_saved))
 
 
 def _require_reachable(snapshots: list[Snapshot], time: int, length: float) -> None:

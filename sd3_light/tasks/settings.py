@@ -52,6 +52,8 @@ class TaskSettings(Table):
     warmup_steps: CountOrZero = 0
     lr_step_size: Count | None = None
     lr_step_gamma: Positive | None = None
+    cooldown_steps: CountOrZero = 0
+    cooldown_shape: Literal["linear", "sqrt"] = "linear"
     optimizer: OptimizerName = "adamw"
     customized_optimizer: Annotated[str, Allowed("the path of a class, such as 'torch.optim.Adam'")] | None = None
     betas: Annotated[tuple[Decay, Decay], _BETAS] = (0.9, 0.999)
@@ -108,6 +110,8 @@ class TaskSettings(Table):
             raise invalid_value("lr_scheduler='step' needs lr_step_size and lr_step_gamma")
         if self.lr_scheduler != "step" and step_settings:
             raise invalid_value(f"{step_settings[0]} has no effect without lr_scheduler='step'; leave it out")
+        if self.cooldown_steps and self.lr_scheduler in ("linear", "cosine"):
+            raise invalid_value(f"lr_scheduler={self.lr_scheduler!r} decays by itself; leave cooldown_steps out")
         return self
 
     def plain_values(self) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch) -> C
     """Open a dataset's cache; only its manifest is read."""
     limit = int(config.stream_cache_gb * 1e9)
     store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
-    return CachedDataset(store, launched=launch.world > 1)
+    weights = {source.label: source.directory.caption_weights for source in make_sources(dataset.directories)}
+    return CachedDataset(store, launch.world > 1, weights)
 
 
 def load_cache(data: CachedDataset, config: TrainConfig, launch: Launch, device: torch.device) -> ResidentCache | None:

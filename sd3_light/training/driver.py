@@ -252,6 +252,7 @@ class Driver:
             for piece in self.run.engine.like_weights(track_kind(name), tracks[name].shadow)
         )
         facts = {**snapshot_metadata(ema, progress.step), "progress": progress.as_dict()}
+        facts |= {name: self.facts[name] for name in ("model",) if name in self.facts}
         self.groups.wait_for_all(self.saves.snapshots.is_idle)
         self.saves.snapshots.save(progress.step, pieces, facts)
 

@@ -8,7 +8,7 @@ from sd3_light.data.loader import PreparesInPlace
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
 from sd3_light.engines.protocol import MicroBatch
-from sd3_light.metrics.validation import QUANTILES, EvalPreparer, QuantileBatches, validate
+from sd3_light.metrics.validation import FIXED_TIMES, QUANTILES, EvalPreparer, QuantileBatches, validate
 from sd3_light.training.data import make_loader, open_cache, placeholder_batch
 
 
@@ -29,7 +29,12 @@ class Evaluator:
     def losses(self) -> Iterator[tuple[str, dict[str, float]]]:
         """Yield (name, losses) of each evaluation set."""
         for name in self.loaded.eval_datasets:
-            yield name, validate(self._loader(name), self.engine.evaluate, self.engine.sum_over_ranks)
+            yield name, validate(self._loader(name), self.engine.evaluate, self.engine.sum_over_ranks, self.points)
+
+    @property
+    def points(self) -> tuple[float, ...]:
+        """The quantiles of t, and the fixed times, at which every sample is evaluated."""
+        return (*QUANTILES, *(FIXED_TIMES if self.loaded.train.eval_at_fixed_t else ()))
 
     def _loader(self, name: str) -> Iterable[MicroBatch]:
         """Return the micro-batches of a set, each sample once; placeholders if this process reads no data."""
@@ -41,9 +46,9 @@ class Evaluator:
         share = self.launch.data_launch(self.stages)
         if not self.launch.reads_data(self.stages):
             sizes = (order.batch_size(step) // share.world for step in range(order.steps_per_epoch))
-            return [placeholder_batch(size) for size in sizes for _ in QUANTILES]
+            return [placeholder_batch(size) for size in sizes for _ in self.points]
         batches = MicroBatches(data, order, share.rank, share.world, 1)
-        items = QuantileBatches(batches, order.steps_per_epoch)
+        items = QuantileBatches(batches, order.steps_per_epoch, self.points)
         return make_loader(config, items, self.engine, 1, EvalPreparer(self.preparer))
 
     def _global_batch(self, resolution: tuple[int, int]) -> int:

@@ -44,11 +44,13 @@ class ResidentInputs:
         sample = bucket.first_sample[picks.segment] + picks.index
         occurrences = occurrence_words(picks.epoch, picks.repeat, bucket.ids[sample])
         first_caption, first_image = bucket.first_caption[sample], bucket.first_image[sample]
-        caption = choices(self.seed, "caption", occurrences, bucket.first_caption[sample + 1] - first_caption)
+        counts = bucket.first_caption[sample + 1] - first_caption
+        caption = self.cache.pick_captions(picks, self.seed, bucket.ids[sample], counts)
         variant = choices(self.seed, "flip", occurrences, bucket.first_image[sample + 1] - first_image)
         drops = np.zeros((len(sample), len(ENCODERS)), dtype=bool)
         if model.enable_uncond_text_dropout:
-            drops = np.array(draw_drops(self.preparer.seed, occurrences, model.uncond_text_dropout_prob))
+            joint = model.uncond_text_dropout == "joint"
+            drops = np.array(draw_drops(self.preparer.seed, occurrences, model.uncond_text_dropout_prob, joint))
         distinct = bucket.captions[first_caption + caption]
         text = self._text_rows(bucket.text, distinct, drops)
         t = self.preparer.times(occurrences, bucket.moments.shape)

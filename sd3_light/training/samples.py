@@ -18,11 +18,13 @@ from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from PIL import Image
 from torch import Tensor
 
+from sd3_light.budget.flops import image_tokens
 from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
 from sd3_light.config.base import CacheLocation
 from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
+from sd3_light.flow.timesteps import constant_shift
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 from sd3_light.runlog import info
 from sd3_light.sampling.generate import ImageRequest, run_pipeline, save_png
@@ -30,6 +32,7 @@ from sd3_light.sampling.grid import make_grid
 from sd3_light.sampling.prompt_features import encode_prompts_one_by_one, read_prompt
 from sd3_light.sampling.scheduler import flow_scheduler
 from sd3_light.sampling.texts import EncodedText, batch_texts, join_features, unconditional_text
+from sd3_light.training.model_facts import bucket_size
 
 DenoiseFeatures = Callable[[tuple[Tensor, ...]], Tensor]
 """(noisy, 1000 t, prompt_embeds, pooled[, lengths]) -> velocity: `SD3TrainingModule.denoise`."""
@@ -62,18 +65,18 @@ class Sampler:
         config: TrainConfig,
         cache_dir: CacheLocation,
         data: CachedDataset,
+        bucket: BucketShards,
         launch: Launch,
         device: torch.device,
         stages: int = 1,
     ) -> "Sampler":
-        """Return the sampler of a run on ``data``, the cache at ``cache_dir``.
+        """Return the sampler of a run on ``data``, the cache at ``cache_dir``; images have the size of ``bucket``.
 
         Prompts that are not in the cache (it is at a URL, or read-only) are encoded now, one encoder in memory at a
         time. The processes of a pipeline of ``stages`` draw the same images.
         """
-        settings, bucket = config.sampling, smallest_bucket(data.buckets)
+        settings, (width, height) = config.sampling, bucket_size(bucket)
         assert settings.prompts, "nothing to draw"
-        width, height = map(int, bucket.bucket.split("x"))
         requests = tuple(
             ImageRequest(prompt, seed, width, height) for prompt in settings.prompts for seed in settings.seeds
         )
@@ -164,7 +167,7 @@ class Sampler:
             self._vae.enable_slicing()  # one image at a time: its activations are the largest of all
         return StableDiffusion3Pipeline(
             transformer=_DenoiserAdapter(self._vae.config.latent_channels),
-            scheduler=flow_scheduler(model.shift, model.flux_shift),  # as the export will have it
+            scheduler=flow_scheduler(constant_shift(model, image_tokens(*self._size)), model.flux_shift),
             vae=self._vae,
             **dict.fromkeys((*TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)),
         )
@@ -222,16 +225,6 @@ class _DenoiserAdapter:
 def assigned(count: int, rank: int, world: int) -> list[int]:
     """Return the numbers of a rank's requests among ``count``: equally many for all, so some may be drawn twice."""
     return [(rank + turn * world) % count for turn in range(math.ceil(count / world))]
-
-
-def smallest_bucket(buckets: Sequence[BucketShards]) -> BucketShards:
-    """Return the bucket that sets the image size: of the smallest resolution, the one nearest to its aspect ratio."""
-
-    def key(bucket: BucketShards) -> tuple[int, tuple[int, int], float, str]:
-        (width, height), (w, h) = bucket.resolution, map(int, bucket.bucket.split("x"))
-        return width * height, bucket.resolution, abs(math.log((w * height) / (h * width))), bucket.bucket
-
-    return min(buckets, key=key)
 
 
 def _texts(

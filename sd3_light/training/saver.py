@@ -20,9 +20,11 @@ from sd3_light.config.load_dataset import load_directories
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import AdapterSpec, ExportError, ExportSpec
+from sd3_light.flow.timesteps import constant_shift
 from sd3_light.inputs import read_json_file
 from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import read_log
+from sd3_light.training.model_facts import ModelFacts
 
 RAW = "raw"
 
@@ -30,13 +32,13 @@ RAW = "raw"
 # --- export specs ------------------------------------------------------------------------------
 
 
-def model_spec(model: ModelConfig, transformer_config: Mapping[str, object], **fields: Any) -> ExportSpec:
+def model_spec(model: ModelConfig, transformer_config: Mapping[str, Any], **fields: Any) -> ExportSpec:
     """Return the spec of an export of this [model] table; ``fields`` are other fields of `ExportSpec`."""
     spec = {
         "base": model.diffusers_path,
         "transformer_config": dict(transformer_config),
         "save_dtype": getattr(torch, model.dtype),
-        "shift": model.shift or 1.0,
+        "shift": constant_shift(model, _default_tokens(transformer_config)) or 1.0,
         "flux_shift": model.flux_shift,
         "text": _text_policy(model),
     }
@@ -78,6 +80,12 @@ def _run_fields(config: TrainConfig, weights: str, progress: Progress, run: Path
     }
 
 
+def _default_tokens(transformer_config: Mapping[str, Any]) -> int:
+    """Return the tokens of an image of the default size."""
+    side: int = transformer_config["sample_size"] // transformer_config["patch_size"]
+    return side**2
+
+
 def _text_policy(model: ModelConfig) -> dict[str, Any]:
     """Return how texts were encoded in training, for `sd3_light.json`."""
     return {"text_tokens": model.text_tokens, "uncond_text": model.uncond_text, "t5_max_length": model.t5_max_length}
@@ -89,9 +97,10 @@ def _config_toml(config: TrainConfig) -> str:
     return resolved_toml(LoadedConfig(config.output_dir, config, dataset, {}))
 
 
-def model_config(transformer: SD3Transformer2DModel) -> dict[str, object]:
-    """Return the constructor arguments of this denoiser, without private entries."""
-    return {key: value for key, value in transformer.config.items() if not key.startswith("_")}
+def model_config(transformer: SD3Transformer2DModel, facts: ModelFacts | None = None) -> dict[str, Any]:
+    """Return the constructor arguments of this denoiser for an export, without private entries."""
+    config = {key: value for key, value in transformer.config.items() if not key.startswith("_")}
+    return config if facts is None else facts.export_config(config)
 
 
 # --- facts of a run for the model card -----------------------------------------------------------
@@ -189,7 +198,11 @@ class Saver:
 
     @staticmethod
     def of(
-        config: TrainConfig, transformer: SD3Transformer2DModel, folder: Path, start: WeightsStart | None = None
+        config: TrainConfig,
+        transformer: SD3Transformer2DModel,
+        folder: Path,
+        start: WeightsStart | None = None,
+        facts: ModelFacts | None = None,
     ) -> "Saver":
         """Return the saver of a run; call it after freezing and adding the adapter, before the engine is made."""
         untrained = {}
@@ -199,7 +212,7 @@ class Saver:
             # copies: a thread must be able to export without touching a module that is training
             untrained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
         live = partial(gather_trainable, transformer)
-        return Saver(config, folder, live, model_config(transformer), untrained, start)
+        return Saver(config, folder, live, model_config(transformer, facts), untrained, start)
 
     def save_full_model(
         self,

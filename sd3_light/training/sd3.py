@@ -129,7 +129,8 @@ class InputPreparer:
         real = self.model.text_tokens == "real"
         texts = unpad_text({name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
         if self.model.enable_uncond_text_dropout and not evaluation:
-            drops = draw_drops(self.seed, occurrences, self.model.uncond_text_dropout_prob)
+            probability, joint = self.model.uncond_text_dropout_prob, self.model.uncond_text_dropout == "joint"
+            drops = draw_drops(self.seed, occurrences, probability, joint)
             texts = drop_text(texts, drops, self.empty_text, real)
         prompt, pooled, lengths = join_text(texts, allocate)
         return (prompt, pooled, lengths) if real else (prompt, pooled)
@@ -151,11 +152,7 @@ class InputPreparer:
         else:
             quantiles = [quantile] * len(occurrences)
         tokens = (shape[-1] // 2) * (shape[-2] // 2)
-        model = self.model
-        t = times_from_quantiles(
-            quantiles, tokens, model.timestep_sample_method, model.sigmoid_scale, model.shift, model.flux_shift
-        )
-        return torch.tensor(t, dtype=torch.float32)
+        return torch.tensor(times_from_quantiles(quantiles, tokens, self.model), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -231,7 +228,7 @@ def starting_transformer(start: WeightsStart, seed: int) -> SD3Transformer2DMode
         config, state = transformer_from_single_file(start.file)
         return transformer_from_state(config, {name: tensor.float() for name, tensor in state.items()})
     if start.folder is None:
-        return new_transformer(start.size.transformer_config(), seed)
+        return new_transformer(start.size.transformer_config(), seed, start.size.position_step)
     options = {"dtype": torch.float32, "output_loading_info": True, **LOCAL_WEIGHTS}
     transformer, loading = SD3Transformer2DModel.from_pretrained(start.folder, **options)
     mismatches = [*loading["missing_keys"], *loading["unexpected_keys"]]

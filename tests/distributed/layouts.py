@@ -167,7 +167,8 @@ def patch() -> None:
 
 def record_memory(run: Path, engine: Any, averages: Any) -> None:
     """Record the bytes of this process's weights, optimizer state and averages in the run's folder."""
-    state = [value for values in engine.optimizer.torch_optimizer.state.values() for value in values.values()]
+    states = (part.optimizer.state.values() for part in engine.optimizer._parts)
+    state = [value for values in chain.from_iterable(states) for value in values.values()]
     sizes = {
         "weights": storage_bytes(engine.weights.values()),
         "moments": storage_bytes(value for value in state if torch.is_tensor(value) and value.dim()),

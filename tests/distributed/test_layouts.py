@@ -47,6 +47,9 @@ from tests.project import Project
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
 STEPS, SAVED = 8, 3
 BIAS = "proj_out.bias"
+# two small matrices, as CPUs without bfloat16 take seconds for a large one
+MUON_FREEZES = ("pos_embed.*", "*.1.*", "*.0.norm*", "*.0.ff*", "*.0.attn.add*", "*.0.attn.to_[!qk]*")
+MUON = ('optimizer.type="muon"', f"freeze={json.dumps(MUON_FREEZES)}", "max_steps=4", "checkpoint_every_n_steps=2")
 NOT_COMPARED = {"proof.json", "config.toml"}  # they contain durations, the run's folder and layout
 
 
@@ -194,6 +197,28 @@ def test_every_layout_trains_alike(trained: Project, layout: Layout) -> None:
     """From the start, and from another layout's checkpoint (the job checks that it loads bit for bit)."""
     require_same_curve(trained, layout.name, layout)
     require_same_curve(trained, f"{layout.name}-from-{READS[layout].name}", layout)
+
+
+@pytest.mark.slow  # test_sharded_muon.py compares the optimizer itself
+def test_muon_trains_alike_with_sharded_matrices(
+    rich: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process and FSDP2, from the start and from each other's checkpoints."""
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    project = rich.copy(tmp_path / "project")
+    project.train(*job(project, ONE, *MUON).overrides)
+    resumed = replace(job(project, FSDP2, *MUON, run="resumed"), checkpoint=str(saved(project, ONE, 2)))
+    launch([job(project, FSDP2, *MUON), resumed], tmp_path)
+    project.train(*job(project, ONE, *MUON, run="back").overrides, resume=Resume(saved(project, FSDP2, 2)))
+    expected = project.events("step", ONE.name)
+    for run, first in ((FSDP2.name, 0), ("resumed", 2), ("back", 2)):
+        steps = project.events("step", run)
+        assert len(steps) == 4 - first
+        for event, other in zip(steps, expected[first:], strict=True):
+            for key in ("loss", "grad_norm", "param_norm"):
+                assert event[key] == pytest.approx(other[key], rel=1e-5), f"{run}: {key} at {event['step']}"
+    kinds = {name.partition("/")[0] for name in open_checkpoint(saved(project, FSDP2, 2)).shapes}
+    assert kinds == {"param", "ema", "momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
 
 
 @pytest.mark.parametrize("layout", FAST, ids=lambda layout: layout.name)

@@ -28,7 +28,8 @@ def sample_grid(config: TrainConfig, cache: Path, out: Path, launch: Launch) -> 
     generator = torch.Generator().manual_seed(0)
     for parameter in transformer.parameters():
         torch.nn.init.normal_(parameter, std=0.08, generator=generator)
-    sampler = Sampler.of_config(config, cache, CachedDataset(LocalStore(cache)), launch, torch.device("cpu"))
+    data = CachedDataset(LocalStore(cache))
+    sampler = Sampler.of_config(config, cache, data, data.buckets[0], launch, torch.device("cpu"))
     group = dist.new_group(backend="gloo") if launch.world > 1 else None
     return sampler.sample(SD3TrainingModule(transformer, config).denoise, out, {"step": 1}, group) is not None
 

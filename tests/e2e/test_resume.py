@@ -404,7 +404,7 @@ def test_activation_checkpointing_changes_nothing(project: Project) -> None:
 
 
 def test_the_ema_is_in_every_checkpoint(whole: Project) -> None:
-    """ema = 0.9 ema + 0.1 weights after each step, in float32, from the first weights on."""
+    """ema = d ema + (1 - d) weights after each step, in float32, with the decays d of the ramp."""
     average: dict[str, torch.Tensor] = {}
     for step in (1, 2, 3, 4):
         tensors, _ = read_checkpoint(checkpoint(whole, step))
@@ -414,6 +414,7 @@ def test_the_ema_is_in_every_checkpoint(whole: Project) -> None:
         assert len(saved) > 50
         if average:
             for name, tensor in saved.items():
-                assert torch.allclose(tensor, 0.9 * average[name] + 0.1 * weights[name], atol=1e-7), name
+                decay = step / (step + 9)
+                assert torch.allclose(tensor, decay * average[name] + (1 - decay) * weights[name], atol=1e-7), name
         assert any(not torch.equal(saved[name], weights[name]) for name in saved)
         average = saved

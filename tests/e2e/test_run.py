@@ -8,12 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 from PIL import Image
 from safetensors.torch import load_file
 
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.flow.objective import BAND_NAMES
+from sd3_light.model.positions import position_table
 from sd3_light.sampling.image_requests import PromptRow
 from sd3_light.stages import evaluate, export, init, inspect, report, sample
 from sd3_light.stages.train import Resume
@@ -52,7 +54,7 @@ def test_every_step_is_logged_with_its_numbers(finished: Project) -> None:
         assert event["tflops_per_gpu"] > 0
         assert event["host_memory_gib"] > 0.1
         assert event["epoch"] == pytest.approx(event["step"] / 11)
-        assert event["ema_decay"] == {"ema": 0.9}
+        assert event["ema_decay"] == {"ema": event["step"] / (event["step"] + 9)}
         assert event["band"]
         assert set(event["band"]) <= set(BAND_NAMES)
     assert finished.events("start")[0]["world"] == 1
@@ -97,7 +99,8 @@ def test_the_run_folder_has_the_documented_contents(finished: Project) -> None:
 
 def test_the_resolved_config_loads_with_equal_values(finished: Project) -> None:
     original, resolved = finished.load().train, load_config(finished.run / "config.toml").train
-    assert resolved.model == original.model
+    # the step of the position table is written down, so that the size's default can change
+    assert resolved.model == original.model.model_copy(update={"position_step": 1 / 4})
     assert resolved.optimizer == original.optimizer
     assert resolved.eval_datasets == original.eval_datasets
 
@@ -149,6 +152,51 @@ def test_raw_weights_and_older_checkpoints_can_be_exported(finished: Project, tm
     assert torch.equal(saved["proj_out.weight"], tensors["param/proj_out.weight"])
     facts = json.loads((tmp_path / "raw" / "sd3_light.json").read_text())
     assert (facts["weights"], facts["step"]) == ("raw", 2)
+
+
+def test_an_export_draws_at_the_size_and_with_the_positions_it_was_trained_with(
+    project: Project, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Proven with stock diffusers; a resumed run and a later export of its checkpoint keep both."""
+    project.data('resolutions = [48]\n[[directory]]\npath = "images"\n')
+    sampling = ('sampling.prompts=["a star"]', "sampling.every_n_steps=2", "sampling.steps=2")
+    project.train("max_steps=1", "model.position_step=1.0", "checkpoint_every_n_steps=1")
+    project.train("max_steps=2", "model.position_step=0.5", *sampling, resume=Resume())
+    assert "using the checkpoint's model.position_step = 1" in capfd.readouterr().err
+    exports = [project.run / "exports" / f"step-0000000{step}" for step in (1, 2)]
+    exports.append(export.run(project.run, tmp_path / "again"))
+    table = position_table(128, 16, 1.0)
+    for folder in exports:
+        assert json.loads((folder / "transformer" / "config.json").read_text())["sample_size"] == 6
+        assert torch.equal(weights_of(folder)["pos_embed.pos_embed"], table)
+        stock = SD3Transformer2DModel.from_pretrained(folder / "transformer")
+        assert torch.equal(stock.pos_embed.pos_embed, table)
+    sample.run(exports[-1], [PromptRow("a star")], [0], tmp_path / "images", sample.SampleOptions(steps=2, grid=False))
+    with Image.open(tmp_path / "images" / "00000.png") as image:
+        assert image.size == (48, 48)
+    with Image.open(project.run / "samples" / "step-00000002.png") as grid:
+        assert json.loads(grid.text["size"]) == [48, 48]  # type: ignore[attr-defined]
+
+
+def test_a_shape_trains_and_a_branch_cools_down(project: Project, unproven: None) -> None:
+    """A run of any shape, then a branch off its checkpoint whose last two steps decay, with a shift by tokens."""
+    project.train_toml.write_text(project.train_toml.read_text().replace('size = "tiny2"\n', ""))
+    shape = ("model.shape={num_layers=1, num_heads=3, head_dim=32, position_step=0.5}", "model.sqrt_shift=true")
+    project.train("max_steps=2", "checkpoint_every_n_steps=1", *shape)
+    keys = ('output_dir="branch"', "max_steps=4", "cooldown_steps=3")
+    project.train(*keys, *shape, resume=Resume(project.run / "checkpoints" / "step-00000001"))
+    rates = [event["lr"] for event in project.events("step", "branch")]
+    assert rates == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
+    config = json.loads((project.folder / "branch/exports/step-00000004/transformer/config.json").read_text())
+    shown = ("num_layers", "num_attention_heads", "attention_head_dim", "joint_attention_dim", "in_channels")
+    assert [config[key] for key in shown] == [1, 3, 32, 256, 16]
+    table = weights_of(project.folder / "branch/exports/step-00000004")["pos_embed.pos_embed"]
+    assert torch.equal(table, position_table(96, 192, 0.5))
+    scheduler = project.folder / "branch/exports/step-00000004/scheduler/scheduler_config.json"
+    assert json.loads(scheduler.read_text())["shift"] == 0.25, "of 16 tokens"
+    model = load_config(project.folder / "branch/config.toml").train.model
+    assert model.shape is not None
+    assert (model.shape.num_heads, model.position_step) == (3, 0.5)
 
 
 def test_an_export_does_not_overwrite(finished: Project, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ PLAN_VERSION = 1
 _UNITS_PER_BATCH = 64
 _MAX_PLANS = 8
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
-_IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "num_repeats"}
+_IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "num_repeats", "caption_weights"}
 
 
 @dataclass(frozen=True)

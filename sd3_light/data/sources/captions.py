@@ -32,14 +32,19 @@ def decode_text(data: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The configured columns of the image (or its file name) and of the captions; "" means the usual names.
+    """The configured columns of the image (or its file name) and of the captions; none means the usual names.
 
     ``of_media`` are further usual names, which come first.
     """
 
     image: str = ""
-    caption: str = ""
+    captions: tuple[str, ...] = ()
     of_media: tuple[str, ...] = ()
+
+    @property
+    def caption(self) -> str:
+        """The configured columns of captions, for messages."""
+        return ", ".join(self.captions)
 
     def image_names(self, usual: Sequence[str]) -> Sequence[str]:
         """Return the column names of the image."""
@@ -47,7 +52,14 @@ class Columns:
 
     def caption_names(self) -> Sequence[str]:
         """Return the column names of captions."""
-        return (self.caption,) if self.caption else TEXT_NAMES
+        return self.captions or TEXT_NAMES
+
+    def caption_value(self, row: Mapping[str, Any]) -> Any:
+        """Return the captions of a row: a value, or with several columns a list of theirs, "" where one has none."""
+        if len(self.captions) < 2:
+            return named(row, self.caption_names())
+        values = [named(row, (name,)) for name in self.captions]
+        return None if all(value is None for value in values) else ["" if value is None else value for value in values]
 
 
 def named(row: Mapping[str, Any], names: Sequence[str]) -> Any:
@@ -82,11 +94,21 @@ def texts(value: Any, column: str = "") -> tuple[str, ...]:
 def prepare_captions(raw: Sequence[str], directory: DirectoryConfig) -> tuple[str, ...]:
     """Clean up and prefix captions. Raises Reject if all are empty and ``skip_empty_caption`` is on."""
     captions = tuple(_clean(text, directory) for text in raw)
+    if len(directory.caption_columns) > 1:
+        captions = _one_per_column(captions, len(directory.caption_columns))
     if directory.skip_empty_caption:
         captions = tuple(filter(None, captions))
         if not captions:
             raise Reject("empty_caption")
     return tuple(directory.caption_prefix + text for text in captions)
+
+
+def _one_per_column(captions: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """Return one caption per column, so that weights of columns apply; a single one, as of a text file, is of all."""
+    if len(captions) not in (1, count):
+        raise Reject("bad_caption", f"{len(captions)} captions for {count} columns")
+    first = next(filter(None, captions), "")
+    return tuple(text or first for text in captions) if len(captions) > 1 else (first,) * count
 
 
 def caption_variants(captions: Sequence[str], seed: int, key: str, directory: DirectoryConfig) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.captions import Columns, decode_text, texts
+from sd3_light.data.sources.captions import TEXT_NAMES, Columns, decode_text, texts
 from sd3_light.data.sources.records import ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
 
@@ -58,7 +58,7 @@ def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bo
     try:
         with pq.ParquetFile(path) as file:
             try:
-                image, text = _columns(file.schema_arrow, context.columns)
+                image, captions = _columns(file.schema_arrow, context.columns)
             except Reject as reject:
                 if reject.reason != "no_image_column" or not may_lack_images:
                     yield context.reject_container(name, reject.reason, reject.detail)
@@ -68,17 +68,18 @@ def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bo
             except Reject as reject:
                 yield context.reject_container(name, reject.reason, reject.detail)
                 return
-            yield from _rows(context, file, path, name, image, text, selected)
+            yield from _rows(context, file, path, name, image, captions, selected)
     except _ERRORS as error:
         yield context.reject_container(name, "broken_parquet", f"{type(error).__name__}: {error}")
 
 
-def _columns(schema: Any, columns: Columns) -> tuple[str, str]:
+def _columns(schema: Any, columns: Columns) -> tuple[str, list[str]]:
     """Return the columns of images and captions. Raises Reject if one is missing or has the wrong type."""
     image = _column(schema, columns.image_names(IMAGE_NAMES), _holds_bytes)
-    text = _column(schema, columns.caption_names(), _holds_text)
-    if image is not None and text is not None:
-        return image, text
+    choices: list[tuple[str, ...]] = [(name,) for name in columns.captions] or [TEXT_NAMES]
+    captions = [column for names in choices if (column := _column(schema, names, _holds_text)) is not None]
+    if image is not None and len(captions) == len(choices):
+        return image, captions
     key, column = ("image_column", columns.image) if image is None else ("caption_column", columns.caption)
     detail = f"the columns are {', '.join(schema.names)}"
     if column:
@@ -101,18 +102,24 @@ def _selected_columns(schema: Any, context: ScanContext) -> dict[str, str]:
 
 
 def _rows(
-    context: ScanContext, file: Any, path: str, name: str, image: str, text: str, selected: dict[str, str]
+    context: ScanContext,
+    file: Any,
+    path: str,
+    name: str,
+    image: str,
+    captions: Sequence[str],
+    selected: dict[str, str],
 ) -> Iterator[ScanItem]:
     number = 0
-    masks, columns = name.removesuffix(".parquet"), dict.fromkeys((text, *selected.values()))
+    masks, columns = name.removesuffix(".parquet"), dict.fromkeys((*captions, *selected.values()))
     for group in range(file.num_row_groups):
         row = 0
         for batch in file.iter_batches(_CAPTION_ROWS, row_groups=[group], columns=list(columns)):
             values = {column: batch.column(column).to_pylist() for column in columns}
-            for at, value in enumerate(values[text]):
+            for at in range(len(batch)):
                 cell = ParquetCell(path, image, group, row)
                 row_name = f"{number:09d}"
-                fetch = partial(_texts, value, context.columns.caption)
+                fetch = partial(_texts, [values[column][at] for column in captions], context.columns)
                 cells = partial(_cells, values, selected, at)
                 yield from context.sample(f"{name}/{row_name}", cell, fetch, f"{masks}/{row_name}", cells)
                 row, number = row + 1, number + 1
@@ -122,8 +129,11 @@ def _cells(values: dict[str, list[Any]], selected: dict[str, str], at: int) -> d
     return {name: values[column][at] for name, column in selected.items()}
 
 
-def _texts(value: Any, column: str) -> tuple[str, ...]:
-    return texts(decode_text(value) if isinstance(value, bytes) else value, column)
+def _texts(values: Sequence[Any], columns: Columns) -> tuple[str, ...]:
+    decoded = [decode_text(value) if isinstance(value, bytes) else value for value in values]
+    if len(decoded) == 1:
+        return texts(decoded[0], columns.caption)
+    return texts(columns.caption_value(dict(zip(columns.captions, decoded, strict=True))), columns.caption)
 
 
 def _column(schema: Any, names: Sequence[str], fits: Any) -> str | None:

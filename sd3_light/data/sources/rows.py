@@ -65,9 +65,9 @@ def _row(raw: Any, columns: Columns) -> TableRow:
     name: Any
     if isinstance(raw, TableRow):
         name, value, _ = raw
-        value = named(value, columns.caption_names()) if isinstance(value, dict) else value
+        value = columns.caption_value(value) if isinstance(value, dict) else value
     elif isinstance(raw, Mapping):
-        name, value = named(raw, columns.image_names(FILE_NAMES)), named(raw, columns.caption_names())
+        name, value = named(raw, columns.image_names(FILE_NAMES)), columns.caption_value(raw)
     else:
         raise Reject("broken_row", "not an object")
     if not isinstance(name, str) or not name.strip():
@@ -77,7 +77,7 @@ def _row(raw: Any, columns: Columns) -> TableRow:
 
 
 def _configured(columns: Columns) -> list[tuple[str, str]]:
-    pairs = ("image_column", columns.image), ("caption_column", columns.caption)
+    pairs = ("image_column", columns.image), *(("caption_column", name) for name in columns.captions)
     return [(key, column) for key, column in pairs if column]
 
 

@@ -29,7 +29,7 @@ class ScanContext:
         self.media = media
         self.selection = Selection(directory.where) if directory.where.strip() else None
         self._on_unmatched = on_unmatched
-        self.columns = Columns(directory.image_column, directory.caption_column, media.columns)
+        self.columns = Columns(directory.image_column, directory.caption_columns, media.columns)
         self.excluded = mask_paths(directory)
         self.name_store = name_store
         self._directory = directory

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, decode_text, named, texts
+from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, decode_text, texts
 from sd3_light.data.sources.name_store import NameSet
 from sd3_light.data.sources.records import FileRange, ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
@@ -57,11 +57,11 @@ def _sample(context: ScanContext, tar: str, base: str, members: _Group, seen: Na
 
 def _captions(members: _Group, columns: Columns) -> Sequence[str]:
     # a configured column is a key of the .json; the .txt may contain another key's value
-    prefers_json = bool(columns.caption) and ".json" in members
+    prefers_json = bool(columns.captions) and ".json" in members
     if ".txt" in members and not prefers_json:
         return (decode_text(_small(members[".txt"])),)
     if ".json" in members:
-        return texts(named(_json_row(_small(members[".json"])), columns.caption_names()), columns.caption)
+        return texts(columns.caption_value(_json_row(_small(members[".json"]))), columns.caption)
     raise Reject("no_caption", "no .txt or .json next to it in the tar")
 
 

@@ -26,6 +26,8 @@ def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by
         return 'parallel = "fsdp2" shards the weights'
     if size.dual_attention_layers:
         return "the denoiser has SD3.5's second attention"
+    if size.head_dim & (size.head_dim - 1):
+        return f"the head width {size.head_dim} is not a power of two"
     if config.fast == "auto" and config.model.transformer_dtype != "bfloat16":
         return f'transformer_dtype = "{config.model.transformer_dtype}"'
     return None

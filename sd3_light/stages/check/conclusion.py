@@ -10,6 +10,7 @@ from sd3_light.budget.amount import format_bytes
 from sd3_light.budget.gpu_memory import checkpoint_copy_bytes
 from sd3_light.budget.throughput import measured_speed, training_seconds
 from sd3_light.config import TrainConfig
+from sd3_light.config.cross_checks import config_warnings
 from sd3_light.data.manifest import LARGEST_SHARE, MANIFEST
 from sd3_light.pages.formats import duration, plural
 from sd3_light.stages.check.estimate import RunEstimate
@@ -38,13 +39,14 @@ def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[
         lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
         lines.append(("time", _time(train, estimate, target.gpu)))
     lines += [*_disk(train, estimate), ("host memory", _host_memory(estimate))]
-    return [*lines, ("cache residence", _residence(estimate, target)), *_warnings(estimate)]
+    return [*lines, ("cache residence", _residence(estimate, target)), *_warnings(train, estimate)]
 
 
 def _subject(estimate: RunEstimate) -> Iterator[Line]:
     size, setup, data = estimate.start.size, estimate.setup, estimate.data
     trained = "" if setup.adapter is None else f"an adapter of {sum(setup.adapter):,} parameters on "
-    yield "trains", f"{trained}{estimate.start.sentence} ({size.num_parameters():,} parameters)"
+    step = "" if estimate.position_step is None else f", position step {estimate.position_step:.3g}"
+    yield "trains", f"{trained}{estimate.start.sentence} ({size.num_parameters():,} parameters{step})"
     batches = sorted({row.global_batch for row in data.rows})
     batch = f"{batches[0]:,}" if len(batches) == 1 else f"{batches[0]:,} to {batches[-1]:,}"
     epochs = estimate.total_steps / max(1, data.steps)
@@ -77,7 +79,8 @@ def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
     return f"{at_most}{duration(seconds)} of training steps on {setup.world} x {name} ({share}, measured{several})"
 
 
-def _warnings(estimate: RunEstimate) -> Iterator[Line]:
+def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
+    yield from (("warning", warning) for warning in config_warnings(train))
     for data in (estimate.data, *estimate.evals):
         if data.cut is not None and (sentence := data.cut.sentence()):
             yield f"captions {data.name}", sentence

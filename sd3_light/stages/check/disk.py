@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from sd3_light.config import SIZES, DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
+from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
 from sd3_light.config.cross_checks import text_recon_problem
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
@@ -14,10 +14,19 @@ from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model import pipeline_folder
 from sd3_light.model.linears import match_targets
-from sd3_light.model.start import WeightsStart, denoiser_folder, differences, start_source, where_weights_start
+from sd3_light.model.positions import start_position_step
+from sd3_light.model.start import (
+    WeightsStart,
+    configured_size,
+    denoiser_folder,
+    differences,
+    start_source,
+    where_weights_start,
+)
 from sd3_light.runlog import missing_trackers
 
 _SOURCE_FILES = (".tar", ".parquet")
+_STEP_TOLERANCE = 0.01  # of a step that is read from a table in bfloat16
 
 
 def disk_faults(loaded: LoadedConfig, caching: bool = False, with_size: bool = True) -> list[Fault]:
@@ -120,6 +129,8 @@ class _DiskChecks:
         source = start_source(self.model)
         if source is not None and not source.is_file() and not (denoiser_folder(source) / "config.json").is_file():
             return None
+        if self.model.shape is not None and not self._has_encoders():
+            return None
         key = "model.size" if source is None else "model.init" if self.model.init else "model.diffusers_path"
         start = None
         with self.user_errors_of(key):
@@ -140,15 +151,22 @@ class _DiskChecks:
         if model.qk_norm is not None and model.qk_norm != actual.qk_norm:
             problem = f"{weights} {'have' if actual.qk_norm else 'have no'} qk-norm"
             self.add("model.qk_norm", problem, str(model.qk_norm).lower(), hint)
-        if model.size is not None:
-            # the two keys above are checked on their own
-            expected = SIZES[model.size].with_overrides(
+        if model.position_step is not None:
+            with self.user_errors_of("model.position_step"):
+                step = start_position_step(start)
+                if step is None or abs(step / model.position_step - 1) > _STEP_TOLERANCE:
+                    table = "another position table" if step is None else f"a position table of step {step:.3g}"
+                    self.add("model.position_step", f"{weights} contain {table}", model.position_step, hint)
+        if model.size is not None or model.shape is not None:
+            # the keys above are checked on their own
+            expected = configured_size(model).with_overrides(
                 None if model.num_layers is None else actual.num_layers,
                 None if model.qk_norm is None else actual.qk_norm,
             )
             if names := differences(expected, actual):
                 values = ", ".join(f"{name} {getattr(actual, name)} (not {getattr(expected, name)})" for name in names)
-                self.add("model.size", f"{weights} have {values}", f'"{model.size}"', hint)
+                chosen = ("model.size", f'"{model.size}"') if model.shape is None else ("model.shape", None)
+                self.add(chosen[0], f"{weights} have {values}", chosen[1], hint)
 
     def adapter(self, start: WeightsStart) -> None:
         """Check that an adapter has trained weights below it, matching layers and a file to start from."""
@@ -167,16 +185,20 @@ class _DiskChecks:
     def encoders(self, size: ModelSize | None) -> None:
         """Check that encoders, VAE and denoiser fit each other; other checks report missing files."""
         folder, length, key = self.model.diffusers_path, self.model.t5_max_length, "model.diffusers_path"
-        parts = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
-        if not all((folder / part / "config.json").is_file() for part in parts):
+        if not self._has_encoders():
             return
         with self.user_errors_of(key, folder):
-            for problem in (*_latent_problems(folder), *_text_problems(folder, length, size)):
+            for problem in (*_latent_problems(folder, size), *_text_problems(folder, length, size)):
                 self.add(key, problem, folder)
             longest = pipeline_folder.tokenizer_length(folder / "tokenizer_3")
             if longest is not None and length > longest:
                 problem, allowed = f"tokenizer_3 accepts at most {longest} tokens", f"1 to {longest}"
                 self.add("model.t5_max_length", problem, length, allowed=allowed)
+
+    def _has_encoders(self) -> bool:
+        """Whether the configs of VAE and text encoders exist."""
+        parts = ("vae", *pipeline_folder.TEXT_ENCODER_FOLDERS)
+        return all((self.model.diffusers_path / part / "config.json").is_file() for part in parts)
 
     # --- the data -----------------------------------------------------------------------------
 
@@ -231,10 +253,10 @@ class _DiskChecks:
                 self.add(key, problem, value)
 
 
-def _latent_problems(folder: Path) -> Iterator[str]:
+def _latent_problems(folder: Path, size: ModelSize | None) -> Iterator[str]:
     channels, shrink = pipeline_folder.vae_shape(folder)
-    if channels != ModelSize.latent_channels:
-        yield f"its VAE has {channels} latent channels and the denoiser needs {ModelSize.latent_channels}"
+    if size is not None and channels != size.latent_channels:
+        yield f"its VAE has {channels} latent channels and the denoiser ({size.name}) needs {size.latent_channels}"
     if shrink * ModelSize.patch_size != SIDE_STEP:
         yield f"its VAE shrinks images {shrink} times, an SD3 VAE {SIDE_STEP // ModelSize.patch_size} times"
 

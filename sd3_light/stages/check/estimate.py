@@ -37,6 +37,7 @@ from sd3_light.encoders.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.model.fast.choice import why_stock_by_config
 from sd3_light.model.linears import adapter_layer_parameters
 from sd3_light.model.pipeline_folder import stored_weights, text_shape
+from sd3_light.model.positions import start_position_step
 from sd3_light.model.start import WeightsStart
 from sd3_light.model.text_shape import TextShape
 from sd3_light.stages.check.count import BucketCount, SampleCounts, count_samples
@@ -89,12 +90,16 @@ class DatasetEstimate:
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """The numbers of a run; memory is that of the costliest bucket. ``why_stock``: why GPUs run stock blocks."""
+    """The numbers of a run; memory is that of the costliest bucket. ``why_stock``: why GPUs run stock blocks.
+
+    ``position_step`` is None if the weights contain a position table of another kind.
+    """
 
     path: Path
     setup: TrainingSetup
     why_stock: str | None
     start: WeightsStart
+    position_step: float | None
     text: TextShape
     data: DatasetEstimate
     evals: tuple[DatasetEstimate, ...]
@@ -124,6 +129,7 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_d
         setup=setup,
         why_stock=estimator.why_stock,
         start=start,
+        position_step=start_position_step(start),
         text=text,
         data=data,
         evals=evals,
@@ -183,7 +189,7 @@ class _Estimator:
     ) -> DatasetEstimate:
         """Estimate a dataset; an evaluation set always ``streams``."""
         counts = count_samples(dataset, self.train.seed)
-        cache = _cache(counts, dataset.directories, self.text)
+        cache = _cache(counts, dataset.directories, self.text, self.start.size.latent_channels)
         on_device = self.train.residence == "device" and not streams
         estimator = replace(self, resident=cache.value if on_device else 0)
         images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
@@ -222,6 +228,7 @@ class _Estimator:
         adapter = self.train.adapter is not None
         flops = training_flops(self.start.size, tokens, self.train.activation_checkpointing, adapter)
         samples, masked = sum(count.samples for count in counts), any(count.masked for count in counts)
+        channels = self.start.size.latent_channels
         return BucketEstimate(
             bucket=bucket,
             resolution=resolution,
@@ -235,9 +242,9 @@ class _Estimator:
             tokens=tokens,
             step_flops=Amount(order.batch * flops.value, f"{self.text.at_most}samples per step·{flops.formula}"),
             gpu=gpu_memory(self.setup(tokens, micro_batch)),
-            prepared=batch_bytes(pixels, self.text, micro_batch, masked),
-            latents=latent_bytes(pixels, micro_batch, masked),
-            read=micro_batch * sample_bytes(pixels, self.text, mask=masked).value,
+            prepared=batch_bytes(pixels, self.text, micro_batch, masked, channels),
+            latents=latent_bytes(pixels, micro_batch, masked, channels),
+            read=micro_batch * sample_bytes(pixels, self.text, mask=masked, channels=channels).value,
         )
 
     def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
@@ -270,16 +277,16 @@ class _Estimator:
         )
 
 
-def _cache(counts: SampleCounts, directories: tuple[DirectoryConfig, ...], text: TextShape) -> Amount:
+def _cache(counts: SampleCounts, directories: tuple[DirectoryConfig, ...], text: TextShape, channels: int) -> Amount:
     """Return the bytes of the cache's shards; each resolution has its own copy of the captions' features."""
     caption, total = caption_bytes(text), 0
     for (_, bucket), by_directory in counts.buckets.items():
         pixels = latent_pixels(bucket.width, bucket.height)
         for index, count in by_directory.items():
             variants = 2 if directories[index].flip else 1
-            total += count.samples * image_bytes(pixels, variants, count.masked > 0).value
+            total += count.samples * image_bytes(pixels, variants, count.masked > 0, channels).value
             total += count.captions * caption.value
-    return Amount(total, f"images·2·16·h·w·2 B (twice with flip, + h·w masked) + captions·{caption.formula}")
+    return Amount(total, f"images·2·{channels}·h·w·2 B (twice with flip, + h·w masked) + captions·{caption.formula}")
 
 
 def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEstimate], copies: Amount) -> Amount:

@@ -67,6 +67,7 @@ def _lines(estimate: RunEstimate, on_cpu: bool) -> list[tuple[str, str, str]]:
     lines = [
         ("weights start", estimate.start.kind, estimate.start.sentence),
         ("parameters", f"{parameters:,}", shape),
+        ("position step", *_position_step(estimate)),
         ("text tokens", f"{text.tokens}", _text_tokens(text)),
         ("image tokens", _span(images), "width/16·height/16, by bucket"),
         ("processes", f"{setup.world:,}", layout_text(setup)),
@@ -121,6 +122,13 @@ def _text_tokens(text: TextShape) -> str:
     if text.real:
         return f"{tokens}; real tokens: memory, cache and FLOPs below are for the longest captions"
     return f"{tokens}, padded"
+
+
+def _position_step(estimate: RunEstimate) -> tuple[str, str]:
+    origin = "of the size" if estimate.start.source is None else "in the weights"
+    if estimate.position_step is None:
+        return "unknown", f"the position table {origin} is not a table of sines and cosines"
+    return f"{estimate.position_step:.4g}", f"radians between neighbouring tokens of the position table {origin}"
 
 
 def _span(numbers: list[int]) -> str:

@@ -13,6 +13,10 @@ _MOST_MARKS = 60
 _COLORS = tuple(f"c{index}" for index in range(6))
 _RAMP = tuple(f"q{index}" for index in range(1, 11))  # from low t (blue) to high t (red)
 _LOSS_TERMS = {"flow": "flow", "text_recon": "text reconstruction"}
+_MEANS = (
+    ("flow", "all t", ""),
+    ("fixed", "t = 0.1 to 0.9", "Comparable between runs with different distributions of t."),
+)
 _GPU_MEMORY = {"gpu_memory_gib": "allocated", "gpu_reserved_gib": "reserved"}
 
 
@@ -37,10 +41,10 @@ def validation_charts(report: RunReport) -> list[Chart]:
     charts = []
     for name in dict.fromkeys(name for name, _ in report.evals):
         by_weights = {weights: curves for (of, weights), curves in report.evals.items() if of == name}
-        means = {
-            weights or "weights": curves["flow"].points for weights, curves in by_weights.items() if "flow" in curves
-        }
-        charts.append(_chart(report, f"{name or 'Validation'}: mean over all t", _lines(means)))
+        for field, span, hint in _MEANS:
+            means = {weights or "weights": each[field].points for weights, each in by_weights.items() if field in each}
+            if means or field == "flow":
+                charts.append(_chart(report, f"{name or 'Validation'}: mean over {span}", _lines(means), hint))
         for weights, curves in by_weights.items():
             times = [key.removeprefix("flow@") for key in curves if key.startswith("flow@")]
             if times:

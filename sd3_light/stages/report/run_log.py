@@ -26,7 +26,9 @@ STEP_FIELDS = (
 """The fields of a step that become curves, where present."""
 
 STEP_GROUPS = ("band", "ema_decay")
-EVAL_FIELDS = ("flow", *(f"flow@0.{tenth}" for tenth in range(1, 10)))
+EVAL_FIELDS = tuple(
+    field for name in ("flow", "fixed") for field in (name, *(f"{name}@0.{tenth}" for tenth in range(1, 10)))
+)
 
 MOST_EVENTS = 300
 """About this many events of one kind are kept, spread evenly."""

@@ -69,7 +69,7 @@ def run(
         if resumed is not None:
             progress, window = load_checkpoint(resumed, state.engine, state.averages, context.order, options)
         training = _make_run(context, state, progress, window)
-        context.announce(describe_start(start, context.config.adapter), progress, training.total_steps)
+        context.announce(describe_start(context.start, context.config.adapter), progress, training.total_steps)
         driver = Driver(
             run=training,
             launch=launch,
@@ -105,6 +105,7 @@ def _checkpoint_facts(context: RunContext) -> dict[str, Any]:
         "order": order_facts(context.order),
         "settings": rate_settings(context.config),
         "noise": context.noise,
+        "model": context.model_facts.as_dict(),
     }
 
 
@@ -181,7 +182,9 @@ def _make_sampler(context: RunContext) -> Sampler | None:
     if not context.config.sampling.prompts:
         return None
     cache_dir = context.loaded.dataset.cache_dir
-    return Sampler.of_config(context.config, cache_dir, context.data, context.launch, context.device, context.stages)
+    return Sampler.of_config(
+        context.config, cache_dir, context.data, context.bucket, context.launch, context.device, context.stages
+    )
 
 
 def _make_hooks(context: RunContext, state: TrainState, sampler: Sampler | None) -> RunHooks:

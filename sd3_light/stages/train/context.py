@@ -7,17 +7,26 @@ import torch
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config import LoadedConfig, TrainConfig
+from sd3_light.config.cross_checks import config_warnings
 from sd3_light.data.order import Order
 from sd3_light.data.resident import ResidentCache
-from sd3_light.data.stream import CachedDataset, MicroBatches
+from sd3_light.data.stream import BucketShards, CachedDataset, MicroBatches
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.resume import Resume, choose_checkpoint, noise_in_force, settings_in_force
+from sd3_light.stages.train.resume import (
+    Resume,
+    choose_checkpoint,
+    keep_position_table,
+    noise_in_force,
+    settings_in_force,
+    with_position_step,
+)
 from sd3_light.training.data import load_cache, make_order, open_cache
+from sd3_light.training.model_facts import ModelFacts, bucket_size, commonest_bucket
 from sd3_light.training.sd3 import Noise
 
 
@@ -48,6 +57,17 @@ class RunContext:
         return self.config.pipeline_stages
 
     @property
+    def bucket(self) -> BucketShards:
+        """The commonest bucket, whose size sample images have."""
+        return commonest_bucket(self.data.buckets, self.order)
+
+    @property
+    def model_facts(self) -> ModelFacts:
+        """What checkpoints store about the model."""
+        step = self.start.size.position_step if self.start.source is None else None
+        return ModelFacts(step, bucket_size(self.bucket))
+
+    @property
     def share(self) -> Launch:
         """The rank and world of this process among those that get different data."""
         return self.launch.data_launch(self.stages)
@@ -64,6 +84,8 @@ class RunContext:
             f"train: {trains}; steps {progress.step} to {total}, {order.steps_per_epoch} per epoch in "
             f"{len(order.buckets)} buckets (padding repeats {padding} samples per epoch), {world} process(es)"
         )
+        for warning in config_warnings(self.config):
+            info(f"warning: {warning}")
         self.folder.begin(self.config)
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}
@@ -100,7 +122,8 @@ def open_context(
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     path = groups.decide_on_rank_0(lambda: choose_checkpoint(folder.path, resume))
     resumed = None if path is None else open_checkpoint(path)
-    config, noise = settings_in_force(train, resumed, resume), noise_in_force(resumed)
+    start, noise = keep_position_table(start, resumed), noise_in_force(resumed)
+    config = settings_in_force(with_position_step(train, start), resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
     if resumed is None and reads_data and resident is None:

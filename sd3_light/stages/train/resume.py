@@ -22,10 +22,12 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.order import Order
 from sd3_light.engines import Engine
 from sd3_light.engines.protocol import PARAM_KIND
+from sd3_light.model.start import WeightsStart
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts
+from sd3_light.training.model_facts import ModelFacts
 from sd3_light.training.sd3 import Noise
 
 _DAMAGED_REMEDY = (
@@ -155,6 +157,24 @@ def noise_in_force(resumed: Checkpoint | None) -> Noise:
     if noise == "ziggurat":
         info("this run began with an earlier version: its noise stays the same, and is made by the data workers")
     return noise
+
+
+def keep_position_table(start: WeightsStart, resumed: Checkpoint | None) -> WeightsStart:
+    """Return where the weights start, with the position table of the run that is resumed."""
+    if resumed is None:
+        return start
+    kept = ModelFacts.of(resumed).keep_table(start)
+    if kept.size.position_step != start.size.position_step:
+        info(f"using the checkpoint's model.position_step = {kept.size.position_step:.4g}: a run keeps its table")
+    return kept
+
+
+def with_position_step(config: TrainConfig, start: WeightsStart) -> TrainConfig:
+    """Return the config with the step of the position table in use; tables of trained weights are in the weights."""
+    if start.source is not None:
+        return config
+    model = config.model.model_copy(update={"position_step": start.size.position_step})
+    return config.model_copy(update={"model": model})
 
 
 def load_checkpoint(

@@ -35,7 +35,7 @@ def make_train_state(context: RunContext) -> TrainState:
     config, launch, device, start = context.config, context.launch, context.device, context.start
     pipeline = LightSD3Pipeline(config.model, config.seed, context.data.empty_text(), start, context.noise)
     choose_what_trains(pipeline.transformer, config, device)
-    saver = Saver.of(config, pipeline.transformer, context.folder.path / "exports", start)
+    saver = Saver.of(config, pipeline.transformer, context.folder.path / "exports", start, context.model_facts)
     blocks = choose_blocks(
         config, start.size, pipeline.transformer, launch, device, context.groups, context.by_deepspeed
     )

@@ -14,7 +14,7 @@ BATCH = 2
 
 
 def small(dual: tuple[int, ...] = ()) -> ModelSize:
-    return ModelSize("small", 3, 2, 32, 48, 40, 8, 32, True, dual)
+    return ModelSize("small", 3, 2, 32, 48, 40, 8, 32, 0.125, True, dual)
 
 
 def counted(size: ModelSize, height: int, width: int, text: int) -> tuple[int, int]:

@@ -37,7 +37,7 @@ LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 64)
 
 
 def small(qk_norm: bool = True, dual: tuple[int, ...] = (), layers: int = 4) -> ModelSize:
-    return ModelSize("small", layers, 2, 64, 128, 64, 32, 32, qk_norm, dual)
+    return ModelSize("small", layers, 2, 64, 128, 64, 32, 32, 0.5, qk_norm, dual)
 
 
 # --- what torch allocates --------------------------------------------------------------------------

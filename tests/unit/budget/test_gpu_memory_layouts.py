@@ -26,7 +26,7 @@ from sd3_light.config import SIZES, ModelSize
 from sd3_light.engines.deepspeed.runtime import BUCKET, MAX_LIVE
 from sd3_light.model.layers import build_layers, run_layers
 
-SMALL = ModelSize("small", 4, 2, 64, 128, 64, 32, 32, True)
+SMALL = ModelSize("small", 4, 2, 64, 128, 64, 32, 32, 0.5, True)
 LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 8, ema_tracks=1, world=8, deepspeed=True)
 
 

@@ -13,6 +13,7 @@ AR = "enable_ar_bucket = true\n"
 MANUAL = 'partition_method = "manual"\npipeline_stages = 3\n'
 FSDP = 'parallel = "fsdp2"'
 EMA = "[ema]\nenable = true\n"
+SHAPE = "[model.shape]\nnum_layers = 2\n"
 
 
 @pytest.mark.parametrize(
@@ -38,9 +39,22 @@ EMA = "[ema]\nenable = true\n"
         ('lr_scheduler = "step"\nlr_step_size = 3', "", "", "lr_step_gamma"),
         ('lr_scheduler = "step"\nlr_step_gamma = 0.5', "", "", "lr_step_size"),
         ("lr_step_size = 3", "", "", "lr_step_size"),
-        (FSDP, "", '[optimizer]\ntype = "muon"', "optimizer.type"),
         (FSDP, "", '[optimizer]\ntype = "adamw8bit"', "optimizer.type"),
         ("pipeline_stages = 2", "", '[optimizer]\ntype = "muon"', "optimizer.type"),
+        ("", "sqrt_shift = true\nflux_shift = true", "", "model.flux_shift"),
+        ("", "sqrt_shift = true\nshift = 3.0", "", "model.shift"),
+        ("", 'timestep_sample_method = "uniform"\nlogit_mean = 0.5', "", "model.logit_mean"),
+        ("", 'timestep_sample_method = "uniform"\nuniform_share = 0.1', "", "model.uniform_share"),
+        ("", "uniform_share = 1.0", "", "model.uniform_share"),
+        ("", 'size = "tiny2"', SHAPE + "num_heads = 4", "model.size"),
+        ("", "num_layers = 3", SHAPE + "num_heads = 4", "model.num_layers"),
+        ("", "", SHAPE + "num_heads = 4\nhead_dim = 60", "model.shape.head_dim"),
+        ("", "", SHAPE + "num_heads = 4\nhead_dim = 512", "model.shape.head_dim"),
+        ("", "", SHAPE, "model.shape.num_heads"),
+        ("", RECON + "text_recon_target_layer = 1", SHAPE + "num_heads = 2", "model.text_recon_target_layer"),
+        ('lr_scheduler = "cosine"\ncooldown_steps = 2', "", "", "cooldown_steps"),
+        ("cooldown_steps = 1000000", "", "", "cooldown_steps"),
+        ("force_constant_lr = 0.1\ncooldown_steps = 2", "", "", "cooldown_steps"),
         ("", "", '[sampling]\nprompts = ["a"]', "sampling.every_n_steps"),
         ("", "", "[sampling]\nevery_n_steps = 5", "sampling.prompts"),
         ("", "", "[[ema.track]]\nname = 'a'\ndecay = 0.9", "ema.track"),
@@ -91,6 +105,9 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
         ('lr_scheduler = "step"\nlr_step_size = 3\nlr_step_gamma = 0.5', "", ""),
         (FSDP, "", ""),
         ("", "", '[optimizer]\ntype = "muon"'),
+        (FSDP, "", '[optimizer]\ntype = "muon"'),
+        ("", RECON + "text_recon_target_layer = 0\nqk_norm = false", SHAPE + "num_heads = 4\nhead_dim = 32"),
+        ("cooldown_steps = 2", "sqrt_shift = true\nlogit_mean = -0.5\nuniform_share = 0.1", ""),
         ("", "", EMA + "snapshot_every_n_steps = 5\n[[ema.track]]\nname = 'a'\npower_width = 0.1\nupdate_every = 1"),
         ("prefetch_batches_per_worker = 2\ndataloader_prefetch_per_worker = 2", "", ""),
         ("micro_batch_size_per_gpu = [[512, 4], [256, 8]]", "", ""),
@@ -162,6 +179,15 @@ def test_one_save_interval_is_enough(files: Any, line: str) -> None:
         ("resolutions = [256]\nshuffle_tags = true", "tag_dropout = 1.0", "directory[0].tag_dropout"),
         ("resolutions = [256]", "max_crop = 1.5", "directory[0].max_crop"),
         ("resolutions = [256]", "num_repeats = 0", "directory[0].num_repeats"),
+        ("resolutions = [256]", 'caption_column = ["a"]', "directory[0].caption_column"),
+        ("resolutions = [256]", 'caption_column = ["a", "A"]', "directory[0].caption_column"),
+        ("resolutions = [256]", 'caption_column = ["a", "b"]\ncaption_weights = [1.0]', "directory[0].caption_weights"),
+        ("resolutions = [256]\ncaption_weights = [1.0, 2.0]", 'caption_column = "a"', "caption_weights"),
+        (
+            "resolutions = [256]",
+            'caption_column = ["a", "b"]\ncaption_weights = [1.0, 0.0]',
+            "directory[0].caption_weights[1]",
+        ),
         ("resolutions = [256]", "subsample_ratio = 1.1", "directory[0].subsample_ratio"),
     ],
 )

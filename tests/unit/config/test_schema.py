@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from sd3_light.config import ModelConfig
 from sd3_light.config.base import describe_type, field_types, walk_tables
 from sd3_light.config.docs import PAGE, render_config_page
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
@@ -47,7 +48,7 @@ def test_every_reference_key_of_the_train_toml_exists(name: str) -> None:
 
 def test_every_reference_key_of_the_dataset_toml_exists() -> None:
     limits = {"max_image_mb", "min_side", "max_crop", "no_upscale"}
-    ours = {*limits, "keep_tokens", "tag_dropout", "where", "duplicates"}  # beyond the reference
+    ours = {*limits, "keep_tokens", "tag_dropout", "where", "duplicates", "caption_weights"}  # beyond the reference
     assert set(DatasetDefaults.model_fields) == set(SHARED_KEYS.split()) | ours
     own = {"path", "mask_path", "default_mask_file"}
     assert set(DirectoryConfig.model_fields) == set(SHARED_KEYS.split()) | ours | own
@@ -62,9 +63,15 @@ def test_defaults_that_the_reference_fixes() -> None:
     }
     for name, values in defaults.items():
         assert {key: schemas[name].model_fields[key].default for key in values} == values
-    model = schemas["model"].model_fields
-    assert (model["uncond_text_dropout_prob"].default, model["text_recon_gamma"].default) == (0.464, 0.0)
+    model = ModelConfig(diffusers_path=Path("folder"))
+    assert (model.uncond_text_dropout, model.uncond_text_dropout_prob) == ("per_encoder", 0.464)
+    assert model.text_recon_gamma == 0.0
     assert TrainConfig.model_fields["sd3_streaming_dataset"].default is True
+
+
+def test_both_kinds_of_text_dropout_leave_10_percent_of_samples_without_text() -> None:
+    joint = ModelConfig(diffusers_path=Path("folder"), uncond_text_dropout="joint")
+    assert (joint.uncond_text_dropout_prob, round(0.464**3, 3)) == (0.1, 0.1)
 
 
 def test_every_key_has_a_description_and_a_type_text() -> None:

@@ -19,7 +19,7 @@ from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Picks
 from sd3_light.data.shards import ShardContent
 from sd3_light.data.store import LocalStore
-from sd3_light.data.stream import CachedDataset, MicroBatches, group_shards
+from sd3_light.data.stream import CachedDataset, MicroBatches, group_shards, weighted_caption
 from sd3_light.randomness import stream
 
 MakeCache = Callable[..., CachedDataset]
@@ -60,6 +60,28 @@ def test_all_tensors_of_a_row_belong_to_one_sample(make_cache: MakeCache) -> Non
                 assert (values[..., 0] == number).all(), name
                 captions.update(values[..., 1].flatten().tolist())
             assert len(captions) == 1, "tokens and pooled vectors belong to one caption"
+
+
+def test_columns_of_captions_are_chosen_by_their_weights() -> None:
+    """Each column has as many variants, which are equally likely."""
+    draws = Counter(weighted_caption(SEED, 0, 0, sample, 6, (6.0, 1.0, 3.0)) for sample in range(20_000))
+    shares = [draws[number] / 20_000 for number in range(6)]
+    assert shares == pytest.approx([0.3, 0.3, 0.05, 0.05, 0.15, 0.15], abs=0.012)
+    with pytest.raises(UserError, match="has 2 weights, and a sample in the cache has 3 captions"):
+        weighted_caption(SEED, 0, 0, 1, 3, (1.0, 2.0))
+
+
+def test_weights_apply_to_the_directory_they_belong_to(make_cache: MakeCache) -> None:
+    data = make_cache(captions=2, sizes=(40,))
+    order = order_of(data, batch=8)
+
+    def chosen(weights: Mapping[str, tuple[float, ...]]) -> list[float]:
+        weighted = CachedDataset(data.store, caption_weights=weights)
+        return [value for batch in steps_of(weighted, order) for value in batch["t5"][:, 0, 1].tolist()]
+
+    never = chosen({"toy#0": (1e-9, 1.0)})
+    assert len(set(never)) == 1
+    assert chosen({"other#1": (1e-9, 1.0)}) == chosen({}) != never
 
 
 def test_an_epoch_has_each_sample_once_and_the_next_is_reshuffled(make_cache: MakeCache) -> None:

@@ -47,6 +47,15 @@ def test_encoders_are_dropped_independently(many: np.ndarray) -> None:
         assert abs((many == pattern).all(axis=1).mean() - expected) < 0.006
 
 
+def test_a_joint_draw_drops_all_encoders_or_none() -> None:
+    occurrences = occurrence_words(0, 0, range(20_000))
+    many = np.array(draw_drops(0, occurrences, 0.1, joint=True))
+    assert many.shape == (20_000, len(ENCODERS))
+    assert (many == many[:, :1]).all()
+    assert abs(many[:, 0].mean() - 0.1) < 0.007
+    assert draw_drops(0, occurrences[:9], 1.0, joint=True) == [(True,) * 3] * 9
+
+
 def test_drops_of_two_encoders_are_uncorrelated(many: np.ndarray) -> None:
     correlation = np.corrcoef(many.T.astype(float)) - np.eye(3)
     assert np.abs(correlation).max() < 4 / np.sqrt(len(many))

@@ -2,20 +2,36 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time, times_from_quantiles
+from sd3_light.config import ModelConfig
+from sd3_light.flow.timesteps import (
+    FixedTime,
+    constant_shift,
+    quantile_to_time,
+    resolution_shift,
+    shift_time,
+    sqrt_shift,
+    times_from_quantiles,
+)
 from sd3_light.randomness import stream
 
 COUNT = 100_000
 
 
-def logit_normal_cdf(t: float, scale: float) -> float:
+def settings(**keys: Any) -> ModelConfig:
+    return ModelConfig(diffusers_path=Path("folder"), **keys)
+
+
+def logit_normal_cdf(t: float, scale: float, mean: float = 0.0) -> float:
     """P(T < t) with logit(T) normal of deviation ``scale``, from the error function alone."""
-    return 0.5 * (1 + math.erf(math.log(t / (1 - t)) / (scale * math.sqrt(2))))
+    return 0.5 * (1 + math.erf((math.log(t / (1 - t)) - mean) / (scale * math.sqrt(2))))
 
 
 def test_uniform_is_the_quantile_itself() -> None:
@@ -63,7 +79,8 @@ def test_many_draws_follow_the_distribution(
     drawn: list[float], method: str, scale: float, shift: float | None, flux: bool, factor: float
 ) -> None:
     """The closed distribution function of the drawn times is uniform: Kolmogorov and Smirnov at 1%."""
-    times = unshift(np.sort(times_from_quantiles(drawn, 1024, method, scale, shift, flux)), factor)
+    keys = settings(timestep_sample_method=method, sigmoid_scale=scale, shift=shift, flux_shift=flux)
+    times = unshift(np.sort(times_from_quantiles(drawn, 1024, keys)), factor)
     expected = times if method == "uniform" else np.array([logit_normal_cdf(t, scale) for t in times])
     assert np.abs(expected - (np.arange(COUNT) + 0.5) / COUNT).max() < 1.63 / math.sqrt(COUNT)
 
@@ -71,7 +88,7 @@ def test_many_draws_follow_the_distribution(
 @pytest.mark.parametrize(("scale", "factor"), [(1.0, 1.0), (1.0, 3.0), (0.5, 3.0)])
 def test_many_draws_have_the_density_of_the_logit_normal(drawn: list[float], scale: float, factor: float) -> None:
     """By change of variables: with z = (logit t - ln s) / scale the density is phi(z) / (scale t (1 - t))."""
-    times = np.array(times_from_quantiles(drawn, 256, "logit_normal", scale, factor, False))
+    times = np.array(times_from_quantiles(drawn, 256, settings(sigmoid_scale=scale, shift=factor)))
     counts, edges = np.histogram(times, bins=20, range=(0, 1))
     fine = np.linspace(0, 1, 20_001)[1:-1]
     z = (np.log(fine / (1 - fine)) - math.log(factor)) / scale
@@ -119,11 +136,57 @@ def test_flux_shift_at_its_two_anchors() -> None:
 def test_times_apply_the_configured_shift() -> None:
     quantiles = [0.1, 0.5, 0.9]
     raw = [quantile_to_time(u, "logit_normal", 1.3) for u in quantiles]
-    assert times_from_quantiles(quantiles, 256, "logit_normal", 1.3, None, False) == raw
-    assert times_from_quantiles(quantiles, 256, "logit_normal", 1.3, 3.0, False) == [shift_time(t, 3.0) for t in raw]
+    assert times_from_quantiles(quantiles, 256, settings(sigmoid_scale=1.3)) == raw
+    three = settings(sigmoid_scale=1.3, shift=3.0)
+    assert times_from_quantiles(quantiles, 256, three) == [shift_time(t, 3.0) for t in raw]
     flux = [shift_time(t, math.exp(1.15)) for t in raw]
-    assert times_from_quantiles(quantiles, 4096, "logit_normal", 1.3, None, True) == pytest.approx(flux)
-    assert times_from_quantiles(quantiles, 256, "uniform", 1.3, None, False) == quantiles
+    assert times_from_quantiles(quantiles, 4096, settings(sigmoid_scale=1.3, flux_shift=True)) == pytest.approx(flux)
+    uniform = settings(timestep_sample_method="uniform", sigmoid_scale=1.3)
+    assert times_from_quantiles(quantiles, 256, uniform) == quantiles
+
+
+@pytest.mark.parametrize(("tokens", "factor"), [(64, 0.5), (256, 1.0), (1024, 2.0), (4096, 4.0)])
+def test_the_sqrt_shift_is_the_ratio_of_the_sides(tokens: int, factor: float) -> None:
+    keys = settings(sqrt_shift=True)
+    assert sqrt_shift(tokens) == constant_shift(keys, tokens) == factor
+    assert times_from_quantiles([0.3], tokens, keys) == [shift_time(quantile_to_time(0.3, "logit_normal"), factor)]
+
+
+def test_a_sampler_has_no_constant_shift_without_one() -> None:
+    assert constant_shift(settings(), 1024) is None
+    assert constant_shift(settings(flux_shift=True), 1024) is None
+    assert constant_shift(settings(shift=3.0), 1024) == 3.0
+
+
+def test_fixed_times_are_not_quantiles() -> None:
+    keys = settings(shift=3.0, logit_mean=1.0, uniform_share=0.2)
+    assert times_from_quantiles([FixedTime(0.3), FixedTime(0.9)], 4096, keys) == [0.3, 0.9]
+    assert f"{FixedTime(0.3)}" == "0.3"
+
+
+@pytest.mark.parametrize(("mean", "scale"), [(0.5, 1.0), (-1.0, 0.7)])
+def test_the_mean_of_the_logit(mean: float, scale: float) -> None:
+    for u in (0.01, 0.3, 0.5, 0.99):
+        t = quantile_to_time(u, "logit_normal", scale, mean)
+        assert logit_normal_cdf(t, scale, mean) == pytest.approx(u, abs=1e-7)
+    assert quantile_to_time(0.5, "logit_normal", scale, mean) == pytest.approx(1 / (1 + math.exp(-mean)))
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.95])
+def test_a_share_of_the_times_is_uniform(share: float) -> None:
+    """The quantile function inverts the distribution function of the mixture, so quantiles stay in order."""
+    quantiles = [1e-12, 0.001, 0.1, 0.3, 0.5, 0.9, 0.999, 1 - 1e-12]
+    times = [quantile_to_time(u, "logit_normal", 0.8, 0.3, share) for u in quantiles]
+    assert all(0 < early < late < 1 for early, late in pairwise(times))
+    for u, t in zip(quantiles[1:-1], times[1:-1], strict=True):
+        assert share * t + (1 - share) * logit_normal_cdf(t, 0.8, 0.3) == pytest.approx(u, abs=1e-9)
+
+
+def test_without_new_keys_nothing_changes() -> None:
+    """Bit for bit: the golden losses depend on it."""
+    for u in (1e-12, 0.123456789, 0.5, 0.987654321):
+        before = 1 / (1 + math.exp(-1.3 * NormalDist().inv_cdf(u)))
+        assert times_from_quantiles([u], 256, settings(sigmoid_scale=1.3)) == [before]
 
 
 def test_an_unknown_method_is_rejected() -> None:

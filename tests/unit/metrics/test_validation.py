@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from sd3_light.data.loader import PipelineDataLoader
-from sd3_light.metrics.validation import QUANTILES, EvalPreparer, QuantileBatches, validate
+from sd3_light.metrics.validation import FIXED_TIMES, QUANTILES, EvalPreparer, QuantileBatches, validate
 
 
 class Numbered(Dataset[Any]):
@@ -54,6 +54,17 @@ def test_every_quantile_is_the_mean_over_all_samples(workers: int, in_place: boo
     for quantile in QUANTILES:
         assert losses[f"flow@{quantile}"] == pytest.approx((0 + 0 + 1 + 1 + 2) / 5 + 10 * quantile)
     assert losses["flow"] == pytest.approx(5.8)
+
+
+def test_fixed_times_have_their_own_names_and_mean() -> None:
+    points = (*QUANTILES, *FIXED_TIMES)
+    batches = QuantileBatches(Numbered(), 3, points)
+    losses = validate(PipelineDataLoader(batches, None, 1, EvalPreparer(InPlace())), loss, points=points)
+    quantiles = validate(PipelineDataLoader(QuantileBatches(Numbered(), 3), None, 1, EvalPreparer(InPlace())), loss)
+    assert {name: value for name, value in losses.items() if name.startswith("flow")} == quantiles
+    assert {name for name in losses if name not in quantiles} == {"fixed", *(f"fixed@{time}" for time in QUANTILES)}
+    assert losses["fixed@0.3"] == losses["flow@0.3"], "this model does not tell them apart"
+    assert losses["fixed"] == losses["flow"]
 
 
 def test_a_batch_is_read_once_for_all_quantiles() -> None:

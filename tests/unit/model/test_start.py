@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError
-from sd3_light.model.start import MARKER, differences, where_weights_start
+from sd3_light.model.random_weights import new_transformer
+from sd3_light.model.start import MARKER, differences, named_size, where_weights_start
 
 
 def table(folder: Path, **keys: Any) -> ModelConfig:
@@ -26,6 +28,38 @@ def test_pretraining_starts_at_random_from_its_size(tmp_path: Path) -> None:
     assert (start.kind, start.folder) == ("random", None)
     assert start.size == SIZES["sd3_light"].with_overrides(num_layers=7)
     assert "random" in start.sentence
+
+
+ENCODERS = {
+    "vae": {"latent_channels": 4, "block_out_channels": [8, 8, 8, 8]},
+    "text_encoder": {"hidden_size": 48, "projection_dim": 40},
+    "text_encoder_2": {"hidden_size": 64, "projection_dim": 56},
+    "text_encoder_3": {"d_model": 128},
+}
+
+
+def test_a_shape_takes_its_widths_from_the_encoders(tmp_path: Path) -> None:
+    """The denoiser has the exact number of parameters of the size, and runs."""
+    for part, config in ENCODERS.items():
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "config.json").write_text(json.dumps(config))
+    shape = {"num_layers": 3, "num_heads": 2, "head_dim": 32}
+    start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", shape=shape, qk_norm=False))
+    size = start.size
+    assert (size.name, size.num_layers, size.width, size.qk_norm) == ("custom", 3, 64, False)
+    assert (size.text_width, size.pooled_width, size.latent_channels, size.position_step) == (128, 96, 4, 1 / 12)
+    small = replace(size, pos_embed_max_size=16)
+    transformer = new_transformer(small.transformer_config(), 0, 0.5)
+    assert sum(weight.numel() for weight in transformer.parameters()) == small.num_parameters()
+    inputs = torch.zeros(1, 4, 8, 8), torch.zeros(1, 5, 128), torch.zeros(1, 96), torch.zeros(1)
+    assert transformer(*inputs).sample.shape == (1, 4, 8, 8)
+    assert named_size(small.transformer_config(), tmp_path) == replace(small, position_step=small.stock_position_step)
+
+
+def test_a_shape_needs_the_configs_of_the_encoders(tmp_path: Path) -> None:
+    shape = {"num_layers": 3, "num_heads": 2}
+    with pytest.raises(UserError, match=r"text_encoder/config\.json cannot be read"):
+        where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", shape=shape))
 
 
 def test_fine_tuning_starts_from_the_folders_denoiser(tmp_path: Path) -> None:

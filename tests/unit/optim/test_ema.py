@@ -43,23 +43,60 @@ def assert_average(track: Track, history: dict[str, list[np.ndarray]], profile: 
         np.testing.assert_allclose(track.shadow[name].numpy(), expected, rtol=2e-6, atol=2e-6)
 
 
-# --- constant decay ---------------------------------------------------------------------------
+# --- constant decay after a ramp --------------------------------------------------------------
 
 
+def ramped(decay: float, updates: int) -> list[float]:
+    """The decays of the first updates."""
+    return [min(decay, (1 + done) / (10 + done)) for done in range(updates)]
+
+
+@pytest.mark.parametrize("decay", [0.3, 0.9])
 @pytest.mark.parametrize("every", [1, 4])
-def test_constant_decay_in_closed_form(every: int) -> None:
+def test_constant_decay_in_closed_form(every: int, decay: float) -> None:
     live = weights()
-    tracks = averages(live, decay=0.9, update_every=every)
+    tracks = averages(live, decay, update_every=every)
     history = walk(tracks, live, 22)
-    updates = 22 // every
+    decays = ramped(decay, 22 // every)
 
     def profile(step: int) -> float:
-        if step == 0:
-            return float(0.9**updates)
-        return 0.0 if step % every else float(0.1 * 0.9 ** (updates - step // every))
+        number = step // every - 1
+        if step and step % every:
+            return 0.0
+        return float(np.prod(decays[number + 1 :]) * (1 - decays[number] if step else 1))
 
     assert sum(map(profile, range(23))) == pytest.approx(1)
     assert_average(tracks.tracks[MAIN_TRACK], history, profile)
+
+
+def test_the_first_export_of_the_shipped_recipe_has_forgotten_the_random_start() -> None:
+    """Decay 0.99 every 100 steps, exported at step 2,500: a constant decay would keep 78% of the start."""
+    live = {"a": torch.ones(1)}
+    tracks = averages(live, 0.99, update_every=100)
+    live["a"].zero_()
+    for step in range(1, 2501):
+        tracks.update(live, step)
+    assert tracks.tracks[MAIN_TRACK].shadow["a"].item() < 1e-6
+
+
+def test_a_resumed_average_continues_the_ramp() -> None:
+    """The number of updates follows from the step, so a checkpoint needs no counter, and those without ramp resume."""
+    whole, resumed = weights(), weights()
+    tracks = averages(whole, 0.9, update_every=3)
+    walk(tracks, whole, 20)
+    before = averages(resumed, 0.9, update_every=3)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(1, 21):
+        if step == 8:
+            after = averages(resumed, 0.9, update_every=3)
+            for name, shadow in before.tracks[MAIN_TRACK].shadow.items():
+                after.tracks[MAIN_TRACK].shadow[name].copy_(shadow)
+            before = after
+        for weight in resumed.values():
+            weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+        before.update(resumed, step)
+    for name, shadow in tracks.tracks[MAIN_TRACK].shadow.items():
+        assert torch.equal(shadow, before.tracks[MAIN_TRACK].shadow[name])
 
 
 def test_a_track_is_updated_only_when_due() -> None:
@@ -74,11 +111,11 @@ def test_a_track_is_updated_only_when_due() -> None:
         tracks.update(live, step)
         moved.append(not torch.equal(before, shadow))
     assert moved == [step % 3 == 0 for step in range(1, 10)]
-    torch.testing.assert_close(shadow, start + 1 - 0.5**3)
+    torch.testing.assert_close(shadow, start + 1 - float(np.prod(ramped(0.5, 3))))
 
 
 def test_a_bfloat16_model_has_a_float32_average_that_moves() -> None:
-    """A bfloat16 average with decay 0.9999 would not move at all."""
+    """A bfloat16 average with decay 0.9999 would not move at all. The ramp is over at step 89,990."""
     live = weights(torch.bfloat16)
     tracks = averages(live, decay=0.9999)
     shadow = tracks.tracks[MAIN_TRACK].shadow
@@ -86,7 +123,7 @@ def test_a_bfloat16_model_has_a_float32_average_that_moves() -> None:
     start = shadow["a"].clone()
     live["a"] += 1
     step_sized = (live["a"].float() - start) * 1e-4
-    for step in range(1, 101):
+    for step in range(90001, 90101):
         tracks.update(live, step)
     torch.testing.assert_close(shadow["a"] - start, 100 * step_sized, rtol=0.02, atol=1e-5)
 
@@ -144,7 +181,10 @@ def test_tracks_are_independent() -> None:
 def test_decays_for_the_log() -> None:
     tracks = averages(weights(), 0.9, 100, THREE)
     exponent = gamma_from_sigma_rel(0.1) + 1
-    assert tracks.decays(1000) == {MAIN_TRACK: 0.9, "slow": 0.99, "often": 0.7, "power": pytest.approx(0.9**exponent)}
+    power = pytest.approx(0.9**exponent)
+    assert tracks.decays(1000) == {MAIN_TRACK: 10 / 19, "slow": 10 / 19, "often": 0.7, "power": power}
+    assert [tracks.decays(step)[MAIN_TRACK] for step in (0, 100, 200, 299, 8100)] == [0.1, 0.1, 2 / 11, 2 / 11, 81 / 90]
+    assert tracks.decays(10**6)["slow"] == 0.99
     assert tracks.decays(100)["power"] == tracks.decays(7)["power"] == tracks.decays(0)["power"] == 0.0
 
 
@@ -160,7 +200,7 @@ def test_a_track_can_be_loaded_in_place() -> None:
     tracks = averages(live, decay=0.5)
     tracks.tracks[MAIN_TRACK].shadow["a"].fill_(8)
     live["a"].fill_(4)
-    tracks.update(live, 1)
+    tracks.update(live, 100)
     assert torch.equal(tracks.tracks[MAIN_TRACK].shadow["a"], torch.full((4, 3), 6.0))
 
 
@@ -182,7 +222,7 @@ def test_an_update_reads_parameters_and_does_not_change_them() -> None:
     tracks = averages(live, 0.5)
     with torch.no_grad():
         live["a"] += 2
-    tracks.update(live, 1)
+    tracks.update(live, 100)
     shadow = tracks.tracks[MAIN_TRACK].shadow["a"]
     assert torch.equal(live["a"].detach(), torch.full((3,), 3.0))
     assert torch.equal(shadow, torch.full((3,), 2.0))

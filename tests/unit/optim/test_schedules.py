@@ -13,12 +13,20 @@ ALL = ["constant", "linear", "cosine", "step"]
 
 
 def rate(
-    schedule: str, done: int, warmup: int = 0, total: int = 100, step_size: int = 30, step_gamma: float = 0.5
+    schedule: str,
+    done: int,
+    warmup: int = 0,
+    total: int = 100,
+    step_size: int = 30,
+    step_gamma: float = 0.5,
+    cooldown: int = 0,
+    shape: str = "linear",
 ) -> float:
     """One rate; by default `step` halves every 30."""
     settings = SimpleNamespace(
         lr_scheduler=schedule, warmup_steps=warmup, lr_step_size=step_size, lr_step_gamma=step_gamma
     )
+    settings.cooldown_steps, settings.cooldown_shape = cooldown, shape
     return learning_rate(done, total, PEAK, settings)
 
 
@@ -83,3 +91,33 @@ def test_step_decays_every_step_size_after_the_warm_up() -> None:
 def test_an_unknown_schedule_is_rejected() -> None:
     with pytest.raises(AssertionError):
         rate("exponential", 1)
+
+
+# --- the cool-down ------------------------------------------------------------------------------
+
+
+def test_a_cool_down_is_a_line_to_the_end_of_the_run() -> None:
+    """The first of its steps is at the full rate, and 0 would follow the last."""
+    rates = curve("constant", 100, cooldown=20)
+    assert rates[:80] == [PEAK] * 80
+    assert rates[80:] == pytest.approx([PEAK * left / 20 for left in range(20, 0, -1)], rel=1e-12)
+    assert rate("constant", 100, cooldown=20) == rate("constant", 105, cooldown=20) == 0
+
+
+def test_a_square_root_cool_down_drops_faster() -> None:
+    for done in range(80, 100):
+        expected = PEAK * (1 - math.sqrt((done - 80) / 20))
+        assert rate("constant", done, cooldown=20, shape="sqrt") == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_branch_decays_from_where_the_long_run_was() -> None:
+    """A run to step 1,000 and one that ends at 500 agree until the cool-down of the latter."""
+    long = [rate("constant", done, warmup=10, total=1000, cooldown=50) for done in range(500)]
+    branch = [rate("constant", done, warmup=10, total=500, cooldown=50) for done in range(500)]
+    assert long[:451] == branch[:451]
+    assert branch[451:] == pytest.approx([PEAK * left / 50 for left in range(49, 0, -1)], rel=1e-12)
+
+
+def test_a_cool_down_continues_the_steps_and_the_warm_up() -> None:
+    assert rate("step", 95, cooldown=10) == pytest.approx(PEAK * 0.5**3 * 5 / 10)
+    assert rate("constant", 4, warmup=10, total=10, cooldown=10) == pytest.approx(PEAK * 5 / 10 * 6 / 10)

@@ -10,6 +10,7 @@ from PIL import Image
 
 from sd3_light.config import SIZES, Fault, LoadedConfig, load_config
 from sd3_light.stages.check import disk_faults
+from sd3_light.tensor_file import header_bytes
 
 CLIP = {"hidden_size": 112, "projection_dim": 112, "max_position_embeddings": 77}
 JSONS: dict[str, dict[str, Any]] = {
@@ -56,7 +57,7 @@ class FakeProject:
         """Create a denoiser folder ``name`` inside the test's folder."""
         config = {"_class_name": "SD3Transformer2DModel", **SIZES[size].transformer_config(), **other}
         folder = self.json(f"{name}/config.json", config).parent
-        (folder / "diffusion_pytorch_model.safetensors").touch()
+        (folder / "diffusion_pytorch_model.safetensors").write_bytes(header_bytes([]))
         return folder
 
     def image(self, name: str, width: int, height: int, caption: str | None = "an image") -> None:

@@ -12,9 +12,11 @@ from rich.console import Console
 
 from sd3_light import system
 from sd3_light.assets import DEMO
+from sd3_light.config import SIZES
 from sd3_light.stages import check
 from sd3_light.stages.check import Target, conclude, conclusion
 from sd3_light.system import Gpu, visible_gpus
+from sd3_light.tensor_file import header_bytes
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
 GIB = 1 << 30
@@ -136,3 +138,31 @@ def test_it_says_where_the_cache_fits(
         assert f'"device" as much GPU memory ({word}: {whole} in total)' in line
     assert f'"device" as much GPU memory ({whole} in total)' in concluded(Target(), top)["cache residence"]
     assert "device" not in concluded(Target(on_cpu=True))["cache residence"]
+
+
+def test_the_first_line_has_parameters_and_the_position_step(concluded: Callable[..., dict[str, str]]) -> None:
+    trains = concluded(Target(None), model=f"{PRETRAIN}\nposition_step = 0.5")["trains"]
+    assert trains.endswith(f"({SIZES['demo'].num_parameters():,} parameters, position step 0.5)")
+
+
+SAMPLING = '[sampling]\nprompts = ["a star"]\nevery_n_steps = 5\nguidance = '
+
+
+@pytest.mark.parametrize(
+    ("model", "tables", "is_warned"),
+    [
+        ("", SAMPLING + "4.0", True),
+        ("enable_uncond_text_dropout = true\nuncond_text_dropout_prob = 0.0", SAMPLING + "4.0", True),
+        ("enable_uncond_text_dropout = true", SAMPLING + "4.0", False),
+        ("", SAMPLING + "1.0", False),
+        ("", "", False),
+    ],
+)
+def test_guidance_without_text_dropout_is_a_warning(
+    files: Any, concluded: Callable[..., dict[str, str]], model: str, tables: str, is_warned: bool
+) -> None:
+    (files.sd3 / "vae/diffusion_pytorch_model.safetensors").write_bytes(header_bytes([]))
+    lines = concluded(Target(None), model=f"{PRETRAIN}\n{model}", tables=tables)
+    assert ("warning" in lines) == is_warned
+    if is_warned:
+        assert lines["warning"].startswith("sampling.guidance = 4 compares with a prediction without text")

@@ -6,9 +6,11 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from sd3_light.config import ConfigFaults, Fault
 from sd3_light.data.manifest import CACHE_FORMAT, Manifest, ShardEntry
+from sd3_light.model.positions import position_table
 from sd3_light.stages import check
 from sd3_light.stages.check import disk_faults
 
@@ -151,6 +153,46 @@ def test_buckets_fit_the_position_table(files: Any, only_fault: Single) -> None:
     assert "ends at 256 px" in fault.problem
     assert "256x256" not in (fault.value or "")
     assert disk_faults(files.load(dataset=dataset.replace("true", "false"))) == []
+
+
+def test_a_shape_is_that_of_the_weights(files: Any, only_fault: Single) -> None:
+    files.denoiser("trained", pos_embed_max_size=192)
+    start, shape = 'train_type = "sd3_light_pretrain"\ninit = "trained"', "[model.shape]\nnum_layers = 4\nnum_heads = "
+    assert disk_faults(files.load(model=start, tables=f"{shape}4")) == []
+    fault = only_fault(model=start, tables=f"{shape}2")
+    assert fault.key == "model.shape"
+    assert "num_heads 4 (not 2)" in fault.problem
+
+
+def test_the_vae_and_the_encoders_give_a_shape_its_widths(files: Any) -> None:
+    files.json("sd3/vae/config.json", {"latent_channels": 4, "block_out_channels": [8] * 4})
+    loaded = files.load(
+        model='train_type = "sd3_light_pretrain"', tables="[model.shape]\nnum_layers = 3\nnum_heads = 2"
+    )
+    size = check.require(loaded).size
+    assert (size.num_layers, size.width, size.text_width, size.pooled_width, size.latent_channels) == (
+        3,
+        128,
+        256,
+        224,
+        4,
+    )
+    (files.sd3 / "vae/config.json").unlink()
+    assert [fault.key for fault in disk_faults(loaded)] == ["model.diffusers_path"], "reported once"
+
+
+def test_the_position_step_is_that_of_the_weights(files: Any, only_fault: Single) -> None:
+    folder = files.denoiser("trained")
+    start = f'{PRETRAIN}init = "trained"\nposition_step = '
+    assert "contain another position table" in only_fault(model=f"{start}0.5").problem
+    table = {"pos_embed.pos_embed": position_table(256, 16, 0.5).bfloat16()}
+    save_file(table, folder / "diffusion_pytorch_model.safetensors")
+    assert disk_faults(files.load(model=f"{start}0.5")) == []
+    fault = only_fault(model=f"{start}0.25")
+    assert (fault.key, fault.value) == ("model.position_step", "0.25")
+    assert "contain a position table of step 0.5" in fault.problem
+    (folder / "diffusion_pytorch_model.safetensors").write_bytes(b"damaged")
+    assert "is not a complete safetensors file" in only_fault(model=f"{start}0.5").problem
 
 
 @pytest.mark.parametrize(

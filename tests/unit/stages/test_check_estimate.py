@@ -1,16 +1,19 @@
 """An estimate counts samples and sums up costs; its screen shows every number with its formula."""
 
 import io
+import re
 import shutil
 from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors.torch import save_file
 
 from sd3_light.budget.amount import format_bytes, format_flops
 from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels, resident_index_bytes
 from sd3_light.budget.flops import Tokens, training_flops
 from sd3_light.config import SIZES, ConfigFaults, LoadedConfig, UserError
+from sd3_light.model.positions import position_table
 from sd3_light.model.start import where_weights_start
 from sd3_light.stages import check
 from sd3_light.stages.check import RunEstimate, estimate_run, render
@@ -94,6 +97,18 @@ def test_eval_sets_are_counted_without_repeats(files: Any) -> None:
     estimate = estimated(files.load(top='eval_datasets = ["val.toml"]\ngradient_accumulation_steps = 2'))
     (data,) = estimate.evals
     assert (data.name, data.samples, data.steps) == ("val", 1, 1)
+
+
+def test_the_position_step_is_shown(files: Any) -> None:
+    files.image("one.png", 64, 64)
+    line = next(line for line in shown(estimated(files.load())).splitlines() if "position step" in line)
+    assert re.search("0.25 +radians between neighbouring tokens of the position table of the size", line)
+    assert estimated(files.load(model=f"{PRETRAIN}\nposition_step = 1.0")).position_step == 1.0
+    folder = files.denoiser("trained")
+    table = {"pos_embed.pos_embed": position_table(256, 16, 0.5).bfloat16()}
+    save_file(table, folder / "diffusion_pytorch_model.safetensors")
+    text = shown(estimated(files.load(model=f'{PRETRAIN}\ninit = "trained"')))
+    assert re.search("position step +0.5 +radians between neighbouring tokens of .* in the weights", text)
 
 
 def test_run_rejects_data_without_a_usable_sample(files: Any) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from sd3_light.engines import Launch
-from sd3_light.metrics.validation import QUANTILES
+from sd3_light.flow.timesteps import FixedTime
+from sd3_light.metrics.validation import FIXED_TIMES, QUANTILES
 from sd3_light.training.evaluation import Evaluator
 from tests.project import NUM_IMAGES, Project
 
@@ -30,3 +31,23 @@ def test_small_buckets_are_evaluated_even_if_training_drops_them(cached_project:
         ids += numbers[weights.bool()].tolist()
     assert torch.unique(torch.tensor(ids)).numel() == NUM_IMAGES
     assert len(ids) == NUM_IMAGES * len(QUANTILES)
+
+
+class Times(Bare):
+    """Prepares the quantile or time of the batch."""
+
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
+        return ((type(timestep_quantile), timestep_quantile),), (None, None)
+
+    def prepare_into(self, batch: Any, empty: Any, timestep_quantile: float | None = None) -> Any:
+        return self.prepare_inputs(batch, timestep_quantile)
+
+
+def test_fixed_times_are_evaluated_beside_the_quantiles(cached_project: Project) -> None:
+    loaded = cached_project.load("eval_at_fixed_t=true", "eval_micro_batch_size_per_gpu=40")
+    loaded = replace(loaded, eval_datasets={"held out": loaded.dataset})
+    engine: Any = None
+    evaluator = Evaluator(loaded, Launch(), engine, Times())
+    points = [tuple(features[0]) for features, _ in evaluator._loader("held out")]
+    both = [(float, u) for u in QUANTILES] + [(FixedTime, t) for t in FIXED_TIMES]
+    assert points == both * 3, "every batch at each of them"

@@ -309,8 +309,10 @@ def test_the_average_is_updated_even_if_its_step_was_skipped() -> None:
     engine = CountingEngine(bad=[3])  # the fourth step, at which the average is updated
     averages = Averages(engine.weights, EmaConfig(enable=True, decay=0.5, update_every=2))
     train(run(6, engine, averages=averages))
-    # after step 2 the weight is 2: 1.0; step 4 was not taken, the weight is 3: 2.0; after step 6 it is 5: 3.5
-    assert averages.tracks["ema"].shadow["w"].tolist() == [3.5]
+    average = 0.0
+    for decay, weight in ((0.1, 2), (2 / 11, 3), (3 / 12, 5)):  # step 4 was not taken: the weight is 3
+        average = decay * average + (1 - decay) * weight
+    assert averages.tracks["ema"].shadow["w"].tolist() == pytest.approx([average])
 
 
 def logged(total: int, engine: CountingEngine | None = None, **keys: Any) -> list[dict[str, Any]]:
@@ -334,7 +336,7 @@ def test_a_step_record_has_all_fields() -> None:
         "lr": 0.01,
         "grad_norm": 2.0,
         "param_norm": 2.0,
-        "ema_decay": {"ema": 0.5},
+        "ema_decay": {"ema": 2 / 11},
     }
     assert {key: line[key] for key in expected} == expected
     assert line["samples_per_second"] > 0

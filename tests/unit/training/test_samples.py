@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.store import LocalStore
-from sd3_light.data.stream import BucketShards, CachedDataset
+from sd3_light.data.stream import CachedDataset
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.model.random_weights import new_transformer
@@ -24,7 +23,7 @@ from sd3_light.sampling.scheduler import flow_scheduler
 from sd3_light.sampling.texts import TextPolicy, encode, join_features
 from sd3_light.training import samples as samples_module
 from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.samples import Sampler, assigned, smallest_bucket
+from sd3_light.training.samples import Sampler, assigned
 from tests.project import Project
 
 PROMPTS = ("a large red circle", "two small blue squares on a white background", "a star")
@@ -47,7 +46,7 @@ def overrides(guidance: float = 4.0, **model: str) -> tuple[str, ...]:
 def sampler(project: Project, *keys: str, launch: Launch | None = None, batch_size: int | None = None) -> Sampler:
     data = CachedDataset(LocalStore(project.cache))
     config = project.load(*keys).train
-    result = Sampler.of_config(config, project.cache, data, launch or Launch(), torch.device("cpu"))
+    result = Sampler.of_config(config, project.cache, data, data.buckets[0], launch or Launch(), torch.device("cpu"))
     result.batch_size = batch_size or result.batch_size
     return result
 
@@ -341,23 +340,6 @@ def test_half_precision_velocities_do_not_round_the_image(caches: dict[str, Proj
 
     sampler(caches["padded"], *overrides()).draw(denoise)
     assert kinds == {torch.float32}
-
-
-def bucket(name: str, resolution: tuple[int, int]) -> BucketShards:
-    return BucketShards(name, resolution, (ShardEntry("a", name, resolution, "", 1, 1, "", ""),))
-
-
-@pytest.mark.parametrize(
-    ("buckets", "expected"),
-    [
-        ([bucket("512x512", (512, 512)), bucket("256x256", (256, 256))], "256x256"),
-        ([bucket("208x304", (256, 256)), bucket("288x224", (256, 256))], "288x224"),
-        ([bucket("112x80", (100, 100)), bucket("96x112", (100, 100))], "96x112"),
-        ([bucket("320x192", (320, 192)), bucket("256x256", (256, 256))], "320x192"),
-    ],
-)
-def test_images_have_the_size_of_an_existing_bucket(buckets: Sequence[BucketShards], expected: str) -> None:
-    assert smallest_bucket(buckets).bucket == expected
 
 
 def test_a_caption_is_joined_as_in_sd3(caches: dict[str, Project]) -> None:

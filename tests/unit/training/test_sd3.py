@@ -238,6 +238,24 @@ def test_dropout_follows_each_samples_draw(model: Model, batch: MakeBatch, uncon
             assert torch.equal(part[at], expected), (drop, name)
 
 
+@pytest.mark.parametrize("uncond", [None, NEVER_ZERO])
+def test_joint_dropout_leaves_all_text_or_none(
+    model: Model, batch: MakeBatch, uncond: dict[str, Tensor] | None
+) -> None:
+    ids = list(range(60))
+    keys: dict[str, Any] = {"enable_uncond_text_dropout": True, "uncond_text_dropout": "joint"}
+    cached = batch(ids)
+    _, _, prompt, pooled = preparer(model, empty=uncond, **keys).prepare_inputs(cached)[0]
+    dropped = [not torch.equal(prompt[at, 7:], cached["t5"][at]) for at in ids]
+    assert dropped == [drops[0] for drops in draw_drops(0, occurrence_words(0, 0, ids), 0.1, joint=True)]
+    assert 0 < sum(dropped) < 20
+    parts = (prompt[:, :7, :96], prompt[:, :7, 96:224], prompt[:, 7:], pooled[:, :96], pooled[:, 96:])
+    for part, name in zip(parts, ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"), strict=True):
+        empty = torch.zeros_like(cached[name][0]) if uncond is None else uncond[name].bfloat16()
+        for at in ids:
+            assert torch.equal(part[at], empty if dropped[at] else cached[name][at]), name
+
+
 def test_no_dropout_unless_enabled(model: Model, batch: MakeBatch) -> None:
     cached = batch(range(30))
     prompt = preparer(model, uncond_text_dropout_prob=1.0).prepare_inputs(cached)[0][2]

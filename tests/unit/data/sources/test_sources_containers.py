@@ -185,6 +185,20 @@ def test_parquet_reads_the_configured_columns(tmp_path: Path) -> None:
         assert f"{column!r} ({key})" in reject.detail
 
 
+def test_several_caption_columns_of_containers(tmp_path: Path) -> None:
+    columns = {"image": [png(0), png(1)], "text": ["short", "s"], "Long": [b"long", None], "number": [1, 2]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    items = scan_items(tmp_path / "a.parquet", caption_column=["long", "text"])
+    assert list(captions(items).values()) == [("long", "short"), ("s", "s")]
+    (reject,) = scan_items(tmp_path / "a.parquet", caption_column=["text", "number"])
+    assert isinstance(reject, Rejected)
+    assert reject.reason == "no_caption_column"
+    members = [("a.png", png()), ("a.json", b'{"long": "long", "short": "short"}'), ("b.png", png()), ("b.txt", b"b")]
+    path = write_tar(tmp_path / "set.tar", members)
+    items = scan_items(path, caption_column=["short", "long"])
+    assert captions(items) == {"set.tar/a.png": ("short", "long"), "set.tar/b.png": ("b", "b")}
+
+
 def test_a_duplicate_has_the_location_of_its_image(tmp_path: Path) -> None:
     members = [(f"a.{end}", data) for _ in range(2) for end, data in (("png", png()), ("txt", b"a"))]
     first, second = scan(directory(write_tar(tmp_path / "set.tar", members)), 0)

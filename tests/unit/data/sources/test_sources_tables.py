@@ -201,6 +201,28 @@ def test_rows_in_captions_json_use_only_caption_column(tmp_path: Path) -> None:
     assert rejects(items) == {"b.jpg": "no_caption"}
 
 
+@pytest.mark.parametrize("kind", COLUMN_TABLES)
+def test_several_columns_give_one_caption_each(tmp_path: Path, kind: str) -> None:
+    """In their order; a missing or empty one is replaced by the first that has a value."""
+    rows = [{"file": "a.jpg", "long": "a long one", "short": "short"}, {"file": "b.jpg", "long": "", "short": "b"}]
+    files = {"a.jpg": png(), "b.jpg": png(), "c.jpg": png(), "c.txt": "from its file"}
+    root = write_files(tmp_path, {**files, f"metadata.{kind}": COLUMN_TABLES[kind](rows)})
+    both = captions(scan_items(root, caption_column=["long", "short"]))
+    assert both == {"a.jpg": ("a long one", "short"), "b.jpg": ("b", "b"), "c.jpg": ("from its file",) * 2}
+    assert captions(scan_items(root, caption_column=["short", "long"]))["a.jpg"] == ("short", "a long one")
+    details = [item.detail for item in scan_items(root, caption_column=["long", "no"]) if isinstance(item, Rejected)]
+    assert any("'no' (caption_column)" in detail for detail in details)
+
+
+def test_several_columns_reject_lists_and_rows_without_a_value(tmp_path: Path) -> None:
+    rows = {"a.jpg": {"long": ["one", "two"], "short": "s"}, "b.jpg": {"other": "b"}, "c.jpg": ["one", "two", "three"]}
+    rows["d.jpg"] = {"long": "  ", "short": "d"}
+    root = write_files(tmp_path, {**{name: png() for name in rows}, "captions.json": json.dumps(rows)})
+    items = scan_items(root, caption_column=["long", "short"], caption_prefix="x: ")
+    assert rejects(items) == {"a.jpg": "bad_caption", "b.jpg": "no_caption", "c.jpg": "bad_caption"}
+    assert captions(items) == {"d.jpg": ("x: d", "x: d")}
+
+
 def test_an_exact_column_name_wins(tmp_path: Path) -> None:
     row = {"file": "a.jpg", "Caption": "upper", "caption": "lower"}
     root = write_files(tmp_path, {"a.jpg": png(), "metadata.jsonl": json.dumps(row)})

@@ -39,9 +39,11 @@ def test_gpus_use_the_fast_blocks_unless_the_config_rules_them_out() -> None:
         why_stock_by_config(train_config(pipeline_stages=2), SIZE),
         why_stock_by_config(train_config(parallel="fsdp2"), SIZE, world=2),
         why_stock_by_config(train_config(), SIZES["sd3.5_medium"]),
+        why_stock_by_config(train_config(), replace(SIZE, head_dim=48)),
         why_stock_by_config(train_config(model={"transformer_dtype": "float32"}), SIZE),
     ]
-    words = ["fast", "compile", "adapter", "ZeRO-3", "pipeline", "fsdp2", "second attention", "transformer_dtype"]
+    words = ["fast", "compile", "adapter", "ZeRO-3", "pipeline", "fsdp2", "second attention", "head width"]
+    words.append("transformer_dtype")
     assert [word in str(reason) for word, reason in zip(words, reasons, strict=True)] == [True] * len(words)
 
 

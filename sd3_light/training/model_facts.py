@@ -1,0 +1,85 @@
+"""What a run stores about its model beside the weights: the position table's step, and the size of its images."""
+
+import math
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from sd3_light.checkpoint.index import INDEX, damaged
+from sd3_light.checkpoint.reading import Checkpoint
+from sd3_light.config.sizes import MAX_POSITION_STEP, ModelSize
+from sd3_light.data.buckets import SIDE_STEP
+from sd3_light.data.order import Order
+from sd3_light.data.stream import BucketShards
+from sd3_light.model.start import WeightsStart
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The entry `model` of a checkpoint. Checkpoints of earlier versions have none.
+
+    ``position_step`` is None if the table is that of the weights that the run started from. ``trained_at`` is the
+    width and height of the commonest bucket, in pixels.
+    """
+
+    position_step: float | None = None
+    trained_at: tuple[int, int] | None = None
+
+    @staticmethod
+    def of(saved: Checkpoint) -> "ModelFacts":
+        """Return the facts of a checkpoint or snapshot."""
+        if "model" not in saved.facts:
+            return ModelFacts()
+        table = saved.table("model")
+        step, size = table.get("position_step"), table.get("trained_at")
+        if not (step is None or _is_step(step)) or not (size is None or _is_size(size)):
+            raise damaged(saved.path, INDEX, "its model is not a table with position_step and trained_at")
+        return ModelFacts(step, None if size is None else (size[0], size[1]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the facts for JSON."""
+        return asdict(self)
+
+    def keep_table(self, start: WeightsStart) -> WeightsStart:
+        """Return the start of a resumed run, with the position table that the run began with.
+
+        Without a stored step it is the one that diffusers derives, as in runs of earlier versions.
+        """
+        if start.source is not None:
+            return start
+        step = self.position_step or start.size.stock_position_step
+        return replace(start, size=replace(start.size, position_step=step))
+
+    def export_config(self, transformer_config: dict[str, Any]) -> dict[str, Any]:
+        """Return the denoiser's config with the default size of images that it was trained at.
+
+        A config has one `sample_size`: a bucket that is not square becomes the square of about the same area.
+        """
+        if self.trained_at is None:
+            return transformer_config
+        tokens = round(math.sqrt(math.prod(self.trained_at)) / SIDE_STEP)
+        return {**transformer_config, "sample_size": ModelSize.patch_size * max(1, tokens)}
+
+
+def commonest_bucket(buckets: tuple[BucketShards, ...], order: Order) -> BucketShards:
+    """Return the bucket with most samples per epoch; the largest of several."""
+
+    def key(number: int) -> tuple[int, int, str]:
+        width, height = bucket_size(buckets[number])
+        part = order.buckets[number]
+        return 0 if part.dropped else part.length, width * height, buckets[number].bucket
+
+    return buckets[max(range(len(buckets)), key=key)]
+
+
+def bucket_size(bucket: BucketShards) -> tuple[int, int]:
+    """Return width and height in pixels."""
+    width, height = map(int, bucket.bucket.split("x"))
+    return width, height
+
+
+def _is_step(value: Any) -> bool:
+    return type(value) is float and 0 < value <= MAX_POSITION_STEP
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value)

@@ -1,0 +1,69 @@
+"""Muon on matrices whose rows are sharded over three processes, some unevenly. As a program: one of the processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SHAPES = ((72, 60), (60, 72), (5, 8), (2, 9), (7, 7))
+WORLD, STEPS = 3, 4
+KEYS = {"lr": 1e-2, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+
+
+def matrices() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def gradients(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def main(out: Path) -> None:
+    """Train the matrices sharded, and write them whole."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from sd3_light.optim.sharded_muon import ShardedMuon
+
+    dist.init_process_group("gloo")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = [nn.Parameter(distribute_tensor(matrix, mesh, [Shard(0)])) for matrix in matrices()]
+    optimizer = ShardedMuon(weights, **KEYS)
+    for weight in weights:
+        optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    for step in range(STEPS):
+        for weight, gradient in zip(weights, gradients(step), strict=True):
+            weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        optimizer.step()
+    whole = [weight.full_tensor().detach() for weight in weights]
+    if dist.get_rank() == 0:
+        torch.save({"world": dist.get_world_size(), "weights": whole}, out)
+    dist.destroy_process_group()
+
+
+def test_sharded_matrices_train_like_whole_ones(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command += [str(Path(__file__).resolve()), str(tmp_path / "weights.pt")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    sharded = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert sharded["world"] == WORLD
+    whole = [nn.Parameter(matrix) for matrix in matrices()]
+    optimizer = torch.optim.Muon(whole, **KEYS)
+    for step in range(STEPS):
+        for weight, gradient in zip(whole, gradients(step), strict=True):
+            weight.grad = gradient
+        optimizer.step()
+    for ours, theirs, start in zip(sharded["weights"], whole, matrices(), strict=True):
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-6, atol=1e-7)
+        assert (ours - start).abs().max() > 1e-3
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
