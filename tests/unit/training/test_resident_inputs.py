@@ -79,6 +79,16 @@ def test_gathered_inputs_are_those_of_the_shards(model: Model, data: CachedDatas
     assert masks == {False, True}
 
 
+def test_weighted_captions_and_joint_dropout_are_those_of_the_shards(model: Model, data: CachedDataset) -> None:
+    data.caption_weights = {"toy#0": (1.0,)}
+    preparer = make_preparer(model, data, False, uncond_text_dropout="joint", uncond_text_dropout_prob=0.5)
+    inputs = ResidentInputs(preparer, ResidentCache(data, CPU), SEED)
+    order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: 20)
+    for step in range(order.steps_per_epoch):
+        picks = order.picks(step, 0, order.batch_size(step))
+        assert_same(inputs.gather(inputs.indices(picks)), preparer.prepare_clean(data.read(picks, SEED)))
+
+
 def test_indices_go_to_the_device_and_lengths_stay(model: Model, data: CachedDataset) -> None:
     inputs = ResidentInputs(make_preparer(model, data, True), ResidentCache(data, CPU), SEED)
     order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: 20)
