@@ -266,7 +266,7 @@ def test_a_damaged_verdict_is_replaced(content: bytes | None, tmp_path: Path, op
     assert verdicts(tmp_path) == [path], "no temporary file is left"
 
 
-def test_a_cache_folder_that_cannot_be_written_is_no_problem(tmp_path: Path, operations: Any) -> None:
+def test_a_cache_folder_that_cannot_be_written_is_ignored(tmp_path: Path, operations: Any) -> None:
     (tmp_path / "cache").write_text("a file")
     assert kernel_problem(PLAIN, CPU) is None
     operations.join = raising(TritonError("checked again"))
