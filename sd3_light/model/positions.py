@@ -6,28 +6,30 @@ is a choice of the size. Trained weights contain the table, and every reader tak
 
 import math
 from pathlib import Path
-
-import torch
-from diffusers import SD3Transformer2DModel
-from diffusers.models.embeddings import get_2d_sincos_pos_embed
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from sd3_light.model.part_configs import WEIGHTS_STEM
 from sd3_light.model.start import DENOISER_PREFIX, WeightsStart
 from sd3_light.tensor_file import StoredTensor, open_tensors
+
+if TYPE_CHECKING:  # `check` reads a project without torch
+    from diffusers import SD3Transformer2DModel
+    from torch import Tensor
 
 _TABLE_NAMES = ("pos_embed.pos_embed", f"{DENOISER_PREFIX}pos_embed", "pos_embed")
 _TOLERANCE = 2.0**-7  # for tables in bfloat16
 _FAR = 128
 
 
-def position_table(width: int, side: int, step: float) -> Tensor:
+def position_table(width: int, side: int, step: float) -> "Tensor":
     """Return the table [1, side * side, width] in float32, as diffusers computes it for positions of this step."""
+    from diffusers.models.embeddings import get_2d_sincos_pos_embed
+
     table: Tensor = get_2d_sincos_pos_embed(width, side, base_size=step * side, output_type="pt")
     return table.float().unsqueeze(0)
 
 
-def set_position_step(transformer: SD3Transformer2DModel, step: float) -> None:
+def set_position_step(transformer: "SD3Transformer2DModel", step: float) -> None:
     """Replace the position table of a new denoiser."""
     embed = transformer.pos_embed
     embed.pos_embed.copy_(position_table(embed.pos_embed.shape[-1], embed.pos_embed_max_size, step))
@@ -49,6 +51,8 @@ def _stored_tables(path: Path) -> list[StoredTensor]:
 
 def _step_of(table: StoredTensor) -> float | None:
     """Return the step, if the row of the second place consists of its sines and cosines."""
+    import torch
+
     *_, places, width = (0, 0, *table.shape)
     side = math.isqrt(places)
     if side < 2 or width % 4 or math.prod(table.shape) != side * side * width:

@@ -33,7 +33,7 @@ IMPORT_VARIABLES = (
 )
 # Of these, the ones that may differ: they are read later, are applied by the server, or cost only time.
 RUNTIME_VARIABLES = (
-    *("DIFFUSERS_VERBOSITY", "HF_MODULES_CACHE", "OMP_WAIT_POLICY", "PYTHONPATH", "TORCH_NCCL_"),
+    *("DIFFUSERS_VERBOSITY", "HF_MODULES_CACHE", "KMP_BLOCKTIME", "OMP_WAIT_POLICY", "PYTHONPATH", "TORCH_NCCL_"),
     "TRANSFORMERS_VERBOSITY",
 )
 

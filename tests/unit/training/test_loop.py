@@ -322,7 +322,7 @@ def logged(total: int, engine: CountingEngine | None = None, **keys: Any) -> lis
 
 
 def test_a_step_record_has_all_fields() -> None:
-    averages = Averages({"w": torch.zeros(1)}, EmaConfig(enable=True, decay=0.5))
+    averages = Averages({"w": torch.zeros(1)}, EmaConfig(enable=True, decay=0.5, update_every=1))
     line = logged(3, averages=averages, steps_per_epoch=4, flops_in=lambda batches: 10**12)[1]
     expected = {
         "event": "step",
