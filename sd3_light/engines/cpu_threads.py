@@ -22,16 +22,17 @@ def limit_threads(processes: int) -> None:
     _set(min(torch.get_num_threads(), usable_cores() // processes))
 
 
-def use_training_threads(flops: int, processes: int) -> int:
-    """Set the threads of training on a CPU for micro-batches of that many FLOPs; return them.
+def use_training_threads(flops: int, processes: int) -> int | None:
+    """Set the threads of training on a CPU for micro-batches of that many FLOPs; return None if the environment does.
 
     The number of loader workers does not count: another number of threads adds in another order, and workers must not
     change the training.
     """
-    _set(min(usable_cores() // processes, flops // FLOPS_PER_THREAD))
-    return torch.get_num_threads()
+    return _set(min(usable_cores() // processes, flops // FLOPS_PER_THREAD))
 
 
-def _set(count: int) -> None:
-    if not any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
-        torch.set_num_threads(max(1, count))
+def _set(count: int) -> int | None:
+    if any(os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")):
+        return None
+    torch.set_num_threads(max(1, count))
+    return max(1, count)

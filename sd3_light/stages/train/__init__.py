@@ -118,7 +118,8 @@ def _use_cpu(context: RunContext) -> None:
     }
     flops = [step_flops(context.start.size, image_tokens(*size), [text] * count) for size, count in batches.items()]
     threads = use_training_threads(max(flops), context.launch.local_world)
-    info(f"CPU threads: {threads} (OMP_NUM_THREADS sets another number)")
+    if threads is not None:
+        info(f"CPU threads: {threads} (OMP_NUM_THREADS sets another number)")
 
 
 def _make_run(context: RunContext, state: TrainState, progress: Progress, window: Mapping[str, Any] | None) -> Run:
