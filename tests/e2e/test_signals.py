@@ -186,12 +186,16 @@ def test_a_killed_worker_stops_the_run_with_one_line(project: Project) -> None:
     def kill_a_worker() -> None:
         os.kill(descendants(os.getpid())[-1], signal.SIGKILL)
 
-    with once_training(project, kill_a_worker):
-        session = run_in_process(project, **ENDLESS, num_dataloader_workers=2)
-    assert session.code == 2
-    (line,) = session.lines("error: ")
-    reason = session.of("stop")[0]["reason"]
-    assert re.fullmatch(r"DataLoader worker \(pid.* \d+\) .*: out of memory, .*, then resume", reason)
+    for _ in range(5):
+        with once_training(project, kill_a_worker):
+            session = run_in_process(project, **ENDLESS, num_dataloader_workers=2)
+        assert session.code == 2
+        (line,) = session.lines("error: ")
+        reason = session.of("stop")[0]["reason"]
+        assert re.fullmatch(r"DataLoader worker \(pid.* \d+\) .*: out of memory, .*, then resume", reason)
+        if session.of("checkpoint"):
+            break
+        assert "is saved" not in line  # it died in the middle of an update: there is no complete step to save
     saved = session.of("checkpoint")[-1]["step"]
     assert saved == session.of("step")[-1]["step"], "the last complete step is saved"
     hint = "--resume continues from there"
