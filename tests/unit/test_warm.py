@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,6 +65,18 @@ def test_input_variables_and_inherited_files_arrive(script: Path) -> None:
     os.close(writer)
     with open(reader, encoding="utf-8") as file:
         assert (done.returncode, file.read()) == (0, "hello7")
+
+
+@pytest.mark.parametrize("start", [b"", bytes(3), (9).to_bytes(8, "little") + b"{}"])
+def test_a_client_that_dies_before_its_request_is_complete_leaves_the_server_running(
+    script: Path, start: bytes
+) -> None:
+    script.write_text(SHOW)
+    run(script)
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(Path(sys.executable).with_name("server.socket")))
+        client.sendall(start)
+    assert "True False" in run(script).stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])

@@ -4,11 +4,13 @@ import array
 import fcntl
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 SETTINGS = {}
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -53,16 +55,38 @@ def main() -> None:
         "session": os.getsid(0) == os.getpid(),
         "ignored": [int(number) for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN],
     }
+    signals = receive_signals()
     send(connection, json.dumps(request).encode(), descriptors)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
-        signal.signal(number, lambda number, _: connection.send(bytes([number])))
-    answer = connection.recv(16)
-    status = int(answer) if answer else int(signal.SIGKILL)
+    status = wait(connection, signals)
     if not os.WIFSIGNALED(status):
         os._exit(os.WEXITSTATUS(status))
     if os.WTERMSIG(status) != signal.SIGKILL:
         signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
     os.kill(os.getpid(), os.WTERMSIG(status))
+
+
+def receive_signals() -> socket.socket:
+    """Return a socket with a byte per signal that arrives.
+
+    A Python handler could run too late: a signal just before a blocking call is handled after that call.
+    """
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.detach())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
+        signal.signal(number, lambda *_: None)
+    return reader
+
+
+def wait(connection: socket.socket, signals: socket.socket) -> int:
+    """Pass on signals until the process has ended; return its status."""
+    while True:
+        ready, _, _ = select.select([connection, signals], [], [])
+        if connection in ready:
+            answer = connection.recv(16)
+            return int(answer) if answer else int(signal.SIGKILL)
+        with suppress(BrokenPipeError, ConnectionResetError):  # it has just ended
+            connection.send(signals.recv(16))
 
 
 def parse(arguments: list) -> "dict | None":

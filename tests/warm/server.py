@@ -63,7 +63,11 @@ def serve(address: str, owner: int) -> "dict[str, Any] | None":
                 return None
             if key.fileobj is listener:
                 connection, _ = listener.accept()
-                request, descriptors = receive(connection)
+                try:
+                    request, descriptors = receive(connection)
+                except (EOFError, ConnectionResetError):  # its client was killed
+                    connection.close()
+                    continue
                 pid = os.fork()
                 if pid == 0:
                     selector.close()
@@ -101,7 +105,7 @@ def serve(address: str, owner: int) -> "dict[str, Any] | None":
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return a request and its open files."""
+    """Return a request and its open files; raise EOFError if the client ends before its request is complete."""
     numbers = array.array("i")
     header, extra, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(MAX_DESCRIPTORS * numbers.itemsize))
     for level, kind, data in extra:
@@ -111,6 +115,11 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     while missing:
         parts.append(connection.recv(missing))
         missing -= len(parts[-1])
+        if not parts[-1]:
+            break
+    if missing or not parts:
+        close(list(numbers))
+        raise EOFError
     return json.loads(b"".join(parts)), list(numbers)
 
 
