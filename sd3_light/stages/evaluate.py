@@ -50,6 +50,8 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
         raise UserError(f"{model} is not a diffusers folder (no transformer/config.json); pass an export")
     denoiser = load_part(SD3Transformer2DModel, model / "transformer", dtype=torch.float32)
     device = launch.device()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # kernels run on the current device
     groups = start_process_group(launch, device, config.dist_timeout_sec)
     blocks = decide_blocks(config, where_weights_start(config.model).size, denoiser, launch, device, groups)
     engine = TorchEngine(SD3TrainingModule(denoiser, config, blocks.kind == "fast"), config, launch, device)
