@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import sys
 
 # Set before torch or a hub client is imported; child processes that tests start inherit them.
@@ -90,6 +91,16 @@ def _same_environment() -> Iterator[None]:
             del os.environ[name]
         elif os.environ.get(name) != before[name]:
             os.environ[name] = before[name]
+
+
+@pytest.fixture(autouse=True)
+def _same_signal_handlers() -> Iterator[None]:
+    """Restore the handlers that a test has set: child processes of later tests would inherit an ignored signal."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
