@@ -113,14 +113,20 @@ def _warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def demo_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's VAE and text encoders, without its denoiser, on the tests' file system (so that hard links work)."""
+    """The demo's text encoders and a smaller, untrained VAE, without a denoiser, on the tests' file system (so that
+    hard links work)."""
+    import torch
+    from diffusers import AutoencoderKL
+
     from sd3_light.assets import DEMO
 
-    return Path(
-        shutil.copytree(
-            DEMO, tmp_path_factory.mktemp("parts") / "model", ignore=shutil.ignore_patterns("transformer", "*.md")
-        )
-    )
+    target = tmp_path_factory.mktemp("parts") / "model"
+    shutil.copytree(DEMO, target, ignore=shutil.ignore_patterns("transformer", "*.md"))
+    config = {**AutoencoderKL.load_config(target / "vae"), "block_out_channels": [8] * 4, "norm_num_groups": 4}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        AutoencoderKL.from_config(config).save_pretrained(target / "vae")
+    return target
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
 from sd3_light.data.buckets import Bucket, plan
 from sd3_light.data.manifest import Manifest, ShardEntry
@@ -120,9 +121,9 @@ def masks(plans: list[Any]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory, demo_parts: Path) -> SmallCache:
+def built(tmp_path_factory: pytest.TempPathFactory) -> SmallCache:
     """A cache that tests must not change."""
-    return SmallCache(tmp_path_factory.mktemp("inspect"), demo_parts)
+    return SmallCache(tmp_path_factory.mktemp("inspect"), DEMO)
 
 
 @pytest.fixture
@@ -289,15 +290,13 @@ def test_moved_sources_are_noted_and_the_rest_is_shown(tmp_path: Path, copy_cach
     assert "/nowhere/images does not exist" in ParsedPage(tmp_path / "page.html").text
 
 
-def test_a_missing_vae_is_noted_and_can_be_passed(
-    tmp_path: Path, copy_cache: Callable[..., Path], demo_parts: Path
-) -> None:
+def test_a_missing_vae_is_noted_and_can_be_passed(tmp_path: Path, copy_cache: Callable[..., Path]) -> None:
     folder = copy_cache(diffusers_path="/nowhere/model")
     content = write_cache_page(folder, tmp_path / "page.html")
     assert len(content.notes) == 1
     assert "--vae FOLDER" in content.notes[0]
     assert all(sample.original and not sample.decoded for sample in content.samples)
-    for vae in (demo_parts, demo_parts / "vae"):
+    for vae in (DEMO, DEMO / "vae"):
         content = write_cache_page(folder, tmp_path / "page.html", vae=vae)
         assert content.notes == []
         assert all(sample.decoded for sample in content.samples)
