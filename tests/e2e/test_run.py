@@ -12,6 +12,7 @@ from diffusers import SD3Transformer2DModel
 from PIL import Image
 from safetensors.torch import load_file
 
+from sd3_light.assets import DEMO
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.flow.objective import BAND_NAMES
@@ -304,6 +305,8 @@ def test_training_reduces_the_validation_loss(project: Project, unproven: None) 
     write_dataset(project.folder / "held_out", 8, seed=2, held_out=True)
     (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
     project.train(
+        f'model.diffusers_path="{DEMO}"',
+        'cache_dir="demo_cache"',
         "max_steps=60",
         "optimizer.lr=3e-3",
         "warmup_steps=10",

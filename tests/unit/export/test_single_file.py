@@ -287,9 +287,9 @@ def test_the_vae_is_named_as_diffusers_converter_expects(levels: int) -> None:
 def test_the_vaes_attention_is_a_convolution_in_the_file(tmp_path: Path, folder_of: FolderOf) -> None:
     folder = folder_of("square")
     tensors = single(folder, tmp_path / "m.safetensors")
-    assert tensors["first_stage_model.encoder.mid.attn_1.q.weight"].shape == (128, 128, 1, 1)
-    assert tensors["first_stage_model.decoder.mid.attn_1.proj_out.weight"].shape == (128, 128, 1, 1)
-    assert tensors["first_stage_model.decoder.mid.attn_1.norm.weight"].shape == (128,)
+    assert tensors["first_stage_model.encoder.mid.attn_1.q.weight"].shape == (8, 8, 1, 1)
+    assert tensors["first_stage_model.decoder.mid.attn_1.proj_out.weight"].shape == (8, 8, 1, 1)
+    assert tensors["first_stage_model.decoder.mid.attn_1.norm.weight"].shape == (8,)
     config = json.loads((folder / "vae" / "config.json").read_text())
     before = load_file(folder / "vae" / "diffusion_pytorch_model.safetensors")
     converted = convert_ldm_vae_checkpoint(tensors, config)
@@ -579,7 +579,7 @@ def test_sizes_that_readers_do_not_support_are_noted(tmp_path: Path, demo_parts:
         "3 blocks and 2 heads: readers such as ComfyUI expect one block per head and do not load it",
         "text width 256: ",
         "pooled text width 224: ",
-        "vae has block_out_channels [32, 64, 96, 128]: ",
+        "vae has block_out_channels [8, 8, 8, 8]: ",
         "text_encoder has hidden_size 96: ComfyUI loads 768 only",
         "text_encoder_2 has hidden_size 128: ",
         "text_encoder_3 has d_model 256: ",
