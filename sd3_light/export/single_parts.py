@@ -1,8 +1,10 @@
 """The parts of a model in a diffusers folder and in a single file: where each is and what its config requires."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +62,16 @@ def expected_shapes(part: str, config: Mapping[str, Any], where: str = "a model"
     """Return names and shapes of the part's tensors in diffusers' layout; an invalid config is a UserError."""
     check_config(config, part, f"{where}: the config of {part}")  # a wrong number would take forever
     try:
-        with torch.device("meta"):
-            model = _build(part, dict(config))
+        return dict(_shapes(part, json.dumps(config)))
     except (*LOAD_ERRORS, ArithmeticError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{where}: the config of {part} is invalid ({reason}); download or export it again") from error
+
+
+@lru_cache
+def _shapes(part: str, config: str) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        model = _build(part, json.loads(config))
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return {name: shape for name, shape in shapes.items() if not _IGNORED.search(name)}
 

@@ -106,6 +106,7 @@ def test_the_evaluation_matches(measured: Numbers, golden: Numbers) -> None:
         assert measured["eval"][weights] == pytest.approx(losses, rel=TOLERANCE["eval"])
 
 
+@pytest.mark.slow  # test_resume.py compares workers in shorter runs
 def test_a_second_run_is_equal_bit_for_bit(recipe: Path, measured: Numbers) -> None:
     """From the same cache, with loader workers."""
     assert measure(recipe, "two", "num_dataloader_workers=2") == measured
