@@ -135,7 +135,7 @@ def _prepare_demo(out: Path, images: int) -> None:
         shutil.rmtree(out)
     out.mkdir(parents=True)
     (out / _DEMO_MARKER).touch()
-    for name, count, seed, held_out in (("train", images, 1, False), ("held_out", 96, 2, True)):
+    for name, count, seed, held_out in (("train", images, 1, False), ("held_out", min(images, 96), 2, True)):
         with progress(f"draw {name}", count, "images") as bar:
             write_dataset(out / "data" / name, count, seed, held_out=held_out, on_progress=bar.set_done)
     shutil.copytree(DEMO, out / "model")

@@ -45,7 +45,7 @@ from tests.distributed.layouts import (
 from tests.project import Project
 
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
-STEPS, SAVED = 8, 3
+STEPS, SAVED = 5, 2
 BIAS = "proj_out.bias"
 # two small matrices, as CPUs without bfloat16 take seconds for a large one
 MUON_FREEZES = ("pos_embed.*", "*.1.*", "*.0.norm*", "*.0.ff*", "*.0.attn.add*", "*.0.attn.to_[!qk]*")
@@ -122,7 +122,7 @@ def require_same_curve(
     assert starts[0]["world"] == layout.world
     expected = {event["step"]: event for event in project.events("step", reference)}
     steps = project.events("step", run)
-    assert len(steps) >= 5
+    assert len(steps) >= STEPS - SAVED
     assert [event["step"] for event in steps] == list(range(starts[0]["step"] + 1, len(expected) + 1))
     for event in steps:
         other = expected[event["step"]]

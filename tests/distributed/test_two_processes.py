@@ -225,21 +225,21 @@ def curve_of(project: Project, run: str) -> list[float]:
     return [event["loss"] for event in project.events("step", run)]
 
 
-def test_sharded_weights_are_exported_during_training(fresh_project: Project) -> None:
+def test_sharded_weights_are_exported_during_training(project: Project) -> None:
     """Every step exports from a thread without changing the trained module; frozen weights are exported in full."""
     torchrun(
-        fresh_project,
+        project,
         parallel='"fsdp2"',
         micro_batch_size_per_gpu=2,
         save_every_n_steps=1,
-        max_steps=3,
+        max_steps=2,
         freeze='["context_embedder.*"]',
     )
-    exports = sorted((fresh_project.run / "exports").iterdir())
-    assert [path.name for path in exports] == [checkpoint_name(step) for step in (1, 2, 3)]
+    exports = sorted((project.run / "exports").iterdir())
+    assert [path.name for path in exports] == [checkpoint_name(step) for step in (1, 2)]
     weights = [load_file(path / "transformer" / "diffusion_pytorch_model.safetensors") for path in exports]
-    assert len({weight["proj_out.weight"].sum().item() for weight in weights}) == 3
-    assert torch.equal(weights[0]["context_embedder.weight"], weights[2]["context_embedder.weight"])
+    assert len({weight["proj_out.weight"].sum().item() for weight in weights}) == 2
+    assert torch.equal(weights[0]["context_embedder.weight"], weights[1]["context_embedder.weight"])
 
 
 def test_two_processes_evaluate_like_one(alone: Project) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.warm import REAL_PYTHON
 
-SHORT = " --steps 2 --more-steps 2 --pictures 60 --prompts 3"
+SHORT = " --steps 2 --more-steps 2 --pictures 24 --prompts 3"
 MORE = ("docs/guide.md", "docs/export.md", "docs/training.md")
 
 

@@ -376,7 +376,7 @@ def test_gradient_accumulation_gives_the_same_steps(whole: Project, project: Pro
 
 def test_two_evaluations_of_the_same_weights_are_identical(project: Project) -> None:
     """Twice in one process, with workers, and later from the export."""
-    write_dataset(project.folder / "held_out", 6, seed=2, held_out=True)
+    write_dataset(project.folder / "held_out", 3, seed=2, held_out=True)
     (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
     sets = 'eval_datasets=[{name="one", config="eval.toml"}, {name="two", config="eval.toml"}]'
     overrides = (sets, "eval_every_n_steps=2", "eval_before_first_step=true")

@@ -368,8 +368,11 @@ for loader in (loader_default, loader_limited):
 """
 
 
-def test_the_program_of_the_memory_note_runs() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM + TAIL], capture_output=True, text=True, timeout=120)
+def test_the_program_of_the_memory_note_runs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM + TAIL, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["default prefetch_factor = 2", "limited prefetch_factor = 1", "16", "16"]
 

@@ -1,6 +1,7 @@
 """Error messages about processes that do not connect or are lost, and process group settings."""
 
 import multiprocessing
+import os
 import resource
 import socket
 import subprocess
@@ -189,9 +190,13 @@ open_default_group(torch.device("cpu"), store=None)  # it exists already
     ("end", "output", "code"),
     [("", "left", 0), ("abort_process_group()", "still there", 0), ("raise OSError", "still there", 1)],
 )
-def test_a_process_destroys_its_group_at_exit_unless_it_failed(end: str, output: str, code: int) -> None:
+def test_a_process_destroys_its_group_at_exit_unless_it_failed(
+    tmp_path: Path, end: str, output: str, code: int
+) -> None:
     """After an error, waiting for other processes could take forever."""
-    done = subprocess.run(
-        [sys.executable, "-c", _EXIT_SCRIPT + end], capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
-    )
+    script = tmp_path / "script.py"
+    script.write_text(_EXIT_SCRIPT + end)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert (done.stdout.strip(), done.returncode) == (output, code), done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.claims import Claims
@@ -32,7 +33,12 @@ def shards(project: Project) -> dict[str, str]:
 
 def start(work: Callable[..., object], *args: object) -> BaseProcess:
     """Run a function in a forked process, which need not import torch again."""
-    process = multiprocessing.get_context("fork").Process(target=work, args=args)
+
+    def run() -> None:
+        torch.set_num_threads(1)  # makes torch's thread pool here: the threads that load models would race for it
+        work(*args)
+
+    process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
     return process
 
