@@ -104,6 +104,7 @@ def newest_checkpoint(project: Project) -> int:
     return max(map(int, re.findall(r"/step-(\d+)'", str(list((project.run / "checkpoints").iterdir())))))
 
 
+@pytest.mark.slow  # one host covers the ranks, unit tests the claims and lost peers
 def test_two_hosts_cache_and_train_until_one_dies(
     hosts: Hosts, fresh_project: Project, cached_project: Project
 ) -> None:
