@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from sd3_light.data.preprocess import Reject, decode
+from sd3_light.data.sources import parquet
 from sd3_light.data.sources.records import Record, Rejected
 from sd3_light.data.sources.scan import scan
 from tests.unit.data.inputs import captions, directory, png, rejects, scan_items, structs, write_files, write_tar
@@ -145,6 +146,32 @@ def test_odd_parquet(tmp_path: Path) -> None:
     null = [item for item in items if isinstance(item, Record)][-1]
     with pytest.raises(Reject, match="empty_file"):
         decode(null.image.read())
+
+
+WRAPS: dict[str, Any] = {"binary": bytes, "struct": lambda data: {"bytes": data, "path": None}}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_large_cell_is_rejected_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: str) -> None:
+    """Equal cells are stored once: a small file may hold many large ones, and few of them are in memory together."""
+    size, rows = 1 << 20, 40
+    columns = {"image": [WRAPS[wrap](bytes(size))] * rows, "text": ["a"] * rows}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression="zstd", dictionary_pagesize_limit=1 << 30)
+    assert (tmp_path / "a.parquet").stat().st_size < size / 100
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", 3 * size)
+    default = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(default)
+    pa.set_memory_pool(pool)
+    try:
+        for item in scan_items(tmp_path, max_image_mb=0.5):
+            assert isinstance(item, Record)
+            with pytest.raises(Reject, match=r"file_too_large: 1\.0 MB, max_image_mb = 0\.5"):
+                item.image.read()
+    finally:
+        parquet._close_cursor()
+        pa.set_memory_pool(default)
+    assert pool.max_memory() < 10 * size
+    assert {len(item.image.read()) for item in scan_items(tmp_path) if isinstance(item, Record)} == {size}
 
 
 # --- configured columns -----------------------------------------------------------------------
