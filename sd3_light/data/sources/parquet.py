@@ -2,12 +2,12 @@
 
 A scan reads only the captions. Images are read by one cursor per thread, which advances in small batches, so memory
 does not grow with the number of rows. It holds one page, which Arrow needs whole (2 GiB at most, usually 1 MB), and a
-batch: one cell, or `_BATCH_BYTES` of them if the sizes in the footer are true. A cell above `max_image_mb` is not
-copied. Reading in the order of the keys is fast, going back is slow.
+batch: one row, or `_BATCH_BYTES` if the sizes in the footer are true. An image above `max_image_mb` is not copied.
+Reading in the order of the keys is fast, going back is slow.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,7 +51,7 @@ class ParquetCell:
         except _ERRORS as error:
             _close_cursor()
             raise Reject("unreadable", f"{self.path!r}: {error}") from error
-        except (IndexError, ValueError) as error:  # the file has lost its column
+        except IndexError as error:  # the file has lost its column
             _close_cursor()
             raise Reject("changed_meanwhile", f"{self.path!r}: {error}") from error
         if data is None:
@@ -123,7 +123,8 @@ def _rows(
     masks, columns = name.removesuffix(".parquet"), dict.fromkeys((*captions, *selected.values()))
     for group in range(file.num_row_groups):
         row, limit = 0, _limit(file, image, group, context.max_image_bytes)
-        for batch in file.iter_batches(_CAPTION_ROWS, row_groups=[group], columns=list(columns)):
+        batch_rows = _batch_rows(file, columns, group, _CAPTION_ROWS)
+        for batch in file.iter_batches(batch_rows, row_groups=[group], columns=list(columns)):
             values = {column: batch.column(column).to_pylist() for column in columns}
             for at in range(len(batch)):
                 cell = ParquetCell(path, image, group, row, limit)
@@ -139,11 +140,17 @@ def _limit(file: Any, image: str, group: int, most: float) -> int:
     return int(most) if _chunk_bytes(file, image, group) > most else 0
 
 
-def _chunk_bytes(file: Any, image: str, group: int) -> int:
-    """Return the bytes of a row group's images before compression: no value has more, in any encoding."""
-    names = [file.schema.column(number).path for number in range(len(file.schema.names))]
-    leaf = min(names.index(name) for name in (image, f"{image}.bytes") if name in names)
-    return int(file.metadata.row_group(group).column(leaf).total_uncompressed_size)
+def _chunk_bytes(file: Any, column: str, group: int) -> int:
+    """Return the bytes of a column in a row group before compression: no value has more, in any encoding."""
+    rows = file.metadata.row_group(group)
+    chunks = (rows.column(number) for number in range(rows.num_columns))
+    return sum(chunk.total_uncompressed_size for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
+
+
+def _batch_rows(file: Any, columns: Iterable[str], group: int, most: int) -> int:
+    """Return how many rows to read at once. Equal values are stored once: each may be as large as the column chunk."""
+    size = sum(_chunk_bytes(file, column, group) for column in columns)
+    return max(1, min(most, _BATCH_BYTES // max(1, size)))
 
 
 def _cells(values: dict[str, list[Any]], selected: dict[str, str], at: int) -> dict[str, Any]:
@@ -197,9 +204,7 @@ class _Cursor:
     def _start(self, group: int) -> None:
         self._group, self._first = group, 0
         self._values: Any = ()
-        # equal cells may be stored once: each may be as large as the whole column chunk
-        rows = _BATCH_BYTES // max(1, _chunk_bytes(self._file, self._column, group))
-        rows = max(1, min(_IMAGE_ROWS, rows))
+        rows = _batch_rows(self._file, [self._column], group, _IMAGE_ROWS)
         self._batches = self._file.iter_batches(rows, row_groups=[group], columns=[self._column])
 
     def value(self, group: int, row: int) -> Any:

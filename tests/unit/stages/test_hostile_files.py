@@ -492,9 +492,12 @@ def test_a_read_only_disk_is_named_not_the_cleanup(
     def read_only(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
     (tmp_path / "log.jsonl").write_text('{"event": "start", "time": 1.0}\n')
     monkeypatch.setattr(Path, "write_bytes", read_only)
-    monkeypatch.setattr(Path, "unlink", read_only)
+    monkeypatch.setattr(Path, "unlink", busy)
     source = tmp_path if verb == "report" else cached_project.cache
     message = refused(verb, source, "--out", tmp_path / "page.html")
     assert f"cannot write {tmp_path / 'page.html'}: Read-only file system" in message
