@@ -169,7 +169,8 @@ class DatasetDefaults(Table):
     no_upscale: Flag = False
     """Leave out resolutions at which an image would be enlarged; reject it if none is left."""
     max_image_mb: Positive = 512.0
-    """Largest image or mask, a file or a tar member, in MB; larger ones are rejected without being read."""
+    """Largest image or mask in MB: a file, a tar member or a Parquet cell. Larger ones are rejected; only a cell is
+    read to know its size."""
     skip_empty_caption: Flag = False
     """Skip samples with an empty or missing caption."""
 

@@ -32,7 +32,7 @@ REASONS = {
     "truncated": "the file is truncated",
     "broken_image": "the header is that of an image, but the rest cannot be decoded",
     "too_large": f"more than {MAX_PIXELS // 1_000_000} megapixels",
-    "file_too_large": "the file is larger than max_image_mb",
+    "file_too_large": "the file, tar member or Parquet cell is larger than max_image_mb",
     "unsupported_mode": "the pixel format has no direct conversion to RGB (floats, 32-bit integers, LAB)",
     "decoder_crashed": "the decoder process crashed on this file",
     "not_a_video": "the bytes are not of a supported video format",

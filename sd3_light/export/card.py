@@ -203,10 +203,11 @@ def _note(spec: ExportSpec) -> str:
 
 def _licence_of(base: Path) -> dict[str, str]:
     """Return the licence fields in the card of the base folder; empty if it has none."""
-    card = base / "README.md"
-    if not card.is_file():
+    if not _is_file_of(base, "README.md"):
         return {}
-    front = re.match(r"---\n(.*?)\n---\n", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    front = re.match(
+        r"---\n(.*?)\n---\n", (base / "README.md").read_text(encoding="utf-8", errors="replace"), re.DOTALL
+    )
     lines = (line.partition(":") for line in (front[1].splitlines() if front else ()))
     licence = {key: value.strip().strip("'\"") for key, _, value in lines if key in _NO_LICENCE}
     if not licence.get("license") or licence.get("license_name") == "not-stated":

@@ -19,8 +19,8 @@ def location_text(location: Location | None, root: Path) -> str:
             return ""
         case FileRange(_, offset, size):
             rest: list[str | int] = [offset, size]
-        case ParquetCell(_, column, group, row):
-            rest = [column, group, row]
+        case ParquetCell(_, column, group, row, limit):
+            rest = [column, group, row, *([limit] if limit else [])]
         case _:
             rest = []
     fields = [_shorten(location.path, root), *rest]
@@ -38,8 +38,8 @@ def location_from_text(text: str, root: Path) -> Location | None:
             return FileBytes(_lengthen(path, root))
         case [str(path), int(offset), int(size)]:
             return FileRange(_lengthen(path, root), offset, size)
-        case [str(path), str(column), int(group), int(row)]:
-            return ParquetCell(_lengthen(path, root), column, group, row)
+        case [str(path), str(column), int(group), int(row), *limit]:
+            return ParquetCell(_lengthen(path, root), column, group, row, *map(int, limit))
     raise ValueError(f"{text:.200} is not a location")
 
 

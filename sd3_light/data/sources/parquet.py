@@ -1,16 +1,19 @@
 """Parquet files with image bytes: a binary column, or ``struct{bytes, path}`` as Hugging Face datasets write it.
 
 A scan reads only the captions. Images are read by one cursor per thread, which advances in small batches, so memory
-does not grow with the size of row groups. Reading in the order of the keys is fast, going back is slow.
+does not grow with the number of rows. It holds one page, which Arrow needs whole (2 GiB at most, usually 1 MB), and a
+batch: one row, or `_BATCH_BYTES` if the sizes in the footer are true. An image above `max_image_mb` is not copied.
+Reading in the order of the keys is fast, going back is slow.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from sd3_light.data.preprocess import Reject
@@ -23,17 +26,19 @@ IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "byt
 
 _CAPTION_ROWS = 1024
 _IMAGE_ROWS = 16
+_BATCH_BYTES = 1 << 30
 _ERRORS = (pa.ArrowException, OSError)
 
 
 @dataclass(frozen=True, slots=True)
 class ParquetCell:
-    """The image in one row of a row group."""
+    """The image in one row of a row group, of at most ``limit`` bytes; 0 if no cell of the group can have more."""
 
     path: str
     column: str
     group: int
     row: int
+    limit: int = 0
 
     def num_bytes(self) -> int:
         """Return 0: the size is known only after reading."""
@@ -42,15 +47,19 @@ class ParquetCell:
     def read(self) -> bytes:
         """Read the bytes of the cell; empty for a null, which `decode` rejects as an empty file."""
         try:
-            value = _cursor(self.path, self.column).value(self.group, self.row)
+            data = _cursor(self.path, self.column).value(self.group, self.row)
         except _ERRORS as error:
             _close_cursor()
             raise Reject("unreadable", f"{self.path!r}: {error}") from error
         except IndexError as error:  # the file has lost its column
             _close_cursor()
             raise Reject("changed_meanwhile", f"{self.path!r}: {error}") from error
-        data = value.get("bytes") if isinstance(value, dict) else value
-        return data or b""
+        if data is None:
+            return b""
+        if self.limit and data.size > self.limit:
+            raise Reject("file_too_large", f"{data.size / 1e6:,.1f} MB, max_image_mb = {self.limit / 1e6:g}")
+        content: bytes = data.to_pybytes()
+        return content
 
 
 def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bool) -> Iterator[ScanItem]:
@@ -113,16 +122,35 @@ def _rows(
     number = 0
     masks, columns = name.removesuffix(".parquet"), dict.fromkeys((*captions, *selected.values()))
     for group in range(file.num_row_groups):
-        row = 0
-        for batch in file.iter_batches(_CAPTION_ROWS, row_groups=[group], columns=list(columns)):
+        row, limit = 0, _limit(file, image, group, context.max_image_bytes)
+        batch_rows = _batch_rows(file, columns, group, _CAPTION_ROWS)
+        for batch in file.iter_batches(batch_rows, row_groups=[group], columns=list(columns)):
             values = {column: batch.column(column).to_pylist() for column in columns}
             for at in range(len(batch)):
-                cell = ParquetCell(path, image, group, row)
+                cell = ParquetCell(path, image, group, row, limit)
                 row_name = f"{number:09d}"
                 fetch = partial(_texts, [values[column][at] for column in captions], context.columns)
                 cells = partial(_cells, values, selected, at)
                 yield from context.sample(f"{name}/{row_name}", cell, fetch, f"{masks}/{row_name}", cells)
                 row, number = row + 1, number + 1
+
+
+def _limit(file: Any, image: str, group: int, most: float) -> int:
+    """Return ``most`` if an image of the row group may have more bytes, else 0."""
+    return int(most) if _chunk_bytes(file, image, group) > most else 0
+
+
+def _chunk_bytes(file: Any, column: str, group: int) -> int:
+    """Return the bytes of a column in a row group before compression: no value has more, in any encoding."""
+    rows = file.metadata.row_group(group)
+    chunks = (rows.column(number) for number in range(rows.num_columns))
+    return sum(chunk.total_uncompressed_size for chunk in chunks if f"{chunk.path_in_schema}.".startswith(f"{column}."))
+
+
+def _batch_rows(file: Any, columns: Iterable[str], group: int, most: int) -> int:
+    """Return how many rows to read at once. Equal values are stored once: each may be as large as the column chunk."""
+    size = sum(_chunk_bytes(file, column, group) for column in columns)
+    return max(1, min(most, _BATCH_BYTES // max(1, size)))
 
 
 def _cells(values: dict[str, list[Any]], selected: dict[str, str], at: int) -> dict[str, Any]:
@@ -145,7 +173,7 @@ def _column(schema: Any, names: Sequence[str], fits: Any) -> str | None:
 
 def _holds_bytes(kind: Any) -> bool:
     if pa.types.is_struct(kind):
-        return any(kind.field(i).name == "bytes" for i in range(kind.num_fields))
+        return any(field.name == "bytes" and _holds_bytes(field.type) for field in kind)
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
@@ -175,10 +203,12 @@ class _Cursor:
 
     def _start(self, group: int) -> None:
         self._group, self._first = group, 0
-        self._values: list[Any] = []
-        self._batches = self._file.iter_batches(_IMAGE_ROWS, row_groups=[group], columns=[self._column])
+        self._values: Any = ()
+        rows = _batch_rows(self._file, [self._column], group, _IMAGE_ROWS)
+        self._batches = self._file.iter_batches(rows, row_groups=[group], columns=[self._column])
 
     def value(self, group: int, row: int) -> Any:
+        """Return a buffer with the bytes of a row, None for a null."""
         if group != self._group or row < self._first:
             self._start(group)
         while row >= self._first + len(self._values):
@@ -186,8 +216,9 @@ class _Cursor:
             batch = next(self._batches, None)
             if batch is None:
                 raise Reject("changed_meanwhile", "the file has fewer rows than before")
-            self._values = batch.column(0).to_pylist()
-        return self._values[row - self._first]
+            column = batch.column(0)
+            self._values = pc.struct_field(column, "bytes") if pa.types.is_struct(column.type) else column
+        return self._values[row - self._first].as_buffer()
 
     def close(self) -> None:
         self._file.close()

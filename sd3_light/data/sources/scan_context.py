@@ -32,6 +32,7 @@ class ScanContext:
         self.columns = Columns(directory.image_column, directory.caption_columns, media.columns)
         self.excluded = mask_paths(directory)
         self.name_store = name_store
+        self.max_image_bytes = 1e6 * directory.max_image_mb
         self._directory = directory
         # the index comes last: whatever characters a name has, different pairs have different prefixes
         self._prefix = f"{directory.path.name}#{index}"
@@ -78,9 +79,9 @@ class ScanContext:
         return max(map(len, captions)) - len(self._directory.caption_prefix)
 
     def _require_size(self, *locations: Location | None) -> None:
-        limit = self._directory.max_image_mb
         for location in filter(None, locations):
-            if (size := location.num_bytes()) > 1e6 * limit:
+            if (size := location.num_bytes()) > self.max_image_bytes:
+                limit = self._directory.max_image_mb
                 raise Reject("file_too_large", f"{location.path!r}: {size / 1e6:,.1f} MB, max_image_mb = {limit:g}")
 
     def reject(self, name: str, reason: str, detail: str = "", image: Location | None = None) -> Iterator[Rejected]:

@@ -337,6 +337,15 @@ CASES: dict[str, Case] = {
         {"x.parquet/000000000": "no_caption"},
         then=parquet({"image": [png()], "text": pa.array([None], pa.string())}),  # type: ignore[dict-item]
     ),
+    "a cell above a configured limit": Case(
+        {"x.parquet/000000000": Used(), "x.parquet/000000001": "file_too_large", "x.parquet/000000002": Used()},
+        {},
+        {"max_image_mb": 0.002},
+        parquet({"image": [png(), save(noise(), "PNG"), png()], "text": ["a caption"] * 3}),
+    ),
+    "a struct whose bytes are a list": Case(
+        {"x.parquet": "no_image_column"}, then=parquet({"image": [{"bytes": [1, 2]}], "text": ["a caption"]})
+    ),
     # --- folders
     "a link to a folder above": Case({"sub/up": "folder_loop"}, then=loop),
     # --- masks

@@ -1,5 +1,6 @@
 """The model card: metadata for the hub, text for people, and code that runs."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,13 @@ def test_a_link_to_a_licence_that_the_base_lacks_is_left_out(tmp_path: Path, lin
     (base / "README.md").write_text(f"---\nlicense: other\nlicense_name: x\nlicense_link: {link}\n---\n# SD3\n")
     assert read(card(base), tmp_path).get("license_link") == shown
     assert licence_file(base) == {}
+
+
+def test_a_huge_card_of_the_base_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert read(card(tmp_path), tmp_path)["license"] == "mit"
+    os.truncate(tmp_path / "README.md", 1 << 40)
+    assert read(card(tmp_path), tmp_path)["license"] == "other"
 
 
 def test_an_unstated_licence_is_not_copied(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -299,6 +300,8 @@ def test_the_folder_records_its_text_policy(exported: Path) -> None:
     assert facts["text"] == TEXT
     assert (facts["weights"], facts["step"]) == ("ema", 5)
     card = (exported / "README.md").read_text()
+    (link,) = re.findall(r"^license_link: (\S+)$", card, re.MULTILINE)
+    assert (exported / link).is_file()
     assert "max_sequence_length=16" in card
     assert "negative_prompt_embeds" in card, "stock guidance does not use zeros: the card explains it"
     _, policy = open_pipeline(exported, torch.device("cpu"))

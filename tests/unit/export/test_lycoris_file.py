@@ -17,6 +17,7 @@ from sd3_light.export.single_file import transformer_from_single_file, write_sin
 from sd3_light.export.trained_file import write_trained
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.random_weights import new_transformer
+from sd3_light.tensor_file import read_header
 
 WIDE = replace(SIZES["tiny2"], num_heads=4, pos_embed_max_size=8)  # 2 blocks, padded to 4 in a single file
 TARGETS = ("attn.to_q", "attn.add_v_proj", "ff.net.2", "norm1_context.linear", "norm_out.linear")
@@ -113,6 +114,16 @@ def test_a_trained_file_is_right_in_comfyui_on_the_padded_single_file(kind: str,
     expected = output(live)
     assert (output(loaded) - expected).abs().max() < 1e-4 * expected.abs().max()
     assert (expected - output(stock())).abs().max() > 0.05 * expected.abs().max(), "the adapter has an effect"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metadata_for_other_programs(kind: str, tmp_path: Path) -> None:
+    live = trained(kind)
+    file = write_trained(tmp_path / "a.safetensors", adapter_state(live), live, config_of(kind))
+    with open(file, "rb") as opened:
+        metadata = read_header(opened).metadata
+    assert metadata["modelspec.title"] == {"lokr": "LoKr for SD3", "loha": "LoHa for SD3"}[kind]
+    assert metadata["ss_base_model_version"] == "sd3"
 
 
 @pytest.mark.parametrize("kind", KINDS)

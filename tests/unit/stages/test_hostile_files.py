@@ -20,15 +20,23 @@ from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import commit, temporary_folder, write_part
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
+from sd3_light.encoders.text import load_text_model
+from sd3_light.encoders.vae import load_vae
 from sd3_light.engines.protocol import TensorPiece
+from sd3_light.export import open_pipeline as open_pipeline_module
+from sd3_light.export import proof_process
 from sd3_light.export.lora_file import write_lora
 from sd3_light.model.lora_layers import LoraModule
+from sd3_light.model.start import WeightsStart
+from sd3_light.sampling.texts import TextPolicy
+from sd3_light.training.sd3 import starting_transformer
 from tests.hostile import Outcome, run_cli
 from tests.project import Project
 
 DEEP = "[" * 100_000 + "]" * 100_000
 DEEP_OBJECT = '{"a":' * 100_000 + "1" + "}" * 100_000
 WEIGHTS = "diffusion_pytorch_model"
+CPU = torch.device("cpu")
 
 
 def refused(*arguments: object, seconds: float = 20) -> str:
@@ -85,24 +93,30 @@ def test_a_config_of_many_gigabytes_is_not_read(tmp_path: Path) -> None:
     assert "larger than" in refused("check", tmp_path / "a.toml")
 
 
-@pytest.mark.parametrize("name", ["images/pipe.png", "images/metadata.json", "images/metadata.csv", "images/a.tar"])
-def test_pipes_among_the_images_are_rejected(fresh_project: Project, name: str) -> None:
-    (fresh_project.folder / name).unlink(missing_ok=True)
-    os.mkfifo(fresh_project.folder / name)
-    if name.endswith(".png"):
-        (fresh_project.images / "pipe.txt").write_text("a pipe")
-    assert "rejected 1:" in accepted("check", fresh_project.train_toml).out
+def make_device(path: Path) -> None:
+    """Make a link to a device, as an ordinary user may; reading it never ends."""
+    path.symlink_to("/dev/zero")
 
 
-def test_a_pipe_as_caption_is_rejected(fresh_project: Project) -> None:
-    caption = min(fresh_project.images.glob("*.txt"), default=None)
-    image = min(fresh_project.images.glob("*.png"))
-    if caption is None:
-        shutil.copy(image, fresh_project.images / "extra.png")
-        caption = fresh_project.images / "extra.txt"
-    caption.unlink(missing_ok=True)
-    os.mkfifo(caption)
-    assert "unreadable" in accepted("check", fresh_project.train_toml).out
+SPECIAL = {
+    **dict.fromkeys(("extra.png", "extra.txt", "a.tar", "a.parquet"), "unreadable"),
+    **dict.fromkeys(("metadata.json", "metadata.jsonl", "metadata.csv"), "broken_table"),
+}
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, make_device], ids=["pipe", "device"])
+@pytest.mark.parametrize("name", SPECIAL)
+def test_pipes_and_devices_among_the_images_are_rejected(
+    fresh_project: Project, name: str, make: Callable[[Path], object]
+) -> None:
+    """As images, captions, tables and containers."""
+    images = fresh_project.images
+    if name == "extra.png":
+        (images / "extra.txt").write_text("a pipe")
+    if name == "extra.txt":
+        shutil.copy(min(images.glob("*.png")), images / "extra.png")
+    make(images / name)
+    assert f"rejected 1: {SPECIAL[name]}" in accepted("check", fresh_project.train_toml).out
 
 
 def test_a_pipe_is_not_a_tar_or_parquet_source(fresh_project: Project) -> None:
@@ -269,18 +283,42 @@ def test_an_index_cannot_name_files_elsewhere(finetune: Project, name: str) -> N
     assert not (finetune.folder / "a.safetensors").exists()
 
 
+def as_pickle(folder: Path, stem: str, pickle: str) -> None:
+    """Replace the weights of a part by a pickle, which the libraries would fall back to."""
+    torch.save(load_file(folder / f"{stem}.safetensors"), folder / pickle)
+    (folder / f"{stem}.safetensors").unlink()
+
+
 @pytest.mark.parametrize("part", ["text_encoder", "vae"])
 def test_a_pickle_is_never_opened(finetune: Project, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An index that names no safetensors file would let diffusers and transformers fall back to `.bin`."""
     stem = "model" if part == "text_encoder" else WEIGHTS
     folder = finetune.model / part
-    torch.save(
-        load_file(folder / f"{stem}.safetensors"), folder / ("pytorch_model.bin" if stem == "model" else f"{stem}.bin")
-    )
-    (folder / f"{stem}.safetensors").unlink()
+    as_pickle(folder, stem, "pytorch_model.bin" if stem == "model" else f"{stem}.bin")
     (folder / f"{stem}.safetensors.index.json").write_text('{"weight_map": {}}')
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was opened"))
     assert "names no file" in refused("cache", finetune.train_toml)
+
+
+def test_every_reader_of_a_model_refuses_pickles(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also without the checks of the command line, which find the missing file first."""
+    as_pickle(model / "transformer", WEIGHTS, f"{WEIGHTS}.bin")
+    as_pickle(model / "vae", WEIGHTS, f"{WEIGHTS}.bin")
+    as_pickle(model / "text_encoder", "model", "pytorch_model.bin")
+    start = WeightsStart("folder", model / "transformer", SIZES["tiny2"], "")
+    readers: list[Callable[[], object]] = [
+        lambda: load_vae(model, CPU, torch.float32),
+        lambda: load_text_model("clip_l", model, CPU, torch.float32),
+        lambda: starting_transformer(start, 0),
+        lambda: open_pipeline_module._load(model, TextPolicy(16, "empty", "padded")),
+        lambda: open_pipeline_module._load(model, TextPolicy(16, "empty", "real")),
+        lambda: proof_process.load_pipeline(model, torch.float32, real_text=False),
+        lambda: proof_process.load_base(str(model / "transformer"), torch.float32),
+    ]
+    monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was opened"))
+    for read in readers:
+        with pytest.raises((UserError, OSError), match="safetensors"):
+            read()
 
 
 # --- safetensors headers -----------------------------------------------------------------------
@@ -409,6 +447,20 @@ INDICES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
+@pytest.mark.parametrize("text", [DEEP, DEEP_OBJECT, "[]", "5", "", "9" * 6000], ids=range(6))
+def test_an_index_that_is_none_is_damaged(tmp_path: Path, finetune: Project, text: str) -> None:
+    """Of a checkpoint, and of the weights in a model folder."""
+    (tmp_path / "step-00000001").mkdir()
+    (tmp_path / "step-00000001" / "index.json").write_text(text)
+    assert str(why_incomplete(tmp_path / "step-00000001")).startswith("index.json ")
+    with pytest.raises(UserError, match="step-00000001"):
+        open_checkpoint(tmp_path / "step-00000001")
+    (finetune.model / "transformer" / f"{WEIGHTS}.safetensors").unlink()
+    index = finetune.model / "transformer" / f"{WEIGHTS}.safetensors.index.json"
+    index.write_text(text)
+    assert str(index) in refused("check", finetune.train_toml)
+
+
 @pytest.mark.parametrize("kind", INDICES)
 def test_an_index_of_wrong_types_with_the_right_hash_is_damaged(tmp_path: Path, kind: str) -> None:
     write_part(temporary_folder(tmp_path, 1), 0, [TensorPiece("param/x", torch.ones(4), 0, (4,))])
@@ -431,14 +483,21 @@ def test_a_line_that_is_not_an_event_is_named(tmp_path: Path, text: str) -> None
     assert "log.jsonl: line 1" in refused("report", tmp_path)
 
 
-def test_a_read_only_disk_is_named_not_the_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("verb", ["report", "inspect"])
+def test_a_read_only_disk_is_named_not_the_cleanup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached_project: Project, verb: str
+) -> None:
     """The temporary file cannot be removed there either."""
 
     def read_only(*_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
     (tmp_path / "log.jsonl").write_text('{"event": "start", "time": 1.0}\n')
     monkeypatch.setattr(Path, "write_bytes", read_only)
-    monkeypatch.setattr(Path, "unlink", read_only)
-    message = refused("report", tmp_path, "--out", tmp_path / "page.html")
+    monkeypatch.setattr(Path, "unlink", busy)
+    source = tmp_path if verb == "report" else cached_project.cache
+    message = refused(verb, source, "--out", tmp_path / "page.html")
     assert f"cannot write {tmp_path / 'page.html'}: Read-only file system" in message

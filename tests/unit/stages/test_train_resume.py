@@ -133,6 +133,13 @@ def test_a_damaged_only_checkpoint_stops_the_run_and_stays(tmp_path: Path, resum
     assert listing(run) == before
 
 
+def test_a_copy_can_be_resumed_where_every_checkpoint_is_damaged(tmp_path: Path) -> None:
+    run, copy = write_run(tmp_path / "run", 2), write_run(tmp_path / "copy", 1)
+    damage(run, 2)
+    assert choose_checkpoint(run, Resume(at(copy, 1))) == at(copy, 1)
+    assert names(run) == ["abandoned-step-00000002"], "set aside, not deleted"
+
+
 def test_a_restart_sets_everything_aside(tmp_path: Path) -> None:
     run = write_run(tmp_path, 1, 2)
     damage(run, 2)

@@ -1,6 +1,8 @@
 import json
 import pickle
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from sd3_light.data.preprocess import Reject, decode
+from sd3_light.data.sources import parquet
 from sd3_light.data.sources.records import Record, Rejected
 from sd3_light.data.sources.scan import scan
 from tests.unit.data.inputs import captions, directory, png, rejects, scan_items, structs, write_files, write_tar
@@ -145,6 +148,51 @@ def test_odd_parquet(tmp_path: Path) -> None:
     null = [item for item in items if isinstance(item, Record)][-1]
     with pytest.raises(Reject, match="empty_file"):
         decode(null.image.read())
+
+
+@contextmanager
+def arrow_memory() -> Iterator[Any]:
+    """Yield Arrow's memory pool for this block, which knows its peak."""
+    default = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(default)
+    pa.set_memory_pool(pool)
+    try:
+        yield pool
+    finally:
+        parquet._close_cursor()  # it holds memory of the pool
+        pa.set_memory_pool(default)
+
+
+SIZE, ROWS = 1 << 20, 40
+LARGE = {
+    "image": ({"image": [bytes(SIZE)] * ROWS, "text": ["a"] * ROWS}, "file_too_large"),
+    "struct": ({"image": [{"bytes": bytes(SIZE), "path": None}] * ROWS, "text": ["a"] * ROWS}, "file_too_large"),
+    "caption": ({"image": [png()] * ROWS, "text": [f"{'x' * SIZE}y"] * ROWS}, "caption_too_long"),
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_large_cells_are_rejected_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Equal cells are stored once: a small file may hold many large ones, and few of them are in memory together."""
+    columns, reason = LARGE[kind]
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet", compression="zstd", dictionary_pagesize_limit=1 << 30)
+    assert (tmp_path / "a.parquet").stat().st_size < SIZE / 100
+    monkeypatch.setattr(parquet, "_BATCH_BYTES", 3 * SIZE)
+    with arrow_memory() as pool:
+        reasons = [_reject(item) for item in scan_items(tmp_path, max_image_mb=0.5)]
+    assert [reject.reason for reject in reasons] == [reason] * ROWS
+    assert pool.max_memory() < 12 * SIZE
+    if kind != "caption":
+        assert reasons[0].detail == "1.0 MB, max_image_mb = 0.5"
+        assert {len(item.image.read()) for item in scan_items(tmp_path) if isinstance(item, Record)} == {SIZE}
+
+
+def _reject(item: Record | Rejected) -> Reject:
+    if isinstance(item, Rejected):
+        return Reject(item.reason, item.detail)
+    with pytest.raises(Reject) as caught:
+        item.image.read()
+    return caught.value
 
 
 # --- configured columns -----------------------------------------------------------------------

@@ -28,6 +28,7 @@ LOCATIONS = [
     (FileRange("/data/set/00.tar", 512, 77), '["00.tar",512,77]'),
     (FileRange("/data/set", 512, 77), '["",512,77]'),
     (ParquetCell("/data/set/0.parquet", "image", 3, 14), '["0.parquet","image",3,14]'),
+    (ParquetCell("/data/set/0.parquet", "image", 3, 14, 2000), '["0.parquet","image",3,14,2000]'),
     (None, ""),
 ]
 
