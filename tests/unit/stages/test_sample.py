@@ -31,11 +31,11 @@ ROWS = [
 ]
 
 
-def model_folder(folder: Path, **text: object) -> Path:
-    """The demo's model with another text policy."""
+def model_folder(folder: Path, vae: Path = DEMO / "vae", **text: object) -> Path:
+    """The demo's model with another text policy or VAE."""
     folder.mkdir()
     for part in Path(DEMO).iterdir():
-        (folder / part.name).symlink_to(part)
+        (folder / part.name).symlink_to(vae if part.name == "vae" else part)
     facts = {"text": {"t5_max_length": 16, "uncond_text": "empty", "text_tokens": "padded", **text}}
     (folder / "sd3_light.json").write_text(json.dumps(facts))
     return folder
@@ -125,8 +125,8 @@ def test_rows_and_seeds_make_numbered_images(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text_tokens", ["padded", "real"])
-def test_batch_and_split_do_not_change_a_byte(tmp_path: Path, text_tokens: str) -> None:
-    model = model_folder(tmp_path / "tiny", text_tokens=text_tokens, uncond_text="zero")
+def test_batch_and_split_do_not_change_a_byte(tmp_path: Path, demo_parts: Path, text_tokens: str) -> None:
+    model = model_folder(tmp_path / "tiny", demo_parts / "vae", text_tokens=text_tokens, uncond_text="zero")
     for batch in (1, 8):
         sample.run(model, ROWS, [1, 2], tmp_path / f"batch{batch}", SampleOptions(2, batch=batch))
     for rank in (2, 1, 0):  # the main process last: it waits for the images of the others
@@ -299,7 +299,8 @@ def test_a_stack_of_loras_equals_the_merged_model(
     assert np.abs(stack - plain).max() > 5
 
 
-def test_half_precision_is_close(model: Path, tmp_path: Path) -> None:
+def test_half_precision_is_close(demo_parts: Path, tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "small", demo_parts / "vae")
     for dtype in ("float32", "bfloat16"):
         options = SampleOptions(1, dtype=dtype, grid=False, width=32, height=32)
         sample.run(model, ROWS[:1], [0], tmp_path / dtype, options)
