@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_new_concept_is_learned_and_others_are_kept(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "lora_concept.py"), "--out", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
