@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from sd3_light.checkpoint.store import incomplete_checkpoints
 from sd3_light.cli.process import run_guarded
+from sd3_light.config.faults import UserError
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.export import diffusers_folder
@@ -185,6 +187,7 @@ def run_in_child(work: Callable[[], object], output: Path) -> int:
         code = 1
         try:
             with open(output, "w", encoding="utf-8") as file, redirect_stdout(file), redirect_stderr(file):
+                torch.set_num_threads(1)  # makes torch's thread pool here: threads that load models would race for it
                 code = run_guarded(work)
         finally:
             os._exit(code)
@@ -209,8 +212,10 @@ def violations(scenario: Scenario, call: Call, error: int, lasting: bool, folder
         with faulty_disk(project.folder, call, error, lasting) as disk:
             try:
                 scenario.run(project)
-            finally:
-                assert disk.failed, f"{call} was not made"
+            except UserError as error:
+                assert disk.failed, f"{call} was not made: {error}"
+                raise
+            assert disk.failed, f"{call} was not made"
 
     code = run_in_child(fail, output)
     text = output.read_text(encoding="utf-8")
