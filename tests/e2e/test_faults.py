@@ -210,12 +210,14 @@ def violations(scenario: Scenario, call: Call, error: int, lasting: bool, folder
 
     def fail() -> None:
         with faulty_disk(project.folder, call, error, lasting) as disk:
+            refused = None
             try:
                 scenario.run(project)
-            except UserError as error:
-                assert disk.failed, f"{call} was not made: {error}"
-                raise
-            assert disk.failed, f"{call} was not made"
+            except UserError as fault:
+                refused = fault
+            assert disk.failed, f"{call} was not made: {refused}"
+            if refused is not None:
+                raise refused
 
     code = run_in_child(fail, output)
     text = output.read_text(encoding="utf-8")
