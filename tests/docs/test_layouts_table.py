@@ -1,6 +1,5 @@
 """The table of layouts in docs/multi-node.md is what the formulas of `check` give."""
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -9,18 +8,14 @@ import pytest
 from sd3_light.budget.flops import Tokens
 from sd3_light.budget.gpu_memory import gpu_memory
 from sd3_light.config import SIZES
+from tests.modules import load_module
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def layouts() -> Any:
-    spec = importlib.util.spec_from_file_location("layouts", ROOT / "benchmarks" / "layouts.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_module("layouts", ROOT / "benchmarks" / "layouts.py")
 
 
 @pytest.mark.parametrize(("name", "language"), [("docs/multi-node.md", "en"), ("docs/zh/multi-node.md", "zh")])

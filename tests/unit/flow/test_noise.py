@@ -14,6 +14,7 @@ from torch import Tensor
 from sd3_light.flow import noise
 from sd3_light.flow.noise import DeviceNoise, draw_normals
 from sd3_light.randomness import fill_normals, normal_table, occurrence_words, round_keys, stream
+from tests.modules import load_module
 
 CPU = torch.device("cpu")
 SAMPLES = [(0, 0, 0), (2**31 - 1, 2**32 - 1, 2**63 - 1), (3, 1, 12345), (0, 7, 2**62 + 3)]
@@ -45,15 +46,6 @@ def test_a_shape_and_a_batch_change_nothing() -> None:
 
 
 # --- the kernel, on a CPU emulation of Triton --------------------------------------------------
-
-
-def load_module(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

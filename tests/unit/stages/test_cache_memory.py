@@ -5,7 +5,6 @@ size, so that the results do not depend on chance.
 """
 
 import gc
-import importlib.util
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 from sd3_light.data.building import cache_plan, catalogue
 from sd3_light.stages import cache
 from sd3_light.stages.cache.number_set import NumberSet
+from tests.modules import load_module
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "memory.py"
 FEW, MANY, ROWS = 200, 2000, 50
@@ -30,11 +30,7 @@ FREE_LISTS = 512 << 10
 @pytest.fixture(scope="module")
 def memory() -> ModuleType:
     """The benchmark as a module, with small tars and shards."""
-    spec = importlib.util.spec_from_file_location("memory_benchmark", BENCHMARK)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = load_module("memory_benchmark", BENCHMARK)
     module.A_TAR = 100
     small = f"sd3_shard_size = {ROWS}\nshuffle_window = 1\n[model]"
     module.TRAIN = module.TRAIN.replace("num_workers = 2", "num_workers = 0").replace("[model]", small)

@@ -1,6 +1,5 @@
 """The kernels match their torch reference: every sum, every element, and no write out of bounds."""
 
-import importlib.util
 import sys
 from collections.abc import Iterator
 from itertools import product
@@ -15,19 +14,11 @@ from torch import Tensor
 from sd3_light.model.fast import reference
 from sd3_light.model.fast.fp8 import E4M3, FLOOR, LARGEST, Fp8Rows, Fp8Weight, RowForm
 from sd3_light.model.fast.row_plan import RowPlan, make_plan
+from tests.modules import load_module
 
 HEADS, UNITS = 3, 8
 WIDTH = HEADS * UNITS  # not a power of two: masks matter
 PLANS = {"one-length": None, "real": [5, 1, 40, 33]}
-
-
-def load_module(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")

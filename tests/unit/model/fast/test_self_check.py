@@ -1,6 +1,5 @@
 """The self-check of the kernels: what it covers, what it finds, and what it remembers."""
 
-import importlib.util
 import json
 import sys
 import types
@@ -16,6 +15,7 @@ from sd3_light.model import fast
 from sd3_light.model.fast import reference, self_check
 from sd3_light.model.fast.fp8 import Fp8Rows
 from sd3_light.model.fast.self_check import KernelShape, cases, check_kernels, kernel_problem
+from tests.modules import load_module
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -80,16 +80,8 @@ def raising(error: Exception) -> Any:
 def emulated() -> Iterator[tuple[types.ModuleType, set[str]]]:
     """The kernels on the CPU emulation of Triton, and the names of those that were launched."""
 
-    def load(name: str, path: Path) -> types.ModuleType:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
     launched: set[str] = set()
-    emulation = load("small_triton", Path(__file__).with_name("small_triton.py"))
+    emulation = load_module("small_triton", Path(__file__).with_name("small_triton.py"))
 
     class Recorded(emulation.Kernel):  # type: ignore[name-defined,misc]
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -103,7 +95,7 @@ def emulated() -> Iterator[tuple[types.ModuleType, set[str]]]:
             patch.setitem(sys.modules, name, module)
         patch.delitem(sys.modules, "sd3_light.model.fast.kernels_fp8", raising=False)
         patch.delattr(fast, "kernels_fp8", raising=False)
-        yield load("checked_kernels", Path(reference.__file__).with_name("kernels.py")), launched
+        yield load_module("checked_kernels", Path(reference.__file__).with_name("kernels.py")), launched
         del sys.modules["sd3_light.model.fast.kernels_fp8"], fast.kernels_fp8  # type: ignore[attr-defined]
 
 
