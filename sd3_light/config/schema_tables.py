@@ -23,6 +23,7 @@ from sd3_light.config.base import (
     TomlString,
     invalid_value,
 )
+from sd3_light.config.hub_ids import ModelFolder
 from sd3_light.config.optimizers import OPTIMIZERS, describe_optimizers
 from sd3_light.config.sizes import IMAGE_ATTENTION, MAX_POSITION_STEP, SIZES, TEXT_ATTENTION
 
@@ -70,9 +71,10 @@ class ModelConfig(Table):
     """Model family."""
     train_type: Literal["sd3_light_pretrain"] | None = None
     """Pretrain a model of this `size`. Absent: fine-tune the denoiser of `diffusers_path`."""
-    diffusers_path: TomlPath
+    diffusers_path: ModelFolder
     """Complete SD3 folder in diffusers layout, or one written by `sd3-light init`. Provides the text encoders and the
-    VAE."""
+    VAE. Or the id of a model on the Hugging Face hub (`OWNER/NAME`, also `hf://OWNER/NAME@REVISION`), which is
+    downloaded into the hub's cache."""
     size: SizeName | None = None
     """Name in the table of sizes. Absent: `sd3_light` with `train_type`, otherwise the size of the weights."""
     shape: ShapeConfig | None = None
