@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_tokenizers import EOS, MAX_LENGTH, clip_tokenizer, t5_tokenizer
+from demo_tokenizers import DEMO_VOCABULARY, EOS, Vocabulary, clip_tokenizer, t5_tokenizer
 from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
@@ -29,8 +29,8 @@ class Encoder(nn.Module):
         self.tokenizer, self.model = tokenizer, model
 
     def ids(self, texts: list[str]) -> Tensor:
-        """Return padded ids [captions, MAX_LENGTH]."""
-        padding = {"padding": "max_length", "max_length": MAX_LENGTH, "truncation": True}
+        """Return padded ids [captions, tokens per caption]."""
+        padding = {"padding": "max_length", "max_length": self.tokenizer.model_max_length, "truncation": True}
         ids: Tensor = self.tokenizer(texts, return_tensors="pt", **padding).input_ids
         return ids
 
@@ -41,12 +41,13 @@ class Encoder(nn.Module):
         return output.hidden_states[-2], output.text_embeds
 
 
-def build_clip(pad: str, width: int, heads: int, activation: str) -> Encoder:
+def build_clip(pad: str, width: int, heads: int, activation: str, vocabulary: Vocabulary) -> Encoder:
     """Build a CLIP text encoder with three layers; the last one is used only for the pooled output."""
-    tokenizer = clip_tokenizer(pad)
+    tokenizer = clip_tokenizer(pad, vocabulary)
     config = CLIPTextConfig(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, projection_dim=width,
-        num_hidden_layers=3, num_attention_heads=heads, max_position_embeddings=MAX_LENGTH, hidden_act=activation,
+        num_hidden_layers=3, num_attention_heads=heads, hidden_act=activation,
+        max_position_embeddings=vocabulary.max_length,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     model = CLIPTextModelWithProjection(config)
@@ -54,9 +55,9 @@ def build_clip(pad: str, width: int, heads: int, activation: str) -> Encoder:
     return Encoder(tokenizer, model.eval())
 
 
-def build_t5(width: int) -> Encoder:
+def build_t5(width: int, vocabulary: Vocabulary) -> Encoder:
     """Build a T5 encoder with two layers and the gated GELU of T5-v1.1."""
-    tokenizer = t5_tokenizer()
+    tokenizer = t5_tokenizer(vocabulary)
     config = T5Config(
         vocab_size=len(tokenizer), d_model=width, d_kv=64, num_heads=4, d_ff=384, num_layers=2,
         feed_forward_proj="gated-gelu", relative_attention_num_buckets=32, relative_attention_max_distance=128,
@@ -83,10 +84,14 @@ def init_weights(model: nn.Module) -> None:
                 module.bias.zero_()
 
 
-def build_encoders(seed: int) -> dict[str, Encoder]:
+def build_encoders(seed: int, vocabulary: Vocabulary = DEMO_VOCABULARY) -> dict[str, Encoder]:
     """Return the three encoders by name, with random weights."""
     torch.manual_seed(seed)
-    encoders = (build_clip(EOS, 96, 3, "quick_gelu"), build_clip("!", 128, 4, "gelu"), build_t5(256))
+    encoders = (
+        build_clip(EOS, 96, 3, "quick_gelu", vocabulary),
+        build_clip("!", 128, 4, "gelu", vocabulary),
+        build_t5(256, vocabulary),
+    )
     return dict(zip(NAMES, encoders, strict=True))
 
 
