@@ -88,7 +88,7 @@ _RELATION_WORDS = (*HARD_RELATIONS, *_ZH_RELATIONS.values())
 
 def _group(words: dict[str, str | None]) -> Group:
     meaning = {name: _MEANINGS[word] for name, word in words.items() if word and name != "count"}
-    return Group(**{**meaning, "count": _COUNTS[words["count"] or ""]})
+    return Group(**meaning, count=_COUNTS[words["count"] or ""])
 
 
 def _patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str], re.Pattern[str]]:

@@ -153,7 +153,7 @@ def _reduce(pixels: Floats) -> Floats:
         return pixels
     height, width = (side // factor for side in pixels.shape[:2])
     blocks = pixels[: height * factor, : width * factor].reshape(height, factor, width, factor, 3)
-    return blocks.mean(axis=(1, 3))
+    return np.asarray(blocks.mean(axis=(1, 3)))
 
 
 def _classify(pixels: Floats, background: str, ground: Floats) -> tuple[Ints, Floats]:
@@ -261,7 +261,7 @@ def _fit(inside: Bools, is_ground: Bools, colour: str, scale: float) -> Detected
 def _shrink(mask: Bools, factor: int) -> Floats:
     height, width = (side // factor for side in mask.shape)
     blocks = mask[: height * factor, : width * factor].reshape(height, factor, width, factor)
-    return blocks.mean(axis=(1, 3), dtype=np.float32)
+    return np.asarray(blocks.mean(axis=(1, 3), dtype=np.float32))
 
 
 @cache
