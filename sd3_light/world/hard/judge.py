@@ -81,10 +81,10 @@ def compare_hard(detected: DetectedHardScene, scene: HardScene) -> Verdict:
     `count` compares the number of each pair of colour and shape if all pairs are right, otherwise the total.
     """
     objects, groups = detected.objects, {group.pair: group for group in scene.groups}
-    pairs = Counter(found.pair for found in objects)
+    pairs = Counter(item.pair for item in objects)
     shape = set(pairs) == set(groups)
-    sized = [(found, groups[found.pair].size) for found in objects if found.pair in groups]
-    wanted_sizes = [(found, size) for found, size in sized if size is not None]
+    sized = [(item, groups[item.pair].size) for item in objects if item.pair in groups]
+    wanted_sizes = [(item, size) for item, size in sized if size is not None]
     return Verdict(
         background=detected.background == scene.background,
         colour={colour for colour, _ in pairs} == {group.colour for group in scene.groups},
@@ -94,27 +94,27 @@ def compare_hard(detected: DetectedHardScene, scene: HardScene) -> Verdict:
         if shape
         else len(objects) == scene.num_objects,
         relation=None if scene.relation is None else _has_relation(objects, scene),
-        texture={(*found.pair, found.texture) for found in objects}
+        texture={(*item.pair, item.texture) for item in objects}
         == {(*group.pair, group.texture) for group in scene.groups},
     )
 
 
 def _has_sizes(wanted: Sequence[tuple[TexturedObject, str]], shape: bool) -> bool:
-    return shape and all(found.seen.size == size for found, size in wanted)
+    return shape and all(item.seen.size == size for item, size in wanted)
 
 
 def _has_relation(objects: Sequence[TexturedObject], scene: HardScene) -> bool:
     first, second = scene.groups
     assert scene.relation is not None
-    for a, found in enumerate(objects):
+    for a, item in enumerate(objects):
         for b, other in enumerate(objects):
-            if found.pair != first.pair or other.pair != second.pair:
+            if item.pair != first.pair or other.pair != second.pair:
                 continue
             is_depth = scene.relation in DEPTH_RELATIONS
-            if is_depth and (a in other.behind if scene.relation == "in front of" else b in found.behind):
+            if is_depth and (a in other.behind if scene.relation == "in front of" else b in item.behind):
                 return True
-            touch = a in other.behind or b in found.behind
-            offset = other.seen.x - found.seen.x, other.seen.y - found.seen.y
+            touch = a in other.behind or b in item.behind
+            offset = other.seen.x - item.seen.x, other.seen.y - item.seen.y
             if not is_depth and not touch and satisfies(*offset, scene.relation):
                 return True
     return False
@@ -138,8 +138,8 @@ def detect_hard_scene(image: ImageLike) -> DetectedHardScene:
         inside = labels == label
         colour = COLOUR_NAMES[int(colours[inside][0])]
         is_whole = not touching or colour == UNKNOWN
-        found = _whole(labels, label, colour, is_ground, scale) if is_whole else _fit(inside, is_ground, colour, scale)
-        seen.append(TexturedObject(found, _texture(inside, accents)))
+        item = _whole(labels, label, colour, is_ground, scale) if is_whole else _fit(inside, is_ground, colour, scale)
+        seen.append(TexturedObject(item, _texture(inside, accents)))
     for back, touching in enumerate(neighbours):
         front = [n for n in touching if _covers(seen[n], seen[back], labels, large[n], large[back])]
         seen[back] = replace(seen[back], behind=frozenset(front))
