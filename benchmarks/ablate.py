@@ -34,6 +34,7 @@ import torch
 from world_runs import BASE, Bench, ScoredRun, load, start_judges
 
 from sd3_light.config import UserError
+from sd3_light.config.faults import Stopped
 from sd3_light.engines import Launch
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.metrics.composition import score
@@ -252,7 +253,7 @@ def main() -> None:
             start_judges()
             failures = fill(args.folder, ablations, deadline)
             failures += [f"a process failed with exit code {job.returncode}" for job in others if job.wait()]
-    except UserError as error:
+    except (UserError, Stopped) as error:
         sys.exit(f"error: {error}")
     text = markdown(read_results(args.folder / RESULTS), rows)
     (args.folder / "table.md").write_text(text, encoding="utf-8")

@@ -24,6 +24,7 @@ import torch
 from world_runs import Bench, ScoredRun, load, start_judges
 
 from sd3_light.config import UserError, resolved_toml
+from sd3_light.config.faults import Stopped
 
 RECORDS = "records.jsonl"
 
@@ -67,7 +68,7 @@ def main() -> None:
         own = [f"seed={args.seed}", f'output_dir="runs/speedrun-{args.name}-{args.seed}"']
         run = ScoredRun(load(args.folder, [*args.set, *own]), bench.prompts, args.target)
         end = run.run(deadline)
-    except UserError as error:
+    except (UserError, Stopped) as error:
         sys.exit(f"error: {error}")
     best = max((score["rates"]["all"] for score in run.scores), default=0.0)
     if best < args.target:

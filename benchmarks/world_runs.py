@@ -23,6 +23,7 @@ from PIL import Image
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import step_of
 from sd3_light.config import LoadedConfig, UserError, load_config
+from sd3_light.config.faults import Stopped
 from sd3_light.metrics.composition import CompositionScore
 from sd3_light.stages import train
 from sd3_light.system import usable_cores
@@ -106,12 +107,16 @@ class ScoredRun:
         self._read_scores(0 if checkpoint is None else step_of(checkpoint))
         (self.folder / SAVE_QUIT).unlink(missing_ok=True)
         self._started = time.monotonic() - self.seconds
-        with self._stopping_at(deadline):
-            resume = train.Resume() if checkpoint else None
-            end = train.run(self.loaded, resume=resume, on_sample=self._score)
+        resume = train.Resume() if checkpoint else None
+        try:
+            with self._stopping_at(deadline):
+                end = train.run(self.loaded, resume=resume, on_sample=self._score)
+        except Stopped:
+            saved = newest_usable(self.folder, "delete the folder")
+            self._write_time(0 if saved is None else step_of(saved))
+            raise
         self._sampler = None
-        self.seconds = time.monotonic() - self._started
-        self._write(step=end.step, samples=end.samples, seconds=self.seconds)
+        self._write_time(end.step)
         self.is_finished = end.step == self.loaded.train.max_steps or self._has_reached_target()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -137,6 +142,10 @@ class ScoredRun:
         kept = [entry for entry in map(json.loads, lines) if entry["step"] <= step]
         self.scores = list({entry["step"]: entry for entry in kept if "rates" in entry}.values())
         self.seconds = max((entry["seconds"] for entry in kept), default=0.0)
+
+    def _write_time(self, step: int) -> None:
+        self.seconds = time.monotonic() - self._started
+        self._write(step=step, seconds=self.seconds)
 
     def _write(self, **entry: Any) -> None:
         with open(self.folder / _SCORES, "a", encoding="utf-8") as file:

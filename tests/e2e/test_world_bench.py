@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import UserError
+from sd3_light.config.faults import Stopped
 from sd3_light.runlog import read_log
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -100,6 +103,7 @@ def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeyp
     assert len(resumed) == 1
     assert resumed[0]["step"] in (2, 3)
     assert not cut.exists()  # deleted once the result is written
+    assert not (cut.parent / "exports").exists()
     assert len({entry["fixed"]["ema"] for entry in results}) == 4  # rows and seeds differ
 
     before = len(scored)
@@ -142,6 +146,24 @@ def test_samples_to_a_rate_are_interpolated(bench: SimpleNamespace) -> None:
     assert run.samples_to(0.9) == 250
     assert run.samples_to(0.25) == 50
     assert bench.world_runs.ScoredRun(None, (), scores=scores[:1]).samples_to(0.9) is None
+
+
+def test_a_signal_keeps_the_time_so_far(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        time.sleep(0.02)
+        raise Stopped("SIGTERM")
+
+    loaded = bench.world_runs.load(bench.folder, [*TOY, 'output_dir="runs/signal"'])
+    loaded.train.output_dir.mkdir(parents=True)
+    monkeypatch.setattr(bench.world_runs.train, "run", stop)
+    monkeypatch.setattr(bench.world_runs, "newest_usable", lambda folder, remedy: folder / checkpoint_name(7))
+    times = []
+    for _ in range(2):
+        run = bench.world_runs.ScoredRun(loaded, ())
+        with pytest.raises(Stopped):
+            run.run()
+        times.append(run.seconds)
+    assert times[1] >= times[0] + 0.02 >= 0.04
 
 
 def test_a_speedrun_stops_at_its_target(
