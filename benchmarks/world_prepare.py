@@ -30,6 +30,7 @@ from PIL import Image
 from world_runs import BENCH_FILE, REAL_CACHE, Bench, load
 
 from sd3_light.assets import DEMO
+from sd3_light.config import UserError
 from sd3_light.encoders.vae import load_vae
 from sd3_light.metrics.composition import judge_images
 from sd3_light.stages import cache
@@ -49,10 +50,12 @@ CACHES = {"padded": (), "real": REAL_CACHE}
 
 def prepare(args: argparse.Namespace, bench: Bench) -> None:
     """Do the steps that are missing in the folder."""
+    if (args.folder / BENCH_FILE).is_file() and Bench.read(args.folder) != bench:
+        raise UserError(f"{args.folder} was prepared as {Bench.read(args.folder)}; choose another folder")
     args.folder.mkdir(parents=True, exist_ok=True)
+    (args.folder / BENCH_FILE).write_text(json.dumps(asdict(bench), indent=1) + "\n", encoding="utf-8")
     make_parts(args.folder / "model", bench, args.parts, args.vae_seconds)
     draw_images(args.folder, bench, args.images, args.processes)
-    (args.folder / BENCH_FILE).write_text(json.dumps(asdict(bench), indent=1) + "\n", encoding="utf-8")
     for text in args.caches:
         build_cache(args.folder, CACHES[text], args.processes)
 
@@ -157,7 +160,10 @@ def main() -> None:
     parser.add_argument("--check", type=int, default=128, help="images to reconstruct for the check of the VAE")
     args = parser.parse_args()
     bench = Bench(args.scenes == "hard", args.side, args.prompts)
-    prepare(args, bench)
+    try:
+        prepare(args, bench)
+    except UserError as error:
+        sys.exit(f"error: {error}")
     quality = check_vae(args.folder, bench, args.check)
     (args.folder / "vae.json").write_text(json.dumps(quality) + "\n", encoding="utf-8")
     print(f"reconstructed images: {quality['psnr_db']} dB, {quality['judged_right']:.3f} judged right")

@@ -136,6 +136,8 @@ def test_the_shipped_table_is_valid(bench: SimpleNamespace) -> None:
 def test_unknown_rows_and_folders_are_one_line(bench: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"error: .* has no row nothing; it has base, joint"):
         _ablate(bench, "--rows", "nothing")
+    with pytest.raises(SystemExit, match=r"was prepared as Bench\(hard=False, side=64, num_prompts=3\)"):
+        call(bench.world_prepare, bench.folder, "--scenes", "hard", "--processes", "1")
     with pytest.raises(UserError, match="prepare it with"):
         bench.world_runs.Bench.read(tmp_path)
 
