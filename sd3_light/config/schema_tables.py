@@ -25,6 +25,7 @@ from sd3_light.config.base import (
 )
 from sd3_light.config.hub_ids import ModelFolder
 from sd3_light.config.optimizers import OPTIMIZERS, describe_optimizers
+from sd3_light.config.schema_blocks import LayerSyncConfig, RoutingConfig, TokenRoute
 from sd3_light.config.sizes import IMAGE_ATTENTION, MAX_POSITION_STEP, SIZES, TEXT_ATTENTION
 
 _SIZE_NAMES = KnownValues(tuple(SIZES))
@@ -132,6 +133,17 @@ class ModelConfig(Table):
     text_recon_target_layer: CountOrZero = 0
     """Layer whose text tokens are reconstructed: 0 after the context embedder, k after block k. At most the number of
     blocks minus 2: the last block has no text output, and the last text output is the prediction."""
+    layer_sync: LayerSyncConfig | None = None
+    """Align an early block's image tokens with a later block's. Absent: no such loss."""
+    routing: RoutingConfig | None = None
+    """Let some image tokens skip the middle blocks in training. Absent: all tokens run through all blocks."""
+    position_crop_side: Count | None = None
+    """Give every training sample a random crop of the position table, within the central square of this many tokens per
+    side: 64 covers 1024 px. Validation and sampling use the centre. Absent: the centre in training too."""
+
+    def route(self, num_blocks: int) -> TokenRoute | None:
+        """Return the route of image tokens through a denoiser with ``num_blocks`` blocks, if there is one."""
+        return None if self.routing is None else self.routing.route(num_blocks)
 
 
 class OptimizerConfig(Table):

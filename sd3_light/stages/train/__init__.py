@@ -144,6 +144,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         timer, advice = StepTimer(CudaQueue()), IdleAdvice(config.num_dataloader_workers, times)
     dropout = state.module.dropout
     preparer, reads_data = state.pipeline.preparer, launch.reads_data(context.stages)
+    size = context.start.size
     return Run(
         engine=engine,
         steps=training_steps(
@@ -159,7 +160,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         log=context.folder.log,
         meter=Meter(launch.world, peak, window, timer, times),
         requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
-        flops_in=flops_counter(context.start.size, share.world, config.adapter is not None),
+        flops_in=flops_counter(size, share.world, config.adapter is not None, config.model.route(size.num_layers)),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,
