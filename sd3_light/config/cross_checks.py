@@ -60,33 +60,30 @@ def text_recon_problem(num_blocks: int) -> dict[str, str]:
     return {"problem": problem, "allowed": f"0 to {num_blocks - 2} (0: after the context embedder, k: after block k)"}
 
 
-def between_blocks(train: TrainConfig) -> Iterator[Fault]:
-    """Routing and LayerSync name blocks that exist, in one process."""
-    for key, problem in between_blocks_problems(train.model, _num_blocks(train.model)).items():
-        yield _fault(key, **problem)
+def token_keys(train: TrainConfig) -> Iterator[Fault]:
+    """Routing and LayerSync name blocks that exist, in one process; position crops fit in the table."""
+    model, name = train.model, chosen_size_name(train.model) or (PRETRAIN_SIZE if train.model.shape else None)
+    positions = None if name is None else SIZES[name].pos_embed_max_size
+    for key, fields in token_problems(model, _num_blocks(model), positions).items():
+        yield _fault(key, **fields)
     for key in ("routing", "layer_sync"):
-        if getattr(train.model, key) is not None and train.pipeline_stages > 1:
+        if getattr(model, key) is not None and train.pipeline_stages > 1:
             problem, hint = "pipeline stages do not exchange these tokens", "remove it, or write pipeline_stages = 1"
             yield _fault(f"model.{key}", problem, hint=hint)
 
 
-def between_blocks_problems(model: ModelConfig, num_blocks: int | None) -> dict[str, dict[str, str]]:
-    """Return key -> fields of a `Fault`, for a denoiser with ``num_blocks`` blocks; None: unknown yet."""
+def token_problems(model: ModelConfig, num_blocks: int | None, num_positions: int | None) -> dict[str, dict[str, str]]:
+    """Return key -> fields of a `Fault`, for a denoiser with this depth and side of the position table, if known."""
     problems: dict[str, dict[str, str] | None] = {}
     if model.routing is not None and num_blocks is not None:
         problems["model.routing"] = routing_problem(model.routing, num_blocks)
     if model.layer_sync is not None and num_blocks is not None:
         problems["model.layer_sync"] = layer_sync_problem(model.layer_sync, num_blocks)
-    return {key: problem for key, problem in problems.items() if problem is not None}
-
-
-def position_crops(train: TrainConfig) -> Iterator[Fault]:
-    """Crops are taken from the position table; the weights of a folder have their own table."""
-    side, name = train.model.position_crop_side, chosen_size_name(train.model)
-    positions = SIZES[name or PRETRAIN_SIZE].pos_embed_max_size
-    if side is not None and (name or train.model.shape) and side > positions:
-        problem = f"the position table has {positions} tokens per side"
-        yield _fault("model.position_crop_side", problem, str(side), f"at most {positions}")
+    side = model.position_crop_side
+    if side is not None and num_positions is not None and side > num_positions:
+        problem = f"the position table has {num_positions} tokens per side"
+        problems["model.position_crop_side"] = {"problem": problem, "value": str(side), "hint": "write a lower number"}
+    return {key: fields for key, fields in problems.items() if fields is not None}
 
 
 def shape(train: TrainConfig) -> Iterator[Fault]:
@@ -299,7 +296,8 @@ _CHECKPOINT_KEYS = tuple(f"checkpoint_every_n_{unit}" for unit in ("steps", "epo
 _ADAPTER_KEYS = ("adapter.type", "adapter.use_rslora", "adapter.use_dora", "adapter.base_bits")
 _TIME_KEYS = ("shift", "flux_shift", "sqrt_shift", "timestep_sample_method", "logit_mean", "uniform_share")
 _DEPTH_KEYS = ("model", "model.size", "model.num_layers", "model.shape", "model.shape.num_layers", "model.train_type")
-_BETWEEN_KEYS = (
+_TOKEN_KEYS = (
+    "model.position_crop_side",
     *(f"model.routing{key}" for key in ("", ".share", ".first_block", ".last_block")),
     *(f"model.layer_sync{key}" for key in ("", ".weight", ".early_block", ".late_block")),
 )
@@ -307,8 +305,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     length: ("epochs", "max_steps"),
     saving: (*_SAVE_KEYS, *_CHECKPOINT_KEYS),
     text_recon: (*_DEPTH_KEYS, "model.text_recon_gamma", "model.text_recon_target_layer"),
-    between_blocks: (*_DEPTH_KEYS, *_BETWEEN_KEYS, "pipeline_stages"),
-    position_crops: (*_DEPTH_KEYS, "model.position_crop_side"),
+    token_keys: (*_DEPTH_KEYS, *_TOKEN_KEYS, "pipeline_stages"),
     shape: ("model", "model.shape", "model.shape.head_dim", "model.size", "model.num_layers"),
     timesteps: ("model", *(f"model.{key}" for key in _TIME_KEYS)),
     schedule: ("lr_scheduler", "lr_step_size", "lr_step_gamma"),

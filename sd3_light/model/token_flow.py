@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from diffusers import SD3Transformer2DModel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from sd3_light.config import ModelConfig
-from sd3_light.config.cross_checks import between_blocks_problems
+from sd3_light.config.cross_checks import token_problems
 from sd3_light.config.faults import Fault, UserError
 from sd3_light.config.schema_blocks import BlockPair, TokenRoute
 
@@ -19,16 +20,17 @@ Compare = Callable[[Tensor, Tensor], Tensor]
 
 
 class FlowPlan(NamedTuple):
-    """The route and the pair of blocks of a denoiser; None where the config has none."""
+    """The route and the pair of blocks of a run; None where the config has none."""
 
     route: TokenRoute | None = None
     pair: BlockPair | None = None
 
     @staticmethod
-    def of(model: ModelConfig, num_blocks: int) -> "FlowPlan":
-        """Return the plan for a denoiser with ``num_blocks`` blocks; raise a UserError if it has no such blocks."""
-        for key, problem in between_blocks_problems(model, num_blocks).items():
-            raise UserError(str(Fault("[model]", key, **problem)))
+    def of(model: ModelConfig, transformer: SD3Transformer2DModel) -> "FlowPlan":
+        """Return the plan for a denoiser; raise a UserError if it lacks these blocks or places."""
+        num_blocks = len(transformer.transformer_blocks)
+        for key, fields in token_problems(model, num_blocks, transformer.config.pos_embed_max_size).items():
+            raise UserError(str(Fault("[model]", key, **fields)))
         return FlowPlan(
             model.route(num_blocks),
             None if model.layer_sync is None else model.layer_sync.pair(num_blocks),
@@ -96,7 +98,8 @@ class TokenFlow:
 
 def take_tokens(image_BND: Tensor, rows: Tensor) -> Tensor:
     """Return the tokens [B, K, D] at ``rows`` of [B N, D]."""
-    return image_BND.flatten(0, 1).index_select(0, rows).unflatten(0, (len(image_BND), -1))
+    taken = image_BND.flatten(0, 1).index_select(0, rows)
+    return taken.view(len(image_BND), -1, taken.shape[1])
 
 
 def put_tokens(image_BND: Tensor, rows: Tensor, tokens_BKD: Tensor) -> Tensor:

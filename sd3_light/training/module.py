@@ -43,7 +43,7 @@ class SD3TrainingModule(nn.Module):
         self.real_text = config.model.text_tokens == "real"
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
         self.target_layer = target_layer
-        self.plan = FlowPlan.of(config.model, len(transformer.transformer_blocks))
+        self.plan = FlowPlan.of(config.model, transformer)
         self.has_crops = config.model.position_crop_side is not None
         self.sync_weight = 0.0 if config.model.layer_sync is None else config.model.layer_sync.weight
         self.products: Products = "fp8" if config.fp8 else "plain"

@@ -210,11 +210,6 @@ class LightSD3Pipeline:
         uncond = empty_text if model.uncond_text == "empty" else None
         scale, positions = LatentScale.of_folder(model.diffusers_path), self.transformer.config.pos_embed_max_size
         self.preparer = InputPreparer(seed, model, scale, uncond, noise, positions)
-        if (model.position_crop_side or 0) > positions:
-            raise UserError(
-                f"model.position_crop_side = {model.position_crop_side}: the position table of the denoiser has "
-                f"{positions} tokens per side; write at most {positions}"
-            )
 
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
         """See `InputPreparer.prepare_inputs`."""

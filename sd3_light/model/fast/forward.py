@@ -156,8 +156,9 @@ def _with_pending(stream: StreamState, rows: Rows) -> Tensor:
     x, y, bias, gate = stream
     if y is None or bias is None or gate is None:
         return x
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    updated: Tensor = checkpoint(reference.add_pending, x, (y, bias, gate), rows, **options)
+    updated: Tensor = checkpoint(
+        reference.add_pending, x, (y, bias, gate), rows, use_reentrant=False, preserve_rng_state=False
+    )
     return updated
 
 

@@ -324,6 +324,7 @@ def test_all_draws_or_none_are_given(config: Config) -> None:
 def test_blocks_that_the_denoiser_lacks_are_reported(config: Config) -> None:
     for keys, text in (
         ({"routing": {"last_block": 3}}, "model.routing: tokens cannot skip blocks 2 to 3 of 3"),
+        ({"position_crop_side": 17}, "model.position_crop_side: the position table has 16 tokens per side"),
         ({"layer_sync": {"early_block": 2, "late_block": 2}}, "model.layer_sync: block 2 cannot be aligned with"),
     ):
         with pytest.raises(UserError, match=text):

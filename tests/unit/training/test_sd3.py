@@ -506,9 +506,3 @@ def test_draws_follow_their_micro_batch(model: Model, real_batch: MakeBatch) -> 
     assert first[0][2].shape[1] == int(first[0][4].max())
     assert text_lengths(first[0]) is first[0][4]
     assert text_lengths(whole[0][:4]) is None
-
-
-def test_crops_stay_within_the_table_of_the_weights(model: Model) -> None:
-    LightSD3Pipeline(model(position_crop_side=16), 0, None)
-    with pytest.raises(UserError, match="position_crop_side = 17: the position table of the denoiser has 16 tokens"):
-        LightSD3Pipeline(model(position_crop_side=17), 0, None)
