@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sd3_light.config.base import Checkpointing
+from sd3_light.model.between_blocks import BetweenBlocks
 from sd3_light.model.masked_attention import MaskedJointAttention, mask_attention, real_text_mask
-from sd3_light.model.token_flow import TokenFlow
 
 LayerState = tuple[Tensor, ...]
 """(image_BND, text_BTD, time_BD), with real text lengths_B (int64), and with text reconstruction the tokens to
@@ -126,12 +126,12 @@ def run_layers(
     layers: Iterable[nn.Module],
     inputs: Sequence[Tensor],
     checkpointing: Checkpointing = False,
-    flow: TokenFlow | None = None,
+    between: BetweenBlocks | None = None,
 ) -> LayerState:
     """Run the layers in order and return the last state.
 
     With ``checkpointing`` the backward pass recomputes the blocks' activations: all, or with ``"selective"`` all except
-    the outputs of matrix products and attention. A ``flow``, for the whole list of layers, gets the image tokens
+    the outputs of matrix products and attention. ``between``, for the whole list of layers, gets the image tokens
     between them.
     """
     context: dict[str, Any] = {"context_fn": _save_products} if checkpointing == "selective" else {}
@@ -141,8 +141,8 @@ def run_layers(
             state = checkpoint(layer, state, use_reentrant=False, **context)
         else:
             state = layer(state)
-        if flow is not None and flow.acts_after(number):
-            state = (flow.after(number, state[0]), *state[1:])
+        if between is not None and between.acts_after(number):
+            state = (between.after(number, state[0]), *state[1:])
     return tuple(state)
 
 

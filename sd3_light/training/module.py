@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from sd3_light.config import TrainConfig
 from sd3_light.flow.objective import alignment_loss, flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter_layers import AdapterDropout
+from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.model.fast.block import BlockOptions, Keep, Products
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import Embed, LayerState, build_layers, run_layers, unpatchify
-from sd3_light.model.token_flow import FlowPlan, TokenFlow
 
 Losses = dict[str, Tensor]
 Label = tuple[Tensor | None, ...]
@@ -43,7 +43,7 @@ class SD3TrainingModule(nn.Module):
         self.real_text = config.model.text_tokens == "real"
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
         self.target_layer = target_layer
-        self.plan = FlowPlan.of(config.model, transformer)
+        self.plan = BetweenPlan.of(config.model, transformer)
         self.has_crops = config.model.position_crop_side is not None
         self.sync_weight = 0.0 if config.model.layer_sync is None else config.model.layer_sync.weight
         self.products: Products = "fp8" if config.fp8 else "plain"
@@ -97,10 +97,10 @@ class SD3TrainingModule(nn.Module):
         if self.dropout is not None:
             self.dropout.forward(features[0].device)
         features, kept = self.split_features(features)
-        flow = TokenFlow(self.plan, kept, alignment_loss) if any(self.plan) else None
+        between = BetweenBlocks(self.plan, kept, alignment_loss) if any(self.plan) else None
         run = self._run_fast if self.fast else self._run_stock
-        outputs = run(features, flow)
-        return outputs if flow is None or flow.compared is None else (*outputs, flow.compared)
+        outputs = run(features, between)
+        return outputs if between is None or between.compared is None else (*outputs, between.compared)
 
     def split_features(self, features: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
         """Return the features without the kept tokens of a route, and these."""
@@ -111,8 +111,8 @@ class SD3TrainingModule(nn.Module):
             return features, None
         return (*features[:count], *features[count + 1 :]), features[count]
 
-    def _run_stock(self, features: tuple[Tensor, ...], flow: TokenFlow | None) -> LayerState:
-        return self.run_some(self._layers, self.inputs(features), flow)
+    def _run_stock(self, features: tuple[Tensor, ...], between: BetweenBlocks | None) -> LayerState:
+        return self.run_some(self._layers, self.inputs(features), between)
 
     def inputs(self, features: tuple[Tensor, ...]) -> LayerState:
         """Return the input of the first layer."""
@@ -122,14 +122,14 @@ class SD3TrainingModule(nn.Module):
             *(counts.to(device, non_blocking=True) for counts in features[4:]),
         )
 
-    def _run_fast(self, features: tuple[Tensor, ...], flow: TokenFlow | None) -> LayerState:
+    def _run_fast(self, features: tuple[Tensor, ...], between: BetweenBlocks | None) -> LayerState:
         """Return the last layer's outputs; the text stream is empty where no loss reads it."""
         noisy, times, prompt, pooled, *rest = features
         lengths, corners = rest[: self.real_text], rest[self.real_text :]
         fast = self._fast_denoiser(noisy.device)
         inputs = (noisy.float(), times.float(), prompt.to(fast.dtype), pooled, *corners)
         counts = lengths[0].tolist() if lengths else None
-        patches, *texts = fast.with_text(inputs, counts, self.target_layer, flow)
+        patches, *texts = fast.with_text(inputs, counts, self.target_layer, between)
         if not texts:
             return (patches, patches.new_empty(0))
         text, target = texts
@@ -143,12 +143,14 @@ class SD3TrainingModule(nn.Module):
             self._fast = FastDenoiser(self.transformer, dtype, options)
         return self._fast
 
-    def run_some(self, layers: Sequence[nn.Module], state: LayerState, flow: TokenFlow | None = None) -> LayerState:
+    def run_some(
+        self, layers: Sequence[nn.Module], state: LayerState, between: BetweenBlocks | None = None
+    ) -> LayerState:
         """Run these layers in the config's compute dtype."""
         device = state[0].device
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
-            return run_layers(layers, state, self.checkpointing, flow)
+            return run_layers(layers, state, self.checkpointing, between)
 
 
 class PipelineLayer(nn.Module):

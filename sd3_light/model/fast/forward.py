@@ -10,12 +10,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from sd3_light.config import size_from_transformer_config
+from sd3_light.model.between_blocks import BetweenBlocks
 from sd3_light.model.fast import reference
 from sd3_light.model.fast.block import BlockOptions, FastBlock, FinalNorm, modulate
 from sd3_light.model.fast.row_plan import RowPlan, Rows, make_plan
 from sd3_light.model.fast.weights import StreamWeights, WeightCopies
 from sd3_light.model.layers import embed_patches
-from sd3_light.model.token_flow import TokenFlow
 
 StreamState = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """A stream and its pending update: (x, y, bias, gate)."""
@@ -62,22 +62,22 @@ class FastDenoiser:
         features: Sequence[Tensor],
         lengths: Sequence[int] | None,
         target_layer: int | None,
-        flow: TokenFlow | None = None,
+        between: BetweenBlocks | None = None,
     ) -> tuple[Tensor, ...]:
         """Return (patches,), or with a ``target_layer`` k (patches, last text [B, T, D], detached text after block k).
 
         Text rows after a sample's real tokens are zeros. ``features`` may end with the corners of the position crops.
-        A ``flow`` gets the image tokens between blocks.
+        ``between`` gets the image tokens between blocks.
         """
         noisy, timestep, prompt, pooled, *corners = features
         self.weights.refresh()
         with torch.autocast(noisy.device.type, self.dtype, enabled=self.dtype != torch.float32):
             image_BND = embed_patches(self.transformer.pos_embed, noisy, *corners)
             num_image = image_BND.shape[1]
-            plans = _plans(len(noisy), num_image, prompt.shape[1], lengths, noisy.device, flow)
+            plans = _plans(len(noisy), num_image, prompt.shape[1], lengths, noisy.device, between)
             text, time = self._embed(timestep, prompt, pooled, plans[num_image])
             image = image_BND.flatten(0, 1).to(self.dtype)
-            patches, *texts = self._run(image, text, time, plans, target_layer, flow)
+            patches, *texts = self._run(image, text, time, plans, target_layer, between)
         patches = patches.view(len(noisy), -1, patches.shape[1])
         return (patches, *(_by_sample(rows, plans[num_image], prompt.shape[1]) for rows in texts))
 
@@ -98,7 +98,7 @@ class FastDenoiser:
         time: Tensor,
         plans: Mapping[int, RowPlan],
         target_layer: int | None,
-        flow: TokenFlow | None,
+        between: BetweenBlocks | None,
     ) -> tuple[Tensor, ...]:
         """Run the blocks; ``plans`` has one per number of image tokens that a block may get."""
         width, samples = image.shape[1], len(time)
@@ -110,8 +110,8 @@ class FastDenoiser:
         texts: list[Tensor] = []
         for number, pair in enumerate(blocks):
             plan = plans[len(streams[0][0]) // samples]
-            if flow is not None and flow.acts_after(number):
-                rows = flow.after(number, _with_pending(streams[0], plan.image).unflatten(0, (samples, -1)))
+            if between is not None and between.acts_after(number):
+                rows = between.after(number, _with_pending(streams[0], plan.image).unflatten(0, (samples, -1)))
                 streams[0], plan = (rows.flatten(0, 1), None, None, None), plans[rows.shape[1]]
             if target_layer == number:
                 texts.append(_with_pending(streams[1], plan.text).detach())
@@ -144,10 +144,10 @@ class FastDenoiser:
 
 
 def _plans(
-    samples: int, num_image: int, num_text: int, lengths: Sequence[int] | None, device: torch.device, flow: Any
+    samples: int, num_image: int, num_text: int, lengths: Sequence[int] | None, device: torch.device, between: Any
 ) -> dict[int, RowPlan]:
     """Return the row layouts by number of image tokens: all, and those in routed blocks."""
-    counts = {num_image, num_image if flow is None or flow.num_kept is None else flow.num_kept}
+    counts = {num_image, num_image if between is None or between.num_kept is None else between.num_kept}
     return {count: make_plan(samples, count, num_text, lengths, device) for count in counts}
 
 

@@ -9,8 +9,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from sd3_light.budget.flops import Tokens, block_weights, forward_flops, image_tokens, step_flops, training_flops
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.config.schema_blocks import TokenRoute
+from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.model.layers import build_layers, run_layers
-from sd3_light.model.token_flow import FlowPlan, TokenFlow
 from sd3_light.optim.groups import WeightKinds
 
 BATCH = 2
@@ -48,10 +48,10 @@ def test_routed_flops_match_torchs_count(size: ModelSize) -> None:
     kept = torch.tensor([[0, 1, 2, 3], [2, 5, 7, 9]])
     inputs = [torch.randn(BATCH, 16, 8, 8), torch.rand(BATCH), torch.randn(BATCH, 7, size.text_width)]
     inputs.append(torch.randn(BATCH, size.pooled_width))
-    flow = TokenFlow(FlowPlan(route, None), kept, torch.sub)
+    between = BetweenBlocks(BetweenPlan(route, None), kept, torch.sub)
     with sdpa_kernel(SDPBackend.MATH):
         with FlopCounterMode(display=False) as forward:
-            patches = run_layers(build_layers(transformer), inputs, flow=flow)[0]
+            patches = run_layers(build_layers(transformer), inputs, between=between)[0]
         with FlopCounterMode(display=False) as backward:
             patches.sum().backward()
     assert BATCH * forward_flops(size, Tokens(16, 7), route) == forward.get_total_flops()

@@ -29,10 +29,10 @@ from sd3_light.config import SIZES, ModelSize
 from sd3_light.config.base import Checkpointing
 from sd3_light.config.schema_blocks import BlockPair, TokenRoute
 from sd3_light.flow.objective import alignment_loss, flow_loss
+from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
-from sd3_light.model.token_flow import FlowPlan, TokenFlow
 from sd3_light.optim.groups import WeightKinds
 
 LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 64)
@@ -105,10 +105,10 @@ def allocated_in_a_step(setup: TrainingSetup, pair: BlockPair | None = None) -> 
             with torch.autocast("cpu", torch.bfloat16, enabled=setup.compute_dtype != "float32"):
                 inputs = [feature.float() for feature in features]
                 kept = None if setup.route is None else torch.zeros(setup.batch, setup.tokens_in(1).image).int()
-                flow = TokenFlow(FlowPlan(setup.route, pair), kept, alignment_loss)
-                patches = run_layers(build_layers(transformer), inputs, setup.checkpointing, flow)[0]
+                between = BetweenBlocks(BetweenPlan(setup.route, pair), kept, alignment_loss)
+                patches = run_layers(build_layers(transformer), inputs, setup.checkpointing, between)[0]
             loss = flow_loss(unpatchify(patches, side, side), target).mean()
-            (loss if flow.compared is None else loss + flow.compared.mean()).backward()
+            (loss if between.compared is None else loss + between.compared.mean()).backward()
         return memory.peak
 
 

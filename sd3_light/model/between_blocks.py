@@ -19,32 +19,32 @@ Compare = Callable[[Tensor, Tensor], Tensor]
 """(early tokens, late tokens without a gradient) -> loss of each sample."""
 
 
-class FlowPlan(NamedTuple):
+class BetweenPlan(NamedTuple):
     """The route and the pair of blocks of a run; None where the config has none."""
 
     route: TokenRoute | None = None
     pair: BlockPair | None = None
 
     @staticmethod
-    def of(model: ModelConfig, transformer: SD3Transformer2DModel) -> "FlowPlan":
+    def of(model: ModelConfig, transformer: SD3Transformer2DModel) -> "BetweenPlan":
         """Return the plan for a denoiser; raise a UserError if it lacks these blocks or places."""
         num_blocks = len(transformer.transformer_blocks)
         for key, fields in token_problems(model, num_blocks, transformer.config.pos_embed_max_size).items():
             raise UserError(str(Fault("[model]", key, **fields)))
-        return FlowPlan(
+        return BetweenPlan(
             model.route(num_blocks),
             None if model.layer_sync is None else model.layer_sync.pair(num_blocks),
         )
 
 
-class TokenFlow:
+class BetweenBlocks:
     """Takes the image tokens after each block of one forward pass, and returns those that the next block gets.
 
     ``kept_BK`` are the tokens that run through the routed blocks; None: all. ``compare`` is called with the tokens
     after both blocks of the plan's pair, as far as both have them, and ``compared`` is its result.
     """
 
-    def __init__(self, plan: FlowPlan, kept_BK: Tensor | None, compare: Compare) -> None:
+    def __init__(self, plan: BetweenPlan, kept_BK: Tensor | None, compare: Compare) -> None:
         self._route, self._pair = plan.route if kept_BK is not None else None, plan.pair
         self._kept, self._compare = kept_BK, compare
         self._waiting: Tensor | None = None  # all tokens, while only the kept ones run

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.config.schema_blocks import BlockPair, TokenRoute
+from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan, put_tokens, take_tokens
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import build_layers, embed_patches, run_layers
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.model.token_flow import FlowPlan, TokenFlow, put_tokens, take_tokens
 
 KEPT = torch.tensor([[0, 2, 5], [1, 3, 4]], dtype=torch.int32)
 ROUTE = TokenRoute(0.5, 2, 3)
 LENGTHS = [4, 9]
 PAIRS = [None, (1, 2), (2, 3), (2, 4), (1, 4)]
 """No pair, one block before the route, both in it, one after it, and around it."""
-Run = Callable[[SD3Transformer2DModel, TokenFlow | None, list[int] | None], Tensor]
+Run = Callable[[SD3Transformer2DModel, BetweenBlocks | None, list[int] | None], Tensor]
 
 
 def model() -> SD3Transformer2DModel:
@@ -43,13 +43,13 @@ def distance(early: Tensor, late: Tensor) -> Tensor:
     return ((early - late) ** 2).flatten(1).mean(1)
 
 
-def run_stock(transformer: SD3Transformer2DModel, flow: TokenFlow | None, lengths: list[int] | None) -> Tensor:
+def run_stock(transformer: SD3Transformer2DModel, between: BetweenBlocks | None, lengths: list[int] | None) -> Tensor:
     inputs = [*features(), *([] if lengths is None else [torch.tensor(lengths)])]
-    return run_layers(build_layers(transformer, real_text=lengths is not None), inputs, flow=flow)[0]
+    return run_layers(build_layers(transformer, real_text=lengths is not None), inputs, between=between)[0]
 
 
-def run_fast(transformer: SD3Transformer2DModel, flow: TokenFlow | None, lengths: list[int] | None) -> Tensor:
-    return FastDenoiser(transformer, torch.float32).with_text(features(), lengths, None, flow)[0]
+def run_fast(transformer: SD3Transformer2DModel, between: BetweenBlocks | None, lengths: list[int] | None) -> Tensor:
+    return FastDenoiser(transformer, torch.float32).with_text(features(), lengths, None, between)[0]
 
 
 def plain_loop(
@@ -98,10 +98,10 @@ def test_routing_and_pairs_equal_a_plain_loop(
             patches, distances = plain_loop(transformer, pair, lengths)
             compared = torch.stack(distances) if distances else torch.zeros(2)
         else:
-            plan = FlowPlan(ROUTE, None if pair is None else BlockPair(*pair))
-            flow = TokenFlow(plan, KEPT, distance)
-            patches = run(transformer, flow, lengths)
-            compared = torch.zeros(2) if flow.compared is None else flow.compared
+            plan = BetweenPlan(ROUTE, None if pair is None else BlockPair(*pair))
+            between = BetweenBlocks(plan, KEPT, distance)
+            patches = run(transformer, between, lengths)
+            compared = torch.zeros(2) if between.compared is None else between.compared
         weight = torch.randn(patches.shape, generator=torch.Generator().manual_seed(3))
         ((patches * weight).mean() + 0.3 * compared.sum()).backward()
         grads = {name: parameter.grad for name, parameter in transformer.named_parameters()}
@@ -120,10 +120,10 @@ def test_routing_and_pairs_equal_a_plain_loop(
 @pytest.mark.parametrize("run", [run_stock, run_fast], ids=["stock", "fast"])
 def test_without_kept_tokens_nothing_is_routed(run: Run) -> None:
     transformer = model()
-    flow = TokenFlow(FlowPlan(ROUTE, None), None, distance)
-    assert flow.num_kept is None
-    assert torch.equal(run(transformer, flow, None), run(transformer, None, None))
-    routed = run(transformer, TokenFlow(FlowPlan(ROUTE, None), KEPT, distance), None)
+    between = BetweenBlocks(BetweenPlan(ROUTE, None), None, distance)
+    assert between.num_kept is None
+    assert torch.equal(run(transformer, between, None), run(transformer, None, None))
+    routed = run(transformer, BetweenBlocks(BetweenPlan(ROUTE, None), KEPT, distance), None)
     assert not torch.allclose(routed, run(transformer, None, None), rtol=1e-3)
 
 
@@ -132,7 +132,7 @@ def test_tokens_keep_their_places(run: Run) -> None:
     """If all tokens are kept, in any order, nothing changes."""
     transformer = model()
     everything = torch.stack([torch.arange(6), torch.tensor([5, 0, 3, 1, 4, 2])])
-    routed = run(transformer, TokenFlow(FlowPlan(ROUTE, None), everything, distance), None)
+    routed = run(transformer, BetweenBlocks(BetweenPlan(ROUTE, None), everything, distance), None)
     torch.testing.assert_close(routed, run(transformer, None, None), rtol=1e-4, atol=1e-5)
 
 
@@ -141,10 +141,10 @@ def test_checkpointing_changes_no_gradient(checkpointing: Any) -> None:
     gradients = []
     for choice in (False, checkpointing):
         transformer = model()
-        flow = TokenFlow(FlowPlan(ROUTE, BlockPair(1, 3)), KEPT, distance)
-        patches = run_layers(build_layers(transformer), features(), choice, flow)[0]
-        assert flow.compared is not None
-        (patches.mean() + flow.compared.sum()).backward()
+        between = BetweenBlocks(BetweenPlan(ROUTE, BlockPair(1, 3)), KEPT, distance)
+        patches = run_layers(build_layers(transformer), features(), choice, between)[0]
+        assert between.compared is not None
+        (patches.mean() + between.compared.sum()).backward()
         gradients.append({name: parameter.grad for name, parameter in transformer.named_parameters()})
     plain, checked = gradients
     assert all(torch.equal(plain[name], checked[name]) for name in plain)  # type: ignore[arg-type]
