@@ -176,9 +176,18 @@ def test_validation_at_fixed_times_does_not_depend_on_the_distribution(tmp_path:
     assert event["fixed@0.3"] == event["flow@0.3"]
 
 
+class OtherLoss:
+    """A loss without times."""
+
+    reads, latents = ("latents",), "latents"
+
+    def __call__(self, denoise: Any, inputs: Any, reference: Any) -> Any:
+        return inputs["latents"].flatten(1).mean(1)
+
+
 def test_fixed_times_need_a_loss_with_quantiles(tmp_path: Path) -> None:
-    model = Toy()
-    model.loss = lambda denoise, inputs, reference: inputs["latents"].flatten(1).mean(1)
+    model: Any = Toy()
+    model.loss = OtherLoss()
     settings: dict[str, Any] = {"eval_dataset": Images(3), "eval_steps": 1, "eval_at_fixed_t": True}
     with pytest.raises(UserError, match="eval_at_fixed_t needs a loss that draws times from quantiles"):
         run(tmp_path, model, **settings)
