@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +111,16 @@ def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeyp
     _ablate(bench)
     assert len(scored) == before  # all rows are done
     assert _results(bench) == results
+
+
+@pytest.mark.slow
+def test_averages_of_other_lengths_are_scored(bench: SimpleNamespace) -> None:
+    (row,) = (row for row in bench.ablate.read_rows(BENCHMARKS / "ablations.toml") if row.ema_lengths)
+    ablation = bench.ablate.Ablation(bench.folder, replace(row, ema_lengths=(0.06, 0.1)), 1, tuple(TOY))
+    result = ablation.run(None)
+    assert set(result["fixed"]) == {"raw", "ema", "short", "long"}
+    assert set(result["ema_lengths"]) == {"0.06", "0.1"}
+    assert not (bench.folder / "runs" / ablation.name / "average").exists()
 
 
 def test_the_table_has_a_line_per_row(bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
