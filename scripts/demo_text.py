@@ -25,13 +25,14 @@ from demo_tokenizers import (
     HARD_VOCABULARY,
     Vocabulary,
     make_tokenizers,
-    save_tokenizers,
     split_words,
 )
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 from transformers import T5EncoderModel
 
+from sd3_light.parts.text_encoders import scale_outputs
+from sd3_light.parts.tokenizers import save_tokenizers
 from sd3_light.randomness import stream
 from sd3_light.world.hard.captions import hard_captions
 from sd3_light.world.hard.scene import draw_hard_scene
@@ -64,16 +65,7 @@ def train(encoder: Encoder, steps: int, scenes: int, lr: float) -> float:
 def fold_scale(encoder: Encoder, texts: list[str]) -> None:
     """Scale the outputs for these texts to unit scale by changing the weights."""
     tokens, pooled = encoder(encoder.ids(texts))
-    if isinstance(encoder.model, T5EncoderModel):
-        encoder.model.encoder.final_layer_norm.weight.div_(tokens.flatten(0, 1).square().mean(0).sqrt())
-        return
-    gain = tokens.square().mean().rsqrt()
-    for name, parameter in encoder.model.named_parameters():
-        # everything added to the residual stream; layers read it through a norm, which removes the factor
-        if "embedding" in name or ".out_proj." in name or ".fc2." in name:
-            parameter.mul_(gain)
-    assert pooled is not None
-    encoder.model.text_projection.weight.div_(pooled.square().mean(0).sqrt()[:, None])
+    scale_outputs(encoder.model, tokens, pooled)
 
 
 def captions(hard: bool, count: int) -> list[str]:
@@ -122,7 +114,7 @@ def main() -> None:
     torch.set_num_threads(1)  # more threads change the order of sums, and thereby the weights slightly
     start = time.monotonic()
     vocabulary = HARD_VOCABULARY if args.hard else DEMO_VOCABULARY
-    save_tokenizers(args.out, vocabulary)
+    save_tokenizers(make_tokenizers(vocabulary), args.out)
     FlowMatchEulerDiscreteScheduler(shift=1.0).save_pretrained(args.out / "scheduler")
     losses = make_encoders(args)
     seconds = round(time.monotonic() - start)

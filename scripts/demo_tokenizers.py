@@ -1,20 +1,20 @@
 """The demo's three tokenizers, built from the words of the demo world's captions.
 
 Every word of either language is one token, and no token spans two words: a token for "红色圆形" would not exist for a
-combination of colour and shape that training never shows. `demo_text.py` writes them; nothing here is random.
+combination of colour and shape that training never shows. `demo_text.py` writes them; nothing here is random. Those
+of any other captions are learned by `sd3_light.parts.tokenizers`.
 """
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 from transformers import CLIPTokenizer, PreTrainedTokenizerBase, T5TokenizerFast
 
+from sd3_light.parts.tokenizers import CLIP_PADS, T5_FOLDER, Merge, byte_letters, clip_vocabulary
+
 MAX_LENGTH = 16  # tokens of the longest caption, with begin and end marks
-BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 SPACE = "▁"
 
 # Content words of both languages by meaning.
@@ -80,20 +80,12 @@ DEMO_VOCABULARY = Vocabulary()
 HARD_VOCABULARY = Vocabulary((*WORDS, *HARD_WORDS), "，。、", HARD_MAX_LENGTH)
 
 Symbols = tuple[str, ...]
-Merge = tuple[str, str]
 
 
 def split_words(caption: str, vocabulary: Vocabulary = DEMO_VOCABULARY) -> list[str]:
     """Split a caption into words and punctuation; longer Chinese words take precedence."""
     longest_first = sorted(vocabulary.chinese, key=len, reverse=True)
     return re.findall("|".join((*longest_first, "[a-z]+", r"\S")), caption.lower())
-
-
-def byte_letters() -> list[str]:
-    """Return the letter of byte-level BPE for each byte: the byte itself if printable, otherwise one above 255."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    rest = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(rest)) for byte in range(256)]
 
 
 def learn_merges(sequences: list[Symbols]) -> list[Merge]:
@@ -119,8 +111,8 @@ def apply_merge(sequence: Symbols, merge: Merge) -> Symbols:
     return tuple(merged)
 
 
-def clip_vocabulary(vocabulary: Vocabulary = DEMO_VOCABULARY) -> tuple[dict[str, int], list[Merge]]:
-    """Return ids and merges in CLIP's order: bytes, bytes that end a word, merges, begin and end mark.
+def clip_merges(vocabulary: Vocabulary = DEMO_VOCABULARY) -> list[Merge]:
+    """Return the merges of CLIP's tokenizer.
 
     CLIP treats a run of Chinese as one word, so only the last word of a run has `</w>`. Characters are merged before
     words, so that only pairs within a character or within a word can merge.
@@ -141,15 +133,13 @@ def clip_vocabulary(vocabulary: Vocabulary = DEMO_VOCABULARY) -> tuple[dict[str,
         [form(word) for word in words for form in (tuple, with_end_mark)],
         [with_end_mark(spell(mark)) for mark in vocabulary.marks],
     )
-    merges = [merge for stage in stages for merge in learn_merges(stage)]
-    alphabet = sorted(letters)  # as in CLIP, where "!" has id 0
-    symbols = [*alphabet, *(letter + "</w>" for letter in alphabet), *(a + b for a, b in merges), BOS, EOS]
-    return {symbol: index for index, symbol in enumerate(dict.fromkeys(symbols))}, merges
+    return [merge for stage in stages for merge in learn_merges(stage)]
 
 
 def clip_tokenizer(pad: str, vocabulary: Vocabulary = DEMO_VOCABULARY) -> CLIPTokenizer:
     """Build a CLIP tokenizer; SD3's first pads with the end mark, its second with "!"."""
-    vocab, merges = clip_vocabulary(vocabulary)
+    merges = clip_merges(vocabulary)
+    vocab = clip_vocabulary(merges)
     return CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad, model_max_length=vocabulary.max_length)
 
 
@@ -172,21 +162,5 @@ def t5_tokenizer(vocabulary: Vocabulary = DEMO_VOCABULARY) -> T5TokenizerFast:
 
 def make_tokenizers(vocabulary: Vocabulary = DEMO_VOCABULARY) -> dict[str, PreTrainedTokenizerBase]:
     """Return the three tokenizers by folder name."""
-    clips = {"tokenizer": clip_tokenizer(EOS, vocabulary), "tokenizer_2": clip_tokenizer("!", vocabulary)}
-    return {**clips, "tokenizer_3": t5_tokenizer(vocabulary)}
-
-
-def save_tokenizers(out: Path, vocabulary: Vocabulary = DEMO_VOCABULARY) -> None:
-    """Write the three tokenizers as folders of ``out``, in a form that transformers 4 reads too."""
-    for name, tokenizer in make_tokenizers(vocabulary).items():
-        tokenizer.save_pretrained(out / name)
-        path = out / name / "tokenizer_config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if config.get("extra_special_tokens") == []:  # transformers 4 expects a table
-            del config["extra_special_tokens"]
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        if isinstance(tokenizer, CLIPTokenizer):  # these two are all that CLIPTokenizer of transformers 4 reads
-            vocab, merges = clip_vocabulary(vocabulary)
-            lines = ["#version: 0.2", *(f"{first} {second}" for first, second in merges)]
-            (out / name / "vocab.json").write_text(json.dumps(vocab, ensure_ascii=False), encoding="utf-8")
-            (out / name / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    clips = {name: clip_tokenizer(pad, vocabulary) for name, pad in CLIP_PADS.items()}
+    return {**clips, T5_FOLDER: t5_tokenizer(vocabulary)}
