@@ -104,8 +104,8 @@ def iconify_icons(archive: Path, logos: bool) -> Iterator[tuple[dict[str, Any], 
     collections = read_json(archive, "package/collections.json")
     for file, content in members(archive, "package/json/"):
         prefix = file.removesuffix(".json")
-        facts = collections[prefix]
-        is_open = facts["license"].get("spdx") in PERMISSIVE and (logos or facts.get("category") != "Logos")
+        facts = collections.get(prefix, {})  # retired sets are not listed
+        is_open = facts.get("license", {}).get("spdx") in PERMISSIVE and (logos or facts.get("category") != "Logos")
         if facts.get("palette") and is_open and prefix not in SAME_ART:
             yield facts, set_icons(prefix, facts["name"], json.loads(content))
 

@@ -141,7 +141,7 @@ def test_iconify_sets_are_chosen_by_licence(build: Any, tmp_path: Path) -> None:
         "brands": facts("MIT", category="Logos"), "noto": facts("Apache-2.0"),
     }  # fmt: skip
     table = {"icons": {"arrow-left": {"body": "<path/>"}, "big": {"body": "<g/>", "width": 32}}, "height": 24}
-    files = {f"package/json/{name}.json": json.dumps(table).encode() for name in sets}
+    files = {f"package/json/{name}.json": json.dumps(table).encode() for name in (*sets, "retired")}
     path = tmp_path / "iconify.tgz"
     archive(path, {"package/collections.json": json.dumps(sets).encode(), **files})
     chosen = [icon for _, icons in build.iconify_icons(path, logos=False) for icon in icons]
