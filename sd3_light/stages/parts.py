@@ -226,7 +226,8 @@ class _Stage:
         if missing:
             info(f"{self.out} lacks its {missing[0]} part: run the command without --only {self.options.only}")
         else:
-            info(f'use it in a train TOML: [model] diffusers_path = "{self.out}", t5_max_length = {length}')
+            keys = f'diffusers_path = "{self.out}", t5_max_length = {length}'
+            info(f"use it in a train TOML: [model] {keys}, and [model.shape] for the denoiser")
 
 
 def _facts(options: VaeOptions | TextOptions) -> dict[str, Any]:

@@ -27,7 +27,8 @@ def test_parts_then_train_then_sample(
     fresh_project: Project, commands: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setitem(stage.VAE_SIZES, "tiny", VaeSize((8, 8, 8, 8), 1, 4))
-    monkeypatch.setitem(stage.TEXT_SIZES, "tiny", TextSize(32, 32, 64, 2, (8, 8, 16, 16), (1, 1, 1, 1)))
+    monkeypatch.setitem(stage.TEXT_SIZES, "tiny", TextSize(96, 128, 256, 1, (8, 8, 16, 16), (1, 1, 1, 1)))
+    # the widths that the size tiny2 expects
     project, out = fresh_project, tmp_path / "parts"
     sizes = ("--vae-size", "tiny", "--text-size", "tiny", "--vae-batch", "4", "--text-batch", "8")
     steps = ("--vae-steps", "2", "--text-steps", "2", "--workers", "0")
