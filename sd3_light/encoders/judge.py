@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
@@ -93,5 +93,5 @@ def _vectors(features: Any) -> Tensor:
     return vectors.float()
 
 
-def _is_colour(value: Any) -> bool:
+def _is_colour(value: Any) -> TypeGuard[list[float]]:
     return isinstance(value, list) and len(value) == 3 and all(isinstance(item, int | float) for item in value)

@@ -35,6 +35,7 @@ _STATISTICS_IMAGES = 2048
 _EVALUATED = 512
 _SHOWN = 12
 _MIN_STD = 1e-4
+_FIRST_NOISE = 0.1  # deviation of the noise in the latents of a new VAE, relative to theirs
 _ADVERSARY_STEPS = (1000, 2000)  # the adversarial term grows from 0 to its weight between these steps
 
 
@@ -168,6 +169,14 @@ class VaeTask:
             self.model["discriminator"] = Discriminator(options.seed).to(device)
         reconstruction = Reconstruction(self.vae, normalise=not options.decoder_only)
         self._reconstruct = compiled(reconstruction, device) if options.compile else reconstruction
+
+    @torch.no_grad()
+    def start_new(self) -> None:
+        """Normalise the latents of a random VAE and make their noise small: it would hide the signal at first."""
+        fold_into_encoder(self.vae, *channel_statistics(self.vae, self.pools, self.device))
+        conv, channels = self.vae.encoder.conv_out, self.vae.config.latent_channels
+        conv.weight[channels:] *= _FIRST_NOISE
+        conv.bias[channels:] = 2 * math.log(_FIRST_NOISE)
 
     def start_from(self) -> None:
         """Normalise the latents of an existing VAE once, so that its decoder expects what training will give it."""

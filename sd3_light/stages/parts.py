@@ -171,7 +171,9 @@ class _Stage:
         start = build_vae(VAE_SIZES[options.vae_size], options.channels, own.seed)
         vae = start if options.init is None else open_vae(options.init)
         task = VaeTask(vae, pools, self.device, own, self.out / WORK / "vae" / "grid.png")
-        if options.init is not None:
+        if options.init is None:
+            task.start_new()
+        else:
             task.start_from()
         info(f"vae: {sum(value.numel() for value in vae.parameters()) / 1e6:.1f} M parameters on {self.device}")
         identity = {**_facts(own), "channels": options.channels, "size": options.vae_size, "images": _digests(pools),

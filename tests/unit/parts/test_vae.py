@@ -35,7 +35,7 @@ def make_task(pools: list[Pool], vae: AutoencoderKL | None = None, grid: Path | 
 
 
 def fit(task: VaeTask, folder: Path, steps: int) -> Fit:
-    options = FitOptions(steps=steps, lr=4e-3, evaluate_every=steps // 2, ema=0.9)
+    options = FitOptions(steps=steps, lr=2e-3, evaluate_every=steps // 2, ema=0.9)
     run = Fit("vae", task, options, folder, {})
     run.run(lambda: None)
     return run
@@ -45,17 +45,18 @@ def fit(task: VaeTask, folder: Path, steps: int) -> Fit:
 def trained(pools: list[Pool], tmp_path_factory: pytest.TempPathFactory) -> tuple[VaeTask, Fit, Path]:
     folder = tmp_path_factory.mktemp("vae")
     task = make_task(pools, grid=folder / "grid.png")
+    task.start_new()
     before = task.evaluate()["psnr"]
-    run = fit(task, folder, 40)
+    run = fit(task, folder, 60)
     run.progress.history.insert(0, {"psnr": before})
     run.use_averages()
     return task, run, folder
 
 
 def test_psnr_rises(trained: tuple[VaeTask, Fit, Path]) -> None:
-    scores = [record["psnr"] for record in trained[1].progress.history]
-    assert scores == sorted(scores)
-    assert scores[-1] > scores[0] + 2
+    first, *later = (record["psnr"] for record in trained[1].progress.history)
+    assert len(later) == 2
+    assert min(later) > first + 2
 
 
 def test_a_grid_shows_the_reconstructions(trained: tuple[VaeTask, Fit, Path]) -> None:
@@ -88,6 +89,15 @@ def test_the_folded_vae_equals_the_normalised_one(trained: tuple[VaeTask, Fit, P
     posterior = folded.encode(images).latent_dist
     assert torch.equal(posterior.mean, latents)
     assert torch.equal(folded.decode(latents).sample, decode(folded, latents))
+
+
+@torch.no_grad()
+def test_a_new_vae_starts_with_little_noise(pools: list[Pool]) -> None:
+    task = make_task(pools)
+    task.start_new()
+    mean, logvar = encode(task.vae, take(pools[0].pixels, np.arange(16), CPU))
+    assert mean.std().item() == pytest.approx(1, abs=0.2)
+    assert (0.5 * logvar).exp().mean().item() == pytest.approx(0.1, abs=0.02)
 
 
 @torch.no_grad()
