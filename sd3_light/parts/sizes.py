@@ -31,8 +31,8 @@ class TextSize:
 # fmt: off
 VAE_SIZES = {            # channels               layers  groups      parameters
     "tiny":   VaeSize((32,  64,  96, 128),             1, 16),  #          3.4 M
-    "small":  VaeSize((64, 128, 192, 256),             1, 32),  #         13.5 M
-    "medium": VaeSize((96, 192, 288, 384),             2, 32),  #         47.1 M
+    "small":  VaeSize((64, 128, 192, 256),             1, 32),  #         13.7 M
+    "medium": VaeSize((96, 192, 288, 384),             2, 32),  #         40.6 M
 }
 TEXT_SIZES = {          # CLIP-L CLIP-G   T5  layers   image tower
     "tiny":   TextSize(      96,   128,  256,      3, (32,  64, 128, 256), (1, 1, 2, 1)),
