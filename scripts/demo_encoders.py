@@ -4,17 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from demo_tokenizers import EOS, MAX_LENGTH, clip_tokenizer, t5_tokenizer
+from demo_tokenizers import DEMO_VOCABULARY, Vocabulary, make_tokenizers
 from torch import Tensor, nn
 from transformers import (
-    CLIPTextConfig,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
     PreTrainedTokenizerBase,
-    T5Config,
     T5EncoderModel,
     T5TokenizerFast,
 )
+
+from sd3_light.parts.text_encoders import build_clip, build_t5
 
 NAMES = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
@@ -29,8 +29,8 @@ class Encoder(nn.Module):
         self.tokenizer, self.model = tokenizer, model
 
     def ids(self, texts: list[str]) -> Tensor:
-        """Return padded ids [captions, MAX_LENGTH]."""
-        padding = {"padding": "max_length", "max_length": MAX_LENGTH, "truncation": True}
+        """Return padded ids [captions, tokens per caption]."""
+        padding = {"padding": "max_length", "max_length": self.tokenizer.model_max_length, "truncation": True}
         ids: Tensor = self.tokenizer(texts, return_tensors="pt", **padding).input_ids
         return ids
 
@@ -41,52 +41,15 @@ class Encoder(nn.Module):
         return output.hidden_states[-2], output.text_embeds
 
 
-def build_clip(pad: str, width: int, heads: int, activation: str) -> Encoder:
-    """Build a CLIP text encoder with three layers; the last one is used only for the pooled output."""
-    tokenizer = clip_tokenizer(pad)
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, projection_dim=width,
-        num_hidden_layers=3, num_attention_heads=heads, max_position_embeddings=MAX_LENGTH, hidden_act=activation,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    model = CLIPTextModelWithProjection(config)
-    init_weights(model)
-    return Encoder(tokenizer, model.eval())
-
-
-def build_t5(width: int) -> Encoder:
-    """Build a T5 encoder with two layers and the gated GELU of T5-v1.1."""
-    tokenizer = t5_tokenizer()
-    config = T5Config(
-        vocab_size=len(tokenizer), d_model=width, d_kv=64, num_heads=4, d_ff=384, num_layers=2,
-        feed_forward_proj="gated-gelu", relative_attention_num_buckets=32, relative_attention_max_distance=128,
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False,
-        dropout_rate=0.0, use_cache=False, is_encoder_decoder=False,
-    )  # fmt: skip
-    model = T5EncoderModel(config)
-    init_weights(model)
-    return Encoder(tokenizer, model.eval())
-
-
-@torch.no_grad()
-def init_weights(model: nn.Module) -> None:
-    """Initialize embeddings at unit scale (the usual 0.02 would hide the words), and layers that add about the same."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            module.weight.normal_(std=0.5 if "position" in name else 1.0)
-        elif isinstance(module, nn.Linear):
-            is_residual = name.endswith((".out_proj", ".fc2", ".o", ".wo"))
-            module.weight.normal_(std=(0.5 if is_residual else 1.0) * module.in_features**-0.5)
-            if name.endswith(".q"):
-                module.weight.mul_(64**-0.5)  # T5 does not divide by the root of the head width
-            if module.bias is not None:
-                module.bias.zero_()
-
-
-def build_encoders(seed: int) -> dict[str, Encoder]:
+def build_encoders(seed: int, vocabulary: Vocabulary = DEMO_VOCABULARY) -> dict[str, Encoder]:
     """Return the three encoders by name, with random weights."""
     torch.manual_seed(seed)
-    encoders = (build_clip(EOS, 96, 3, "quick_gelu"), build_clip("!", 128, 4, "gelu"), build_t5(256))
+    first, second, third = make_tokenizers(vocabulary).values()
+    encoders = (
+        Encoder(first, build_clip(first, 96, 3, 3, "quick_gelu")),
+        Encoder(second, build_clip(second, 128, 3, 4, "gelu")),
+        Encoder(third, build_t5(third, 256, 2, 4, 384)),
+    )
     return dict(zip(NAMES, encoders, strict=True))
 
 

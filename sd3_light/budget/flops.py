@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from sd3_light.budget.amount import Amount
 from sd3_light.config import ModelSize
 from sd3_light.config.base import Checkpointing
+from sd3_light.config.schema_blocks import TokenRoute
 
 
 @dataclass(frozen=True)
@@ -31,38 +32,62 @@ def image_tokens(width: int, height: int) -> int:
     return (width // side) * (height // side)
 
 
-def forward_flops(size: ModelSize, tokens: Tokens) -> int:
+def forward_flops(size: ModelSize, tokens: Tokens, route: TokenRoute | None = None) -> int:
     """Return the FLOPs of one sample's forward pass: matrix products and attention, without norms and activations."""
     weights = matrix_weights(size)
     products = 2 * (weights.image * tokens.image + weights.text * tokens.text + weights.sample)
     joint = 4 * tokens.joint**2 * size.width * size.num_layers
     dual = 4 * tokens.image**2 * size.width * len(size.dual_attention_layers)
-    return products + joint + dual
+    return products + joint + dual - (0 if route is None else _skipped_flops(size, tokens, route))
+
+
+def _skipped_flops(size: ModelSize, tokens: Tokens, route: TokenRoute) -> int:
+    """Return the FLOPs of the tokens that skip blocks."""
+    kept = Tokens(route.tokens_in(route.first, tokens.image), tokens.text)
+    blocks = route.last - route.first + 1
+    dual = sum(route.first <= layer + 1 <= route.last for layer in size.dual_attention_layers)
+    products = 2 * _image_squares(blocks, dual) * size.width**2 * (tokens.image - kept.image)
+    pairs = blocks * (tokens.joint**2 - kept.joint**2) + dual * (tokens.image**2 - kept.image**2)
+    return products + 4 * pairs * size.width
 
 
 def training_flops(
-    size: ModelSize, tokens: Tokens, checkpointing: Checkpointing = False, adapter: bool = False
+    size: ModelSize,
+    tokens: Tokens,
+    checkpointing: Checkpointing = False,
+    adapter: bool = False,
+    route: TokenRoute | None = None,
 ) -> Amount:
     """Return the FLOPs of one training sample: the backward pass costs two forward passes, checkpointing one more.
 
     With an ``adapter`` the frozen weights' gradients are not computed: one forward pass less. The adapter itself, a
-    few percent at usual ranks, is not counted.
+    few percent at usual ranks, is not counted. Tokens of a ``route`` skip some blocks.
     """
     passes = 3 + (checkpointing is True) - adapter
     terms = "2·weights·tokens of each stream + 4·(N+T)²·D·L"
     if size.dual_attention_layers:
         terms += f" + 4·N²·D·{len(size.dual_attention_layers)}"
-    value = passes * forward_flops(size, tokens) - _input_gradients(size, tokens)
+    if route is not None:
+        terms += f" - {route.share:.4g}·N in blocks {route.first} to {route.last}"
+    value = passes * forward_flops(size, tokens, route) - _input_gradients(size, tokens)
     return Amount(value, f"{passes}·({terms}) - inputs' gradients")
 
 
-def step_flops(size: ModelSize, image_tokens: int, text_lengths: Iterable[int], adapter: bool = False) -> int:
+def step_flops(
+    size: ModelSize,
+    image_tokens: int,
+    text_lengths: Iterable[int],
+    adapter: bool = False,
+    route: TokenRoute | None = None,
+) -> int:
     """Return the FLOPs that a step needs, for utilisation: real tokens only, one text length per sample.
 
     Recomputation that saves memory, and padding that `text_tokens = "real"` masks, are not counted.
     """
     samples = Counter(text_lengths)
-    costs = {text: training_flops(size, Tokens(image_tokens, text), adapter=adapter).value for text in samples}
+    costs = {
+        text: training_flops(size, Tokens(image_tokens, text), adapter=adapter, route=route).value for text in samples
+    }
     return sum(count * costs[text] for text, count in samples.items())
 
 
@@ -88,12 +113,17 @@ def matrix_weights(size: ModelSize) -> MatrixWeights:
 def block_weights(size: ModelSize) -> MatrixWeights:
     """Return the matrix weights of the joint blocks alone."""
     square, blocks, dual = size.width**2, size.num_layers, len(size.dual_attention_layers)
-    # attention has 4 squares and the feed-forward 8; the last block only reads its text: 3 squares
-    image = 12 * blocks + 4 * dual
+    image = _image_squares(blocks, dual)
+    # the last block only reads its text: 3 squares
     text = 12 * (blocks - 1) + 3
     # modulation: 6 squares per stream and block, 9 for the image with dual attention, 2 for the last text
     modulation = 6 * blocks + 3 * dual + 6 * (blocks - 1) + 2
     return MatrixWeights(image * square, text * square, modulation * square)
+
+
+def _image_squares(blocks: int, dual: int) -> int:
+    """Return the matrices D x D that multiply an image token: attention has 4, the feed-forward 8."""
+    return 12 * blocks + 4 * dual
 
 
 def _input_gradients(size: ModelSize, tokens: Tokens) -> int:

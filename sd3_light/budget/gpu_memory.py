@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sd3_light.budget.amount import GIB, Amount, format_bytes
-from sd3_light.budget.flops import block_weights
+from sd3_light.budget.flops import Tokens, block_weights
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config.optimizers import OPTIMIZERS
 
@@ -170,16 +170,17 @@ def _inputs(setup: TrainingSetup) -> int:
 def activation_bytes(setup: TrainingSetup) -> int:
     """Return the bytes that a micro-batch's forward pass saves for the backward pass, without copies of weights."""
     if setup.checkpointing is True:
-        saved = len(setup.blocks) * _stream(setup)
+        saved = sum(_stream(setup, setup.tokens_in(block)) for block in setup.blocks)
     else:
-        saved = setup.saved_activations.total(setup.size, setup.tokens, setup.blocks)
+        total, size = setup.saved_activations.total, setup.size
+        saved = sum(total(size, setup.tokens_in(block), range(block, block + 1)) for block in setup.blocks)
     outputs = 0 if setup.is_last else _stream(setup)  # they wait for their gradients
     return setup.batch * (saved + outputs + _ends(setup))
 
 
-def _stream(setup: TrainingSetup) -> int:
-    """Return the bytes of a sample between two blocks."""
-    return setup.block_activations.stream * setup.size.width * setup.tokens.joint
+def _stream(setup: TrainingSetup, tokens: Tokens | None = None) -> int:
+    """Return the bytes of a sample between two blocks; ``tokens`` are those of its blocks, None: all."""
+    return setup.block_activations.stream * setup.size.width * (tokens or setup.tokens).joint
 
 
 def _ends(setup: TrainingSetup) -> int:

@@ -16,6 +16,7 @@ from sd3_light.budget.flops import Tokens, block_weights
 from sd3_light.budget.partition import stage_bounds
 from sd3_light.config import ModelSize
 from sd3_light.config.base import Checkpointing
+from sd3_light.config.schema_blocks import TokenRoute
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class TrainingSetup:
     other_models: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
     cache: int = 0  # bytes of the training cache, if it is in GPU memory
     adapter: tuple[int, ...] | None = None  # trained parameters per layer; the denoiser's own are frozen then
+    route: TokenRoute | None = None  # blocks that image tokens skip
     base_bits: int = 16  # bits of a frozen weight in the matrices of the blocks; under 16, one GPU holds all of them
     deepspeed: bool = False
     zero: int = 1
@@ -137,6 +139,12 @@ class TrainingSetup:
     def block_parameters(self) -> int:
         """Parameters of the largest block of this stage."""
         return max((self.size.layer_parameters()[block + 1] for block in self.blocks), default=0)
+
+    def tokens_in(self, block: int) -> Tokens:
+        """Return the tokens of a sample in a block, counted from 0."""
+        if self.route is None:
+            return self.tokens
+        return Tokens(self.route.tokens_in(block + 1, self.tokens.image), self.tokens.text)
 
     # --- activations ---------------------------------------------------------------------------
 

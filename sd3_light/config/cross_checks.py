@@ -7,9 +7,10 @@ from itertools import pairwise
 
 from sd3_light.config.faults import Fault
 from sd3_light.config.optimizers import OPTIMIZERS
+from sd3_light.config.schema_blocks import layer_sync_problem, routing_problem
 from sd3_light.config.schema_tables import AdapterConfig, ModelConfig
 from sd3_light.config.schema_train import TrainConfig
-from sd3_light.config.sizes import SIZES, chosen_size_name
+from sd3_light.config.sizes import PRETRAIN_SIZE, SIZES, chosen_size_name
 
 _fault = partial(Fault, "")  # without a file; the caller fills it in
 
@@ -57,6 +58,32 @@ def text_recon_problem(num_blocks: int) -> dict[str, str]:
         f"{num_blocks - 1} and its distance to itself is always 0"
     )
     return {"problem": problem, "allowed": f"0 to {num_blocks - 2} (0: after the context embedder, k: after block k)"}
+
+
+def token_keys(train: TrainConfig) -> Iterator[Fault]:
+    """Routing and LayerSync name blocks that exist, in one process; position crops fit in the table."""
+    model, name = train.model, chosen_size_name(train.model) or (PRETRAIN_SIZE if train.model.shape else None)
+    positions = None if name is None else SIZES[name].pos_embed_max_size
+    for key, fields in token_problems(model, _num_blocks(model), positions).items():
+        yield _fault(key, **fields)
+    for key in ("routing", "layer_sync"):
+        if getattr(model, key) is not None and train.pipeline_stages > 1:
+            problem, hint = "pipeline stages do not exchange these tokens", "remove it, or write pipeline_stages = 1"
+            yield _fault(f"model.{key}", problem, hint=hint)
+
+
+def token_problems(model: ModelConfig, num_blocks: int | None, num_positions: int | None) -> dict[str, dict[str, str]]:
+    """Return key -> fields of a `Fault`, for a denoiser with this depth and side of the position table, if known."""
+    problems: dict[str, dict[str, str] | None] = {}
+    if model.routing is not None and num_blocks is not None:
+        problems["model.routing"] = routing_problem(model.routing, num_blocks)
+    if model.layer_sync is not None and num_blocks is not None:
+        problems["model.layer_sync"] = layer_sync_problem(model.layer_sync, num_blocks)
+    side = model.position_crop_side
+    if side is not None and num_positions is not None and side > num_positions:
+        problem = f"the position table has {num_positions} tokens per side"
+        problems["model.position_crop_side"] = {"problem": problem, "value": str(side), "hint": "write a lower number"}
+    return {key: fields for key, fields in problems.items() if fields is not None}
 
 
 def shape(train: TrainConfig) -> Iterator[Fault]:
@@ -269,10 +296,16 @@ _CHECKPOINT_KEYS = tuple(f"checkpoint_every_n_{unit}" for unit in ("steps", "epo
 _ADAPTER_KEYS = ("adapter.type", "adapter.use_rslora", "adapter.use_dora", "adapter.base_bits")
 _TIME_KEYS = ("shift", "flux_shift", "sqrt_shift", "timestep_sample_method", "logit_mean", "uniform_share")
 _DEPTH_KEYS = ("model", "model.size", "model.num_layers", "model.shape", "model.shape.num_layers", "model.train_type")
+_TOKEN_KEYS = (
+    "model.position_crop_side",
+    *(f"model.routing{key}" for key in ("", ".share", ".first_block", ".last_block")),
+    *(f"model.layer_sync{key}" for key in ("", ".weight", ".early_block", ".late_block")),
+)
 CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     length: ("epochs", "max_steps"),
     saving: (*_SAVE_KEYS, *_CHECKPOINT_KEYS),
     text_recon: (*_DEPTH_KEYS, "model.text_recon_gamma", "model.text_recon_target_layer"),
+    token_keys: (*_DEPTH_KEYS, *_TOKEN_KEYS, "pipeline_stages"),
     shape: ("model", "model.shape", "model.shape.head_dim", "model.size", "model.num_layers"),
     timesteps: ("model", *(f"model.{key}" for key in _TIME_KEYS)),
     schedule: ("lr_scheduler", "lr_step_size", "lr_step_gamma"),

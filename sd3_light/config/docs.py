@@ -57,7 +57,7 @@ def render_config_page() -> str:
 
 def _section(title: str, table: type[Table], name: str) -> str:
     title = f"`[[{name}]]`" if table is not DirectoryConfig and name in LIST_TABLES else title
-    note = " Absent by default." if name == "adapter" else ""
+    note = " Absent by default." if name in ("adapter", "model.layer_sync", "model.routing") else ""
     about = (table.__doc__ or "").splitlines()[0].removeprefix(f"[{name}]: ").removeprefix(f"[[{name}]]: ")
     return f"### {title}\n\n{about[0].upper()}{about[1:]}{note}\n\n{_key_table(table)}"
 

@@ -22,6 +22,7 @@ from sd3_light.config.base import (
 )
 from sd3_light.config.condition import ConditionError, parse_condition
 from sd3_light.config.faults import UserError
+from sd3_light.config.hub_ids import DataPath, repo_or_name
 from sd3_light.config.schema_train import Resolution, as_resolution
 
 SIDE_MULTIPLE = 16  # the VAE downsamples by 8 and a patch covers 2 latents
@@ -179,14 +180,20 @@ class DirectoryConfig(DatasetDefaults):
     """[[directory]]: one source of samples, with the dataset's defaults merged in."""
 
     @property
+    def name(self) -> str:
+        """The last name of `path`, which is part of the identity of its samples; of a dataset on the hub, its own."""
+        return repo_or_name(self.path).rpartition("/")[2]
+
+    @property
     def caption_columns(self) -> tuple[str, ...]:
         """The configured columns of captions; none if they are detected by name."""
         if isinstance(self.caption_column, tuple):
             return self.caption_column
         return (self.caption_column,) if self.caption_column else ()
 
-    path: TomlPath
-    """Folder with images, tables, tars or Parquet files, or a single tar or Parquet file."""
+    path: DataPath
+    """Folder with images, tables, tars or Parquet files, or a single tar or Parquet file. Or a dataset on the Hugging
+    Face hub: `hf://datasets/OWNER/NAME`, also with `@REVISION` and a `/FOLDER` in it."""
     mask_path: TomlPath | None = None
     """Folder of masks; a mask has the name of its image."""
     default_mask_file: TomlPath | None = None

@@ -23,7 +23,9 @@ from sd3_light.config.base import (
     TomlString,
     invalid_value,
 )
+from sd3_light.config.hub_ids import ModelFolder
 from sd3_light.config.optimizers import OPTIMIZERS, describe_optimizers
+from sd3_light.config.schema_blocks import LayerSyncConfig, RoutingConfig, TokenRoute
 from sd3_light.config.sizes import IMAGE_ATTENTION, MAX_POSITION_STEP, SIZES, TEXT_ATTENTION
 
 _SIZE_NAMES = KnownValues(tuple(SIZES))
@@ -70,9 +72,10 @@ class ModelConfig(Table):
     """Model family."""
     train_type: Literal["sd3_light_pretrain"] | None = None
     """Pretrain a model of this `size`. Absent: fine-tune the denoiser of `diffusers_path`."""
-    diffusers_path: TomlPath
+    diffusers_path: ModelFolder
     """Complete SD3 folder in diffusers layout, or one written by `sd3-light init`. Provides the text encoders and the
-    VAE."""
+    VAE. Or the id of a model on the Hugging Face hub (`OWNER/NAME`, also `hf://OWNER/NAME@REVISION`), which is
+    downloaded into the hub's cache."""
     size: SizeName | None = None
     """Name in the table of sizes. Absent: `sd3_light` with `train_type`, otherwise the size of the weights."""
     shape: ShapeConfig | None = None
@@ -130,6 +133,17 @@ class ModelConfig(Table):
     text_recon_target_layer: CountOrZero = 0
     """Layer whose text tokens are reconstructed: 0 after the context embedder, k after block k. At most the number of
     blocks minus 2: the last block has no text output, and the last text output is the prediction."""
+    layer_sync: LayerSyncConfig | None = None
+    """Align an early block's image tokens with a later block's. Absent: no such loss."""
+    routing: RoutingConfig | None = None
+    """Let some image tokens skip the middle blocks in training. Absent: all tokens run through all blocks."""
+    position_crop_side: Count | None = None
+    """Give every training sample a random crop of the position table, within the central square of this many tokens per
+    side: 64 covers 1024 px. Validation and sampling use the centre. Absent: the centre in training too."""
+
+    def route(self, num_blocks: int) -> TokenRoute | None:
+        """Return the route of image tokens through a denoiser with ``num_blocks`` blocks, if there is one."""
+        return None if self.routing is None else self.routing.route(num_blocks)
 
 
 class OptimizerConfig(Table):

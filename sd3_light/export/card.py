@@ -235,9 +235,10 @@ def licence_file(base: Path | None) -> dict[str, str]:
 
 
 def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
-    """Return the card of an adapter as Markdown."""
+    """Return the card of an adapter as Markdown. The hub links it with a base model that is there."""
+    on_hub = {"base_model": spec.base_name} if "/" in spec.base_name else {}
     return _ADAPTER_CARD.format(
-        metadata=_front_matter(["sd3", "sd3-light", spec.adapter.type], **_NO_LICENCE),
+        metadata=_front_matter(["sd3", "sd3-light", spec.adapter.type], **_NO_LICENCE, **on_hub),
         title=_title(spec.adapter),
         table="\n".join(f"| {name} | {value} |" for name, value in _adapter_rows(spec, facts)),
         use=_adapter_use(spec),

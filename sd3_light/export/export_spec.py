@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sd3_light.config import AdapterConfig
+from sd3_light.config.hub_ids import repo_or_name
 from sd3_light.export.lora_fusing import Padding, reader_padding
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 
@@ -66,7 +67,7 @@ class AdapterSpec(ExportSpec):
     @property
     def base_name(self) -> str:
         """The name of the base model, from its denoiser's folder or file."""
-        return self.base.parent.name if self.base.name == "transformer" else self.base.name
+        return repo_or_name(self.base.parent if self.base.name == "transformer" else self.base)
 
 
 def write_texts(folder: Path, spec: ExportSpec, facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:

@@ -7,7 +7,7 @@ denoiser before training, for losses that compare with it. ``reads`` lists the v
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -101,6 +101,12 @@ class FlowMatchSFTLoss:
                 f"denoise returned {result} for latents of {tuple(clean.shape)}; return a velocity of their shape"
             )
         return flow_loss(predicted, velocity(clean, noise), inputs.get("mask"), self.pseudo_huber_c)
+
+    def at_fixed_times(self) -> "FlowMatchSFTLoss":
+        """Return the loss whose quantiles are the times themselves, without distribution and shift."""
+        plain = FlowMatchSFTLoss(timestep_sample_method="uniform")
+        names = ("timestep_sample_method", "shift", "flux_shift", "logit_mean", "uniform_share", "sqrt_shift")
+        return replace(self, **{name: getattr(plain, name) for name in names})
 
     def times(self, quantile: Tensor, clean: Tensor) -> Tensor:
         """Return t in (0, 1) per sample."""

@@ -5,6 +5,7 @@ Every loss is a mean over samples of each sample's own mean, so averaging equal 
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 NUM_BANDS = 10
 BAND_NAMES = tuple(f"{band / NUM_BANDS:.1f}-{(band + 1) / NUM_BANDS:.1f}" for band in range(NUM_BANDS))
@@ -44,6 +45,11 @@ def text_reconstruction_loss(text: Tensor, target: Tensor, lengths: Tensor | Non
         return error.flatten(1).mean(1)
     is_real = torch.arange(text.shape[1], device=text.device) < lengths[:, None]
     return error.mean(2).masked_fill(~is_real, 0).sum(1) / lengths
+
+
+def alignment_loss(early_BND: Tensor, late_BND: Tensor) -> Tensor:
+    """Return 1 - cosine of two blocks' tokens, the mean per sample [B]; the late ones are constants (LayerSync)."""
+    return 1 - functional.cosine_similarity(early_BND.float(), late_BND.float().detach(), dim=-1).mean(1)
 
 
 def sum_by_band(each_B: Tensor, time_B: Tensor) -> Tensor:

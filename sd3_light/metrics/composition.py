@@ -8,15 +8,15 @@ from PIL import Image
 
 from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate
 from sd3_light.sampling.grid import make_grid
-from sd3_light.world import Prompt, judge, scene_captions
+from sd3_light.world import Prompt
 from sd3_light.world.judge import Verdict
-from sd3_light.world.scene import SCENE_KINDS
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
 
 # "all" means that everything in a prompt is right; the others are its parts, as in `Verdict`.
 DEMANDS: tuple[str, ...] = ("all", "colour", "shape", "count", "relation", "background", "size")
+_HARD_DEMANDS = (*DEMANDS, "texture")  # only harder scenes have textures
 
 Rates = Mapping[str, float | None]
 
@@ -44,7 +44,7 @@ class CompositionScore:
         """The rates by kind of scene."""
         kinds = [prompt.scene.kind for prompt in self.prompts]
         pairs = list(zip(kinds, self.verdicts, strict=True))
-        return {kind: _rates(v for k, v in pairs if k == kind) for kind in SCENE_KINDS if kind in kinds}
+        return {kind: _rates(v for k, v in pairs if k == kind) for kind in dict.fromkeys(kinds)}
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything except the images, for JSON."""
@@ -60,7 +60,7 @@ class CompositionScore:
             scale,
             title,
             marks=[verdict.all for verdict in self.verdicts],
-            fallback_captions=[scene_captions(prompt.scene)["en"] for prompt in self.prompts],
+            fallback_captions=[prompt.english for prompt in self.prompts],
         )
 
 
@@ -89,15 +89,15 @@ def score(
 
 def judge_images(prompts: Sequence[Prompt], images: Sequence[Image.Image]) -> CompositionScore:
     """Return the score of existing images, one per prompt."""
-    verdicts = [judge(image, prompt.scene) for image, prompt in zip(images, prompts, strict=True)]
+    verdicts = [prompt.judge(image) for image, prompt in zip(images, prompts, strict=True)]
     return CompositionScore(tuple(prompts), tuple(images), tuple(verdicts))
 
 
 def _rates(verdicts: Iterable[Verdict]) -> Rates:
     outcomes: dict[str, list[bool]] = {demand: [] for demand in DEMANDS}
     for verdict in verdicts:
-        for demand in DEMANDS:
+        for demand in _HARD_DEMANDS:
             is_correct: bool | None = getattr(verdict, demand)
             if is_correct is not None:
-                outcomes[demand].append(is_correct)
+                outcomes.setdefault(demand, []).append(is_correct)
     return {demand: sum(results) / len(results) if results else None for demand, results in outcomes.items()}

@@ -19,6 +19,11 @@ QUANTILES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 FIXED_TIMES = tuple(FixedTime(quantile) for quantile in QUANTILES)
 
 
+def eval_points(at_fixed_t: bool) -> tuple[float, ...]:
+    """Return the points at which every sample is evaluated: quantiles of t, and fixed times if requested."""
+    return (*QUANTILES, *(FIXED_TIMES if at_fixed_t else ()))
+
+
 class QuantileBatches(Dataset[tuple[CachedBatch, float]]):
     """Every batch at every point, a quantile or fixed time: item ``batch * len(points) + point``.
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from sd3_light.config.base import Checkpointing
+from sd3_light.model.between_blocks import BetweenBlocks
 from sd3_light.model.masked_attention import MaskedJointAttention, mask_attention, real_text_mask
 
 LayerState = tuple[Tensor, ...]
@@ -24,23 +25,39 @@ reconstruct. Only the first three have gradients."""
 
 
 class Embed(nn.Module):
-    """Maps (noisy_BCHW, timestep_B, prompt_BTE, pooled_BP[, lengths_B]) to a LayerState."""
+    """Maps (noisy_BCHW, timestep_B, prompt_BTE, pooled_BP[, lengths_B][, corners_B2]) to a LayerState.
 
-    def __init__(self, transformer: SD3Transformer2DModel, keep_text: bool = False) -> None:
+    ``corners_B2`` are the rows and columns where each sample's crop of the position table begins.
+    """
+
+    def __init__(self, transformer: SD3Transformer2DModel, keep_text: bool = False, real_text: bool = False) -> None:
         super().__init__()
         self.pos_embed = transformer.pos_embed
         self.time_text_embed = transformer.time_text_embed
         self.context_embedder = transformer.context_embedder
-        self.keep_text = keep_text
+        self.keep_text, self.real_text = keep_text, real_text
 
     def forward(self, inputs: LayerState) -> LayerState:
         """Embed patches with positions, text, and time with pooled text."""
-        noisy_BCHW, timestep_B, prompt_BTE, pooled_BP, *lengths = inputs
-        image_BND = self.pos_embed(noisy_BCHW).contiguous()
+        noisy_BCHW, timestep_B, prompt_BTE, pooled_BP, *rest = inputs
+        lengths, corners = rest[: self.real_text], rest[self.real_text :]
+        image_BND = embed_patches(self.pos_embed, noisy_BCHW, *corners)
         time_BD = self.time_text_embed(timestep_B, pooled_BP)
         text_BTD = self.context_embedder(prompt_BTE)
         target = (text_BTD.detach(),) if self.keep_text else ()
         return (image_BND, text_BTD, time_BD, *lengths, *target)
+
+
+def embed_patches(embed: Any, noisy_BCHW: Tensor, corners_B2: Tensor | None = None) -> Tensor:
+    """Return the patches [B, N, D] with positions: the centre of the table, or each sample's crop of it."""
+    if corners_B2 is None:
+        return embed(noisy_BCHW).contiguous()  # type: ignore[no-any-return]
+    patches_BDHW = embed.proj(noisy_BCHW)
+    rows, columns = (torch.arange(count, device=noisy_BCHW.device) for count in patches_BDHW.shape[-2:])
+    top_B11, left_B11 = corners_B2.long()[:, :, None, None].unbind(1)
+    places_BHW = (top_B11 + rows[:, None]) * embed.pos_embed_max_size + left_B11 + columns
+    positions_BND = embed.pos_embed[0][places_BHW.flatten(1)]
+    return (patches_BDHW.flatten(2).transpose(1, 2) + positions_BND).to(patches_BDHW.dtype)  # type: ignore[no-any-return]
 
 
 class JointBlock(nn.Module):
@@ -92,34 +109,40 @@ def build_layers(
     """Return the layers of a stock transformer; they share its modules.
 
     ``text_target_layer`` k keeps the text tokens after block k (0: after the context embedder) for reconstruction; the
-    last text output cannot be a target. With ``real_text`` inputs end with lengths, and the transformer's attention
+    last text output cannot be a target. With ``real_text`` inputs contain lengths, and the transformer's attention
     applies masks from now on.
     """
     blocks = list(transformer.transformer_blocks)
     assert text_target_layer is None or 0 <= text_target_layer < len(blocks) - 1, text_target_layer
     if real_text:
         mask_attention(transformer)
-    layers: list[nn.Module] = [Embed(transformer, keep_text=text_target_layer == 0)]
+    layers: list[nn.Module] = [Embed(transformer, text_target_layer == 0, real_text)]
     for number, block in enumerate(blocks, start=1):
         layers.append(JointBlock(block, text_target_layer == number, real_text))
     return [*layers, Output(transformer)]
 
 
 def run_layers(
-    layers: Iterable[nn.Module], inputs: Sequence[Tensor], checkpointing: Checkpointing = False
+    layers: Iterable[nn.Module],
+    inputs: Sequence[Tensor],
+    checkpointing: Checkpointing = False,
+    between: BetweenBlocks | None = None,
 ) -> LayerState:
     """Run the layers in order and return the last state.
 
     With ``checkpointing`` the backward pass recomputes the blocks' activations: all, or with ``"selective"`` all except
-    the outputs of matrix products and attention.
+    the outputs of matrix products and attention. ``between``, for the whole list of layers, gets the image tokens
+    between them.
     """
     context: dict[str, Any] = {"context_fn": _save_products} if checkpointing == "selective" else {}
     state: Any = tuple(inputs)
-    for layer in layers:
+    for number, layer in enumerate(layers):
         if checkpointing and isinstance(layer, JointBlock) and torch.is_grad_enabled():
             state = checkpoint(layer, state, use_reentrant=False, **context)
         else:
             state = layer(state)
+        if between is not None and between.acts_after(number):
+            state = (between.after(number, state[0]), *state[1:])
     return tuple(state)
 
 

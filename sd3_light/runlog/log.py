@@ -199,8 +199,17 @@ def _is_text(value: Any) -> bool:
 
 _ANY = (lambda value: True, "")
 _MEASUREMENTS = (
-    *("loss", "flow", "fixed", "text_recon", "lr", "grad_norm", "param_norm", "samples_per_second", "data_wait", "mfu"),
-    *("tflops_per_gpu", "gpu_memory_gib", "gpu_reserved_gib", "host_memory_gib", "seconds", "gpu_seconds"),
+    *("loss", "flow", "fixed", "text_recon", "layer_sync", "lr", "grad_norm", "param_norm", "samples_per_second"),
+    *(
+        "data_wait",
+        "mfu",
+        "tflops_per_gpu",
+        "gpu_memory_gib",
+        "gpu_reserved_gib",
+        "host_memory_gib",
+        "seconds",
+        "gpu_seconds",
+    ),
     *("stall_seconds", "epoch"),
     *(f"{name}@0.{tenth}" for name in ("flow", "fixed") for tenth in range(1, 10)),
 )

@@ -1,6 +1,6 @@
 """Batches of a user's dataset for the loop, ordered as in pretraining (law 2); a sample's id is its index."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.order import Order, Segment, build_order, rank_slice
 from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import StepStream
-from sd3_light.metrics.validation import QUANTILES
 from sd3_light.tasks.stacking import SampleStacker
 from sd3_light.training.errors import as_user_error
 
@@ -132,8 +131,9 @@ def evaluation_batches(
     rank: int,
     world: int,
     read: ReadItem,
+    points: Sequence[float],
 ) -> Iterator[tuple[TaskBatch, float]]:
-    """Yield (micro-batch, quantile) so that every sample is evaluated once at every quantile."""
+    """Yield (micro-batch, point) so that every sample is evaluated once at every point, a quantile or fixed time."""
     samples = SampleOrder(dataset, 0, batch_size * world, bucket_of)
     batches = TaskBatches(dataset, samples, rank, world, 1, read)
-    return ((batches[step], quantile) for step in range(samples.order.steps_per_epoch) for quantile in QUANTILES)
+    return ((batches[step], point) for step in range(samples.order.steps_per_epoch) for point in points)

@@ -14,7 +14,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.config.load import adapter_from_arguments
 from sd3_light.flow.losses import FlowMatchSFTLoss
 from sd3_light.flow.objective import sum_by_band
-from sd3_light.flow.timesteps import open_interval
+from sd3_light.flow.timesteps import FixedTime, open_interval
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.device_copy import to_device
 from sd3_light.model.lora_layers import target_layers
@@ -160,12 +160,16 @@ class DiffusionTrainingModule(ModuleHelpers):
         return each.mean()
 
     def each(self, batch: Sample | Sequence[Sample], quantile: float | None = None) -> Tensor:
-        """Return the loss of each sample; with ``quantile`` as in validation: at that time, with fixed noise."""
-        return self._losses(self._values(batch, quantile))
+        """Return the loss of each sample; with ``quantile`` as in validation: at that time, with fixed noise.
 
-    def _losses(self, values: Values) -> Tensor:
+        A `FixedTime` in its place is the time itself.
+        """
+        return self._losses(self._values(batch, quantile), isinstance(quantile, FixedTime))
+
+    def _losses(self, values: Values, at_fixed_times: bool = False) -> Tensor:
+        loss = self.loss.at_fixed_times() if at_fixed_times else self.loss
         with as_user_error(f"the loss {type(self.loss).__name__}"):
-            each: Any = self.loss(self._denoise, values, self._reference)
+            each: Any = loss(self._denoise, values, self._reference)
         count = len(values["quantile"])
         if not isinstance(each, Tensor) or each.shape != (count,):
             kind = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__

@@ -65,6 +65,7 @@ class TaskSettings(Table):
     resume: Annotated[bool, Strict(), Allowed("True or False")] = False
     eval_dataset: Any = None
     eval_steps: Count | None = None
+    eval_at_fixed_t: Annotated[bool, Strict(), Allowed("True or False")] = False
     draw: Annotated[Callable[[Any], Any], _FUNCTION] | None = None
     draw_steps: Count | None = None
     logging_steps: Count = 1

@@ -23,7 +23,7 @@ from sd3_light.data.video import write_video
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import TaskEngine, launch_from_accelerator
 from sd3_light.engines.processes import ProcessGroups, abort_process_group, start_process_group
-from sd3_light.metrics.validation import validate
+from sd3_light.metrics.validation import eval_points, validate
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
@@ -301,6 +301,10 @@ class _TaskHooks:
 
     def run_hooks(self, autocast: Callable[[], AbstractContextManager[Any]]) -> RunHooks:
         """Return the hooks for the driver."""
+        if self.settings.eval_at_fixed_t and not hasattr(getattr(self.model, "loss", None), "at_fixed_times"):
+            raise UserError(
+                "eval_at_fixed_t needs a loss that draws times from quantiles, such as FlowMatchSFTLoss; leave it out"
+            )
         return RunHooks(
             evaluate=None if self.settings.eval_dataset is None else self.evaluate,
             sample=None if self.settings.draw is None else self.draw,
@@ -311,11 +315,12 @@ class _TaskHooks:
 
     def evaluate(self) -> Iterable[tuple[str, Mapping[str, float]]]:
         """Yield the validation loss at fixed times with fixed noise."""
-        settings, launch = self.settings, self.launch
+        settings, launch, engine = self.settings, self.launch, self.run.engine
+        points = eval_points(settings.eval_at_fixed_t)
         batches: Any = evaluation_batches(
-            settings.eval_dataset, settings.batch_size, settings.bucket_of, launch.rank, launch.world, self.read
+            settings.eval_dataset, settings.batch_size, settings.bucket_of, launch.rank, launch.world, self.read, points
         )
-        yield "eval", validate(batches, self.run.engine.evaluate, self.run.engine.sum_over_ranks)
+        yield "eval", validate(batches, engine.evaluate, engine.sum_over_ranks, points)
 
     def draw(self, progress: Progress, weights: str) -> Path | None:
         """Write what the user's function returns; all processes call it, as sharded weights need."""

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 
 from sd3_light.budget.flops import image_tokens, step_flops
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelSize, TrainConfig, UserError, batch_size_for
+from sd3_light.config.schema_blocks import TokenRoute
 from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
@@ -21,7 +22,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import MicroBatch, StepStream
 from sd3_light.training.resident_inputs import GatheringPreparer, IndexPreparer, ResidentInputs
-from sd3_light.training.sd3 import CleanPreparer, InputPreparer
+from sd3_light.training.sd3 import CleanPreparer, InputPreparer, text_lengths
 
 
 def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch) -> CachedDataset:
@@ -157,7 +158,9 @@ def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> Step
         yield [placeholder_batch(order.batch_size(step) // world // micro)] * micro
 
 
-def flops_counter(size: ModelSize, world: int, adapter: bool = False) -> Callable[[Sequence[MicroBatch]], int]:
+def flops_counter(
+    size: ModelSize, world: int, adapter: bool = False, route: TokenRoute | None = None
+) -> Callable[[Sequence[MicroBatch]], int]:
     """Return a function that counts the FLOPs of a step over all processes, from the tokens in its micro-batches.
 
     It returns 0 for placeholder batches.
@@ -169,9 +172,9 @@ def flops_counter(size: ModelSize, world: int, adapter: bool = False) -> Callabl
             if len(features) == 1:
                 return 0
             height, width = (8 * side for side in features[0].shape[-2:])
-            prompt = features[2]
-            lengths = features[4].tolist() if len(features) > 4 else [prompt.shape[1]] * len(prompt)
-            total += step_flops(size, image_tokens(width, height), lengths, adapter)
+            prompt, lengths = features[2], text_lengths(features)
+            counts = [prompt.shape[1]] * len(prompt) if lengths is None else lengths.tolist()
+            total += step_flops(size, image_tokens(width, height), counts, adapter, route)
         return total * world
 
     return flops

@@ -8,7 +8,7 @@ from sd3_light.data.loader import PreparesInPlace
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
 from sd3_light.engines.protocol import MicroBatch
-from sd3_light.metrics.validation import FIXED_TIMES, QUANTILES, EvalPreparer, QuantileBatches, validate
+from sd3_light.metrics.validation import EvalPreparer, QuantileBatches, eval_points, validate
 from sd3_light.training.data import make_loader, open_cache, placeholder_batch
 
 
@@ -34,7 +34,7 @@ class Evaluator:
     @property
     def points(self) -> tuple[float, ...]:
         """The quantiles of t, and the fixed times, at which every sample is evaluated."""
-        return (*QUANTILES, *(FIXED_TIMES if self.loaded.train.eval_at_fixed_t else ()))
+        return eval_points(self.loaded.train.eval_at_fixed_t)
 
     def _loader(self, name: str) -> Iterable[MicroBatch]:
         """Return the micro-batches of a set, each sample once; placeholders if this process reads no data."""

@@ -7,8 +7,9 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
-from sd3_light.flow.objective import flow_loss, text_reconstruction_loss
+from sd3_light.flow.objective import alignment_loss, flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter_layers import AdapterDropout
+from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.model.fast.block import BlockOptions, Keep, Products
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import Embed, LayerState, build_layers, run_layers, unpatchify
@@ -26,7 +27,9 @@ class SD3TrainingModule(nn.Module):
     ``module(features, label)`` returns the loss of a micro-batch, its parts (means over the samples), and the flow loss
     of ``each`` sample; ``module.denoise(features)`` returns the predicted velocity. ``features`` come from
     `InputPreparer.prepare_inputs`, with lengths exactly if the config's text is real; keep the lengths on the host.
-    With ``fast`` the blocks use hand-written kernels (`model/fast`).
+    Those of training end with the config's draws per image: the kept tokens of a route, the corners of position crops.
+    Without them all tokens run through all blocks, at the centre of the table. With ``fast`` the blocks use
+    hand-written kernels (`model/fast`).
     """
 
     def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:
@@ -40,6 +43,9 @@ class SD3TrainingModule(nn.Module):
         self.real_text = config.model.text_tokens == "real"
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
         self.target_layer = target_layer
+        self.plan = BetweenPlan.of(config.model, transformer)
+        self.has_crops = config.model.position_crop_side is not None
+        self.sync_weight = 0.0 if config.model.layer_sync is None else config.model.layer_sync.weight
         self.products: Products = "fp8" if config.fp8 else "plain"
         self._fast: FastDenoiser | None = None
         self.dropout: AdapterDropout | None = None
@@ -49,7 +55,8 @@ class SD3TrainingModule(nn.Module):
     @property
     def loss_names(self) -> tuple[str, ...]:
         """The names of a micro-batch's losses besides ``each``, in order."""
-        return ("loss", "flow", "text_recon") if self.gamma > 0 else ("loss", "flow")
+        parts = {"text_recon": self.gamma, "layer_sync": self.sync_weight}
+        return ("loss", "flow", *(name for name, weight in parts.items() if weight > 0))
 
     def forward(self, features: tuple[Tensor, ...], label: Label) -> Losses:
         """Return the loss with its gradient, and its parts and ``each`` without."""
@@ -63,10 +70,13 @@ class SD3TrainingModule(nn.Module):
         each = flow_loss(unpatchify(patches, *target.shape[-2:]), target, mask, self.pseudo_huber_c)
         flow = each.mean()
         losses = {"loss": flow, "flow": flow.detach(), "each": each.detach()}
+        sync = rest.pop().mean() if self.sync_weight > 0 else None
         if self.gamma > 0:
             lengths = rest[0] if self.real_text else None
             recon = text_reconstruction_loss(text, rest[-1], lengths).mean()
             losses |= {"loss": flow + self.gamma * recon, "text_recon": recon.detach()}
+        if sync is not None:
+            losses |= {"loss": losses["loss"] + self.sync_weight * sync, "layer_sync": sync.detach()}
         return losses
 
     def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
@@ -86,28 +96,40 @@ class SD3TrainingModule(nn.Module):
         """Run all layers and return the last one's outputs, for `losses` and `velocity`."""
         if self.dropout is not None:
             self.dropout.forward(features[0].device)
-        return self._run_fast(features) if self.fast else self.run_some(self._layers, self.inputs(features))
+        features, kept = self.split_features(features)
+        between = BetweenBlocks(self.plan, kept, alignment_loss) if any(self.plan) else None
+        run = self._run_fast if self.fast else self._run_stock
+        outputs = run(features, between)
+        return outputs if between is None or between.compared is None else (*outputs, between.compared)
+
+    def split_features(self, features: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        """Return the features without the kept tokens of a route, and these."""
+        count = 4 + self.real_text
+        draws = len(features) - count
+        assert draws in (0, (self.plan.route is not None) + self.has_crops), f"{len(features)} features, {self.plan}"
+        if not draws or self.plan.route is None:
+            return features, None
+        return (*features[:count], *features[count + 1 :]), features[count]
+
+    def _run_stock(self, features: tuple[Tensor, ...], between: BetweenBlocks | None) -> LayerState:
+        return self.run_some(self._layers, self.inputs(features), between)
 
     def inputs(self, features: tuple[Tensor, ...]) -> LayerState:
         """Return the input of the first layer."""
-        self._require(features)
         device = features[0].device
         return (
             *(feature.float() for feature in features[:4]),
-            *(lengths.to(device, non_blocking=True) for lengths in features[4:]),
+            *(counts.to(device, non_blocking=True) for counts in features[4:]),
         )
 
-    def _require(self, features: tuple[Tensor, ...]) -> None:
-        assert len(features) == 4 + self.real_text, f"{len(features)} features, real text: {self.real_text}"
-
-    def _run_fast(self, features: tuple[Tensor, ...]) -> LayerState:
+    def _run_fast(self, features: tuple[Tensor, ...], between: BetweenBlocks | None) -> LayerState:
         """Return the last layer's outputs; the text stream is empty where no loss reads it."""
-        self._require(features)
-        noisy, times, prompt, pooled, *lengths = features
+        noisy, times, prompt, pooled, *rest = features
+        lengths, corners = rest[: self.real_text], rest[self.real_text :]
         fast = self._fast_denoiser(noisy.device)
-        inputs = (noisy.float(), times.float(), prompt.to(fast.dtype), pooled)
+        inputs = (noisy.float(), times.float(), prompt.to(fast.dtype), pooled, *corners)
         counts = lengths[0].tolist() if lengths else None
-        patches, *texts = fast.with_text(inputs, counts, self.target_layer)
+        patches, *texts = fast.with_text(inputs, counts, self.target_layer, between)
         if not texts:
             return (patches, patches.new_empty(0))
         text, target = texts
@@ -121,12 +143,14 @@ class SD3TrainingModule(nn.Module):
             self._fast = FastDenoiser(self.transformer, dtype, options)
         return self._fast
 
-    def run_some(self, layers: Sequence[nn.Module], state: LayerState) -> LayerState:
+    def run_some(
+        self, layers: Sequence[nn.Module], state: LayerState, between: BetweenBlocks | None = None
+    ) -> LayerState:
         """Run these layers in the config's compute dtype."""
         device = state[0].device
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
-            return run_layers(layers, state, self.checkpointing)
+            return run_layers(layers, state, self.checkpointing, between)
 
 
 class PipelineLayer(nn.Module):
@@ -142,4 +166,6 @@ class PipelineLayer(nn.Module):
         (module,) = self._module
         if module.dropout is not None:
             module.dropout.forward(state[0].device, self.number)
-        return module.run_some([self.layer], module.inputs(state) if isinstance(self.layer, Embed) else state)
+        if isinstance(self.layer, Embed):
+            state = module.inputs(module.split_features(state)[0])
+        return module.run_some([self.layer], state)

@@ -1,7 +1,8 @@
 """Micro-batches of a cache in memory: indices on the host, tensors gathered where the cache is.
 
-A batch of indices is ``((images, t, clip_l, clip_g, t5, pooled[, lengths]), (words, flips, bucket))``: the image rows
-[B], the token rows of each encoder [B, T], and the rows of both pooled vectors [2, B]. Absent tokens are rows of zeros.
+A batch of indices is ``((images, t, clip_l, clip_g, t5, pooled, ...), (words, flips, bucket))``: the image rows [B],
+the token rows of each encoder [B, T], and the rows of both pooled vectors [2, B]; then lengths of real text and
+`InputPreparer.image_draws`, as in features. Absent tokens are rows of zeros.
 ``flips`` is None without masks; otherwise it holds the samples' numbers and whether their images are mirrored.
 """
 
@@ -53,11 +54,12 @@ class ResidentInputs:
             drops = np.array(draw_drops(self.preparer.seed, occurrences, model.uncond_text_dropout_prob, joint))
         distinct = bucket.captions[first_caption + caption]
         text = self._text_rows(bucket.text, distinct, drops)
-        t = self.preparer.times(occurrences, bucket.moments.shape)
+        shape = bucket.moments.shape
+        t = self.preparer.times(occurrences, shape)
         flips = np.stack([sample, variant]) if bucket.masked[sample].any() else None
         words = torch.from_numpy(occurrences).view(torch.int32)
         label = (words, None if flips is None else _rows(flips), picks.bucket)
-        return (_rows(first_image + variant), t, *text), label
+        return (_rows(first_image + variant), t, *text, *self.preparer.image_draws(occurrences, shape)), label
 
     def _text_rows(self, text: ResidentText, distinct: Indices, drops: NDArray[np.bool_]) -> tuple[Tensor, ...]:
         """Return the rows of tokens and pooled vectors, and lengths of real text, as `drop_text` and `join_text` do."""
@@ -87,7 +89,7 @@ class ResidentInputs:
 
     def gather(self, batch: PreparedBatch, empty: AllocateTensor | None = None) -> PreparedBatch:
         """Return a batch of `InputPreparer.prepare_clean` for indices; ``empty`` allocates moments and prompt."""
-        (images, t, clip_l, clip_g, t5, pooled, *lengths), (words, flips, number) = batch
+        (images, t, clip_l, clip_g, t5, pooled, *rest), (words, flips, number) = batch
         bucket: ResidentBucket = self.cache.buckets[number]
         text = bucket.text
         prompt, first = _select(text.tokens["t5"], t5, empty), 0
@@ -97,7 +99,7 @@ class ResidentInputs:
             prompt[:, : rows.shape[1], first : first + tokens.shape[-1]] += tokens
             first += tokens.shape[-1]
         pooled_parts = [_select(text.pooled[name], rows) for name, rows in zip(POOLED, pooled, strict=True)]
-        features = (_select(bucket.moments, images, empty), t, prompt, torch.cat(pooled_parts, dim=-1), *lengths)
+        features = (_select(bucket.moments, images, empty), t, prompt, torch.cat(pooled_parts, dim=-1), *rest)
         return features, (words, None if flips is None else _masks(bucket, *flips))
 
 

@@ -1,6 +1,7 @@
 """SD3 in training: model inputs from cached features, the denoiser before the first step, saving."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from sd3_light.encoders.vae import LatentScale, draw_latent
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.flow.conditioning import draw_drops, drop_text
+from sd3_light.flow.image_draws import draw_corners, draw_kept
 from sd3_light.flow.noise import DeviceNoise
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import open_interval, times_from_quantiles
@@ -47,7 +49,7 @@ class InputPreparer:
     """Turns cached features into (features, label), with random draws per sample (law 1). Small: workers get a copy.
 
     ``empty_text`` are the features of the empty caption, or None where a fully dropped sample carries zeros. ``noise``
-    is "ziggurat" for runs that started with it.
+    is "ziggurat" for runs that started with it. ``num_positions`` is the side of the denoiser's position table.
     """
 
     seed: int
@@ -55,13 +57,14 @@ class InputPreparer:
     scale: LatentScale
     empty_text: CaptionFeatures | None
     noise: Noise = "table"
+    num_positions: int = 0
 
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
         """Return ((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).
 
-        With real text tokens the features end with ``lengths``: how many first rows of prompt_embeds are a sample's
-        own. ``timestep_quantile`` makes a validation batch: that quantile of t for all samples, noise that depends on
-        the sample alone, the posterior's mean and no dropout.
+        With real text tokens ``lengths`` follow the features: how many first rows of prompt_embeds are a sample's own.
+        In training they end with `image_draws`. ``timestep_quantile`` makes a validation batch: that quantile of t for
+        all samples, noise that depends on the sample alone, the posterior's mean and no dropout.
         """
         return self.prepare_into(batch, None, timestep_quantile)
 
@@ -72,7 +75,7 @@ class InputPreparer:
         return self.add_noise(self._clean(batch, allocate, timestep_quantile), timestep_quantile is not None)
 
     def prepare_clean(self, batch: CachedBatch, allocate: AllocateTensor | None = None) -> PreparedBatch:
-        """Return ((moments, t, prompt_embeds, pooled_prompt_embeds[, lengths]), (words, mask)), to get noise later.
+        """Return ((moments, t, prompt_embeds, pooled_prompt_embeds, ...), (words, mask)), to get noise later.
 
         ``words`` are `randomness.occurrence_words` as int32 [B, 4]: int64 would stay on the host.
         """
@@ -109,7 +112,8 @@ class InputPreparer:
         moments = batch["moments"]
         t = self.times(occurrences, moments.shape, timestep_quantile)
         text = self._text(batch, occurrences, timestep_quantile is not None, allocate)
-        return (moments, t, *text), (torch.from_numpy(occurrences).view(torch.int32), batch.get("mask"))
+        draws = () if timestep_quantile is not None else self.image_draws(occurrences, moments.shape)
+        return (moments, t, *text, *draws), (torch.from_numpy(occurrences).view(torch.int32), batch.get("mask"))
 
     def _noisy(
         self, features: tuple[Any, ...], mask: Tensor | None, noise: Draw, posterior: Draw | None
@@ -151,8 +155,21 @@ class InputPreparer:
             quantiles = [open_interval(value) for value in drawn]
         else:
             quantiles = [quantile] * len(occurrences)
-        tokens = (shape[-1] // 2) * (shape[-2] // 2)
-        return torch.tensor(times_from_quantiles(quantiles, tokens, self.model), dtype=torch.float32)
+        return torch.tensor(times_from_quantiles(quantiles, math.prod(_grid(shape)), self.model), dtype=torch.float32)
+
+    def image_draws(self, occurrences: NDArray[np.int64], shape: torch.Size) -> tuple[Tensor, ...]:
+        """Return what the config draws for each image: the kept tokens of a route, the corners of position crops."""
+        routing, side, draws = self.model.routing, self.model.position_crop_side, list[NDArray[np.int64]]()
+        if routing is not None:
+            draws.append(draw_kept(self.seed, occurrences, math.prod(_grid(shape)), routing.share))
+        if side is not None:
+            draws.append(draw_corners(self.seed, occurrences, _grid(shape), side, self.num_positions))
+        return tuple(torch.from_numpy(draw.astype(np.int32)) for draw in draws)
+
+
+def _grid(shape: torch.Size) -> tuple[int, int]:
+    """Return the rows and columns of tokens of latents whose shape ends with height and width."""
+    return shape[-2] // 2, shape[-1] // 2
 
 
 @dataclass(frozen=True)
@@ -191,7 +208,8 @@ class LightSD3Pipeline:
         self.model = model
         self.transformer = starting_transformer(start or where_weights_start(model), seed)
         uncond = empty_text if model.uncond_text == "empty" else None
-        self.preparer = InputPreparer(seed, model, LatentScale.of_folder(model.diffusers_path), uncond, noise)
+        scale, positions = LatentScale.of_folder(model.diffusers_path), self.transformer.config.pos_embed_max_size
+        self.preparer = InputPreparer(seed, model, scale, uncond, noise, positions)
 
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
         """See `InputPreparer.prepare_inputs`."""
@@ -216,10 +234,16 @@ def split_batch(prepared: PreparedBatch, pieces: int) -> list[PreparedBatch]:
 
 
 def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    if len(features) == 4:
+    lengths = text_lengths(features)
+    if lengths is None:
         return features
-    noisy, times, prompt, pooled, lengths = features
-    return noisy, times, prompt[:, : int(lengths.max())], pooled, lengths
+    noisy, times, prompt, *rest = features
+    return noisy, times, prompt[:, : int(lengths.max())], *rest
+
+
+def text_lengths(features: Sequence[Tensor]) -> Tensor | None:
+    """Return the number of real text tokens of each sample, the only int64 among the features; None if padded."""
+    return next((feature for feature in features[4:] if feature.dtype == torch.int64), None)
 
 
 def starting_transformer(start: WeightsStart, seed: int) -> SD3Transformer2DModel:

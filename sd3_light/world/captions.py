@@ -9,15 +9,15 @@ from sd3_light.world.scene import BACKGROUNDS, COLOURS, OBJECT_SIZES, RELATIONS,
 
 LANGUAGES: tuple[str, ...] = ("en", "zh")
 
-_EN_PLURALS = {shape: shape + ("es" if shape.endswith("s") else "s") for shape in SHAPES}
-_EN_COUNTS = {2: "two", 3: "three", 4: "four"}
+EN_PLURALS = {shape: shape + ("es" if shape.endswith("s") else "s") for shape in SHAPES}
+EN_COUNTS = {2: "two", 3: "three", 4: "four"}
 
-_ZH_SHAPES = dict(zip(SHAPES, ("圆形", "正方形", "三角形", "星形", "十字形", "圆环", "菱形"), strict=True))
-_ZH_COLOURS = dict(zip(COLOURS, ("红色", "绿色", "蓝色", "黄色", "紫色", "橙色", "青色"), strict=True))
-_ZH_BACKGROUNDS = {"white": "白色", "black": "黑色", "grey": "灰色", "pink": "粉色"}
-_ZH_SIZES = {"small": "小的", "large": "大的"}
-_ZH_COUNTS = {2: "两个", 3: "三个", 4: "四个"}
-_ZH_RELATIONS = {"left of": "左边", "right of": "右边", "above": "上方", "below": "下方"}
+ZH_SHAPES = dict(zip(SHAPES, ("圆形", "正方形", "三角形", "星形", "十字形", "圆环", "菱形"), strict=True))
+ZH_COLOURS = dict(zip(COLOURS, ("红色", "绿色", "蓝色", "黄色", "紫色", "橙色", "青色"), strict=True))
+ZH_BACKGROUNDS = {"white": "白色", "black": "黑色", "grey": "灰色", "pink": "粉色"}
+ZH_SIZES = {"small": "小的", "large": "大的"}
+ZH_COUNTS = {2: "两个", 3: "三个", 4: "四个"}
+ZH_RELATIONS = {"left of": "左边", "right of": "右边", "above": "上方", "below": "下方"}
 
 
 def scene_captions(scene: Scene) -> dict[str, str]:
@@ -43,7 +43,7 @@ def _english(scene: Scene) -> str:
     if scene.kind == "single":
         return f"a {first.size} {first.colour} {first.shape}{ground}"
     if scene.kind == "count":
-        return f"{_EN_COUNTS[scene.count]} {first.colour} {_EN_PLURALS[first.shape]}{ground}"
+        return f"{EN_COUNTS[scene.count]} {first.colour} {EN_PLURALS[first.shape]}{ground}"
     first_text, second_text = (
         f"{'an' if item.colour[0] in 'aeiou' else 'a'} {item.colour} {item.shape}" for item in scene.items
     )
@@ -51,22 +51,22 @@ def _english(scene: Scene) -> str:
 
 
 def _chinese(scene: Scene) -> str:
-    ground = _ZH_BACKGROUNDS[scene.background] + "背景上"
-    first, *_ = names = [_ZH_COLOURS[item.colour] + _ZH_SHAPES[item.shape] for item in scene.items]
+    ground = ZH_BACKGROUNDS[scene.background] + "背景上"
+    first, *_ = names = [ZH_COLOURS[item.colour] + ZH_SHAPES[item.shape] for item in scene.items]
     if scene.relation is not None:
-        return f"{ground}，{first}在{names[1]}的{_ZH_RELATIONS[scene.relation]}"
+        return f"{ground}，{first}在{names[1]}的{ZH_RELATIONS[scene.relation]}"
     size = scene.items[0].size
-    return f"{ground}有{'一个' + _ZH_SIZES[size] if size else _ZH_COUNTS[scene.count]}{first}"
+    return f"{ground}有{'一个' + ZH_SIZES[size] if size else ZH_COUNTS[scene.count]}{first}"
 
 
 # Word -> meaning for both languages, which share no word.
 _MEANINGS: dict[str, str | int] = {
     **{word: word for words in (SHAPES, COLOURS, BACKGROUNDS, OBJECT_SIZES, RELATIONS) for word in words},
-    **{plural: shape for shape, plural in _EN_PLURALS.items()},
-    **{word: count for table in (_EN_COUNTS, _ZH_COUNTS) for count, word in table.items()},
+    **{plural: shape for shape, plural in EN_PLURALS.items()},
+    **{word: count for table in (EN_COUNTS, ZH_COUNTS) for count, word in table.items()},
     **{
         word: name
-        for table in (_ZH_SHAPES, _ZH_COLOURS, _ZH_BACKGROUNDS, _ZH_SIZES, _ZH_RELATIONS)
+        for table in (ZH_SHAPES, ZH_COLOURS, ZH_BACKGROUNDS, ZH_SIZES, ZH_RELATIONS)
         for name, word in table.items()
     },
 }
@@ -87,31 +87,32 @@ def _scene(kind: str, words: dict[str, str], caption: str) -> Scene:
     return Scene(kind, items, relation, count, str(meaning["background"]))
 
 
-def _any(name: str, words: Iterable[str]) -> str:
+def any_of(name: str, words: Iterable[str]) -> str:
+    """Return a named regex group that matches one of the words."""
     return f"(?P<{name}>{'|'.join(words)})"
 
 
 def _en_patterns() -> dict[str, re.Pattern[str]]:
-    ground = f" on a {_any('background', BACKGROUNDS)} background"
-    colour, shape = _any("colour", COLOURS), _any("shape", SHAPES)
-    other = f"an? {_any('other_colour', COLOURS)} {_any('other_shape', SHAPES)}"
+    ground = f" on a {any_of('background', BACKGROUNDS)} background"
+    colour, shape = any_of("colour", COLOURS), any_of("shape", SHAPES)
+    other = f"an? {any_of('other_colour', COLOURS)} {any_of('other_shape', SHAPES)}"
     return {
-        "single": re.compile(f"a {_any('size', OBJECT_SIZES)} {colour} {shape}{ground}"),
+        "single": re.compile(f"a {any_of('size', OBJECT_SIZES)} {colour} {shape}{ground}"),
         "count": re.compile(
-            f"{_any('count', _EN_COUNTS.values())} {colour} {_any('shape', _EN_PLURALS.values())}{ground}"
+            f"{any_of('count', EN_COUNTS.values())} {colour} {any_of('shape', EN_PLURALS.values())}{ground}"
         ),
-        "pair": re.compile(f"an? {colour} {shape} {_any('relation', RELATIONS)} {other}{ground}"),
+        "pair": re.compile(f"an? {colour} {shape} {any_of('relation', RELATIONS)} {other}{ground}"),
     }
 
 
 def _zh_patterns() -> dict[str, re.Pattern[str]]:
-    ground = f"{_any('background', _ZH_BACKGROUNDS.values())}背景上"
-    item = _any("colour", _ZH_COLOURS.values()) + _any("shape", _ZH_SHAPES.values())
-    other = _any("other_colour", _ZH_COLOURS.values()) + _any("other_shape", _ZH_SHAPES.values())
+    ground = f"{any_of('background', ZH_BACKGROUNDS.values())}背景上"
+    item = any_of("colour", ZH_COLOURS.values()) + any_of("shape", ZH_SHAPES.values())
+    other = any_of("other_colour", ZH_COLOURS.values()) + any_of("other_shape", ZH_SHAPES.values())
     return {
-        "single": re.compile(f"{ground}有一个{_any('size', _ZH_SIZES.values())}{item}"),
-        "count": re.compile(f"{ground}有{_any('count', _ZH_COUNTS.values())}{item}"),
-        "pair": re.compile(f"{ground}，{item}在{other}的{_any('relation', _ZH_RELATIONS.values())}"),
+        "single": re.compile(f"{ground}有一个{any_of('size', ZH_SIZES.values())}{item}"),
+        "count": re.compile(f"{ground}有{any_of('count', ZH_COUNTS.values())}{item}"),
+        "pair": re.compile(f"{ground}，{item}在{other}的{any_of('relation', ZH_RELATIONS.values())}"),
     }
 
 

@@ -18,8 +18,8 @@ ImageLike = Image.Image | NDArray[np.uint8]
 
 _MIN_AREA = 9.0  # minimum inner pixels of an object in a 64x64 image
 _SIZE_THRESHOLD = 24.5  # diameter between small and large, in the same pixels
-_MIN_OVERLAP = 0.70  # minimum soft IoU with a template; true renderings reach at least 0.87
-_MIN_LEAD = 0.01  # minimum lead of the best template over the second
+MIN_OVERLAP = 0.70  # minimum soft IoU with a template; true renderings reach at least 0.87
+MIN_LEAD = 0.01  # minimum lead of the best template over the second
 MIN_COLOUR_SHARE = 0.1  # minimum share of the foreground for each requested colour
 # Grid coordinates on which masks are compared, in radii of the disc of equal area.
 _STEPS = np.linspace(-1.45, 1.45, 32)
@@ -62,6 +62,7 @@ class Verdict:
     size: bool | None
     count: bool
     relation: bool | None
+    texture: bool | None = None
 
     @property
     def all(self) -> bool:
@@ -71,14 +72,19 @@ class Verdict:
 
 def detect_scene(image: ImageLike) -> DetectedScene:
     """Detect the scene that an image shows."""
-    array = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image)
-    assert array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8, (array.shape, array.dtype)
-    pixels = array.astype(np.float32)
-    scale = scale_of(array.shape[1], array.shape[0])
+    pixels = to_pixels(image)
+    scale = scale_of(pixels.shape[1], pixels.shape[0])
     background, ground = find_background(pixels)
     regions = find_regions(pixels, ground, _MIN_AREA * scale**2)
-    objects = tuple(_recognise(region, scale) for region in regions)
+    objects = tuple(recognise(region, scale) for region in regions)
     return DetectedScene(background, objects, _areas(regions))
+
+
+def to_pixels(image: ImageLike) -> Floats:
+    """Return the RGB values of an image as [height, width, 3]."""
+    array = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image)
+    assert array.ndim == 3 and array.shape[2] == 3 and array.dtype == np.uint8, (array.shape, array.dtype)
+    return array.astype(np.float32)
 
 
 def _areas(regions: Sequence[Region]) -> dict[str, float]:
@@ -124,19 +130,19 @@ def _has_relation(objects: tuple[DetectedObject, ...], scene: Scene) -> bool:
 
     assert scene.relation is not None
     return any(
-        matches(a, first) and matches(b, second) and _satisfies(b.x - a.x, b.y - a.y, scene.relation)
+        matches(a, first) and matches(b, second) and satisfies(b.x - a.x, b.y - a.y, scene.relation)
         for a, b in permutations(objects, 2)
     )
 
 
-def _satisfies(dx: float, dy: float, relation: str) -> bool:
+def satisfies(dx: float, dy: float, relation: str, clearly: float = 1.0) -> bool:
     """Return whether an offset of (dx, dy) to the other object fits the relation: mainly along its axis."""
     along = {"left of": dx, "right of": -dx, "above": dy, "below": -dy}[relation]
     across = dy if relation in ("left of", "right of") else dx
-    return along > abs(across)
+    return along > clearly * abs(across)
 
 
-def _recognise(region: Region, scale: float) -> DetectedObject:
+def recognise(region: Region, scale: float, size_threshold: float = _SIZE_THRESHOLD) -> DetectedObject:
     """Return the object of a region; its shape is that of the template with the largest overlap."""
     area, cx, cy = _moments(region.cover)
     # templates whose edges are about as soft as those of this region
@@ -146,11 +152,11 @@ def _recognise(region: Region, scale: float) -> DetectedObject:
     order = np.argsort(overlaps)
     best = int(order[-1])
     diameter = math.sqrt(area / float(areas[best]))
-    is_certain = overlaps[best] >= _MIN_OVERLAP and overlaps[best] - overlaps[order[-2]] >= _MIN_LEAD
+    is_certain = overlaps[best] >= MIN_OVERLAP and overlaps[best] - overlaps[order[-2]] >= MIN_LEAD
     return DetectedObject(
         colour=region.colour,
         shape=SHAPES[best] if is_certain else UNKNOWN,
-        size="small" if diameter < _SIZE_THRESHOLD * scale else "large",
+        size="small" if diameter < size_threshold * scale else "large",
         x=region.left + cx + 0.5,
         y=region.top + cy + 0.5,
         diameter=diameter,

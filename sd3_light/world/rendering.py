@@ -43,14 +43,14 @@ def render_scene(scene: Scene, width: int, height: int, rng: np.random.Generator
     draw = ImageDraw.Draw(canvas)
     for placed in place_objects(scene, width, height, rng):
         colour = COLOURS[placed.item.colour]
-        _draw_shape(draw, placed.item.shape, placed.x, placed.y, placed.diameter, colour, background)
+        draw_shape(draw, placed.item.shape, placed.x, placed.y, placed.diameter, colour, background)
     return canvas.reduce(SUPERSAMPLE)
 
 
 def shape_mask(shape: str, diameter: float, side: int) -> Mask:
     """Return the antialiased coverage (0 to 1) of one shape centred in a square of `side` pixels."""
     canvas = Image.new("L", (side * SUPERSAMPLE, side * SUPERSAMPLE), 0)
-    _draw_shape(ImageDraw.Draw(canvas), shape, side / 2, side / 2, diameter, 255, 0)
+    draw_shape(ImageDraw.Draw(canvas), shape, side / 2, side / 2, diameter, 255, 0)
     return np.asarray(canvas.reduce(SUPERSAMPLE), dtype=np.float32) / 255.0
 
 
@@ -99,9 +99,10 @@ def _column(count: int) -> list[Slot]:
 Fill = tuple[int, int, int] | int
 
 
-def _draw_shape(
+def draw_shape(
     draw: ImageDraw.ImageDraw, shape: str, x: float, y: float, diameter: float, fill: Fill, hole: Fill
 ) -> None:
+    """Draw a shape centred at (x, y), in pixels of the reduced image, on a canvas for `SUPERSAMPLE`."""
     # The canvas is SUPERSAMPLE times finer, and PIL's integer coordinates are pixel centres.
     cx, cy, radius = x * SUPERSAMPLE - 0.5, y * SUPERSAMPLE - 0.5, diameter / 2 * SUPERSAMPLE
     if shape in _OUTLINES:

@@ -40,9 +40,9 @@ _KIND_SHARES = (0.3, 0.3, 0.4)
 HELD_OUT_PAIRS: frozenset[tuple[str, str]] = frozenset(
     (colour, SHAPES[(3 * index + 2) % len(SHAPES)]) for index, colour in enumerate(COLOURS)
 )
-_ALL_PAIRS = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
-_HELD_OUT = tuple(pair for pair in _ALL_PAIRS if pair in HELD_OUT_PAIRS)
-_SEEN = tuple(pair for pair in _ALL_PAIRS if pair not in HELD_OUT_PAIRS)
+ALL_PAIRS = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
+HELD_OUT_LIST = tuple(pair for pair in ALL_PAIRS if pair in HELD_OUT_PAIRS)
+SEEN_PAIRS = tuple(pair for pair in ALL_PAIRS if pair not in HELD_OUT_PAIRS)
 
 
 @dataclass(frozen=True)
@@ -104,21 +104,22 @@ def draw_scene(rng: np.random.Generator, held_out: bool, kind: str | None = None
     if kind is None:
         kind = SCENE_KINDS[int(np.searchsorted(np.cumsum(_KIND_SHARES), rng.random()))]
     assert kind in SCENE_KINDS, kind
-    background = _pick(rng, tuple(BACKGROUNDS))
-    first = _pick(rng, _HELD_OUT if held_out else _SEEN)
+    background = pick(rng, tuple(BACKGROUNDS))
+    first = pick(rng, HELD_OUT_LIST if held_out else SEEN_PAIRS)
     if kind == "single":
-        return Scene(kind, (_item(first, _pick(rng, OBJECT_SIZES)),), None, 1, background)
+        return Scene(kind, (_item(first, pick(rng, OBJECT_SIZES)),), None, 1, background)
     if kind == "count":
         return Scene(kind, (_item(first),), None, int(rng.integers(2, max(COUNTS) + 1)), background)
-    others = _ALL_PAIRS if held_out else _SEEN
-    second = _pick(rng, tuple(pair for pair in others if pair != first))
+    others = ALL_PAIRS if held_out else SEEN_PAIRS
+    second = pick(rng, tuple(pair for pair in others if pair != first))
     items = (_item(first), _item(second))
     if rng.random() < 0.5:  # otherwise the held-out item would always be named first
         items = (items[1], items[0])
-    return Scene(kind, items, _pick(rng, RELATIONS), 2, background)
+    return Scene(kind, items, pick(rng, RELATIONS), 2, background)
 
 
-def _pick(rng: np.random.Generator, options: tuple[T, ...]) -> T:
+def pick(rng: np.random.Generator, options: tuple[T, ...]) -> T:
+    """Return a random option."""
     return options[int(rng.integers(len(options)))]
 
 

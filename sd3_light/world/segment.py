@@ -45,13 +45,19 @@ def find_regions(pixels: Floats, ground: Floats, min_area: float) -> list[Region
     """Return the regions of the objects, without those under `min_area` inner pixels (noise or edges)."""
     colours, cover = _classify(pixels, ground)
     labels = connected(colours)
+    large = keep_large(labels, min_area)
+    return [_region(labels, label, colours, cover) for label in large]
+
+
+def keep_large(labels: Ints, min_area: float) -> list[int]:
+    """Return the labels with at least `min_area` inner pixels, and set all others to -1."""
     inner = labels[1:-1, 1:-1]
     for neighbour in (labels[:-2, 1:-1], labels[2:, 1:-1], labels[1:-1, :-2], labels[1:-1, 2:]):
         inner = np.where(inner == neighbour, inner, -1)
     areas = np.bincount(inner.ravel() + 1)[1:]
     large = np.flatnonzero(areas >= min_area)
     labels[~np.isin(labels, large)] = -1
-    return [_region(labels, int(label), colours, cover) for label in large]
+    return [int(label) for label in large]
 
 
 def connected(colours: Ints) -> Ints:
@@ -103,7 +109,7 @@ def _classify(pixels: Floats, ground: Floats) -> tuple[Ints, Floats]:
     height, width = pixels.shape[:2]
     # JPEG and autoencoders blur chroma more than luma, so edges are often off-palette: only areas count as a colour.
     off_palette = (miss[rows, best] > _COLOUR_TOLERANCE**2).reshape(height, width)
-    off_palette = _dilate(_dilate(~_dilate(_dilate(~off_palette)))) & off_palette
+    off_palette = dilate(dilate(~dilate(dilate(~off_palette)))) & off_palette
     return np.where(off_palette, len(COLOURS), colours.reshape(height, width)), sharpen(
         all_covers.reshape(height, width, -1)
     )
@@ -116,7 +122,7 @@ def _region(labels: Ints, label: int, colours: Ints, cover: Floats) -> Region:
     top, left = max(int(rows[0]) - 2, 0), max(int(columns[0]) - 2, 0)
     box = (slice(top, int(rows[-1]) + 3), slice(left, int(columns[-1]) + 3))
     colour = int(colours[inside][0])
-    near = _dilate(_dilate(inside[box])) & ((labels[box] == label) | (labels[box] < 0))
+    near = dilate(dilate(inside[box])) & ((labels[box] == label) | (labels[box] < 0))
     return Region(COLOUR_NAMES[colour], left, top, np.where(near, cover[box][..., colour], 0).astype(np.float32))
 
 
@@ -126,7 +132,8 @@ def sharpen(cover: Floats) -> Floats:
     return steep
 
 
-def _dilate(mask: Bools) -> Bools:
+def dilate(mask: Bools) -> Bools:
+    """Grow a mask by one pixel in each of the four directions."""
     grown = mask.copy()
     grown[1:] |= mask[:-1]
     grown[:-1] |= mask[1:]

@@ -162,7 +162,9 @@ READS = {DS_ONE: ONE, DDP: PIPE, FSDP2: ZERO3, ZERO1: DDP, PIPE: FSDP2, ZERO3: Z
 POISONED: tuple[Layout, ...] = (ZERO1, PIPE, ZERO3)
 EXPORTS: tuple[Layout, ...] = (DDP, FSDP2, ZERO1, PIPE, ZERO3)
 RESUMED_BY_ONE: tuple[Layout, ...] = (ZERO3, PIPE)
+DRAWN: tuple[Layout, ...] = (DDP, FSDP2, ZERO1, ZERO3)
 if not HAS_DEEPSPEED:
+    DRAWN = (DDP, FSDP2)
     FAST = {layout: key for layout, key in FAST.items() if not layout.deepspeed}
     READS, POISONED, EXPORTS, RESUMED_BY_ONE = {DDP: FSDP2, FSDP2: DDP}, (DDP, FSDP2), (DDP, FSDP2), (FSDP2,)
 
@@ -171,6 +173,13 @@ def poisoned(project: Project, layout: Layout) -> Job:
     """Return a short run whose second step is skipped."""
     keys = ("max_steps=4", "eval_datasets=[]", "eval_every_n_steps=9", *partition_keys(layout, split=1))
     return replace(job(project, layout, *keys, run=f"{layout.name}-poisoned"), poisoned=2)
+
+
+def drawn(project: Project, layout: Layout) -> Job:
+    """Return a short run with routed tokens, LayerSync and position crops; that of DDP uses the fast blocks."""
+    keys = ("max_steps=3", "eval_datasets=[]", "eval_every_n_steps=9", f"fast={str(layout == DDP).lower()}")
+    keys += ("model.num_layers=3", "model.routing.share=0.4", "model.layer_sync.weight=0.5")
+    return job(project, layout, *keys, "model.position_crop_side=9", run=f"{layout.name}-drawn")
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +196,7 @@ def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
             for layout, key in FAST.items()
             if layout.world == world
         ]
+        jobs += [drawn(project, layout) for layout in (ONE, *DRAWN) if layout.world == world]
         jobs += [poisoned(project, layout) for layout in (ONE, *POISONED) if layout.world == world]
         launch(jobs, tmp_path_factory.mktemp("jobs"))
     return project
@@ -219,6 +229,19 @@ def test_muon_trains_alike_with_sharded_matrices(
                 assert event[key] == pytest.approx(other[key], rel=1e-5), f"{run}: {key} at {event['step']}"
     kinds = {name.partition("/")[0] for name in open_checkpoint(saved(project, FSDP2, 2)).shapes}
     assert kinds == {"param", "ema", "momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+
+
+@pytest.mark.parametrize("layout", DRAWN, ids=lambda layout: layout.name)
+def test_routing_alignment_and_crops_train_alike(trained: Project, layout: Layout) -> None:
+    """Which tokens are routed does not depend on the layout."""
+    expected = trained.events("step", f"{ONE.name}-drawn")
+    steps = trained.events("step", f"{layout.name}-drawn")
+    assert len(steps) == len(expected) == 3
+    assert trained.events("start", f"{layout.name}-drawn")[0]["engine"] == layout.engine
+    assert all(event["layer_sync"] > 0 for event in expected)
+    for event, other in zip(steps, expected, strict=True):
+        for key in ("loss", "flow", "layer_sync", "grad_norm", "param_norm"):
+            assert event[key] == pytest.approx(other[key], rel=1e-4 if layout == DDP else 1e-5), key
 
 
 @pytest.mark.parametrize("layout", FAST, ids=lambda layout: layout.name)

@@ -25,6 +25,7 @@ TRANSLATED = [
     ("docs/training.md", "docs/zh/training.md"),
     ("docs/multi-node.md", "docs/zh/multi-node.md"),
     ("docs/finetune.md", "docs/zh/finetune.md"),
+    ("docs/parts.md", "docs/zh/parts.md"),
     ("docs/tasks.md", "docs/zh/tasks.md"),
     ("docs/compatibility.md", "docs/zh/compatibility.md"),
     ("docs/from-diffsynth.md", "docs/zh/from-diffsynth.md"),

@@ -182,26 +182,34 @@ def make_config(**keys: Any) -> TrainConfig:
     return TrainConfig.model_validate(settings, context={"base": Path.cwd()})
 
 
-def micro_batch(real: bool, seed: int) -> MicroBatch:
+TOKEN_KEYS: dict[str, Any] = {"routing": {}, "layer_sync": {}, "position_crop_side": 8}
+
+
+def micro_batch(real: bool, seed: int, drawn: bool = False) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
     noisy, target = torch.randn(2, 8, 16, 8, 8, generator=generator)
     prompt, pooled = torch.randn(8, 20, 256, generator=generator), torch.randn(8, 224, generator=generator)
     features = [noisy, 1000 * torch.rand(8, generator=generator), prompt.bfloat16(), pooled.bfloat16()]
     lengths = [torch.randint(1, 21, (8,), generator=generator)] if real else []
-    return (*features, *lengths), (target, None)
+    draws = []
+    if drawn:
+        kept = torch.rand(8, 16, generator=generator).argsort(1)[:, :8]
+        draws = [kept.int(), torch.randint(4, 9, (8, 2), generator=generator).int()]
+    return (*features, *lengths, *draws), (target, None)
 
 
 @pytest.mark.parametrize("checkpointing", [False, "selective", True])
 @pytest.mark.parametrize("real", [False, True])
-def test_training_matches_the_stock_blocks(real: bool, checkpointing: Any) -> None:
+@pytest.mark.parametrize("drawn", [False, True])
+def test_training_matches_the_stock_blocks(real: bool, drawn: bool, checkpointing: Any) -> None:
     recon = {"text_recon_gamma": 0.1, "text_recon_target_layer": 1}
-    model = {"text_tokens": "real" if real else "padded", **recon}
+    model = {"text_tokens": "real" if real else "padded", **recon, **(TOKEN_KEYS if drawn else {})}
     config = make_config(model=model, activation_checkpointing=checkpointing)
     curves = []
     for fast in (False, True):
         transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
         engine = TorchEngine(SD3TrainingModule(transformer, config, fast), config, Launch(), CUDA)
-        batches = (micro_batch(real, seed % 4) for seed in range(40))
+        batches = (micro_batch(real, seed % 4, drawn) for seed in range(40))
         numbers = [engine.train_step(step, 2e-3).read() for step in prefetch_steps(batches, 2, CUDA)]
         assert all(step.taken for step in numbers)
         curves.append([*(step.losses["loss"] for step in numbers), float(engine.evaluate(micro_batch(real, 0))[0])])

@@ -26,8 +26,17 @@ from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.data.buckets import Bucket, fits, limits_sizes, misfit
-from sd3_light.data.building.catalogue import PART_ROWS, Catalogue, InputRow, Listing, Source, is_end
+from sd3_light.data.building.catalogue import (
+    PART_ROWS,
+    Catalogue,
+    InputRow,
+    Listing,
+    Source,
+    is_end,
+    sample_location,
+)
 from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.decode import DecodeTask, Probe
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.sources.captions import caption_variants
 from sd3_light.data.sources.name_store import NameSet, NameStore
@@ -306,6 +315,12 @@ def make_member(row: InputRow, directory: DirectoryConfig, recipe: str) -> Membe
     """Return a row as a sample with the captions to encode and the fingerprint of everything that determines it."""
     captions = caption_variants(row.captions, _TAGS_SEED, row.key, directory)
     return Member(row, sample_id(row.key), captions, _digest(row.key, row.digest, repr(captions), recipe))
+
+
+def decode_task(member: Member, root: Path, unit: Unit) -> DecodeTask:
+    """Return the task of decoding a sample of a unit; ``root`` is the folder of its source."""
+    row = member.row
+    return DecodeTask(sample_location(row, root), Probe(row.width, row.height, row.digest), unit.bucket)
 
 
 def _digest(*parts: str) -> str:

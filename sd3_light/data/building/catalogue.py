@@ -121,7 +121,7 @@ def make_sources(directories: Sequence[DirectoryConfig]) -> list[Source]:
     """Give each directory a unique label that does not depend on its position in the list."""
     numbers = occurrences(directories)
     return [
-        Source(f"{directory.path.name}#{number}", number, directory)
+        Source(f"{directory.name}#{number}", number, directory)
         for directory, number in zip(directories, numbers, strict=True)
     ]
 

@@ -62,5 +62,5 @@ def occurrences(directories: Iterable[DirectoryConfig]) -> tuple[int, ...]:
     As indices for `scan` they make keys unique. Unlike list positions they do not change when a directory of another
     name is added, so only its samples are new to the cache.
     """
-    names = [directory.path.name for directory in directories]
+    names = [directory.name for directory in directories]
     return tuple(names[:number].count(name) for number, name in enumerate(names))

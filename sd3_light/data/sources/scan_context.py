@@ -35,7 +35,7 @@ class ScanContext:
         self.max_image_bytes = 1e6 * directory.max_image_mb
         self._directory = directory
         # the index comes last: whatever characters a name has, different pairs have different prefixes
-        self._prefix = f"{directory.path.name}#{index}"
+        self._prefix = f"{directory.name}#{index}"
         self._masks = _Masks(directory, name_store)
         self._limit = round(directory.subsample_ratio * 2**63)
 

@@ -59,7 +59,7 @@ def signature(directory: DirectoryConfig, index: int) -> str:
     ignores are not included.
     """
     excluded = mask_paths(directory)
-    total = _hash(f"version {SCAN_VERSION}\0{directory.path.name}\0{index}")
+    total = _hash(f"version {SCAN_VERSION}\0{directory.name}\0{index}")
     for key in _SETTINGS:
         total += _hash(f"setting {key}\0{getattr(directory, key)!r}")
     if directory.where:  # absent from the signatures of earlier versions

@@ -11,14 +11,13 @@ import numpy as np
 
 from sd3_light.config import ModelConfig
 from sd3_light.data.buckets import plan as plan_resize
-from sd3_light.data.building.cache_plan import CachePlan, Member, Unit
+from sd3_light.data.building.cache_plan import CachePlan, Member, Unit, decode_task
 from sd3_light.data.building.decode import decode_images
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.encoders.caption_lengths import MAX_CAPTIONS, count_cut_captions
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.vae import LOW_PSNR, psnr
 from sd3_light.runlog import info
-from sd3_light.stages.cache.shard_builder import decode_task
 
 _RECONSTRUCTED = {"cuda": 16, "cpu": 8}  # images by device: decoding one takes about as long as encoding two
 

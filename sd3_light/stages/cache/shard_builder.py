@@ -15,10 +15,10 @@ from torch import Tensor
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.building.cache_plan import CachePlan, Member, Unit
-from sd3_light.data.building.catalogue import rotate_to_share, sample_location
+from sd3_light.data.building.cache_plan import CachePlan, Member, Unit, decode_task
+from sd3_light.data.building.catalogue import rotate_to_share
 from sd3_light.data.building.claims import POLL_SECONDS, Claims
-from sd3_light.data.building.decode import CRASHED_DECODE, Decoded, DecodeTask, Probe, decode_images
+from sd3_light.data.building.decode import CRASHED_DECODE, Decoded, DecodeTask, decode_images
 from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
@@ -224,12 +224,6 @@ class ShardBuilder:
             path.unlink(missing_ok=True)
         damaged_mark(path).unlink(missing_ok=True)
         self._claims.release(finished.unit.file)
-
-
-def decode_task(member: Member, root: Path, unit: Unit) -> DecodeTask:
-    """Return the task of decoding a sample of a unit; ``root`` is the folder of its source."""
-    row = member.row
-    return DecodeTask(sample_location(row, root), Probe(row.width, row.height, row.digest), unit.bucket)
 
 
 def empty_content(parts: FrozenParts) -> ShardContent:

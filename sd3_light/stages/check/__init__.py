@@ -13,19 +13,33 @@ from sd3_light.model.start import WeightsStart
 from sd3_light.stages.check.conclusion import Target, conclude
 from sd3_light.stages.check.disk import check_disk, disk_faults
 from sd3_light.stages.check.estimate import RunEstimate, empty_faults, estimate_run
+from sd3_light.stages.check.hub_paths import hub_keys, with_local_paths
 from sd3_light.stages.check.render import render
 
 __all__ = ["RunEstimate", "Target", "conclude", "disk_faults", "estimate_run", "load", "render", "require", "run"]
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False) -> LoadedConfig:
-    """Load a config and check it against the disk: one report of all faults. ``caching`` skips training's checks."""
+    """Load a config and check it against the disk: one report of all faults. ``caching`` skips training's checks.
+
+    What the config takes from the hub is downloaded if it has no other faults.
+    """
     try:
         loaded = load_config(path, overrides)
     except ConfigFaults as error:
         raise ConfigFaults([*error.faults, *_more_faults(error, caching)]) from None
+    if any(hub_keys(loaded)):
+        if faults := _local_faults(loaded, caching):  # before a download of gigabytes
+            raise ConfigFaults(faults)
+        loaded = with_local_paths(loaded)
     require(loaded, caching)
     return loaded
+
+
+def _local_faults(loaded: LoadedConfig, caching: bool, with_size: bool = True) -> list[Fault]:
+    """Return the disk faults of keys that take nothing from the hub."""
+    on_hub = {(file, key) for file, key, _ in hub_keys(loaded)}
+    return [fault for fault in disk_faults(loaded, caching, with_size) if (fault.file, fault.key) not in on_hub]
 
 
 def _more_faults(error: ConfigFaults, caching: bool) -> list[Fault]:
@@ -40,7 +54,7 @@ def _more_faults(error: ConfigFaults, caching: bool) -> list[Fault]:
         faulty.add("model")
     return [
         fault
-        for fault in disk_faults(error.partial, caching, "model.size" not in faulty)
+        for fault in _local_faults(error.partial, caching, "model.size" not in faulty)
         if not any(fault.key == key or fault.key.startswith(f"{key}.") for key in faulty)
     ]
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
-from sd3_light.config.cross_checks import text_recon_problem
+from sd3_light.config.cross_checks import text_recon_problem, token_problems
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST, Manifest
@@ -145,6 +145,8 @@ class _DiskChecks:
             self.add(key, value=value, **text_recon_problem(actual.num_layers))
         if start.source is None:
             return
+        for key, fields in token_problems(model, actual.num_layers, actual.pos_embed_max_size).items():
+            self.add(key, **fields)
         weights, hint = f"the weights in {start.source}", 'remove the key, or give init = "random"'
         if model.num_layers is not None and model.num_layers != actual.num_layers:
             self.add("model.num_layers", f"{weights} have {actual.num_layers} layers", model.num_layers, hint)

@@ -30,6 +30,7 @@ from sd3_light.config import (
     TrainConfig,
     batch_size_for,
 )
+from sd3_light.config.schema_blocks import TokenRoute
 from sd3_light.data.buckets import Bucket
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.order import BucketOrder, Segment, open_shards
@@ -178,6 +179,11 @@ class _Estimator:
         """The reason why GPUs would run the stock blocks."""
         return why_stock_by_config(self.train, self.start.size, self.world, self.by_deepspeed)
 
+    @property
+    def route(self) -> TokenRoute | None:
+        """The blocks that image tokens skip."""
+        return self.train.model.route(self.start.size.num_layers)
+
     def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetEstimate:
         """Estimate an evaluation set: each sample once, without accumulation."""
         once = replace(self, accumulation=1)
@@ -226,7 +232,8 @@ class _Estimator:
         pixels = latent_pixels(bucket.width, bucket.height)
         tokens = Tokens(image_tokens(bucket.width, bucket.height), self.text.tokens)
         adapter = self.train.adapter is not None
-        flops = training_flops(self.start.size, tokens, self.train.activation_checkpointing, adapter)
+        checkpointing, route = self.train.activation_checkpointing, self.route
+        flops = training_flops(self.start.size, tokens, checkpointing, adapter, route)
         samples, masked = sum(count.samples for count in counts), any(count.masked for count in counts)
         channels = self.start.size.latent_channels
         return BucketEstimate(
@@ -273,6 +280,7 @@ class _Estimator:
             zero=train.zero_stage,
             stages=train.pipeline_stages,
             bounds=stage_bounds(weights, train.pipeline_stages, train.partition_method, train.partition_split),
+            route=self.route,
             base_bits=16 if train.adapter is None else train.adapter.base_bits,
         )
 

@@ -12,7 +12,7 @@ Points = Sequence[tuple[float, float]]
 _MOST_MARKS = 60
 _COLORS = tuple(f"c{index}" for index in range(6))
 _RAMP = tuple(f"q{index}" for index in range(1, 11))  # from low t (blue) to high t (red)
-_LOSS_TERMS = {"flow": "flow", "text_recon": "text reconstruction"}
+_LOSS_TERMS = {"flow": "flow", "text_recon": "text reconstruction", "layer_sync": "layer sync"}
 _MEANS = (
     ("flow", "all t", ""),
     ("fixed", "t = 0.1 to 0.9", "Comparable between runs with different distributions of t."),

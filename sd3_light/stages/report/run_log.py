@@ -20,8 +20,8 @@ from sd3_light.stages.report.curves import Curve, CurveBuilder
 LogEvent = dict[str, Any]
 
 STEP_FIELDS = (
-    *("loss", "flow", "text_recon", "lr", "grad_norm", "param_norm", "samples_per_second", "data_wait", "mfu"),
-    *("tflops_per_gpu", "gpu_memory_gib", "gpu_reserved_gib", "host_memory_gib", "seconds"),
+    *("loss", "flow", "text_recon", "layer_sync", "lr", "grad_norm", "param_norm", "samples_per_second", "data_wait"),
+    *("mfu", "tflops_per_gpu", "gpu_memory_gib", "gpu_reserved_gib", "host_memory_gib", "seconds"),
 )
 """The fields of a step that become curves, where present."""
 

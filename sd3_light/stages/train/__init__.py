@@ -34,9 +34,9 @@ from sd3_light.training.idle import IdleAdvice
 from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import SAVE_QUIT, RunRequests
-from sd3_light.training.samples import Sampler
+from sd3_light.training.samples import DenoiseFeatures, Sampler
 
-__all__ = ["Resume", "require_start", "run"]
+__all__ = ["OnSample", "Resume", "require_start", "run"]
 
 _OUT_OF_MEMORY = (
     "lower micro_batch_size_per_gpu (and raise gradient_accumulation_steps), or write activation_checkpointing = true, "
@@ -44,11 +44,20 @@ _OUT_OF_MEMORY = (
 )
 
 
+OnSample = Callable[[Progress, Sampler, DenoiseFeatures], None]
+"""Draws with the weights in the model: ``sampler.draw(denoise)`` returns the images of the config's prompts."""
+
+
 def run(
-    loaded: LoadedConfig, launch: Launch | None = None, resume: Resume | None = None, by_deepspeed: bool = False
+    loaded: LoadedConfig,
+    launch: Launch | None = None,
+    resume: Resume | None = None,
+    by_deepspeed: bool = False,
+    on_sample: OnSample | None = None,
 ) -> Progress:
     """Train to the end of the config's epochs or steps, with torch's engine or DeepSpeed's, on an existing cache.
 
+    With ``on_sample`` the run is only measured: it is called in place of writing sample grids, and nothing is exported.
     Raises `Stopped` if a signal stopped the run; the checkpoint to resume from is saved.
     """
     launch = launch or Launch()
@@ -75,7 +84,7 @@ def run(
             launch=launch,
             groups=context.groups,
             folder=folder.path,
-            hooks=_make_hooks(context, state, sampler),
+            hooks=_make_hooks(context, state, sampler, on_sample),
             schedule=_make_schedule(context.config, context.order.steps_per_epoch),
             facts=_checkpoint_facts(context),
             keep_last=context.config.keep_last_n_checkpoints,
@@ -135,6 +144,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         timer, advice = StepTimer(CudaQueue()), IdleAdvice(config.num_dataloader_workers, times)
     dropout = state.module.dropout
     preparer, reads_data = state.pipeline.preparer, launch.reads_data(context.stages)
+    size = context.start.size
     return Run(
         engine=engine,
         steps=training_steps(
@@ -150,7 +160,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         log=context.folder.log,
         meter=Meter(launch.world, peak, window, timer, times),
         requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
-        flops_in=flops_counter(context.start.size, share.world, config.adapter is not None),
+        flops_in=flops_counter(size, share.world, config.adapter is not None, config.model.route(size.num_layers)),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,
@@ -188,16 +198,29 @@ def _make_sampler(context: RunContext) -> Sampler | None:
     )
 
 
-def _make_hooks(context: RunContext, state: TrainState, sampler: Sampler | None) -> RunHooks:
+def _make_hooks(
+    context: RunContext, state: TrainState, sampler: Sampler | None, on_sample: OnSample | None
+) -> RunHooks:
     """Return the hooks of the train stage."""
     loaded, launch, stages = context.loaded, context.launch, context.stages
     evaluator = Evaluator(loaded, launch, state.engine, state.pipeline.preparer, stages)
+    sample = None
+    if sampler is not None:
+        sample = _observed(state, sampler, on_sample) if on_sample else _grids(context, state, sampler)
     return RunHooks(
         evaluate=evaluator.losses if loaded.eval_datasets else None,
         evaluate_all=True,
-        sample=None if sampler is None else _grids(context, state, sampler),
-        export=state.saver.save_model,
+        sample=sample,
+        export=None if on_sample else state.saver.save_model,
     )
+
+
+def _observed(state: TrainState, sampler: Sampler, on_sample: OnSample) -> Callable[[Progress, str], Path | None]:
+    def sample(progress: Progress, weights: str) -> Path | None:
+        on_sample(progress, sampler, state.engine.denoise)
+        return None
+
+    return sample
 
 
 def _grids(context: RunContext, state: TrainState, sampler: Sampler) -> Callable[[Progress, str], Path | None]:

@@ -1,6 +1,7 @@
 """The shipped tokenizers and text encoders of the demo: properties that training and other programs rely on."""
 
 import hashlib
+import importlib
 import json
 from itertools import permutations, product
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import (
 )
 
 import sd3_light
+from sd3_light.parts.tokenizers import save_tokenizers
 from sd3_light.randomness import stream
 from sd3_light.world import draw_scene, scene_captions
 from sd3_light.world.scene import (
@@ -197,3 +199,11 @@ def test_files_match_their_hashes() -> None:
 
 def test_scheduler_is_unshifted() -> None:
     assert FlowMatchEulerDiscreteScheduler.from_pretrained(DEMO / "scheduler").config.shift == 1.0
+
+
+def test_the_script_reproduces_the_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "scripts"))
+    make_tokenizers = importlib.import_module("demo_tokenizers").make_tokenizers
+    save_tokenizers(make_tokenizers(), tmp_path)
+    for path in sorted(DEMO.glob("tokenizer*/*")):
+        assert (tmp_path / path.relative_to(DEMO)).read_bytes() == path.read_bytes(), path

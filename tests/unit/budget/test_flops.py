@@ -8,6 +8,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sd3_light.budget.flops import Tokens, block_weights, forward_flops, image_tokens, step_flops, training_flops
 from sd3_light.config import SIZES, ModelSize
+from sd3_light.config.schema_blocks import TokenRoute
+from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
+from sd3_light.model.layers import build_layers, run_layers
 from sd3_light.optim.groups import WeightKinds
 
 BATCH = 2
@@ -37,6 +40,26 @@ def test_flops_match_torchs_count(size: ModelSize, height: int, width: int, text
     tokens = Tokens(image_tokens(8 * width, 8 * height), text)
     assert BATCH * forward_flops(size, tokens) == forward
     assert BATCH * training_flops(size, tokens).value == pytest.approx(forward + backward, rel=0.001)
+
+
+@pytest.mark.parametrize("size", [small(), small(dual=(0, 1))], ids=["plain", "dual"])
+def test_routed_flops_match_torchs_count(size: ModelSize) -> None:
+    transformer, route = SD3Transformer2DModel(**size.transformer_config()).train(), TokenRoute(0.75, 2, 2)
+    kept = torch.tensor([[0, 1, 2, 3], [2, 5, 7, 9]])
+    inputs = [torch.randn(BATCH, 16, 8, 8), torch.rand(BATCH), torch.randn(BATCH, 7, size.text_width)]
+    inputs.append(torch.randn(BATCH, size.pooled_width))
+    between = BetweenBlocks(BetweenPlan(route, None), kept, torch.sub)
+    with sdpa_kernel(SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            patches = run_layers(build_layers(transformer), inputs, between=between)[0]
+        with FlopCounterMode(display=False) as backward:
+            patches.sum().backward()
+    assert BATCH * forward_flops(size, Tokens(16, 7), route) == forward.get_total_flops()
+    routed = training_flops(size, Tokens(16, 7), route=route)
+    total = forward.get_total_flops() + backward.get_total_flops()
+    assert BATCH * routed.value == pytest.approx(total, rel=0.001)
+    assert step_flops(size, 16, [7], route=route) == routed.value
+    assert "0.75·N in blocks 2 to 2" in routed.formula
 
 
 def test_checkpointing_costs_one_more_forward_which_utilisation_does_not_count() -> None:

@@ -27,7 +27,9 @@ from sd3_light.budget.gpu_memory import (
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.config.base import Checkpointing
-from sd3_light.flow.objective import flow_loss
+from sd3_light.config.schema_blocks import BlockPair, TokenRoute
+from sd3_light.flow.objective import alignment_loss, flow_loss
+from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
@@ -84,7 +86,7 @@ def norms_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "layer_norm", layer_norm)
 
 
-def allocated_in_a_step(setup: TrainingSetup) -> int:
+def allocated_in_a_step(setup: TrainingSetup, pair: BlockPair | None = None) -> int:
     """The peak over a forward and a backward pass, without weights, with gradients and inputs.
 
     Fake tensors have the storage sizes of real ones and compute nothing: bf16 is very slow on many CPUs.
@@ -102,8 +104,11 @@ def allocated_in_a_step(setup: TrainingSetup) -> int:
                 memory._known.add(parameter.untyped_storage()._cdata)
             with torch.autocast("cpu", torch.bfloat16, enabled=setup.compute_dtype != "float32"):
                 inputs = [feature.float() for feature in features]
-                patches = run_layers(build_layers(transformer), inputs, setup.checkpointing)[0]
-            flow_loss(unpatchify(patches, side, side), target).mean().backward()
+                kept = None if setup.route is None else torch.zeros(setup.batch, setup.tokens_in(1).image).int()
+                between = BetweenBlocks(BetweenPlan(setup.route, pair), kept, alignment_loss)
+                patches = run_layers(build_layers(transformer), inputs, setup.checkpointing, between)[0]
+            loss = flow_loss(unpatchify(patches, side, side), target).mean()
+            (loss if between.compared is None else loss + between.compared.mean()).backward()
         return memory.peak
 
 
@@ -117,6 +122,18 @@ def test_a_step_in_bf16_allocates_what_the_formula_says(
     formula = gpu_memory(setup).step.value / (1 + SLACK) - next_batch_bytes(setup)
     inside_kernels = batch * FLASH_BACKWARD * setup.size.width * setup.tokens.joint
     assert formula - inside_kernels == pytest.approx(allocated_in_a_step(setup), rel=0.06)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+@pytest.mark.parametrize("route", [None, TokenRoute(0.5, 2, 5)])
+@pytest.mark.parametrize("pair", [None, BlockPair(2, 4)])
+def test_routing_and_alignment_allocate_what_the_formula_says(
+    norms_as_on_gpus: None, checkpointing: Checkpointing, route: TokenRoute | None, pair: BlockPair | None
+) -> None:
+    setup = TrainingSetup(small(layers=7), Tokens(256, 40), 12, checkpointing=checkpointing, route=route)
+    formula = gpu_memory(setup).step.value / (1 + SLACK) - next_batch_bytes(setup)
+    inside_kernels = 12 * FLASH_BACKWARD * setup.size.width * setup.tokens.joint
+    assert formula - inside_kernels == pytest.approx(allocated_in_a_step(setup, pair), rel=0.06)
 
 
 # GiB that torch allocated on an H200 in steps of `benchmarks/step.py`: image tokens, mean text tokens, batch

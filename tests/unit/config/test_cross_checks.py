@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from sd3_light.config import ConfigFaults, Fault, load_config
+from sd3_light.config.schema_blocks import LayerSyncConfig, RoutingConfig, layer_sync_problem, routing_problem
 
 OnlyFault = Callable[..., Fault]
 RECON = "text_recon_gamma = 0.1\n"
@@ -13,6 +14,7 @@ AR = "enable_ar_bucket = true\n"
 MANUAL = 'partition_method = "manual"\npipeline_stages = 3\n'
 FSDP = 'parallel = "fsdp2"'
 EMA = "[ema]\nenable = true\n"
+ROUTING, SYNC = "[model.routing]\n", "[model.layer_sync]\n"
 SHAPE = "[model.shape]\nnum_layers = 2\n"
 
 
@@ -52,6 +54,18 @@ SHAPE = "[model.shape]\nnum_layers = 2\n"
         ("", "", SHAPE + "num_heads = 4\nhead_dim = 512", "model.shape.head_dim"),
         ("", "", SHAPE, "model.shape.num_heads"),
         ("", RECON + "text_recon_target_layer = 1", SHAPE + "num_heads = 2", "model.text_recon_target_layer"),
+        ("", "", ROUTING + "last_block = 15", "model.routing"),
+        ("", "", ROUTING + "first_block = 5\nlast_block = 4", "model.routing"),
+        ("", "", ROUTING + "share = 1.0", "model.routing.share"),
+        ("", "num_layers = 1", ROUTING, "model.routing"),
+        ("pipeline_stages = 2", "", ROUTING, "model.routing"),
+        ("", "", SYNC + "late_block = 15", "model.layer_sync"),
+        ("", "", SYNC + "early_block = 9\nlate_block = 9", "model.layer_sync"),
+        ("", "", SYNC + "weight = 0", "model.layer_sync.weight"),
+        ("", 'size = "tiny2"', SYNC, "model.layer_sync"),
+        ("pipeline_stages = 2", "", SYNC, "model.layer_sync"),
+        ("", "position_crop_side = 193", "", "model.position_crop_side"),
+        ("", 'size = "tiny2"\nposition_crop_side = 17', "", "model.position_crop_side"),
         ('lr_scheduler = "cosine"\ncooldown_steps = 2', "", "", "cooldown_steps"),
         ("cooldown_steps = 1000000", "", "", "cooldown_steps"),
         ("force_constant_lr = 0.1\ncooldown_steps = 2", "", "", "cooldown_steps"),
@@ -111,6 +125,8 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
         ("", "", EMA + "snapshot_every_n_steps = 5\n[[ema.track]]\nname = 'a'\npower_width = 0.1\nupdate_every = 1"),
         ("prefetch_batches_per_worker = 2\ndataloader_prefetch_per_worker = 2", "", ""),
         ("micro_batch_size_per_gpu = [[512, 4], [256, 8]]", "", ""),
+        ("", "position_crop_side = 192", ROUTING + "first_block = 14\nlast_block = 14\n" + SYNC + "late_block = 14"),
+        ("pipeline_stages = 2", "position_crop_side = 64", ""),
         ('eval_datasets = ["data.toml", {name = "b", config = "data.toml"}]', "", ""),
     ],
 )
@@ -220,3 +236,13 @@ def test_batch_list_names_the_missing_resolution(only_fault: OnlyFault) -> None:
 def test_resolution_beyond_the_position_table(only_fault: OnlyFault) -> None:
     fault = only_fault(model='size = "tiny2"', dataset='resolutions = [272]\n[[directory]]\npath = "a"')
     assert (fault.key, fault.value) == ("resolutions", "[272, 272]")
+
+
+def test_default_blocks_follow_the_depth() -> None:
+    """At the depths of the papers: TREAD's route, LayerSync's pair."""
+    assert RoutingConfig().route(28) == (0.5, 3, 24)
+    assert RoutingConfig().route(15) == (0.5, 3, 11)
+    assert LayerSyncConfig().pair(28) == (8, 16)
+    assert LayerSyncConfig().pair(15) == (4, 9)
+    assert all(routing_problem(RoutingConfig(), depth) is None for depth in range(2, 40))
+    assert all(layer_sync_problem(LayerSyncConfig(), depth) is None for depth in range(3, 40))

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
+from huggingface_hub import ModelCard, ModelCardData
 from safetensors.torch import load_file
 from torch import Tensor
 
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.export import adapter_folder as export_adapter
 from sd3_light.export.adapter_folder import adapter_modules, read_adapter, write_adapter
+from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import AdapterSpec, ExportError
 from sd3_light.export.proof import ProofError
 from sd3_light.model.adapter_layers import LycorisModule, add_adapter, is_adapter_name
@@ -139,3 +141,11 @@ def test_weights_that_cannot_be_saved_are_named(tmp_path: Path, base: Path) -> N
     with pytest.raises(ExportError, match=f"{name} contains NaN"):
         write_adapter(tmp_path / "out", {**weights, name: weights[name] * float("nan")}, spec)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_card_of_an_adapter_links_its_base_on_the_hub(tmp_path: Path) -> None:
+    cached = tmp_path / "models--owner--sd3" / "snapshots" / "aaaa" / "transformer"
+    card = adapter_card(spec_of(cached), {})
+    assert ModelCardData(**ModelCard(card).data.to_dict()).base_model == "owner/sd3"
+    assert 'from_pretrained("owner/sd3"' in card
+    assert "base_model" not in adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})

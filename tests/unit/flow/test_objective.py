@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd3_light.flow.objective import flow_loss, interpolate, text_reconstruction_loss, velocity
+from sd3_light.flow.objective import alignment_loss, flow_loss, interpolate, text_reconstruction_loss, velocity
 
 B, C, H, W = 6, 4, 5, 7
 
@@ -224,3 +224,33 @@ def test_the_path_is_exact_in_float64() -> None:
     assert not flow_loss(exact, exact).any()
     expected = 0.25 * (wide(exact) ** 2).mean(axis=(1, 2, 3))
     np.testing.assert_allclose(flow_loss(1.5 * exact, exact), expected, rtol=1e-5)
+
+
+# --- alignment of two blocks (LayerSync) -----------------------------------------------------------
+
+
+def test_alignment_equals_a_plain_loop_and_its_derivative() -> None:
+    generator = torch.Generator().manual_seed(5)
+    early, late = (torch.randn(2, 3, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    early.requires_grad_()
+    late.requires_grad_()
+    losses = alignment_loss(early, late)
+    losses.sum().backward()
+    assert late.grad is None, "the later block is a constant"
+    assert early.grad is not None
+    for at in range(2):
+        cosines = []
+        for token in range(3):
+            a, b = early[at, token].detach(), late[at, token].detach()
+            cosine = float(a @ b / (a.norm() * b.norm()))
+            cosines.append(cosine)
+            # d/da of -cos(a, b), averaged over 3 tokens
+            expected = (cosine * a / a.norm() - b / b.norm()) / a.norm() / 3
+            torch.testing.assert_close(early.grad[at, token], expected, rtol=1e-5, atol=1e-7)
+        assert float(losses[at].detach()) == pytest.approx(1 - sum(cosines) / 3, rel=1e-6)
+
+
+def test_aligned_tokens_have_no_loss_whatever_their_norm() -> None:
+    tokens = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(6))
+    assert float(alignment_loss(tokens, 7 * tokens).abs().max()) < 1e-6
+    torch.testing.assert_close(alignment_loss(tokens, -tokens), torch.full((2,), 2.0))

@@ -146,6 +146,22 @@ def test_text_reconstruction_uses_an_existing_layer(files: Any, only_fault: Sing
     assert disk_faults(files.load(model="text_recon_gamma = 0.1\ntext_recon_target_layer = 2")) == []
 
 
+@pytest.mark.parametrize(
+    ("model", "tables", "key", "valid"),
+    [
+        ("", "[model.routing]\nlast_block = 4", "model.routing", "[model.routing]\nlast_block = 3"),
+        ("", "[model.layer_sync]\nlate_block = 4", "model.layer_sync", "[model.layer_sync]\nlate_block = 3"),
+        ("position_crop_side = 17", "", "model.position_crop_side", ""),
+    ],
+)
+def test_blocks_and_places_exist_in_the_weights(
+    files: Any, only_fault: Single, model: str, tables: str, key: str, valid: str
+) -> None:
+    files.denoiser("sd3/transformer")
+    assert only_fault(model=model, tables=tables).key == key
+    assert disk_faults(files.load(tables=valid)) == []
+
+
 def test_buckets_fit_the_position_table(files: Any, only_fault: Single) -> None:
     dataset = 'resolutions = [256]\nenable_ar_bucket = true\n[[directory]]\npath = "images"\n'
     fault = only_fault(dataset=dataset)

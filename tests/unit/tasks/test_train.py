@@ -18,7 +18,7 @@ from sd3_light.engines import accelerate as engine_file
 from sd3_light.engines.torch import task_loss_sums
 from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.runlog import read_log
-from sd3_light.tasks import ModelLogger, launch_training_task
+from sd3_light.tasks import FlowMatchSFTLoss, ModelLogger, launch_training_task
 from tests.unit.tasks.toy import Images, Toy
 
 
@@ -153,6 +153,44 @@ def test_evaluation_and_images_use_the_average(tmp_path: Path) -> None:
     assert (tmp_path / "samples" / "step-00000004.png").is_file()
     assert not torch.equal(seen[0], model.transformer.weight)
     assert torch.equal(seen[0], load_file(tmp_path / "step-4.safetensors")["weight"])
+
+
+def test_validation_at_fixed_times_does_not_depend_on_the_distribution(tmp_path: Path) -> None:
+    """Only the quantiles' losses change with the distribution of t."""
+    settings: dict[str, Any] = {"eval_dataset": Images(3), "eval_steps": 1, "eval_at_fixed_t": True, "max_steps": 1}
+    evals = []
+    for loss in (FlowMatchSFTLoss(), FlowMatchSFTLoss(shift=3.0, logit_mean=0.5), FlowMatchSFTLoss(flux_shift=True)):
+        model = Toy()
+        model.loss = loss
+        events = run(tmp_path / f"{len(evals)}", model, learning_rate=1e-12, **settings)
+        evals.append(next(event for event in events if event["event"] == "eval"))
+    for event in evals[1:]:
+        fixed = {key: value for key, value in event.items() if key.startswith("fixed")}
+        assert len(fixed) == 10
+        assert fixed == pytest.approx({key: evals[0][key] for key in fixed}, rel=1e-5)
+        assert event["flow@0.5"] != pytest.approx(evals[0]["flow@0.5"], rel=1e-3)
+    uniform = Toy()
+    uniform.loss = FlowMatchSFTLoss(timestep_sample_method="uniform")
+    events = run(tmp_path / "uniform", uniform, learning_rate=1e-12, **settings)
+    event = next(event for event in events if event["event"] == "eval")
+    assert event["fixed@0.3"] == event["flow@0.3"]
+
+
+class OtherLoss:
+    """A loss without times."""
+
+    reads, latents = ("latents",), "latents"
+
+    def __call__(self, denoise: Any, inputs: Any, reference: Any) -> Any:
+        return inputs["latents"].flatten(1).mean(1)
+
+
+def test_fixed_times_need_a_loss_with_quantiles(tmp_path: Path) -> None:
+    model: Any = Toy()
+    model.loss = OtherLoss()
+    settings: dict[str, Any] = {"eval_dataset": Images(3), "eval_steps": 1, "eval_at_fixed_t": True}
+    with pytest.raises(UserError, match="eval_at_fixed_t needs a loss that draws times from quantiles"):
+        run(tmp_path, model, **settings)
 
 
 def test_args_override_and_unknown_settings_are_named(tmp_path: Path) -> None:

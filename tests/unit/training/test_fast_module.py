@@ -17,6 +17,11 @@ from sd3_light.training.module import SD3TrainingModule
 
 Config = Callable[..., TrainConfig]
 RECON: dict[str, Any] = {"text_recon_gamma": 0.25}
+BETWEEN: dict[str, Any] = {
+    "layer_sync": {"weight": 0.5},
+    "routing": {"share": 0.6, "first_block": 2},
+    "position_crop_side": 9,
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "padded": ({}, {}),
     "huber": ({}, {"pseudo_huber_c": 0.3}),
@@ -26,6 +31,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "real-recon": ({"text_tokens": "real", **RECON, "text_recon_target_layer": 1}, {}),
     "selective": ({"text_tokens": "real", **RECON}, {"activation_checkpointing": "selective"}),
     "blocks-again": ({**RECON}, {"activation_checkpointing": True}),
+    "sync": ({"layer_sync": {"weight": 2.0}, **RECON}, {}),
+    "route": ({"routing": {"first_block": 1}}, {}),
+    "real-all": ({"text_tokens": "real", **RECON, **BETWEEN}, {}),
+    "all-selective": (BETWEEN, {"activation_checkpointing": "selective"}),
+    "real-all-again": ({"text_tokens": "real", **BETWEEN}, {"activation_checkpointing": True}),
 }
 
 
@@ -50,6 +60,13 @@ def prepared(real: bool, masked: bool = False, seed: int = 2) -> MicroBatch:
     return tuple(features), (normal(3, 16, 4, 6), mask)
 
 
+def with_draws(batch: MicroBatch, model: dict[str, Any]) -> MicroBatch:
+    """Return the batch with what the preparer draws for each image."""
+    kept = torch.tensor([[0, 2, 5], [1, 3, 4], [0, 1, 2]]) if "routing" in model else None
+    corners = torch.tensor([[12, 14], [13, 13], [11, 12]]) if "position_crop_side" in model else None
+    return (*batch[0], *(draw.int() for draw in (kept, corners) if draw is not None)), batch[1]
+
+
 def run(config: TrainConfig, batch: MicroBatch, fast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     module = SD3TrainingModule(transformer(), config, fast)
     losses = module(*batch)
@@ -62,7 +79,7 @@ def run(config: TrainConfig, batch: MicroBatch, fast: bool) -> tuple[dict[str, T
 @pytest.mark.parametrize("name", CASES)
 def test_losses_and_gradients_equal_the_stock_ones(config: Config, name: str) -> None:
     model, keys = CASES[name]
-    batch = prepared("text_tokens" in model, masked=name in ("padded", "real"))
+    batch = with_draws(prepared("text_tokens" in model, masked=name in ("padded", "real")), model)
     (stock, stock_grads), (fast, fast_grads) = (run(config(model=model, **keys), batch, fast) for fast in (False, True))
     assert fast.keys() == stock.keys()
     for key, loss in stock.items():

@@ -9,6 +9,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import SIZES, TrainConfig
+from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import MicroBatch
 from sd3_light.model.layers import build_layers, run_layers
 from sd3_light.model.random_weights import new_transformer
@@ -252,3 +253,79 @@ def test_checkpointing_changes_no_gradient_of_real_text(config: Config) -> None:
     for name, gradient in grads[0].items():
         assert gradient is not None
         assert torch.equal(gradient, grads[1][name]), name
+
+
+# --- LayerSync, routing, position crops ------------------------------------------------------------
+
+
+def blocks_of(model: SD3Transformer2DModel, batch: MicroBatch, numbers: tuple[int, ...]) -> list[Tensor]:
+    """Return the image tokens after some blocks of the stock model, counted from 1."""
+    outputs: dict[int, Tensor] = {}
+    for number in numbers:
+        block = model.transformer_blocks[number - 1]
+        block.register_forward_hook(lambda _, __, output, number=number: outputs.update({number: output[1]}))
+    stock(model, batch)
+    return [outputs[number] for number in numbers]
+
+
+def test_layer_sync_is_added_with_its_weight(config: Config) -> None:
+    model, batch = transformer(), prepared()
+    keys = {"layer_sync": {"weight": 0.5}, "text_recon_gamma": 0.25}
+    module = SD3TrainingModule(model, config(model=keys))
+    losses = module(*batch)
+    assert tuple(name for name in losses if name != "each") == module.loss_names
+    early, late = blocks_of(transformer(), batch, (1, 2))  # the default pair of three blocks
+    expected = 1 - torch.nn.functional.cosine_similarity(early, late, dim=-1).mean()
+    torch.testing.assert_close(losses["layer_sync"], expected.detach(), rtol=1e-5, atol=1e-6)
+    total = losses["flow"] + 0.25 * losses["text_recon"] + 0.5 * losses["layer_sync"]
+    torch.testing.assert_close(losses["loss"], total, rtol=1e-6, atol=0)
+    assert not losses["layer_sync"].requires_grad
+
+
+def test_layer_sync_has_the_gradients_of_a_plain_computation(config: Config) -> None:
+    batch = prepared()
+    reference = transformer()
+    early, late = blocks_of(reference, batch, (1, 2))
+    first, second = (tokens / tokens.norm(dim=-1, keepdim=True) for tokens in (early, late.detach()))
+    sync = 1 - (first * second).sum(-1).mean()
+    (((stock(reference, batch) - batch[1][0]) ** 2).mean() + 3.0 * sync).backward()
+    model = transformer()
+    SD3TrainingModule(model, config(model={"layer_sync": {"weight": 3.0}}))(*batch)["loss"].backward()
+    expected = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert expected[name].grad is not None
+        torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+ROUTED: dict[str, Any] = {"routing": {"first_block": 1, "last_block": 2}, "position_crop_side": 8}
+KEPT, CORNERS = torch.tensor([[0, 2, 5], [1, 3, 4]]).int(), torch.tensor([[4, 6], [7, 5]]).int()
+
+
+def test_training_batches_are_routed_and_cropped_and_others_are_not(config: Config) -> None:
+    (features, label), model = prepared(), transformer()
+    module, plain = SD3TrainingModule(model, config(model=ROUTED)), SD3TrainingModule(model, config())
+    whole = module(features, label)["each"]
+    assert torch.equal(whole, plain(features, label)["each"]), "evaluation and sampling use all tokens, at the centre"
+    assert torch.equal(module.denoise(features), plain.denoise(features))
+    trained = module((*features, KEPT, CORNERS), label)["each"]
+    assert not torch.allclose(trained, whole, rtol=1e-3)
+    centre = torch.tensor([[(module.transformer.config.pos_embed_max_size - side) // 2 for side in (2, 3)]] * 2)
+    everything = torch.arange(6).expand(2, 6)
+    torch.testing.assert_close(module((*features, everything, centre), label)["each"], whole, rtol=1e-5, atol=1e-6)
+
+
+def test_all_draws_or_none_are_given(config: Config) -> None:
+    (features, label), module = prepared(), SD3TrainingModule(transformer(), config(model=ROUTED))
+    with pytest.raises(AssertionError, match="5 features"):
+        module((*features, KEPT), label)
+
+
+def test_blocks_that_the_denoiser_lacks_are_reported(config: Config) -> None:
+    for keys, text in (
+        ({"routing": {"last_block": 3}}, "model.routing: tokens cannot skip blocks 2 to 3 of 3"),
+        ({"position_crop_side": 17}, "model.position_crop_side: the position table has 16 tokens per side"),
+        ({"layer_sync": {"early_block": 2, "late_block": 2}}, "model.layer_sync: block 2 cannot be aligned with"),
+    ):
+        with pytest.raises(UserError, match=text):
+            SD3TrainingModule(transformer(), config(model=keys))

@@ -89,6 +89,19 @@ def test_weighted_captions_and_joint_dropout_are_those_of_the_shards(model: Mode
         assert_same(inputs.gather(inputs.indices(picks)), preparer.prepare_clean(data.read(picks, SEED)))
 
 
+def test_draws_per_image_are_those_of_the_shards(model: Model, data: CachedDataset) -> None:
+    preparer = make_preparer(model, data, False, routing={}, position_crop_side=7)
+    inputs = ResidentInputs(preparer, ResidentCache(data, CPU), SEED)
+    order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: 20)
+    for step in range(order.steps_per_epoch):
+        picks = order.picks(step, 0, order.batch_size(step))
+        read = data.read(picks, SEED)
+        assert_same(inputs.gather(inputs.indices(picks)), preparer.prepare_clean(read))
+        gathered = GatheringPreparer(inputs, adds_noise=True).prepare_inputs(picks)
+        assert_same(gathered, preparer.prepare_inputs(read))
+        assert len(gathered[0]) == 6 + data.has_lengths
+
+
 def test_indices_go_to_the_device_and_lengths_stay(model: Model, data: CachedDataset) -> None:
     inputs = ResidentInputs(make_preparer(model, data, True), ResidentCache(data, CPU), SEED)
     order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: 20)

@@ -15,11 +15,19 @@ from torch import Tensor
 from sd3_light.config import SIZES, ModelConfig, UserError
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.flow.conditioning import draw_drops
+from sd3_light.flow.image_draws import draw_corners, draw_kept
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.model.start import where_weights_start
 from sd3_light.randomness import occurrence_words, stream
-from sd3_light.training.sd3 import InputPreparer, LightSD3Pipeline, PreparedBatch, split_batch, starting_transformer
+from sd3_light.training.sd3 import (
+    InputPreparer,
+    LightSD3Pipeline,
+    PreparedBatch,
+    split_batch,
+    starting_transformer,
+    text_lengths,
+)
 
 Model = Callable[..., ModelConfig]
 MakeBatch = Callable[..., dict[str, Any]]
@@ -458,3 +466,43 @@ def test_the_pipeline_reads_scale_and_text_policy(model: Model, batch: MakeBatch
     prompt = pipeline.prepare_inputs(batch([1, 2]))[0][2]
     assert bool((prompt[:, 7:] == 9).all()) == has_text
     assert bool(prompt.any()) == has_text
+
+
+# --- draws per image -------------------------------------------------------------------------------
+
+DRAWS: dict[str, Any] = {"routing": {"share": 0.5}, "position_crop_side": 8}
+
+
+@pytest.mark.parametrize("text", ["padded", "real"])
+def test_training_batches_end_with_the_draws_of_their_images(
+    model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str
+) -> None:
+    make = real_batch if text == "real" else batch
+    prepare = replace(preparer(model, 5, text_tokens=text, **DRAWS), num_positions=32)
+    ids = [11, 5, 2**62 + 3]
+    features, _ = prepare.prepare_inputs(make(ids, epoch=2, repeats=range(3)))
+    kept, corners = features[-2:]
+    assert len(features) == (7 if text == "real" else 6)
+    assert (kept.dtype, corners.dtype) == (torch.int32, torch.int32), "they go to the device"
+    occurrences = occurrence_words(2, np.arange(3), ids)
+    assert kept.tolist() == draw_kept(5, occurrences, 6, 0.5).tolist()
+    assert corners.tolist() == draw_corners(5, occurrences, (2, 3), 8, 32).tolist()
+    plain, _ = preparer(model, 5, text_tokens=text).prepare_inputs(make(ids, epoch=2, repeats=range(3)))
+    assert same(list(plain), list(features[:-2])), "nothing else changes"
+    for at, sample in enumerate(ids):
+        alone, _ = prepare.prepare_inputs(make([sample], epoch=2, repeats=[at]))
+        assert same([kept[at], corners[at]], [part[0] for part in alone[-2:]])
+
+
+def test_validation_batches_have_no_draws(model: Model, batch: MakeBatch) -> None:
+    assert len(preparer(model, **DRAWS).prepare_inputs(batch([1, 2]), 0.3)[0]) == 4
+
+
+def test_draws_follow_their_micro_batch(model: Model, real_batch: MakeBatch) -> None:
+    prepare = replace(preparer(model, text_tokens="real", **DRAWS), num_positions=32)
+    whole = prepare.prepare_inputs(real_batch([1, 2, 3, 4]))
+    first, second = split_batch(whole, 2)
+    assert torch.equal(torch.cat([first[0][5], second[0][5]]), whole[0][5])
+    assert first[0][2].shape[1] == int(first[0][4].max())
+    assert text_lengths(first[0]) is first[0][4]
+    assert text_lengths(whole[0][:4]) is None

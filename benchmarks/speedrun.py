@@ -1,0 +1,84 @@
+"""The speedrun: minutes of training from random weights until 0.95 of the held-out prompts are wholly right at 128 px.
+
+    python benchmarks/speedrun.py FOLDER --name NAME [--set KEY=VALUE ...] [--target 0.95] [--seed 1] [--minutes 9]
+
+FOLDER comes from `world_prepare.py`; drawing and caching are not counted. Everything that training does is: building
+the model, loading the cache, compiling kernels, steps, averages, checkpoints. Drawing and judging images for the score
+are not. The recipe is `world.toml` with the `--set` changes; scores come every `sampling.every_n_steps`, so choose
+`max_steps` generously and that interval small. After `--minutes` the run saves a checkpoint, and the same command
+continues it; the time that a restart takes counts.
+
+When the target is reached, the record is printed as a row of the table in benchmarks/README.md and appended, with its
+recipe, to FOLDER/records.jsonl.
+"""
+
+import argparse
+import json
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from world_runs import Bench, ScoredRun, load, start_judges
+
+from sd3_light.config import UserError, resolved_toml
+from sd3_light.config.faults import Stopped
+
+RECORDS = "records.jsonl"
+
+
+def record_of(run: ScoredRun, name: str, overrides: list[str], bench: Bench) -> dict[str, Any]:
+    """Return the record of a run that reached its target."""
+    reached = next(score for score in run.scores if score["rates"]["all"] >= (run.target or 0))
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"), "name": name, "minutes": round(reached["seconds"] / 60, 2),
+        "right": reached["rates"]["all"], "target": run.target, "steps": reached["step"],
+        "samples": reached["samples"], "scenes": "hard" if bench.hard else "simple", "side": bench.side,
+        "num_prompts": bench.num_prompts, "seed": run.loaded.train.seed, "set": overrides,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "recipe": resolved_toml(run.loaded), "scores": run.scores,
+    }  # fmt: skip
+
+
+def as_row(record: dict[str, Any]) -> str:
+    """Return the record as a row of the table in benchmarks/README.md."""
+    changes = ", ".join(f"`{change}`" for change in record["set"]) or "the base recipe"
+    return (
+        f"| {record['date']} | {record['name']} | {record['minutes']:.2f} | {record['right']:.3f} | "
+        f"{record['samples'] / 1e6:.2f} | {record['scenes']}, {record['side']} px | {record['device']} | {changes} |"
+    )
+
+
+def main() -> None:
+    """Run or continue the speedrun."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--name", required=True, help="of the record and the run folder")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--target", type=float, default=0.95)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, help="stop after this time, with a checkpoint")
+    args = parser.parse_args()
+    deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
+    start_judges()
+    try:
+        bench = Bench.read(args.folder)
+        own = [f"seed={args.seed}", f'output_dir="runs/speedrun-{args.name}-{args.seed}"']
+        run = ScoredRun(load(args.folder, [*args.set, *own]), bench.prompts, args.target)
+        end = run.run(deadline)
+    except (UserError, Stopped) as error:
+        sys.exit(f"error: {error}")
+    best = max((score["rates"]["all"] for score in run.scores), default=0.0)
+    if best < args.target:
+        state = "finished" if run.is_finished else "cut by --minutes, continue with the same command"
+        sys.exit(f"{best:.3f} of {args.target} after {run.seconds / 60:.2f} minutes, step {end.step}: {state}")
+    record = record_of(run, args.name, args.set, bench)
+    with open(args.folder / RECORDS, "a", encoding="utf-8") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    print(as_row(record))
+
+
+if __name__ == "__main__":
+    main()

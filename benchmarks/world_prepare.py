@@ -1,0 +1,173 @@
+"""Prepares the data of the ablations and the speedrun: encoders, images, prompts and caches.
+
+    python benchmarks/world_prepare.py FOLDER [--scenes hard|simple] [--side 128] [--images 49152] [--prompts 256]
+                                       [--parts FOLDER] [--caches padded real] [--vae-seconds 240] [--processes 8]
+
+`simple` scenes are those of the demo and use its encoders. `hard` scenes have up to six objects with sizes, textures
+and overlaps; their captions need new text encoders (`scripts/demo_text.py --hard`, a few seconds) and their textures a
+new VAE (`scripts/demo_vae.py --hard`, on a GPU). `--parts` takes both from the `model` of an earlier folder instead. At
+the end the judge checks images that the VAE reconstructed: a model can hardly score higher.
+
+Steps that are done are skipped, so that an interrupted command continues. `cache` holds padded text, `cache-real` real
+tokens, which only the row `real-text` needs.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from world_runs import BENCH_FILE, REAL_CACHE, Bench, load
+
+from sd3_light.assets import DEMO
+from sd3_light.config import UserError
+from sd3_light.encoders.vae import load_vae
+from sd3_light.metrics.composition import judge_images
+from sd3_light.stages import cache
+from sd3_light.world import Prompt, draw_square_image, write_dataset
+from sd3_light.world.dataset import AnyScene
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = ROOT / "scripts"
+NUM_FOLDERS = 16  # image folders, drawn in parallel
+NUM_HELD_OUT = 1024
+TRAIN_SEED, HELD_OUT_SEED = 100, 2
+
+
+CACHES = {"padded": (), "real": REAL_CACHE}
+"""Overrides by kind of text."""
+
+
+def prepare(args: argparse.Namespace, bench: Bench) -> None:
+    """Do the steps that are missing in the folder."""
+    if (args.folder / BENCH_FILE).is_file() and Bench.read(args.folder) != bench:
+        raise UserError(f"{args.folder} was prepared as {Bench.read(args.folder)}; choose another folder")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    (args.folder / BENCH_FILE).write_text(json.dumps(asdict(bench), indent=1) + "\n", encoding="utf-8")
+    make_parts(args.folder / "model", bench, args.parts, args.vae_seconds)
+    draw_images(args.folder, bench, args.images, args.processes)
+    for text in args.caches:
+        build_cache(args.folder, CACHES[text], args.processes)
+
+
+def make_parts(model: Path, bench: Bench, parts: Path | None, vae_seconds: float) -> None:
+    """Write the encoders, tokenizers, scheduler and VAE."""
+    if (model / "model_index.json").is_file():
+        return
+    source = parts or (None if bench.hard else DEMO)
+    if source is not None:
+        shutil.copytree(source, model, ignore=shutil.ignore_patterns("transformer"), dirs_exist_ok=True)
+        return
+    run_script("demo_text.py", model, "--hard")
+    run_script("demo_vae.py", model / "vae", "--hard", "--seconds", str(vae_seconds), "--batch", "128")
+    shutil.copy(DEMO / "model_index.json", model)  # last: it marks the folder as complete
+
+
+def run_script(name: str, *arguments: object) -> None:
+    """Run a script of the repository."""
+    subprocess.run([sys.executable, str(SCRIPTS / name), *map(str, arguments)], check=True)
+
+
+def draw_images(folder: Path, bench: Bench, images: int, processes: int) -> None:
+    """Draw the training images, one folder per process at a time, and the held-out images."""
+    size = f"size_buckets = [[{bench.side}, {bench.side}]]\n\n[[directory]]\npath = "
+    (folder / "data.toml").write_text(f'{size}"data/train"\n', encoding="utf-8")
+    (folder / "eval.toml").write_text(f'{size}"data/held_out"\n', encoding="utf-8")
+    num_folders = min(NUM_FOLDERS, images)
+    jobs = [
+        (folder / "data" / "train" / f"{part:02d}", images // num_folders, TRAIN_SEED + part, False)
+        for part in range(num_folders)
+    ]
+    jobs.append((folder / "data" / "held_out", min(NUM_HELD_OUT, images), HELD_OUT_SEED, True))
+    jobs = [job for job in jobs if not (job[0] / "captions.json").is_file()]  # written after the images
+    if processes == 1:
+        list(map(partial(draw_folder, bench), jobs))
+        return
+    with ProcessPoolExecutor() as pool:
+        list(pool.map(partial(draw_folder, bench), jobs))
+
+
+def draw_folder(bench: Bench, job: tuple[Path, int, int, bool]) -> None:
+    """Draw the images of one folder."""
+    folder, count, seed, held_out = job
+    write_dataset(folder, count, seed, held_out, draw=partial(draw_one, bench))
+
+
+def draw_one(bench: Bench, index: int, seed: int, held_out: bool) -> tuple[Image.Image, AnyScene]:
+    """Draw one image."""
+    return draw_square_image(index, seed, bench.side, bench.hard, held_out)
+
+
+def build_cache(folder: Path, overrides: tuple[str, ...], processes: int) -> None:
+    """Encode images, captions and prompts with several processes."""
+    loaded = load(folder, overrides)
+    if processes == 1:
+        cache.run(loaded)
+        return
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    options = ["--config", str(loaded.path), "--cache-only"]
+    for override in Bench.read(folder).overrides(overrides):
+        options += ["--set", override]
+    subprocess.run([*launcher, str(ROOT / "train.py"), *options], check=True)
+
+
+@torch.no_grad()
+def check_vae(folder: Path, bench: Bench, count: int = 128) -> dict[str, float]:
+    """Return the quality of reconstructed held-out images: PSNR in dB, and the share that the judge finds right."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    vae = load_vae(folder / "model", device, torch.float32)
+    drawn = [draw_one(bench, index, HELD_OUT_SEED, True) for index in range(count)]
+    prompts, images, errors = [Prompt("", scene) for _, scene in drawn], [], []
+    for first in range(0, count, 16):
+        pixels = np.stack([np.asarray(image) for image, _ in drawn[first : first + 16]])
+        x = torch.from_numpy(pixels).to(device).permute(0, 3, 1, 2).float() / 127.5 - 1
+        y = vae.decode(vae.encode(x).latent_dist.mean).sample.clamp(-1, 1)
+        errors += ((x - y) / 2).square().flatten(1).mean(1).tolist()
+        images += [
+            Image.fromarray(array) for array in ((y + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+        ]
+    psnr = -10 * math.log10(sum(errors) / count)
+    return {"psnr_db": round(psnr, 2), "judged_right": float(judge_images(prompts, images).rates["all"] or 0)}
+
+
+def main() -> None:
+    """Prepare a folder."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--scenes", choices=("hard", "simple"), default="hard")
+    parser.add_argument("--side", type=int, choices=(64, 128, 256), default=128)
+    parser.add_argument("--images", type=int, default=49152)
+    parser.add_argument("--prompts", type=int, default=256, help="held-out prompts of every score")
+    parser.add_argument("--parts", type=Path, help="folder with encoders and VAE of an earlier preparation")
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=[*CACHES], help="kinds of text to cache")
+    parser.add_argument("--vae-seconds", type=float, default=240)
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=max(1, (os.cpu_count() or 1) // 2),
+        help="processes that encode; 1 does everything in this one",
+    )
+    parser.add_argument("--check", type=int, default=128, help="images to reconstruct for the check of the VAE")
+    args = parser.parse_args()
+    bench = Bench(args.scenes == "hard", args.side, args.prompts)
+    try:
+        prepare(args, bench)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    quality = check_vae(args.folder, bench, args.check)
+    (args.folder / "vae.json").write_text(json.dumps(quality) + "\n", encoding="utf-8")
+    print(f"reconstructed images: {quality['psnr_db']} dB, {quality['judged_right']:.3f} judged right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Training runs on a folder of `world_prepare.py` that are scored on held-out prompts while they train.
+
+Shared by `ablate.py` and `speedrun.py`. A run is the train stage with its checkpoints and without exports. Its scores
+are in scores.jsonl of its folder, so that a run that was cut continues from its checkpoint with its scores.
+"""
+
+import json
+import multiprocessing
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from threading import Timer
+from typing import Any
+
+import torch
+from PIL import Image
+
+from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.store import step_of
+from sd3_light.config import LoadedConfig, UserError, load_config
+from sd3_light.config.faults import Stopped
+from sd3_light.metrics.composition import CompositionScore
+from sd3_light.stages import train
+from sd3_light.system import usable_cores
+from sd3_light.training.background_saves import newest_usable
+from sd3_light.training.requests import SAVE_QUIT
+from sd3_light.training.samples import DenoiseFeatures, Sampler
+from sd3_light.world import Prompt, draw_prompts
+from sd3_light.world.judge import Verdict
+
+BASE = Path(__file__).parent / "world.toml"
+BENCH_FILE = "bench.json"
+REAL_CACHE = ('model.text_tokens="real"', 'cache_dir="cache-real"')
+"""Overrides of a run on real text tokens."""
+PROMPT_SEED = 3
+_SCORES = "scores.jsonl"
+_SAMPLE_BATCH = 256
+_MAX_JUDGES = 8
+_GRID = 64  # images of last.png
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What a prepared folder contains."""
+
+    hard: bool
+    side: int
+    num_prompts: int
+
+    @staticmethod
+    def read(folder: Path) -> "Bench":
+        """Return the bench of a folder."""
+        file = folder / BENCH_FILE
+        if not file.is_file():
+            raise UserError(f"{folder} has no {BENCH_FILE}; prepare it with benchmarks/world_prepare.py")
+        return Bench(**json.loads(file.read_text(encoding="utf-8")))
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The held-out prompts that every run is scored on, in English and Chinese."""
+        return draw_prompts(self.num_prompts, PROMPT_SEED, held_out=True, language="mixed", hard=self.hard)
+
+    def overrides(self, overrides: Sequence[str]) -> list[str]:
+        """Return the overrides of a run after those of the bench."""
+        texts = json.dumps([prompt.text for prompt in self.prompts], ensure_ascii=False)
+        return [f"model.t5_max_length={24 if self.hard else 16}", f"sampling.prompts={texts}", *overrides]
+
+
+def load(folder: Path, overrides: Sequence[str] = (), base: Path = BASE) -> LoadedConfig:
+    """Return the base recipe with overrides, for a prepared folder."""
+    path = folder / base.name
+    if not path.is_file() or path.read_bytes() != base.read_bytes():
+        shutil.copy(base, path)
+    return load_config(path, Bench.read(folder).overrides(overrides))
+
+
+@dataclass
+class ScoredRun:
+    """One training run with its scores along the way; `run` starts or continues it.
+
+    ``seconds`` is the time of training: building and loading everything, steps, evaluation and checkpoints, without
+    drawing and judging images. ``target`` ends the run at the first score that reaches it.
+    """
+
+    loaded: LoadedConfig
+    prompts: Sequence[Prompt]
+    target: float | None = None
+    scores: list[dict[str, Any]] = field(default_factory=list)
+    seconds: float = 0.0
+    is_finished: bool = False
+    _started: float = 0.0
+    _sampler: Sampler | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return self.loaded.train.output_dir
+
+    def run(self, deadline: float | None = None) -> Progress:
+        """Train until the end, the target or the deadline (of `time.monotonic`), where a checkpoint is saved."""
+        checkpoint = newest_usable(self.folder, "delete the folder")
+        self._read_scores(0 if checkpoint is None else step_of(checkpoint))
+        (self.folder / SAVE_QUIT).unlink(missing_ok=True)
+        self._started = time.monotonic() - self.seconds
+        resume = train.Resume() if checkpoint else None
+        try:
+            with self._stopping_at(deadline):
+                end = train.run(self.loaded, resume=resume, on_sample=self._score)
+        except Stopped:
+            saved = newest_usable(self.folder, "delete the folder")
+            self._write_time(0 if saved is None else step_of(saved))
+            raise
+        self._sampler = None
+        self._write_time(end.step)
+        self.is_finished = end.step == self.loaded.train.max_steps or self._has_reached_target()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return end
+
+    def samples_to(self, rate: float) -> int | None:
+        """Return the samples after which the score reached a rate, interpolated; None if it did not."""
+        before = (0, 0.0)
+        for score in self.scores:
+            now = (score["samples"], score["rates"]["all"])
+            if now[1] >= rate:
+                return round(before[0] + (now[0] - before[0]) * (rate - before[1]) / (now[1] - before[1]))
+            before = now
+        return None
+
+    def _has_reached_target(self) -> bool:
+        return self.target is not None and any(score["rates"]["all"] >= self.target for score in self.scores)
+
+    def _read_scores(self, step: int) -> None:
+        """Read what earlier calls wrote, up to the checkpoint's step."""
+        file = self.folder / _SCORES
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        kept = [entry for entry in map(json.loads, lines) if entry["step"] <= step]
+        self.scores = list({entry["step"]: entry for entry in kept if "rates" in entry}.values())
+        self.seconds = max((entry["seconds"] for entry in kept), default=0.0)
+
+    def _write_time(self, step: int) -> None:
+        self.seconds = time.monotonic() - self._started
+        self._write(step=step, seconds=self.seconds)
+
+    def _write(self, **entry: Any) -> None:
+        with open(self.folder / _SCORES, "a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    @contextmanager
+    def _stopping_at(self, deadline: float | None) -> Iterator[None]:
+        """Ask the run to save and quit at the deadline."""
+        timer = Timer(max(0.0, (deadline or 0.0) - time.monotonic()), self._stop)
+        timer.daemon = True
+        if deadline is not None:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _stop(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / SAVE_QUIT).touch()
+
+    def _score(self, progress: Progress, sampler: Sampler, denoise: DenoiseFeatures) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        paused = time.monotonic()
+        seconds = paused - self._started
+        if self._sampler is None:  # keeps its VAE
+            requests = tuple(replace(request, seed=index) for index, request in enumerate(sampler.requests))
+            self._sampler = replace(sampler, requests=requests, batch_size=_SAMPLE_BATCH)
+        score = judged(self.prompts, [image for _, image in self._sampler.draw(denoise)])
+        rates = {name: None if rate is None else round(rate, 4) for name, rate in score.rates.items()}
+        entry = {**progress.counts(), "seconds": seconds, "rates": rates}
+        self.scores.append(entry)
+        self._write(**entry)
+        print(f"{self.folder.name}: step {progress.step}, {rates['all']:.3f} wholly right", flush=True)
+        if self._has_reached_target():
+            self._stop()
+        shown = CompositionScore(*(part[:_GRID] for part in (score.prompts, score.images, score.verdicts)))
+        shown.as_grid(scale=1, title=f"step {progress.step:,}").save(self.folder / "last.png")
+        self._started += time.monotonic() - paused
+
+
+_judges: list[ProcessPoolExecutor] = []
+
+
+def start_judges() -> None:
+    """Start processes that judge images, if there are cores for them. They are forked: call it before CUDA is used."""
+    count = min(_MAX_JUDGES, usable_cores() - 2)
+    if count >= 2 and not _judges:
+        pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"))
+        list(pool.map(abs, range(count)))
+        _judges.append(pool)
+
+
+def judged(prompts: Sequence[Prompt], images: Sequence[Image.Image]) -> CompositionScore:
+    """Return the score of the images."""
+    apply = partial(_judges[0].map, chunksize=8) if _judges else map
+    return CompositionScore(tuple(prompts), tuple(images), tuple(apply(_verdict, prompts, images)))
+
+
+def _verdict(prompt: Prompt, image: Image.Image) -> Verdict:
+    return prompt.judge(image)

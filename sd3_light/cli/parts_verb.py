@@ -1,0 +1,76 @@
+"""The verb `parts`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sd3_light.cli.app import Command, app
+from sd3_light.cli.process import command_line, continued_by, echo, init_process
+
+
+@app.command(cls=Command)
+def parts(
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="The dataset TOML: images and captions.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the parts; an unfinished one is continued.")],
+    only: Annotated[str | None, typer.Option(help="Train one part: `vae` or `text`.")] = None,
+    vae_size: Annotated[str, typer.Option(help="`tiny`, `small` or `medium`.")] = "small",
+    text_size: Annotated[str, typer.Option(help="`tiny`, `small` or `medium`.")] = "small",
+    vae_minutes: Annotated[float, typer.Option(min=0.01, help="Training time of the VAE, over all runs.")] = 5,
+    text_minutes: Annotated[float, typer.Option(min=0.01, help="Training time of the text encoders.")] = 3,
+    vae_steps: Annotated[int | None, typer.Option(min=1, help="Steps of the VAE, instead of a time.")] = None,
+    text_steps: Annotated[int | None, typer.Option(min=1, help="Steps of the text encoders, instead.")] = None,
+    stop_after: Annotated[
+        float | None, typer.Option(min=0.01, help="Save and exit after this many minutes; run again to continue.")
+    ] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Continue from this VAE (its folder, or a diffusers folder) instead of random.")
+    ] = None,
+    decoder_only: Annotated[
+        bool, typer.Option("--decoder-only", help="With --init: keep the encoder, so that the latents stay the same.")
+    ] = False,
+    channels: Annotated[int, typer.Option(min=1, max=64, help="Latent channels of a new VAE.")] = 16,
+    vae_batch: Annotated[int, typer.Option(min=2, help="Images per step of the VAE.")] = 128,
+    text_batch: Annotated[int, typer.Option(min=2, help="Pairs per step of the text encoders.")] = 512,
+    vae_lr: Annotated[float, typer.Option(min=0, help="Learning rate of the VAE.")] = 1e-3,
+    text_lr: Annotated[float, typer.Option(min=0, help="Learning rate of the text encoders.")] = 5e-4,
+    kl: Annotated[float, typer.Option(min=0, help="Weight of the KL term: more gives smoother latents.")] = 2e-4,
+    adversarial: Annotated[float, typer.Option(min=0, help="Weight of the adversarial term; 0: none.")] = 0.0,
+    random_text: Annotated[
+        bool, typer.Option("--random-text", help="Leave the text encoders random; no judge is written.")
+    ] = False,
+    vocabulary: Annotated[int, typer.Option(min=600, help="Tokens of each tokenizer, at most.")] = 8192,
+    max_images: Annotated[int, typer.Option(min=1, help="Images to load at most; they are held in memory.")] = 200_000,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between measurements.")] = 500,
+    plateau: Annotated[int, typer.Option(min=0, help="End when this many measurements bring no gain; 0: never.")] = 6,
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode images.")] = None,
+    compile_: Annotated[bool, typer.Option("--compile/--no-compile", help="Use torch.compile on GPUs.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and batches.")] = 0,
+) -> None:
+    """Train a VAE, tokenizers and text encoders on your own images, and write an SD3 folder for `diffusers_path`."""
+    init_process()
+    from sd3_light.parts.contrastive import TextOptions
+    from sd3_light.parts.fit import FitOptions
+    from sd3_light.parts.vae import VaeOptions
+    from sd3_light.stages import parts as stage
+
+    common = {"evaluate_every": evaluate_every, "plateau": plateau}
+    options = stage.PartsOptions(
+        only=only,  # type: ignore[arg-type]  # checked below
+        vae_size=vae_size,
+        text_size=text_size,
+        channels=channels,
+        random_text=random_text,
+        init=init,
+        vae=VaeOptions(vae_batch, seed, kl=kl, adversarial=adversarial, decoder_only=decoder_only, compile=compile_),
+        text=TextOptions(text_batch, seed, compile_),
+        vae_fit=FitOptions(vae_steps, vae_minutes, vae_lr, **common),
+        text_fit=FitOptions(text_steps, text_minutes, text_lr, weight_decay=0.05, min_gain=0.005, **common),
+        vocabulary=vocabulary,
+        max_images=max_images,
+        workers=workers,
+        stop_after=stop_after,
+    )
+    stage.check_options(options)
+    with continued_by(command_line("parts", data, out) + " with the same options"):
+        echo(f"wrote {stage.run(data, out, options)}")

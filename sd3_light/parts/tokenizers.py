@@ -1,0 +1,157 @@
+"""Tokenizers learned from captions: byte-level BPE in CLIP's layout and Unigram in T5's, for any languages.
+
+English words are learned as byte pairs. Every character of Chinese, Japanese or Korean is one token: a token that spans
+words, such as "红色圆形", would be missing for a combination that the captions never show. CLIP's tokenizer knows every
+byte and therefore every text. T5's knows the characters of the captions and of ASCII; others become `<unk>`, as in T5.
+Nothing here is random.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, pre_tokenizers, trainers
+from tokenizers.models import BPE
+from transformers import CLIPTokenizer, PreTrainedTokenizerBase, T5TokenizerFast
+
+from sd3_light.files import write_atomically
+
+BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+CLIP_PADS = {"tokenizer": EOS, "tokenizer_2": "!"}
+"""SD3's first CLIP tokenizer pads with the end mark, its second with "!"."""
+T5_FOLDER = "tokenizer_3"
+MAX_TOKENS = 512
+"""Longest caption in tokens; longer ones are cut, and reported."""
+_MARKS = ("<pad>", "</s>", "<unk>")
+_SPACE = "▁"
+_CJK = "\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef\U00020000-\U0003ffff"
+_LONGEST = 24  # letters of a token
+_PIECE, _LETTER = -4.0, -8.0  # scores: a text is split into as few pieces as possible
+_MULTIPLE = 8
+
+Merge = tuple[str, str]
+
+
+def byte_letters() -> list[str]:
+    """Return the letter of byte-level BPE for each byte: the byte itself if printable, otherwise one above 255."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(rest)) for byte in range(256)]
+
+
+def clip_vocabulary(merges: Iterable[Merge]) -> dict[str, int]:
+    """Return ids in CLIP's order: bytes, bytes that end a word, merges, begin and end mark."""
+    alphabet = sorted(byte_letters())  # as in CLIP, where "!" has id 0
+    symbols = [*alphabet, *(letter + "</w>" for letter in alphabet), *(a + b for a, b in merges), BOS, EOS]
+    return {symbol: index for index, symbol in enumerate(dict.fromkeys(symbols))}
+
+
+def learn_clip_merges(captions: Sequence[str], vocabulary: int) -> list[Merge]:
+    """Learn the merges of a vocabulary of at most this many tokens; at most half of it are characters of Chinese."""
+    budget = max(0, vocabulary - len(clip_vocabulary(())))
+    characters = list(_character_merges(captions))[: budget // 2]
+    stock = CLIPTokenizer().backend_tokenizer
+    tokenizer = Tokenizer(BPE(end_of_word_suffix="</w>"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = stock.normalizer, stock.pre_tokenizer
+    words = _train_bpe(tokenizer, captions, vocabulary - len(characters), byte_letters(), end_of_word_suffix="</w>")
+    known = set(characters)
+    return [*characters, *(merge for merge in words if merge not in known)][:budget]
+
+
+def _character_merges(captions: Iterable[str]) -> Iterator[Merge]:
+    """Yield the merges that make one token of each character, within a word and at its end, frequent ones first."""
+    letters, done = byte_letters(), set[Merge]()
+    counts = Counter(re.findall(f"[{_CJK}]", "".join(captions)))
+    for character, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0])):
+        first, *middle, last = (letters[byte] for byte in character.encode())
+        steps = []
+        for letter in middle:
+            steps.append((first, letter))
+            first += letter
+        for merge in (*steps, (first, last), (first, f"{last}</w>")):
+            if merge not in done:
+                done.add(merge)
+                yield merge
+
+
+def _train_bpe(
+    tokenizer: Tokenizer, captions: Iterable[str], vocabulary: int, alphabet: list[str], **options: Any
+) -> list[Merge]:
+    """Learn merges from the captions without their characters of Chinese."""
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, min_frequency=2, show_progress=False, initial_alphabet=alphabet,
+        max_token_length=_LONGEST, **options,
+    )  # fmt: skip
+    tokenizer.train_from_iterator((re.sub(f"[{_CJK}]", " ", caption) for caption in captions), trainer)
+    return [(first, second) for first, second in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def learn_t5_pieces(captions: Sequence[str], vocabulary: int) -> list[tuple[str, float]]:
+    """Learn T5's pieces and scores for a vocabulary of about this many tokens: marks, words, single characters."""
+    letters = sorted(letter for letter in {*map(chr, range(33, 127)), *"".join(captions)} if not letter.isspace())
+    tokenizer = Tokenizer(BPE())
+    alone = pre_tokenizers.Split(Regex(r"[^\p{L}\p{M}▁]"), "isolated")  # digits and punctuation are not merged
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(_SPACE, "always"), alone]
+    )
+    merges = _train_bpe(tokenizer, captions, vocabulary - len(_MARKS), [_SPACE, *letters])
+    words = dict.fromkeys(first + second for first, second in merges)
+    pieces = {**dict.fromkeys((_SPACE, *letters), _LETTER), **dict.fromkeys(words, _PIECE)}
+    return [*((mark, 0.0) for mark in _MARKS), *pieces.items()]
+
+
+def learn_tokenizers(captions: Sequence[str], vocabulary: int) -> dict[str, PreTrainedTokenizerBase]:
+    """Return the three tokenizers by folder name, with maximum lengths that cut no caption up to `MAX_TOKENS`."""
+    merges = learn_clip_merges(captions, vocabulary)
+    vocab = clip_vocabulary(merges)
+    tokenizers: dict[str, PreTrainedTokenizerBase] = {
+        name: CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad) for name, pad in CLIP_PADS.items()
+    }
+    tokenizers[T5_FOLDER] = T5TokenizerFast(vocab=learn_t5_pieces(captions, vocabulary), extra_ids=0)
+    for tokenizer in tokenizers.values():
+        tokenizer.model_max_length = length_for(longest(tokenizer, captions))
+    return tokenizers
+
+
+def longest(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str]) -> int:
+    """Return the number of tokens of the longest caption, with begin and end marks."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    # one by one: in batches the library starts threads, and warns when a process with them forks
+    return max((len(backend.encode(caption).ids) for caption in captions), default=0)
+
+
+def length_for(tokens: int) -> int:
+    """Return the maximum length for captions of up to this many tokens: a multiple of 8 from 16 to `MAX_TOKENS`."""
+    return min(MAX_TOKENS, max(16, -(-tokens // _MULTIPLE) * _MULTIPLE))
+
+
+def save_tokenizers(tokenizers: Mapping[str, PreTrainedTokenizerBase], out: Path) -> None:
+    """Write each tokenizer to its folder of ``out``, in a form that transformers 4 reads too."""
+    for name, tokenizer in tokenizers.items():
+        tokenizer.save_pretrained(out / name)
+        path = out / name / "tokenizer_config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if config.get("extra_special_tokens") == []:  # transformers 4 expects a table
+            del config["extra_special_tokens"]
+        write_atomically(path, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+        if isinstance(tokenizer, CLIPTokenizer):
+            _save_clip_files(tokenizer, out / name)
+
+
+def _save_clip_files(tokenizer: CLIPTokenizer, folder: Path) -> None:
+    """Write the two files that CLIPTokenizer of transformers 4 reads."""
+    model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    lines = ["#version: 0.2", *(f"{first} {second}" for first, second in model["merges"])]
+    write_atomically(folder / "vocab.json", json.dumps(model["vocab"], ensure_ascii=False).encode())
+    write_atomically(folder / "merges.txt", ("\n".join(lines) + "\n").encode())
+
+
+def load_tokenizers(folder: Path) -> dict[str, PreTrainedTokenizerBase]:
+    """Load the three tokenizers of a diffusers folder."""
+    classes = {**dict.fromkeys(CLIP_PADS, CLIPTokenizer), T5_FOLDER: T5TokenizerFast}
+    return {name: kind.from_pretrained(folder / name, local_files_only=True) for name, kind in classes.items()}

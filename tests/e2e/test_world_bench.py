@@ -1,0 +1,194 @@
+"""The ablation bench and the speedrun at toy size: prepared once, cut and resumed, scored and tabulated."""
+
+import importlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.config import UserError
+from sd3_light.config.faults import Stopped
+from sd3_light.runlog import read_log
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TABLE = """
+[rows.base]
+about = "as it is"
+[rows.joint]
+about = "joint dropout"
+set = ['model.uncond_text_dropout="joint"']
+"""
+TOY = [
+    *("model.size=tiny2", "max_steps=4", "micro_batch_size_per_gpu=4", "warmup_steps=1", "eval_every_n_steps=4"),
+    *("sampling.every_n_steps=2", "sampling.steps=1", "num_dataloader_workers=0", "logging_steps=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """The bench's modules, and a prepared folder of a few images of the demo's scenes."""
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        modules = {
+            name: importlib.import_module(name) for name in ("world_runs", "world_prepare", "ablate", "speedrun")
+        }
+        options = ["--scenes", "simple", "--side", "64", "--images", "8", "--prompts", "3"]
+        call(modules["world_prepare"], folder, *options, "--processes", "1", "--check", "2")
+        (folder / "table.toml").write_text(TABLE, encoding="utf-8")
+        yield SimpleNamespace(folder=folder, **modules)
+
+
+def call(module: Any, *arguments: object) -> None:
+    """Run a script's main with arguments."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [module.__file__, *map(str, arguments)])
+        module.main()
+
+
+def _ablate(bench: SimpleNamespace, *arguments: object) -> None:
+    toy = [word for change in TOY for word in ("--set", change)]
+    call(bench.ablate, bench.folder, "--table", bench.folder / "table.toml", *toy, *arguments)
+
+
+def _results(bench: SimpleNamespace) -> list[dict[str, Any]]:
+    lines = (bench.folder / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_prepared_folder_reports_its_vae(bench: SimpleNamespace) -> None:
+    quality = json.loads((bench.folder / "vae.json").read_text(encoding="utf-8"))
+    assert quality["judged_right"] == 1.0
+    assert quality["psnr_db"] > 30
+    assert {path.name for path in bench.folder.glob("cache*")} >= {"cache", "cache-real", "cache-eval-held_out"}
+
+
+def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, scored = bench.world_runs.ScoredRun._score, []
+
+    def score_and_cut(self: Any, progress: Any, *rest: Any) -> None:
+        original(self, progress, *rest)
+        scored.append((self.folder.name, progress.step))
+        if len(scored) == 1:
+            self._stop()  # as the timer of --minutes does
+
+    monkeypatch.setattr(bench.world_runs.ScoredRun, "_score", score_and_cut)
+    monkeypatch.setattr("sd3_light.training.requests.FILE_CHECK_SECONDS", 0.0)
+    _ablate(bench, "--rows", "base", "--seeds", 1)
+    (cut,) = (bench.folder / "runs").glob("base-1-*/checkpoints")
+    assert not (bench.folder / "results.jsonl").exists()
+    first_step = json.loads((cut.parent / "scores.jsonl").read_text().splitlines()[0])["step"]
+    assert first_step == 2
+
+    _ablate(bench)
+    results = _results(bench)
+    assert [(entry["row"], entry["seed"]) for entry in results] == [
+        ("base", 1),
+        ("joint", 1),
+        ("base", 2),
+        ("joint", 2),
+    ]
+    for entry in results:
+        assert [samples for samples, _ in entry["scores"]] == [8, 16]
+        assert entry["samples"] == 16
+        assert set(entry["fixed"]) == {"raw", "ema"}
+        assert 0 <= entry["right"] <= 1
+    resumed = [event for event in read_log(cut.parent / "log.jsonl") if event["event"] == "resume"]
+    assert len(resumed) == 1
+    assert resumed[0]["step"] in (2, 3)
+    assert not cut.exists()  # deleted once the result is written
+    assert not (cut.parent / "exports").exists()
+    assert len({entry["fixed"]["ema"] for entry in results}) == 4  # rows and seeds differ
+
+    before = len(scored)
+    _ablate(bench)
+    assert len(scored) == before  # all rows are done
+    assert _results(bench) == results
+
+
+@pytest.mark.slow
+def test_averages_of_other_lengths_are_scored(bench: SimpleNamespace) -> None:
+    (row,) = (row for row in bench.ablate.read_rows(BENCHMARKS / "ablations.toml") if row.ema_lengths)
+    ablation = bench.ablate.Ablation(bench.folder, replace(row, ema_lengths=(0.06, 0.1)), 1, tuple(TOY))
+    result = ablation.run(None)
+    assert set(result["fixed"]) == {"raw", "ema", "short", "long"}
+    assert set(result["ema_lengths"]) == {"0.06", "0.1"}
+    assert not (bench.folder / "runs" / ablation.name / "average").exists()
+
+
+def test_the_table_has_a_line_per_row(bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    entry = {"right": 0.5, "fixed": {"raw": 0.6, "ema": 0.4}, "samples_to_0.9": 1_500_000, "minutes": 2.0}
+    other = {**entry, "right": 0.75, "samples_to_0.9": None, "ema_lengths": {"0.1": 0.8}}
+    results = [{"row": "joint", "seed": 2, **other}, {"row": "joint", "seed": 1, **entry}]
+    lines = bench.ablate.markdown(results, bench.ablate.read_rows(bench.folder / "table.toml")).splitlines()
+    assert lines[2:] == [
+        "| joint | joint dropout | 0.500 / 0.750 | 0.4000 / 0.4000 | 1.50 / - | 2.0 / 2.0 |",
+        "| joint | average of length 0.1 | 0.800 | | | |",
+    ]
+
+
+def test_the_shipped_table_is_valid(bench: SimpleNamespace) -> None:
+    rows = bench.ablate.read_rows(BENCHMARKS / "ablations.toml")
+    configs = {row.name: bench.world_runs.load(bench.folder, row.overrides).train for row in rows}
+    assert len({config.model_dump_json() for config in configs.values()}) == len(rows)
+    samples = {config.max_steps * config.micro_batch_size_per_gpu for config in configs.values()}
+    assert len(samples) == 1
+    for config in configs.values():
+        assert config.max_steps % config.sampling.every_n_steps == config.max_steps % config.eval_every_n_steps == 0
+
+
+def test_unknown_rows_and_folders_are_one_line(bench: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"error: .* has no row nothing; it has base, joint"):
+        _ablate(bench, "--rows", "nothing")
+    with pytest.raises(SystemExit, match=r"was prepared as Bench\(hard=False, side=64, num_prompts=3\)"):
+        call(bench.world_prepare, bench.folder, "--scenes", "hard", "--processes", "1")
+    with pytest.raises(UserError, match="prepare it with"):
+        bench.world_runs.Bench.read(tmp_path)
+
+
+def test_samples_to_a_rate_are_interpolated(bench: SimpleNamespace) -> None:
+    scores = [{"samples": n, "rates": {"all": rate}} for n, rate in ((100, 0.5), (200, 0.8), (300, 1.0))]
+    run = bench.world_runs.ScoredRun(None, (), scores=scores)
+    assert run.samples_to(0.9) == 250
+    assert run.samples_to(0.25) == 50
+    assert bench.world_runs.ScoredRun(None, (), scores=scores[:1]).samples_to(0.9) is None
+
+
+def test_a_signal_keeps_the_time_so_far(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        time.sleep(0.02)
+        raise Stopped("SIGTERM")
+
+    loaded = bench.world_runs.load(bench.folder, [*TOY, 'output_dir="runs/signal"'])
+    loaded.train.output_dir.mkdir(parents=True)
+    monkeypatch.setattr(bench.world_runs.train, "run", stop)
+    monkeypatch.setattr(bench.world_runs, "newest_usable", lambda folder, remedy: folder / checkpoint_name(7))
+    times = []
+    for _ in range(2):
+        run = bench.world_runs.ScoredRun(loaded, ())
+        with pytest.raises(Stopped):
+            run.run()
+        times.append(run.seconds)
+    assert times[1] >= times[0] + 0.02 >= 0.04
+
+
+def test_a_speedrun_stops_at_its_target(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = iter((0.25, 1.0))
+    monkeypatch.setattr("sd3_light.metrics.composition._rates", lambda verdicts: {"all": next(rates)})
+    monkeypatch.setattr("sd3_light.training.requests.FILE_CHECK_SECONDS", 0.0)
+    toy = [word for change in (*TOY, "max_steps=50") for word in ("--set", change)]
+    call(bench.speedrun, bench.folder, "--name", "toy", *toy)
+    record = json.loads((bench.folder / "records.jsonl").read_text(encoding="utf-8"))
+    assert (record["right"], record["steps"], record["samples"]) == (1.0, 4, 16)
+    assert 0 < record["minutes"] < 10
+    assert "max_steps = 50" in record["recipe"]
+    assert "| toy |" in capsys.readouterr().out.splitlines()[-1]

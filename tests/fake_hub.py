@@ -1,0 +1,97 @@
+"""A Hugging Face hub on this machine: repositories are folders, served with the parts of its API that downloads use."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+COMMIT = "a" * 40
+
+
+@dataclass
+class FakeHub:
+    """``repos`` maps `models/OWNER/NAME` or `datasets/OWNER/NAME` to a folder; ``refusals`` to (status, error code)."""
+
+    address: str = ""
+    repos: dict[str, Path] = field(default_factory=dict)
+    refusals: dict[str, tuple[int, str]] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+
+    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
+        """Return status, headers and body for a request."""
+        self.requests.append(path)
+        parts = unquote(path).strip("/").split("/")
+        is_api = parts[0] == "api"
+        parts = parts[1:] if is_api else parts if parts[0] == "datasets" else ["models", *parts]
+        repo, inner = "/".join(parts[:3]), "/".join(parts[5:])
+        action, revision = parts[3:5] or ("revision", "main")
+        if repo in self.refusals:
+            status, code = self.refusals[repo]
+            return status, {"X-Error-Code": code, "X-Error-Message": code}, b""
+        if repo not in self.repos:
+            return 404, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"}, b""
+        if action == "revision":
+            if revision not in ("main", COMMIT):
+                return 404, {"X-Error-Code": "RevisionNotFound"}, b""
+            return 200, {}, json.dumps({"id": repo.partition("/")[2], "sha": COMMIT, "siblings": []}).encode()
+        if action == "tree":
+            return 200, {}, json.dumps(list(self._tree(self.repos[repo]))).encode()
+        data = (self.repos[repo] / inner).read_bytes()
+        return 200, {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha1(data).hexdigest()}"'}, data
+
+    @staticmethod
+    def _tree(folder: Path) -> Iterator[dict[str, object]]:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file():
+                data = path.read_bytes()
+                name, oid = path.relative_to(folder).as_posix(), hashlib.sha1(data).hexdigest()
+                yield {"type": "file", "path": name, "size": len(data), "oid": oid}
+
+
+@contextmanager
+def serve_hub(hub: FakeHub) -> Iterator[None]:
+    """Answer HTTP requests on a free port of this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, headers, body = hub.answer(urlsplit(self.path).path)
+            self.send_response(status)
+            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.address = f"http://127.0.0.1:{server.server_port}"
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def use_hub(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let huggingface_hub in this process talk to ``hub`` and keep its files in ``cache``."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)

@@ -1,0 +1,162 @@
+"""The script that builds sets of icons, on small archives in the packages' layouts."""
+
+import hashlib
+import importlib
+import io
+import json
+import sys
+import tarfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sd3_light.config.load_dataset import load_directories
+
+FOLDER = Path(__file__).parents[3] / "examples" / "icons"
+NAMES = {"🐼": ("panda", "熊猫"), "👍": ("thumbs up", "拇指向上"), "👍🏽": ("thumbs up: medium", "拇指向上: 中等")}
+EMOJI = {**NAMES, **{chr(0x1F400 + index): (f"animal {index}", f"动物{index}") for index in range(60)}}
+
+
+@pytest.fixture(scope="module")
+def build() -> Iterator[Any]:
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield importlib.import_module("build")
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in ("build", "packages"):
+            sys.modules.pop(name, None)
+
+
+def icon_png(colour: tuple[int, int, int, int]) -> bytes:
+    data = io.BytesIO()
+    Image.new("RGBA", (48, 32), colour).save(data, "PNG")
+    return data.getvalue()
+
+
+def archive(path: Path, files: dict[str, bytes]) -> str:
+    with tarfile.open(path, "w:gz") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def stem(emoji: str) -> str:
+    return "-".join(f"{ord(character):x}" for character in emoji)
+
+
+@pytest.fixture
+def packages(build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Archives of the names and of two styles; the script's hashes follow."""
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    for name, kind in (("NAMES", "annotations"), ("MORE_NAMES", "annotationsDerived")):
+        files = {}
+        for index, language in enumerate(("en", "zh")):
+            table = {key: {"tts": [texts[index]]} for key, texts in EMOJI.items()}
+            files[f"package/{kind}/{language}/annotations.json"] = json.dumps({kind: {"annotations": table}}).encode()
+        package = getattr(build, name)
+        monkeypatch.setattr(build, name, replace(package, sha256=archive(folder / package.file, files)))
+    for name in ("fluent_3d", "noto"):
+        style = build.STYLES[name]
+        files = {
+            f"{style.folder}{stem(key)}.png": icon_png((200, 20 * (index % 10), 0, 255))
+            for index, key in enumerate(EMOJI)
+        }
+        files |= {f"{style.folder}readme.png": b"", f"{style.folder}sub/1f600.png": b"", "package/LICENSE": b"MIT"}
+        package = replace(style.package, sha256=archive(folder / style.package.file, files))
+        monkeypatch.setitem(build.STYLES, name, replace(style, package=package))
+    return folder
+
+
+def run(build: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["build.py", *map(str, arguments), "--processes", "1", "--size", "32"])
+    build.main()
+
+
+def test_a_set_of_two_styles(build: Any, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "icons"
+    run(build, monkeypatch, out, "--packages", packages, "--styles", "fluent_3d", "noto")
+    cells = json.loads((out / "cells.json").read_text(encoding="utf-8"))
+    assert len(cells) == 2 * len(EMOJI)
+    panda = next(cell for cell in cells if cell["file"] == "fluent_3d/1f43c.png")
+    assert panda["captions"] == ["panda, 3d style", "熊猫，立体风格"]
+    held_out = [cell for cell in cells if cell["held_out"]]
+    assert 0 < len(held_out) < len(cells) // 8
+    trained = {cell["concept"] for cell in cells if not cell["held_out"]}
+    assert all(cell["concept"] in trained for cell in held_out)
+    for cell in cells:
+        path = out / ("held_out" if cell["held_out"] else "train") / cell["file"]
+        assert Image.open(path).size == (32, 32)
+        captions = json.loads((path.parent / "captions.json").read_text(encoding="utf-8"))
+        assert captions[path.name] == cell["captions"]
+    for toml in ("data.toml", "held_out.toml"):
+        directories, faults = load_directories(out / toml)
+        assert not faults
+        assert all(directory.path.is_dir() for directory in directories)
+    text = (out / "ATTRIBUTION.md").read_text(encoding="utf-8")
+    assert "| @lobehub/fluent-emoji-3d | 1.1.0 | MIT |" in text
+    assert "openmoji" not in text
+
+
+def test_skin_tones_and_a_trial(build: Any, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(build, monkeypatch, tmp_path / "a", "--packages", packages, "--styles", "noto", "--no-skin-tones")
+    cells = json.loads((tmp_path / "a" / "cells.json").read_text(encoding="utf-8"))
+    assert len(cells) == len(EMOJI) - 1
+    assert not any(cell["held_out"] for cell in cells)  # no concept has another style
+    run(build, monkeypatch, tmp_path / "b", "--packages", packages, "--styles", "noto", "--every", "8")
+    assert len(json.loads((tmp_path / "b" / "cells.json").read_text(encoding="utf-8"))) == -(-len(EMOJI) // 8)
+
+
+def test_a_changed_archive_is_refused(
+    build: Any, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = packages / build.STYLES["noto"].package.file
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(SystemExit, match="sha256"):
+        run(build, monkeypatch, tmp_path / "out", "--packages", packages, "--styles", "noto")
+    assert not (tmp_path / "out").exists()
+
+
+def test_blank_and_broken_icons_are_left_out(build: Any, tmp_path: Path) -> None:
+    cell = build.Cell("a/b.png", "b", "a", ["b"])
+    assert not build.draw(build.Icon(cell, icon_png((255, 255, 255, 255))), tmp_path, 32)
+    assert not build.draw(build.Icon(cell, icon_png((0, 0, 0, 0))), tmp_path, 32)
+    assert not build.draw(build.Icon(cell, b"nonsense"), tmp_path, 32)
+    assert build.draw(build.Icon(cell, icon_png((0, 0, 0, 255))), tmp_path, 32)
+
+
+def test_iconify_sets_are_chosen_by_licence(build: Any, tmp_path: Path) -> None:
+    def facts(licence: str, **more: Any) -> dict[str, Any]:
+        return {"name": "Set", "author": {"name": "A"}, "license": {"spdx": licence}, "palette": True, **more}
+
+    sets = {
+        "good": facts("MIT"), "share": facts("CC-BY-SA-4.0"), "grey": facts("MIT", palette=False),
+        "brands": facts("MIT", category="Logos"), "noto": facts("Apache-2.0"),
+    }  # fmt: skip
+    table = {"icons": {"arrow-left": {"body": "<path/>"}, "big": {"body": "<g/>", "width": 32}}, "height": 24}
+    files = {f"package/json/{name}.json": json.dumps(table).encode() for name in (*sets, "retired")}
+    path = tmp_path / "iconify.tgz"
+    archive(path, {"package/collections.json": json.dumps(sets).encode(), **files})
+    chosen = [icon for _, icons in build.iconify_icons(path, logos=False) for icon in icons]
+    assert [icon.cell.file for icon in chosen] == ["good/arrow-left.png", "good/big.png"]
+    assert chosen[0].cell.captions == ["arrow left, Set style"]
+    assert b'viewBox="0 0 32 24"' in chosen[1].content
+    assert len(list(build.iconify_icons(path, logos=True))) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "emoji"), [("1f43c", "🐼"), ("1F44D-1F3FD", "👍🏽"), ("readme", None), ("fffffff", None)]
+)
+def test_file_names_of_emoji(build: Any, name: str, emoji: str | None) -> None:
+    assert build.characters(name) == emoji
+
+
+def test_variation_selectors_are_dropped(build: Any) -> None:
+    assert build.characters("0023-fe0f-20e3") == "#\u20e3"

@@ -1,0 +1,196 @@
+"""Routing, LayerSync and position crops against plain loops over single samples and tokens."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor
+
+from sd3_light.config import SIZES
+from sd3_light.config.schema_blocks import BlockPair, TokenRoute
+from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan, put_tokens, take_tokens
+from sd3_light.model.fast.forward import FastDenoiser
+from sd3_light.model.layers import build_layers, embed_patches, run_layers
+from sd3_light.model.random_weights import new_transformer
+
+KEPT = torch.tensor([[0, 2, 5], [1, 3, 4]], dtype=torch.int32)
+ROUTE = TokenRoute(0.5, 2, 3)
+LENGTHS = [4, 9]
+PAIRS = [None, (1, 2), (2, 3), (2, 4), (1, 4)]
+"""No pair, one block before the route, both in it, one after it, and around it."""
+Run = Callable[[SD3Transformer2DModel, BetweenBlocks | None, list[int] | None], Tensor]
+
+
+def model() -> SD3Transformer2DModel:
+    transformer = new_transformer({**SIZES["tiny3"].transformer_config(), "num_layers": 5}, 0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in transformer.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    return transformer
+
+
+def features() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = ((2, 16, 4, 6), (2, 9, 256), (2, 224))
+    noisy, prompt, pooled = (torch.randn(*shape, generator=generator) for shape in shapes)
+    return [noisy, torch.tensor([300.0, 800.0]), prompt, pooled]
+
+
+def distance(early: Tensor, late: Tensor) -> Tensor:
+    return ((early - late) ** 2).flatten(1).mean(1)
+
+
+def run_stock(transformer: SD3Transformer2DModel, between: BetweenBlocks | None, lengths: list[int] | None) -> Tensor:
+    inputs = [*features(), *([] if lengths is None else [torch.tensor(lengths)])]
+    return run_layers(build_layers(transformer, real_text=lengths is not None), inputs, between=between)[0]
+
+
+def run_fast(transformer: SD3Transformer2DModel, between: BetweenBlocks | None, lengths: list[int] | None) -> Tensor:
+    return FastDenoiser(transformer, torch.float32).with_text(features(), lengths, None, between)[0]
+
+
+def plain_loop(
+    transformer: Any, pair: tuple[int, int] | None, lengths: list[int] | None
+) -> tuple[Tensor, list[Tensor]]:
+    """Run one sample at a time through the stock blocks, with lists of tokens; return patches and distances."""
+    patches, distances = [], []
+    for at, own in enumerate(KEPT.tolist()):
+        noisy, times, prompt, pooled = (part[at : at + 1] for part in features())
+        count = prompt.shape[1] if lengths is None else lengths[at]
+        text = transformer.context_embedder(prompt[:, :count])
+        time = transformer.time_text_embed(times, pooled)
+        tokens = dict(enumerate(transformer.pos_embed(noisy)[0]))
+        after: dict[int, dict[int, Tensor]] = {}
+        for number, block in enumerate(transformer.transformer_blocks, start=1):
+            running = own if 2 <= number <= 3 else list(tokens)
+            text, image = block(
+                hidden_states=torch.stack([tokens[name] for name in running])[None],
+                encoder_hidden_states=text,
+                temb=time,
+                joint_attention_kwargs=None,
+            )
+            tokens = {**tokens, **dict(zip(running, image[0], strict=True))}
+            after[number] = {name: tokens[name] for name in (own if number == 2 else tokens)}
+        whole = torch.stack([tokens[name] for name in sorted(tokens)])[None]
+        patches.append(transformer.proj_out(transformer.norm_out(whole, time)))
+        if pair is not None:
+            early, late = (after[number] for number in pair)
+            both = sorted(set(early) & set(late))
+            errors = [((early[name] - late[name].detach()) ** 2).mean() for name in both]
+            distances.append(torch.stack(errors).mean())
+    return torch.cat(patches), distances
+
+
+@pytest.mark.parametrize("run", [run_stock, run_fast], ids=["stock", "fast"])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["padded", "real"])
+def test_routing_and_pairs_equal_a_plain_loop(
+    run: Run, pair: tuple[int, int] | None, lengths: list[int] | None
+) -> None:
+    """Patches, distances and the gradients of every weight."""
+    results = []
+    for is_reference in (True, False):
+        transformer = model()
+        if is_reference:
+            patches, distances = plain_loop(transformer, pair, lengths)
+            compared = torch.stack(distances) if distances else torch.zeros(2)
+        else:
+            plan = BetweenPlan(ROUTE, None if pair is None else BlockPair(*pair))
+            between = BetweenBlocks(plan, KEPT, distance)
+            patches = run(transformer, between, lengths)
+            compared = torch.zeros(2) if between.compared is None else between.compared
+        weight = torch.randn(patches.shape, generator=torch.Generator().manual_seed(3))
+        ((patches * weight).mean() + 0.3 * compared.sum()).backward()
+        grads = {name: parameter.grad for name, parameter in transformer.named_parameters()}
+        results.append((patches.detach(), compared.detach(), grads))
+    (expected, distances_expected, grads_expected), (actual, distances_actual, grads) = results
+    torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(distances_actual, distances_expected, rtol=1e-5, atol=1e-7)
+    assert (pair is None) == (not distances_actual.any())
+    for name, gradient in grads_expected.items():
+        assert gradient is not None
+        assert grads[name] is not None, name
+        worst = float((grads[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-6))
+        assert worst < 2e-4, f"{name}: {worst}"
+
+
+@pytest.mark.parametrize("run", [run_stock, run_fast], ids=["stock", "fast"])
+def test_without_kept_tokens_nothing_is_routed(run: Run) -> None:
+    transformer = model()
+    between = BetweenBlocks(BetweenPlan(ROUTE, None), None, distance)
+    assert between.num_kept is None
+    assert torch.equal(run(transformer, between, None), run(transformer, None, None))
+    routed = run(transformer, BetweenBlocks(BetweenPlan(ROUTE, None), KEPT, distance), None)
+    assert not torch.allclose(routed, run(transformer, None, None), rtol=1e-3)
+
+
+@pytest.mark.parametrize("run", [run_stock, run_fast], ids=["stock", "fast"])
+def test_tokens_keep_their_places(run: Run) -> None:
+    """If all tokens are kept, in any order, nothing changes."""
+    transformer = model()
+    everything = torch.stack([torch.arange(6), torch.tensor([5, 0, 3, 1, 4, 2])])
+    routed = run(transformer, BetweenBlocks(BetweenPlan(ROUTE, None), everything, distance), None)
+    torch.testing.assert_close(routed, run(transformer, None, None), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointing", [True, "selective"])
+def test_checkpointing_changes_no_gradient(checkpointing: Any) -> None:
+    gradients = []
+    for choice in (False, checkpointing):
+        transformer = model()
+        between = BetweenBlocks(BetweenPlan(ROUTE, BlockPair(1, 3)), KEPT, distance)
+        patches = run_layers(build_layers(transformer), features(), choice, between)[0]
+        assert between.compared is not None
+        (patches.mean() + between.compared.sum()).backward()
+        gradients.append({name: parameter.grad for name, parameter in transformer.named_parameters()})
+    plain, checked = gradients
+    assert all(torch.equal(plain[name], checked[name]) for name in plain)  # type: ignore[arg-type]
+
+
+def test_taken_tokens_are_put_back() -> None:
+    image, rows = torch.randn(2, 6, 4), torch.tensor([0, 2, 5, 7, 9, 10])
+    taken = take_tokens(image, rows)
+    assert torch.equal(taken[1, 2], image[1, 4])
+    assert torch.equal(put_tokens(image, rows, taken), image)
+    changed = put_tokens(image, rows, taken + 1)
+    assert torch.equal((changed != image).all(-1).nonzero()[:, 1], torch.tensor([0, 2, 5, 1, 3, 4]))
+
+
+# --- position crops ------------------------------------------------------------------------------
+
+
+def test_crops_equal_a_plain_loop() -> None:
+    embed, noisy = model().pos_embed, features()[0]
+    corners = torch.tensor([[3, 0], [14, 9]], dtype=torch.int32)
+    actual = embed_patches(embed, noisy, corners)
+    side = embed.pos_embed_max_size
+    table = embed.pos_embed.view(side, side, -1)
+    for at, (top, left) in enumerate(corners.tolist()):
+        patches = embed.proj(noisy[at : at + 1])[0]
+        for row in range(2):
+            for column in range(3):
+                expected = patches[:, row, column] + table[top + row, left + column]
+                torch.testing.assert_close(actual[at, 3 * row + column], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_the_centre_is_that_of_the_stock_model() -> None:
+    embed, noisy = model().pos_embed, features()[0]
+    side = embed.pos_embed_max_size
+    centre = torch.tensor([[(side - 2) // 2, (side - 3) // 2]] * 2)
+    assert torch.equal(embed_patches(embed, noisy, centre), embed(noisy))
+    assert torch.equal(embed_patches(embed, noisy), embed(noisy))
+
+
+def test_fast_blocks_crop_alike() -> None:
+    transformer, corners = model(), torch.tensor([[3, 0], [14, 9]], dtype=torch.int32)
+    stock = run_layers(build_layers(transformer), [*features(), corners])[0]
+    fast = FastDenoiser(transformer, torch.float32).with_text([*features(), corners], None, None)[0]
+    torch.testing.assert_close(fast, stock, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(stock, run_stock(transformer, None, None), rtol=1e-3)
+    lengths = torch.tensor(LENGTHS)
+    real = run_layers(build_layers(transformer, real_text=True), [*features(), lengths, corners])[0]
+    packed = FastDenoiser(transformer, torch.float32).with_text([*features(), corners], LENGTHS, None)[0]
+    torch.testing.assert_close(packed, real, rtol=1e-4, atol=1e-5)

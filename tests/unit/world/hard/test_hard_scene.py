@@ -1,0 +1,93 @@
+"""Harder scenes: what they contain, their captions, and where their objects are."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from sd3_light.config.faults import UserError
+from sd3_light.world.hard.captions import hard_captions, parse_hard_caption
+from sd3_light.world.hard.rendering import place_hard_objects, render_hard_scene
+from sd3_light.world.hard.scene import (
+    DEPTH_RELATIONS,
+    HARD_KINDS,
+    TEXTURES,
+    Group,
+    HardScene,
+    canonical_hard_scene,
+    draw_hard_scene,
+    is_held_out_hard,
+)
+
+
+def _scenes(count: int, held_out: bool = False) -> list[HardScene]:
+    rng = np.random.default_rng(0)
+    return [draw_hard_scene(rng, held_out) for _ in range(count)]
+
+
+def test_scenes_cover_all_kinds_textures_and_counts() -> None:
+    scenes = _scenes(1500)
+    assert {scene.kind for scene in scenes} == set(HARD_KINDS)
+    assert {scene.num_objects for scene in scenes} == {1, 2, 3, 4, 5, 6}
+    assert {group.texture for scene in scenes for group in scene.groups} == set(TEXTURES)
+    assert {len(scene.groups) for scene in scenes if scene.kind == "groups"} == {2, 3}
+    relations = Counter(scene.relation for scene in scenes if scene.kind == "pair")
+    assert all(relations[relation] > 50 for relation in DEPTH_RELATIONS)
+
+
+@pytest.mark.parametrize("held_out", [False, True])
+def test_training_and_held_out_scenes_share_no_pair(held_out: bool) -> None:
+    assert {is_held_out_hard(scene) for scene in _scenes(500, held_out)} == {held_out}
+
+
+def test_every_scene_has_its_own_caption_in_each_language() -> None:
+    for scene in _scenes(800):
+        for caption in hard_captions(scene).values():
+            assert parse_hard_caption(caption) == scene
+    captions = {caption: scene for scene in _scenes(800) for caption in hard_captions(scene).values()}
+    assert len(captions) == 2 * len(set(captions.values()))
+
+
+def test_captions_read_naturally() -> None:
+    scene = HardScene((Group("circle", "red", "striped", "small", 2), Group("star", "orange")), "white")
+    assert hard_captions(scene) == {
+        "en": "two small striped red circles and an orange star on a white background",
+        "zh": "白色背景上有两个小的条纹红色圆形和一个橙色星形",
+    }
+    behind = HardScene((Group("cross", "blue", size="large"), Group("ring", "cyan")), "black", "in front of")
+    assert hard_captions(behind)["en"] == "a large blue cross in front of a cyan ring on a black background"
+    assert hard_captions(behind)["zh"] == "黑色背景上，一个大的蓝色十字形在一个青色圆环的前面"
+
+
+def test_another_sentence_is_not_a_caption() -> None:
+    with pytest.raises(UserError, match="write it as 'two small striped red circles"):
+        parse_hard_caption("a dog on a white background")
+
+
+def test_equivalent_scenes_have_one_representative() -> None:
+    first, second = Group("circle", "red"), Group("star", "blue")
+    left = HardScene((first, second), "white", "left of")
+    assert canonical_hard_scene(HardScene((second, first), "white", "right of")) == left
+    assert canonical_hard_scene(HardScene((second, first), "white")) == canonical_hard_scene(
+        HardScene((first, second), "white")
+    )
+
+
+@pytest.mark.parametrize("side", [128, 256])
+def test_objects_are_inside_and_only_depth_relations_overlap(side: int) -> None:
+    rng = np.random.default_rng(1)
+    for scene in _scenes(120):
+        placed = [place for _, place in place_hard_objects(scene, side, side, rng)]
+        for x, y, diameter in placed:
+            assert all(0.55 * diameter < centre < side - 0.55 * diameter for centre in (x, y))
+        for index, (x, y, diameter) in enumerate(placed):
+            for other_x, other_y, other_diameter in placed[:index]:
+                distance = max(abs(x - other_x), abs(y - other_y))
+                assert (distance < 0.55 * (diameter + other_diameter)) <= (scene.relation in DEPTH_RELATIONS)
+
+
+def test_an_image_is_a_function_of_scene_and_seed() -> None:
+    scene = _scenes(1)[0]
+    first, again, other = (render_hard_scene(scene, 128, 128, np.random.default_rng(seed)) for seed in (0, 0, 1))
+    assert first.size == (128, 128)
+    assert first.tobytes() == again.tobytes() != other.tobytes()
