@@ -13,6 +13,7 @@ from sd3_light.config.base import (
     DtypeName,
     Flag,
     Fraction,
+    ImageSize,
     KnownValues,
     Name,
     NotNegative,
@@ -214,19 +215,61 @@ class AdapterConfig(Table):
     model."""
 
 
+class SampleImage(Table):
+    """[[sampling.image]]: a prompt with its own settings; absent keys have the values of [sampling]."""
+
+    prompt: TomlString
+    """The text."""
+    negative_prompt: TomlString | None = None
+    """What to steer away from."""
+    size: ImageSize | None = None
+    """Size of the image in pixels."""
+    steps: Count | None = None
+    """Sampler steps."""
+    guidance: NotNegative | None = None
+    """Guidance scale."""
+
+
 class SamplingConfig(Table):
     """[sampling]: sample images drawn during training."""
 
     prompts: tuple[TomlString, ...] = ()
-    """One image per prompt and seed. Empty: no samples."""
+    """One image per prompt and seed. Without these and `image`: no samples."""
     seeds: Annotated[tuple[CountOrZero, ...], MinLen(1)] = (0,)
     """Seeds of the initial noise."""
     every_n_steps: Count | None = None
-    """Optimizer steps between sample images; required with `prompts`."""
+    """Optimizer steps between sample images; required with `prompts` or `image`."""
+    before_first_step: Flag = False
+    """Also draw with the initial weights."""
+    after_last_step: Flag = True
+    """Also draw at the end of the run. The card of an export shows the newest samples."""
     steps: Count = 28
     """Sampler steps per image."""
     guidance: NotNegative = DEFAULT_GUIDANCE
     """Classifier-free guidance scale; 1 or less disables it."""
+    negative_prompt: TomlString = ""
+    """What to steer away from; needs `uncond_text = "empty"`."""
+    size: ImageSize | None = None
+    """Size of the images in pixels. Absent: that of the bucket with most samples."""
+    image: tuple[SampleImage, ...] = ()
+    """Prompts with their own settings, one `[[sampling.image]]` table each."""
+
+    @property
+    def images(self) -> tuple[SampleImage, ...]:
+        """All prompts with their settings: those of `prompts`, then those of `image`."""
+        return (*(SampleImage(prompt=prompt) for prompt in self.prompts), *self.image)
+
+    @property
+    def negative_prompts(self) -> tuple[str, ...]:
+        """The different negative prompts that are not empty."""
+        own = (image.negative_prompt for image in self.images)
+        texts = (self.negative_prompt if text is None else text for text in own)
+        return tuple(dict.fromkeys(text for text in texts if text))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The different texts to encode."""
+        return tuple(dict.fromkeys((*(image.prompt for image in self.images), *self.negative_prompts)))
 
 
 class MonitoringConfig(Table):
