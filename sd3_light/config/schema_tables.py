@@ -46,6 +46,10 @@ def _dropout_probability(data: dict[str, Any]) -> float:
     return 0.1 if data.get("uncond_text_dropout") == "joint" else 0.464
 
 
+def _default_lr(data: dict[str, Any]) -> float:
+    return OPTIMIZERS[data.get("type", "adamw")].lr
+
+
 def _rank_as_float(data: dict[str, Any]) -> float:
     return float(data["rank"])
 
@@ -139,7 +143,9 @@ class OptimizerConfig(Table):
     """[optimizer]: the optimizer and its settings."""
 
     type: OptimizerName = Field(default="adamw", description=describe_optimizers())
-    lr: Positive = 1e-4
+    lr: Positive = Field(
+        default_factory=_default_lr, json_schema_extra={"default": "0.0001; 0.01 with `adafactor`, 1 with `prodigy`"}
+    )
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""

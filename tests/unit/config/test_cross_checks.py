@@ -40,6 +40,8 @@ SHAPE = "[model.shape]\nnum_layers = 2\n"
         ('lr_scheduler = "step"\nlr_step_size = 3', "", "", "lr_step_gamma"),
         ('lr_scheduler = "step"\nlr_step_gamma = 0.5', "", "", "lr_step_size"),
         ("lr_step_size = 3", "", "", "lr_step_size"),
+        (FSDP, "", '[optimizer]\ntype = "adafactor"', "optimizer.type"),
+        (FSDP, "", '[optimizer]\ntype = "prodigy"', "optimizer.type"),
         (FSDP, "", '[optimizer]\ntype = "adamw8bit"', "optimizer.type"),
         ("pipeline_stages = 2", "", '[optimizer]\ntype = "muon"', "optimizer.type"),
         ("", "sqrt_shift = true\nflux_shift = true", "", "model.flux_shift"),
