@@ -50,7 +50,7 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     """Return the text of the train TOML."""
     plan, steps = values.plan, kind.steps(values.epoch_steps)
     text = _without_edits(_without_head((FOLDER / f"{kind.recipe}.toml").read_text(encoding="utf-8")))
-    text = re.sub(r"\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
+    text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
     text = _HEAD.format(description=kind.description, name=values.name) + text
     for key, (value, comment) in {**_changes(values, text), **_lengths(values, text, steps)}.items():
         text = _set(text, key, value, comment)

@@ -11,7 +11,11 @@ from sd3_light.assets import DEMO
 from sd3_light.cli import app
 from sd3_light.cli.process import run_guarded
 from sd3_light.config import ConfigFaults, UserError
+from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.stages import check, new
+from sd3_light.stages.new.kinds import KINDS
+from sd3_light.stages.new.memory_plan import MemoryPlan
+from sd3_light.stages.new.project_text import TextValues, data_toml, train_toml
 from sd3_light.system import Gpu
 from tests.project import Project
 
@@ -40,10 +44,27 @@ def test_check_accepts_what_new_writes(tmp_path: Path, images: str, kind: str) -
     assert "EDIT" not in project.train_toml.read_text() + project.data_toml.read_text()
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
+    kind, plan = KINDS[name], MemoryPlan(8, 4, "selective")
+    prompts = ('a "quoted" word', "back\\slash", "一只猫")
+    values = TextValues(name, "images", "owner/model", 256, plan, 77, epoch_steps=1000, prompts=prompts)
+    text = train_toml(kind, values)
+    ours, recipe = tomllib.loads(text), tomllib.loads((RECIPES / f"{kind.recipe}.toml").read_text(encoding="utf-8"))
+    assert (ours["micro_batch_size_per_gpu"], ours["gradient_accumulation_steps"]) == (8, 4)
+    assert tuple(ours.pop("sampling")["prompts"]) == prompts
+    changed = {"diffusers_path": "owner/model", "t5_max_length": 77}
+    assert ours["model"] == {**recipe["model"], **changed}
+    assert {key: ours[key] for key in ("optimizer", "ema")} == {key: recipe[key] for key in ("optimizer", "ema")}
+    assert not any(line.rstrip() == "#" for line in text.splitlines()[6:])
+    data = tomllib.loads(data_toml(kind, values))
+    assert (data["resolutions"], data["directory"]) == ([256], [{"path": "images"}])
+
+
 def test_a_recipe_keeps_its_keys_and_comments(tmp_path: Path, images: str) -> None:
     project = new.run("lora", images, str(DEMO), tmp_path)
     text = project.train_toml.read_text(encoding="utf-8")
-    recipe = tomllib.loads((Path(new.__file__).parents[2] / "recipes" / "lora.toml").read_text(encoding="utf-8"))
+    recipe = tomllib.loads((RECIPES / "lora.toml").read_text(encoding="utf-8"))
     ours = tomllib.loads(text)
     assert {key for key in recipe if key not in ours} == set()
     assert (ours["adapter"], ours["optimizer"]) == (recipe["adapter"], recipe["optimizer"])
