@@ -1,4 +1,4 @@
-"""Makes the images of the README, `docs/images/*.png`, from a finished demo: the grid, and its pages in Chromium.
+"""Makes the images of the README, `docs/images/*.png`, from a demo folder: a grid of samples, and pages in Chromium.
 
     sd3-light demo --out demo_run
     python scripts/readme_images.py demo_run
@@ -9,6 +9,7 @@ The run on the page of a run continues the shipped base with sample images, a mi
 import argparse
 import base64
 import os
+import shutil
 import subprocess
 import sys
 from io import BytesIO
@@ -22,14 +23,22 @@ IMAGES = ROOT / "docs" / "images"
 MAX_BYTES = 200_000
 WIDTH, HEIGHT = 1100, 760
 PROMPTS = '["two red stars on a white background", "a blue circle left of a green square", "一个黄色的三角形"]'
+GRID_PROMPTS = (
+    "two red stars on a white background",
+    "a blue circle left of a green square on a white background",
+    "three yellow triangles on a black background",
+    "a small purple diamond above a large orange circle on a white background",
+    "四个绿色的圆，白色背景",
+    "a pink square on a blue background",
+)
 SAMPLED = (
     f"sampling.prompts={PROMPTS}",
-    "sampling.every_n_steps=30",
+    "sampling.every_n_steps=20",
     "sampling.before_first_step=true",
     "sampling.steps=12",
     "sampling.guidance=2.0",
-    "max_steps=120",
-    "eval_every_n_steps=30",
+    "max_steps=60",
+    "eval_every_n_steps=20",
     "logging_steps=1",
 )
 
@@ -53,11 +62,12 @@ def save_small(image: Image.Image, path: Path) -> None:
 
 
 def grid(demo: Path) -> None:
-    """Save the upper part of the demo's grid."""
-    with Image.open(demo / "grid.png") as image:
-        save_small(
-            image.convert("RGB").crop((0, 0, image.width, min(image.height, image.width // 2))), IMAGES / "grid.png"
-        )
+    """Draw the shipped model's images of some prompts, without selection."""
+    out = demo / "readme"
+    shutil.rmtree(out, ignore_errors=True)
+    command("sample", demo / "model", *GRID_PROMPTS, "--out", out, "--guidance", 2, "--steps", 20)
+    with Image.open(out / "grid.png") as image:
+        save_small(image.convert("RGB"), IMAGES / "grid.png")
 
 
 def page(name: str, path: Path) -> None:
@@ -77,7 +87,7 @@ def page(name: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("demo", type=Path, help="the folder of a finished `sd3-light demo`")
+    parser.add_argument("demo", type=Path, help="the folder of `sd3-light demo`")
     demo = parser.parse_args().demo.resolve()
     IMAGES.mkdir(exist_ok=True)
     run = demo / "sampled"

@@ -32,7 +32,20 @@ from sd3_light.stages.train import Resume
 from tests.project import Project
 from tests.warm import REAL_PYTHON
 
-VERBS = ("demo", "init", "check", "cache", "train", "export", "sample", "evaluate", "convert", "inspect", "report")
+VERBS = (
+    "new",
+    "demo",
+    "init",
+    "check",
+    "cache",
+    "train",
+    "export",
+    "sample",
+    "evaluate",
+    "convert",
+    "inspect",
+    "report",
+)
 FLAGS = (
     "--config",
     "--cache_only",
