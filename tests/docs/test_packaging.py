@@ -58,7 +58,7 @@ def test_the_workflow_runs_the_checks_on_every_supported_python() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f">={job['strategy']['matrix']['python'][0]}" == project["requires-python"]
     listed = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
-    assert set(job["strategy"]["matrix"]["python"]) == listed
+    assert listed <= set(job["strategy"]["matrix"]["python"])
 
 
 @pytest.mark.parametrize(("tool", "backend"), [("uv", "auto"), ("uv", "cu128"), ("pip", "")])
