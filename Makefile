@@ -5,8 +5,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-# TORCH selects another build or release: make install TORCH=./torch-2.13.0+cpu-cp311-....whl
+# TORCH selects another release, or a wheel: make install TORCH=./torch-2.13.0+cpu-cp311-....whl
 TORCH ?= $(shell grep '^torch==' constraints.txt)
+# With uv on the PATH, torch's build fits this machine: the CUDA version of its driver, or CPU only. TORCH_BACKEND names
+# another one (cpu, cu128, ...). Without uv it is the package index's build: CUDA on x86_64.
+TORCH_BACKEND ?= auto
+UV := $(shell command -v uv)
 # extras for tests and lint; without DeepSpeed its tests are skipped: make test EXTRAS=dev
 EXTRAS ?= dev,deepspeed
 # test processes, one torch thread each; 0 runs the tests in the calling process
@@ -55,7 +59,7 @@ format: $(VENV)/.dev-installed ## format the code
 docs: $(VENV)/.run-installed ## regenerate docs/config.md from the config schema
 	$(BIN)/python -m sd3_light.config.docs
 
-install: ## recreate the environment: make install [PYTHON=...] [TORCH=...] [EXTRAS=...]
+install: ## recreate the environment: make install [PYTHON=...] [TORCH=...] [TORCH_BACKEND=...] [EXTRAS=...]
 	rm -rf $(VENV)
 	@$(MAKE) --no-print-directory $(VENV)/.dev-installed
 
@@ -73,7 +77,13 @@ $(VENV)/.run-installed: pyproject.toml constraints.txt
 		echo "error: SD3-Light needs Python 3.11 or newer, and '$(PYTHON)' is older; choose another: make PYTHON=python3.12" >&2; exit 1; }
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+ifdef UV
+	uv pip install --python $(BIN)/python --torch-backend $(TORCH_BACKEND) --constraint $(VENV)/constraints.txt "$(TORCH)"
+else
 	$(PIP) install --constraint $(VENV)/constraints.txt "$(TORCH)"
+endif
+	@nvidia-smi > /dev/null 2>&1 && ! $(BIN)/python -c 'import torch; torch.zeros(1, device="cuda")' > /dev/null 2>&1 && \
+		echo "note: this torch cannot use the GPU of this machine; install uv, which chooses the build for its driver, and run make install again" || true
 	$(PIP) install --constraint $(VENV)/constraints.txt --editable .
 	@touch $@
 

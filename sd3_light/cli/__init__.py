@@ -3,6 +3,7 @@
 # ruff: noqa: I001 - importing a module registers its verbs, and the help lists them in this order
 import sys
 
+from sd3_light.cli import new_verb  # noqa: F401
 from sd3_light.cli import run_verbs  # noqa: F401
 from sd3_light.cli import parts_verb  # noqa: F401
 from sd3_light.cli import model_verbs  # noqa: F401

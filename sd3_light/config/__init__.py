@@ -1,6 +1,6 @@
 """The strict, typed config: TOML in, frozen objects out, all faults in one report (law 7)."""
 
-from sd3_light.config.base import CacheLocation
+from sd3_light.config.base import CacheLocation, Resolution
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
 from sd3_light.config.load import LoadedConfig, load_config, resolved_toml
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
@@ -12,7 +12,7 @@ from sd3_light.config.schema_tables import (
     MonitoringConfig,
     OptimizerConfig,
 )
-from sd3_light.config.schema_train import BatchSize, Resolution, TrainConfig, batch_size_for
+from sd3_light.config.schema_train import BatchSize, TrainConfig, batch_size_for
 from sd3_light.config.sizes import SIZES, ModelSize, resolve_size, size_from_transformer_config
 
 __all__ = [

@@ -15,6 +15,11 @@ from pydantic_core import PydanticCustomError
 
 from sd3_light.inputs import path_problem
 
+Resolution = tuple[int, int]
+"""Width and height in pixels."""
+SIDE_MULTIPLE = 16  # the VAE downsamples by 8 and a patch covers 2 latents
+SIDE_RULE = f"sides are multiples of {SIDE_MULTIPLE}"
+
 
 class Table(BaseModel):
     """Base class for the tables of a TOML file: frozen, and unknown keys are faults."""
@@ -117,6 +122,35 @@ def flag_or(word: str) -> Callable[[Any], Any]:
     return validate
 
 
+def is_count(value: Any) -> bool:
+    """Return whether a TOML value is a positive integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def as_resolution(value: Any) -> Resolution | None:
+    """Return (width, height) from a side or from [width, height], or None for anything else."""
+    if is_count(value):
+        return (value, value)
+    if isinstance(value, list | tuple) and len(value) == 2 and all(is_count(side) for side in value):
+        return (value[0], value[1])
+    return None
+
+
+def check_sides(resolution: Resolution, value: Any) -> None:
+    """Raise an error that names ``value`` if a side of its resolution is not a multiple of `SIDE_MULTIPLE`."""
+    if any(side % SIDE_MULTIPLE for side in resolution):
+        raise invalid_value(f"{value} has a side that is not a multiple of {SIDE_MULTIPLE}")
+
+
+def parse_image_size(value: Any) -> Resolution:
+    """Return (width, height) from a side or from [width, height]."""
+    resolution = as_resolution(value)
+    if resolution is None:
+        raise invalid_value("not a side or [width, height]")
+    check_sides(resolution, value)
+    return resolution
+
+
 def check_slug(value: Any) -> Any:
     """Return ``value`` if it is safe in a file name."""
     if isinstance(value, str) and not re.fullmatch(r"[\w.\-]+", value):
@@ -124,6 +158,7 @@ def check_slug(value: Any) -> Any:
     return value
 
 
+ImageSize = Annotated[Resolution, BeforeValidator(parse_image_size), Allowed(f"a side or [width, height]; {SIDE_RULE}")]
 LARGEST_INTEGER = 2**63 - 1
 """The largest integer of TOML and of tensors; descriptions of types leave it out."""
 Flag = Annotated[bool, Strict()]

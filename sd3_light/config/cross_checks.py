@@ -234,10 +234,13 @@ def ema(train: TrainConfig) -> Iterator[Fault]:
 def sampling(train: TrainConfig) -> Iterator[Fault]:
     """Prompts and interval go together."""
     table = train.sampling
-    if table.prompts and table.every_n_steps is None:
+    if table.images and table.every_n_steps is None:
         yield _fault("sampling.every_n_steps", "is required with sampling.prompts: no image would be drawn")
-    if table.every_n_steps is not None and not table.prompts:
+    if table.every_n_steps is not None and not table.images:
         yield _fault("sampling.prompts", "is required with sampling.every_n_steps: there is nothing to draw")
+    if table.negative_prompts and train.model.uncond_text == "zero":
+        problem, hint = 'has no effect with model.uncond_text = "zero"', 'remove it, or write uncond_text = "empty"'
+        yield _fault("sampling.negative_prompt", problem, f'"{table.negative_prompts[0]}"', hint=hint)
 
 
 def eval_names(train: TrainConfig) -> Iterator[Fault]:
@@ -295,6 +298,7 @@ _SAVE_KEYS = tuple(f"save_every_n_{unit}" for unit in ("steps", "epochs", "examp
 _CHECKPOINT_KEYS = tuple(f"checkpoint_every_n_{unit}" for unit in ("steps", "epochs", "minutes"))
 _ADAPTER_KEYS = ("adapter.type", "adapter.use_rslora", "adapter.use_dora", "adapter.base_bits")
 _TIME_KEYS = ("shift", "flux_shift", "sqrt_shift", "timestep_sample_method", "logit_mean", "uniform_share")
+_SAMPLING_KEYS = ("sampling", *(f"sampling.{key}" for key in ("prompts", "image", "every_n_steps", "negative_prompt")))
 _DEPTH_KEYS = ("model", "model.size", "model.num_layers", "model.shape", "model.shape.num_layers", "model.train_type")
 _TOKEN_KEYS = (
     "model.position_crop_side",
@@ -317,7 +321,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     fp8: ("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
     optimizer: ("optimizer", "optimizer.type", "parallel", "pipeline_stages"),
     ema: ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps"),
-    sampling: ("sampling", "sampling.prompts", "sampling.every_n_steps"),
+    sampling: (*_SAMPLING_KEYS, "model", "model.uncond_text"),
     eval_names: ("eval_datasets",),
     base_bits: ("adapter", "adapter.base_bits", "parallel", "pipeline_stages", "compile"),
     adapter: ("adapter", *_ADAPTER_KEYS, "freeze", "model.init"),
@@ -335,7 +339,7 @@ def run_cross_checks(train: TrainConfig, faulty_keys: frozenset[str]) -> Iterato
 def config_warnings(train: TrainConfig) -> tuple[str, ...]:
     """Return what is allowed and probably not intended. An adapter inherits text dropout from the model under it."""
     drops_text = train.model.enable_uncond_text_dropout and train.model.uncond_text_dropout_prob > 0
-    guided = bool(train.sampling.prompts) and train.sampling.guidance > 1
+    guided = bool(train.sampling.images) and train.sampling.guidance > 1
     if drops_text or not guided or train.adapter is not None:
         return ()
     return (

@@ -21,7 +21,7 @@ class OptimizerRecord:
 
     ``fsdp2`` and ``deepspeed``: whether FSDP2, and DeepSpeed with its pipelines, can shard its state. ``step_bytes``:
     memory of one step beside state and gradients, in bytes per squared model width. ``package`` is the library it
-    needs, from the extra ``extra``.
+    needs, from the extra ``extra``. ``lr`` is the default learning rate.
     """
 
     description: str
@@ -31,6 +31,7 @@ class OptimizerRecord:
     step_bytes: int = 0
     package: str | None = None
     extra: str | None = None
+    lr: float = 1e-4
 
     @property
     def layouts(self) -> str:
@@ -57,6 +58,22 @@ OPTIMIZERS = {
         (StateTerm("Muon", 4, "block matrices"), StateTerm("AdamW", 8, "other")),
         fsdp2=True,
         step_bytes=16 * 6,  # it orthogonalises one matrix at a time, at most 6 D x D, in bf16
+    ),
+    "adafactor": OptimizerRecord(
+        "Adafactor with factored second moments: almost no state. Its steps are relative to the size of a weight, so "
+        "`lr` is larger than AdamW's; `betas` and `eps` are not used",
+        (StateTerm("Adafactor", 0),),  # rows and columns alone: 0.005 bytes per parameter of a matrix 1,536 wide
+        step_bytes=2 * 4 * 6,  # the update and its estimate, of one matrix at a time
+        lr=1e-2,
+    ),
+    "prodigy": OptimizerRecord(
+        "Prodigy, AdamW that estimates its step size during training; leave `lr` at 1, the factor of that estimate "
+        "(`pip install 'sd3-light[prodigy]'`)",
+        (StateTerm("Prodigy", 16),),  # two moments, a sum of gradients and the initial weights
+        step_bytes=2 * 4 * 6,
+        package="prodigyopt",
+        extra="prodigy",
+        lr=1.0,
     ),
 }
 

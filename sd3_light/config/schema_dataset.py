@@ -8,6 +8,7 @@ from annotated_types import Ge, Gt, Le, MinLen
 from pydantic import BeforeValidator, Strict
 
 from sd3_light.config.base import (
+    SIDE_RULE,
     Allowed,
     CacheLocation,
     CountOrZero,
@@ -15,18 +16,17 @@ from sd3_light.config.base import (
     Flag,
     Fraction,
     Positive,
+    Resolution,
     Table,
     TomlPath,
     TomlString,
+    as_resolution,
+    check_sides,
     invalid_value,
 )
 from sd3_light.config.condition import ConditionError, parse_condition
 from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import DataPath, repo_or_name
-from sd3_light.config.schema_train import Resolution, as_resolution
-
-SIDE_MULTIPLE = 16  # the VAE downsamples by 8 and a patch covers 2 latents
-_SIDE_RULE = f"sides are multiples of {SIDE_MULTIPLE}"
 
 
 def parse_resolutions(value: Any) -> tuple[Resolution, ...]:
@@ -39,8 +39,7 @@ def parse_resolutions(value: Any) -> tuple[Resolution, ...]:
         resolution = as_resolution(item)
         if resolution is None:
             raise invalid_value("not a list of sides or [width, height] pairs")
-        if any(side % SIDE_MULTIPLE for side in resolution):
-            raise invalid_value(f"{item} has a side that is not a multiple of {SIDE_MULTIPLE}")
+        check_sides(resolution, item)
         resolutions.append(resolution)
     if len(set(resolutions)) < len(resolutions):
         raise invalid_value("contains the same size twice")
@@ -105,10 +104,10 @@ ColumnNames = Annotated[
 Resolutions = Annotated[
     tuple[Resolution, ...],
     BeforeValidator(parse_resolutions),
-    Allowed(f"a list of sides or [width, height]; {_SIDE_RULE}"),
+    Allowed(f"a list of sides or [width, height]; {SIDE_RULE}"),
 ]
 SizeBuckets = Annotated[
-    tuple[Resolution, ...], BeforeValidator(parse_size_buckets), Allowed(f"a list of [width, height]; {_SIDE_RULE}")
+    tuple[Resolution, ...], BeforeValidator(parse_size_buckets), Allowed(f"a list of [width, height]; {SIDE_RULE}")
 ]
 Ratios = Annotated[
     tuple[float, ...], BeforeValidator(parse_ratios), Allowed("a list of ratios or [width, height] pairs")

@@ -13,6 +13,7 @@ from sd3_light.config.base import (
     DtypeName,
     Flag,
     Fraction,
+    ImageSize,
     KnownValues,
     Name,
     NotNegative,
@@ -44,6 +45,10 @@ def _compute_dtype(data: dict[str, Any]) -> Literal["float32", "bfloat16"]:
 
 def _dropout_probability(data: dict[str, Any]) -> float:
     return 0.1 if data.get("uncond_text_dropout") == "joint" else 0.464
+
+
+def _default_lr(data: dict[str, Any]) -> float:
+    return OPTIMIZERS[data.get("type", "adamw")].lr
 
 
 def _rank_as_float(data: dict[str, Any]) -> float:
@@ -150,7 +155,9 @@ class OptimizerConfig(Table):
     """[optimizer]: the optimizer and its settings."""
 
     type: OptimizerName = Field(default="adamw", description=describe_optimizers())
-    lr: Positive = 1e-4
+    lr: Positive = Field(
+        default_factory=_default_lr, json_schema_extra={"default": "0.0001; 0.01 with `adafactor`, 1 with `prodigy`"}
+    )
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay rates of AdamW's two moments."""
@@ -226,19 +233,61 @@ class AdapterConfig(Table):
     model."""
 
 
+class SampleImage(Table):
+    """[[sampling.image]]: a prompt with its own settings; absent keys have the values of [sampling]."""
+
+    prompt: TomlString
+    """The text."""
+    negative_prompt: TomlString | None = None
+    """What to steer away from."""
+    size: ImageSize | None = None
+    """Size of the image in pixels."""
+    steps: Count | None = None
+    """Sampler steps."""
+    guidance: NotNegative | None = None
+    """Guidance scale."""
+
+
 class SamplingConfig(Table):
     """[sampling]: sample images drawn during training."""
 
     prompts: tuple[TomlString, ...] = ()
-    """One image per prompt and seed. Empty: no samples."""
+    """One image per prompt and seed. Without these and `image`: no samples."""
     seeds: Annotated[tuple[CountOrZero, ...], MinLen(1)] = (0,)
     """Seeds of the initial noise."""
     every_n_steps: Count | None = None
-    """Optimizer steps between sample images; required with `prompts`."""
+    """Optimizer steps between sample images; required with `prompts` or `image`."""
+    before_first_step: Flag = False
+    """Also draw with the initial weights."""
+    after_last_step: Flag = True
+    """Also draw at the end of the run. The card of an export shows the newest samples."""
     steps: Count = 28
     """Sampler steps per image."""
     guidance: NotNegative = DEFAULT_GUIDANCE
     """Classifier-free guidance scale; 1 or less disables it."""
+    negative_prompt: TomlString = ""
+    """What to steer away from; needs `uncond_text = "empty"`."""
+    size: ImageSize | None = None
+    """Size of the images in pixels. Absent: that of the bucket with most samples."""
+    image: tuple[SampleImage, ...] = ()
+    """Prompts with their own settings, one `[[sampling.image]]` table each."""
+
+    @property
+    def images(self) -> tuple[SampleImage, ...]:
+        """All prompts with their settings: those of `prompts`, then those of `image`."""
+        return (*(SampleImage(prompt=prompt) for prompt in self.prompts), *self.image)
+
+    @property
+    def negative_prompts(self) -> tuple[str, ...]:
+        """The different negative prompts that are not empty."""
+        own = (image.negative_prompt for image in self.images)
+        texts = (self.negative_prompt if text is None else text for text in own)
+        return tuple(dict.fromkeys(text for text in texts if text))
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The different texts to encode."""
+        return tuple(dict.fromkeys((*(image.prompt for image in self.images), *self.negative_prompts)))
 
 
 class MonitoringConfig(Table):

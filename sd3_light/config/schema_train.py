@@ -18,11 +18,14 @@ from sd3_light.config.base import (
     Name,
     NotNegative,
     Positive,
+    Resolution,
     Table,
     TomlLocation,
     TomlPath,
     TomlString,
+    as_resolution,
     invalid_value,
+    is_count,
 )
 from sd3_light.config.schema_tables import (
     AdapterConfig,
@@ -33,23 +36,8 @@ from sd3_light.config.schema_tables import (
     SamplingConfig,
 )
 
-Resolution = tuple[int, int]
 BatchSize = int | tuple[tuple[Resolution, int], ...]
 _BATCH_SIZE_RULE = "an integer >= 1, or [[resolution, size], ...] with a side or [width, height] as resolution"
-
-
-def is_count(value: Any) -> bool:
-    """Return whether a TOML value is a positive integer."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def as_resolution(value: Any) -> Resolution | None:
-    """Return (width, height) from a side or from [width, height], or None for anything else."""
-    if is_count(value):
-        return (value, value)
-    if isinstance(value, list | tuple) and len(value) == 2 and all(is_count(side) for side in value):
-        return (value[0], value[1])
-    return None
 
 
 def parse_batch_size(value: Any) -> BatchSize:

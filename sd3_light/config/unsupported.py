@@ -64,7 +64,6 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("train", "optimizer", "type", _FP32, _ADAMW, "stableadamw"),
     UnsupportedKey("train", "optimizer", "type", _FP32, 'write type = "adamw8bit"', "adamw8bitkahan"),
     UnsupportedKey("train", "optimizer", "type", _ADAPTIVE, _ADAMW, "automagic"),
-    UnsupportedKey("train", "optimizer", "type", _ADAPTIVE, _ADAMW, "prodigy"),
     UnsupportedKey("train", "optimizer", "type", "optimizers cannot be composed", 'write type = "adamw" or "muon"', "genericoptim"),
     UnsupportedKey("train", "optimizer", "type", "optimizer state is not offloaded to the host", 'write type = "adamw8bit", or shard with parallel = "fsdp2"', "offload"),
     UnsupportedKey("train", "optimizer", "gradient_release", "clipping by the global norm needs all gradients at once", "remove the key"),

@@ -26,7 +26,7 @@ from sd3_light.config.faults import Fault
 from sd3_light.config.schema_dataset import DatasetFile
 from sd3_light.config.schema_train import ALIASES, TrainConfig
 
-LIST_TABLES = ("directory", "ema.track")
+LIST_TABLES = ("directory", "ema.track", "sampling.image")
 SCHEMAS: dict[str, type[Table]] = {"train": TrainConfig, "dataset": DatasetFile}
 """Schema by kind of file."""
 SYNONYMS = {

@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from sd3_light.config import DEFAULT_GUIDANCE, AdapterConfig
-from sd3_light.export.export_spec import AdapterSpec, ExportSpec
+from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportSpec
 
 _MODEL_CARD = """---
 {metadata}
@@ -19,7 +19,7 @@ _MODEL_CARD = """---
 | | |
 |---|---|
 {table}
-
+{samples}
 ## Use
 
 ```python
@@ -34,6 +34,13 @@ trained weights compute.
 {licence}
 """
 
+_SAMPLES = """
+## Samples
+
+![Images with their prompts]({file})
+
+Drawn during training with the prompts of `[sampling]`, without selection.
+"""
 _SEED = 'seed = torch.Generator("cpu").manual_seed(0)'
 _SETTINGS = f"guidance_scale={DEFAULT_GUIDANCE}, generator=seed"
 _STOCK = """import torch
@@ -83,7 +90,7 @@ _ADAPTER_CARD = """---
 | | |
 |---|---|
 {table}
-
+{samples}
 ## Use
 
 {use}
@@ -125,11 +132,16 @@ def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, A
     return _MODEL_CARD.format(
         metadata=_metadata(licence, about),
         table="\n".join(f"| {name} | {_cell(value)} |" for name, value in _rows(spec, facts, about)),
+        samples=_samples(spec),
         code=_code(spec),
         note=_note(spec),
         loader="diffusers with `pipeline.py`" if spec.real_text else "stock diffusers",
         licence=_INHERITED.format(licence["license"]) if licence else _UNSTATED,
     )
+
+
+def _samples(spec: ExportSpec) -> str:
+    return _SAMPLES.format(file=SAMPLES_FILE) if SAMPLES_FILE in spec.images else ""
 
 
 def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
@@ -241,6 +253,7 @@ def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
         metadata=_front_matter(["sd3", "sd3-light", spec.adapter.type], **_NO_LICENCE, **on_hub),
         title=_title(spec.adapter),
         table="\n".join(f"| {name} | {value} |" for name, value in _adapter_rows(spec, facts)),
+        samples=_samples(spec),
         use=_adapter_use(spec),
         file=spec.file,
     )

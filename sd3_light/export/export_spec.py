@@ -18,6 +18,8 @@ FROZEN = ("vae", *TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers looks for in a LoRA folder."""
 LYCORIS_FILE = "adapter.safetensors"
+SAMPLES_FILE = "samples.jpg"
+"""The sample images that a card shows."""
 
 
 class ExportError(Exception):
@@ -28,7 +30,8 @@ class ExportError(Exception):
 class ExportSpec:
     """What an exported folder contains. ``base`` is the folder that the frozen parts come from.
 
-    ``facts`` are written to `sd3_light.json`, ``about`` only to the model card; ``files`` are more text files by name.
+    ``facts`` are written to `sd3_light.json`, ``about`` only to the model card; ``files`` are more text files by name,
+    ``images`` the content of image files.
     """
 
     base: Path
@@ -40,6 +43,7 @@ class ExportSpec:
     facts: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    images: Mapping[str, bytes] = field(default_factory=dict)
     max_shard_size: str = "10GB"
 
     @property
@@ -71,8 +75,10 @@ class AdapterSpec(ExportSpec):
 
 
 def write_texts(folder: Path, spec: ExportSpec, facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Write the text files of an export: its facts, the files of the spec, and ``texts`` (card and licence) by name."""
+    """Write the files beside the weights: facts, files and images of the spec, and ``texts`` (card and licence)."""
     write_json(folder / FACTS_FILE, facts)
+    for name, data in spec.images.items():
+        (folder / name).write_bytes(data)
     for name, content in {**spec.files, **texts}.items():
         (folder / name).write_text(content, encoding="utf-8")
 

@@ -12,7 +12,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import is_finite
 from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.lora_names import find_layers
-from sd3_light.export.lycoris_file import is_lycoris, read_lycoris
+from sd3_light.export.lycoris_file import is_lycoris, read_any_adapter, read_lycoris
 from sd3_light.export.single_parts import read_part
 from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
@@ -54,6 +54,12 @@ def add_adapters(pipe: Any, loras: Sequence[Lora]) -> None:
         except UserError as error:
             raise UserError(f"LoRA {lora.file} does not fit this model: {error}") from error
     add_loras(pipe, [lora for lora in loras if lora not in lycoris], diffusers_tensors)
+
+
+def merge_adapters(transformer: nn.Module, loras: Sequence[Lora]) -> None:
+    """Add LoRA, LoKr and LoHa files to the weights of a denoiser, each with its strength."""
+    for lora in loras:
+        _merge_into(transformer, read_any_adapter(lora.file).modules, lora.strength)
 
 
 @torch.no_grad()

@@ -4,6 +4,9 @@ A checkpoint stores whatever `Optimizer.state` lists, by kind and dtype:
 
     adamw       exp_avg, exp_avg_sq (float32), step (float32 scalar on the weight's device; 0 before the first step)
     muon        momentum_buffer (float32) for matrices of the blocks, adamw's three for the rest; Muon counts no steps
+    adafactor   row_var, col_var (float32) for matrices, variance for vectors, step (float32 scalar on the CPU)
+    prodigy     exp_avg, exp_avg_sq, s and p0 (float32; the last two flat), step (int64 scalar), and the estimate of all
+                weights together: d, d_max, d_numerator, k (float64 scalars on the CPU)
     adamw8bit   state1, state2 (uint8; float32 for weights under 4096 elements), absmax1, absmax2 (float32, one per
                 block of 256 values, if state1 is uint8), step (int64 scalar on the CPU)
 
@@ -29,6 +32,7 @@ from sd3_light.runlog import info
 
 # code books of the 8-bit numbers: constants of the library, equal for every weight and run
 _CONSTANTS = ("qmap1", "qmap2")
+_PRODIGY_ESTIMATE = ("d", "d_max", "d_numerator", "k")
 Named = Mapping[str, nn.Parameter]
 
 
@@ -176,8 +180,65 @@ def _create_8bit_state(optimizer: Any, parameter: nn.Parameter) -> None:
     optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.int64)
 
 
+def _make_adafactor(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> list[OptimizerPart]:
+    optimizer = torch.optim.Adafactor(kinds.groups(named, config.weight_decay), lr=config.lr)
+    return [OptimizerPart(optimizer, _create_adafactor_state, skips_on_device=False)]
+
+
+@torch.no_grad()
+def _create_adafactor_state(optimizer: Any, parameter: nn.Parameter) -> None:
+    state = {"step": torch.zeros((), dtype=torch.float32)}
+    if parameter.dim() > 1:
+        *outer, rows, columns = parameter.shape
+        state |= {"row_var": parameter.new_zeros(*outer, rows, 1), "col_var": parameter.new_zeros(*outer, 1, columns)}
+    else:
+        state["variance"] = torch.zeros_like(parameter)
+    optimizer.state[parameter] = state
+
+
+def _make_prodigy(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> list[OptimizerPart]:
+    """Use the authors' library, with the settings that they recommend for diffusion."""
+    library: Any = importlib.import_module("prodigyopt")
+    optimizer = library.Prodigy(
+        kinds.groups(named, config.weight_decay),
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        use_bias_correction=True,
+        safeguard_warmup=True,
+    )
+    first = optimizer.param_groups[0]
+    # the library keeps these numbers in its groups, where no checkpoint finds them
+    shared = {name: torch.tensor(float(first[name]), dtype=torch.float64) for name in _PRODIGY_ESTIMATE}
+
+    def before(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            group.update({name: value.item() for name, value in shared.items()}, k=int(shared["k"]))
+
+    def after(*_: Any) -> None:
+        for name, value in shared.items():
+            value.fill_(float(first[name]))
+
+    def create_state(optimizer: Any, parameter: nn.Parameter) -> None:
+        flat = parameter.detach().flatten()
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.int64),
+            "s": torch.zeros_like(flat),
+            "p0": flat.clone(),
+            **({"exp_avg": torch.zeros_like(parameter)} if config.betas[0] else {}),
+            "exp_avg_sq": torch.zeros_like(parameter),
+            **shared,
+        }
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    return [OptimizerPart(optimizer, create_state, skips_on_device=False)]
+
+
 MAKERS: dict[str, Callable[[Named, WeightKinds, OptimizerConfig], list[OptimizerPart]]] = {
     "adamw": _make_adamw,
     "adamw8bit": _make_adamw8bit,
     "muon": _make_muon,
+    "adafactor": _make_adafactor,
+    "prodigy": _make_prodigy,
 }

@@ -19,7 +19,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.export_spec import write_json
-from sd3_light.export.lora_merge import add_adapters
+from sd3_light.export.lora_merge import add_adapters, merge_adapters
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.metrics.composition import CompositionScore, score
 from sd3_light.model.part_configs import load_part
@@ -45,10 +45,12 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     config = loaded.train.model_copy(update={"fp8": False})  # nothing is trained, and not every GPU supports it
     if not loaded.eval_datasets:
         raise UserError(f"{loaded.path} has no eval_datasets; add one, or evaluate without --config")
-    model = choose_model(model).folder
+    chosen = choose_model(model)
+    model = chosen.folder
     if not (model / "transformer" / "config.json").is_file():
         raise UserError(f"{model} is not a diffusers folder (no transformer/config.json); pass an export")
     denoiser = load_part(SD3Transformer2DModel, model / "transformer", dtype=torch.float32)
+    merge_adapters(denoiser, chosen.loras)
     device = launch.device()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels run on the current device

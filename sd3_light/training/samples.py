@@ -21,6 +21,7 @@ from torch import Tensor
 from sd3_light.budget.flops import image_tokens
 from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
 from sd3_light.config.base import CacheLocation
+from sd3_light.config.schema_tables import SampleImage, SamplingConfig
 from sd3_light.data.stream import BucketShards, CachedDataset
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
@@ -46,7 +47,8 @@ class Sampler:
     """Draws the grids of a run. Built once on every rank; the VAE is loaded with the first grid and stays loaded.
 
     ``requests`` are the images of the whole grid in order: all seeds of the first prompt, then of the next. An image
-    depends on its own request alone, except for rounding: up to 1/255 with another number of ranks.
+    depends on its own request alone, except for rounding: up to 1/255 with another number of ranks. ``negative`` is the
+    text of requests without a negative prompt. A batch has at most ``batch_size`` images of ``batch_pixels`` pixels.
     """
 
     config: TrainConfig
@@ -54,6 +56,7 @@ class Sampler:
     texts: Mapping[str, EncodedText]
     negative: EncodedText
     batch_size: int
+    batch_pixels: int
     launch: Launch
     device: torch.device
     stages: int = 1
@@ -75,20 +78,21 @@ class Sampler:
         Prompts that are not in the cache (it is at a URL, or read-only) are encoded now, one encoder in memory at a
         time. The processes of a pipeline of ``stages`` draw the same images.
         """
-        settings, (width, height) = config.sampling, bucket_size(bucket)
-        assert settings.prompts, "nothing to draw"
-        requests = tuple(
-            ImageRequest(prompt, seed, width, height) for prompt in settings.prompts for seed in settings.seeds
-        )
-        share = launch.data_launch(stages)
-        prompts = dict.fromkeys(requests[index].prompt for index in assigned(len(requests), share.rank, share.world))
-        texts = _texts(config.model, list(prompts), cache_dir, data.manifest.recipe, device)
+        settings, size = config.sampling, config.sampling.size or bucket_size(bucket)
+        assert settings.images, "nothing to draw"
+        requests = tuple(_request(image, seed, settings, size) for image in settings.images for seed in settings.seeds)
         empty = join_features(data.empty_text())
         negative = empty if config.model.uncond_text == "empty" else unconditional_text(empty, config.model.text_tokens)
         micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
         # the denoiser gets no more samples than a micro-batch has, so it needs no more memory than training
-        batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if settings.guidance > 1 else 1)))
-        return Sampler(config, requests, texts, negative, batch_size, launch, device, stages)
+        guided = any(request.guidance > 1 for request in requests if request.guidance is not None)
+        batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if guided else 1)))
+        pixels = math.prod(bucket_size(bucket))
+        sampler = Sampler(config, requests, {}, negative, batch_size, pixels, launch, device, stages)
+        own = [requests[index] for indices in sampler._share(launch.rank) for index in indices]
+        negatives = (request.negative_prompt for request in own if request.negative_prompt)
+        texts = list(dict.fromkeys([*(request.prompt for request in own), *negatives]))
+        return replace(sampler, texts=_texts(config.model, texts, cache_dir, data.manifest.recipe, device))
 
     def sample(
         self, denoise: DenoiseFeatures, path: Path, facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
@@ -107,8 +111,9 @@ class Sampler:
             return None
         grid = self._grid(images, facts)
         settings = self.config.sampling
-        about = {name: getattr(settings, name) for name in ("prompts", "seeds", "steps", "guidance")}
-        about |= {"size": self._size, "uncond_text": self.config.model.uncond_text}
+        about = {name: getattr(settings, name) for name in ("seeds", "steps", "guidance", "negative_prompt")}
+        about |= {"prompts": [image.prompt for image in settings.images], "size": self._size}
+        about |= {"uncond_text": self.config.model.uncond_text}
         try:
             save_png(grid, path, {**facts, **about})
         except OSError as error:  # a full disk does not stop training
@@ -125,13 +130,19 @@ class Sampler:
 
         Values that are not finite raise no error, as other ranks would wait; see `_first_fault`.
         """
-        pipe, share, self._fault = self._pipeline(), self._share(self.launch.rank), None
+        self._fault = None
         drawn: list[tuple[int, Image.Image]] = []
-        for start in range(0, len(share), self.batch_size):
-            indices = share[start : start + self.batch_size]
-            images, fault = self._draw_batch(pipe, denoise, indices)
-            self._fault = self._fault or fault
-            drawn += zip(indices, images, strict=True)
+        for share in self._share(self.launch.rank):
+            first = self.requests[share[0]]
+            pipe = self._pipeline(first.width, first.height)
+            batch_size = max(
+                1, self.batch_size * self.batch_pixels // max(self.batch_pixels, first.width * first.height)
+            )
+            for start in range(0, len(share), batch_size):
+                indices = share[start : start + batch_size]
+                images, fault = self._draw_batch(pipe, denoise, indices)
+                self._fault = self._fault or fault
+                drawn += zip(indices, images, strict=True)
         return drawn
 
     def _first_fault(self, group: dist.ProcessGroup | None) -> str | None:
@@ -142,32 +153,46 @@ class Sampler:
         dist.gather_object(self._fault, faults, dst=0, group=group)
         return next(filter(None, faults or ()), None)
 
-    def _share(self, rank: int) -> list[int]:
+    def _share(self, rank: int) -> list[list[int]]:
+        """Return the numbers of a rank's requests, in groups of equal size, steps and guidance.
+
+        Each rank has as many of every group, so that all of them call the denoiser equally often.
+        """
         data_launch = replace(self.launch, rank=rank).data_launch(self.stages)
-        return assigned(len(self.requests), data_launch.rank, data_launch.world)
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for number, request in enumerate(self.requests):
+            key = (request.width, request.height, request.steps, request.guidance)
+            groups.setdefault(key, []).append(number)
+        return [
+            [numbers[turn] for turn in assigned(len(numbers), data_launch.rank, data_launch.world)]
+            for numbers in groups.values()
+        ]
 
     def _draw_batch(
         self, pipe: StableDiffusion3Pipeline, denoise: DenoiseFeatures, indices: Sequence[int]
     ) -> tuple[list[Image.Image], str | None]:
-        settings = self.config.sampling
+        """Draw requests of one group."""
         batch = [self.requests[index] for index in indices]
+        steps, guidance = batch[0].steps, batch[0].guidance
+        assert steps is not None and guidance is not None
         texts = [self.texts[request.prompt] for request in batch]
-        if settings.guidance > 1:
-            texts = [self.negative] * len(batch) + texts
+        if guidance > 1:
+            negatives = [request.negative_prompt for request in batch]
+            texts = [self.texts[negative] if negative else self.negative for negative in negatives] + texts
         text = batch_texts(texts, self.device, torch.float32)
         pipe.transformer.denoise = denoise
         pipe.transformer.lengths = (text.lengths,) if self.config.model.text_tokens == "real" else ()
-        return run_pipeline(pipe, batch, text, settings.steps, settings.guidance)
+        return run_pipeline(pipe, batch, text, steps, guidance)
 
-    def _pipeline(self) -> StableDiffusion3Pipeline:
-        """Return the stock pipeline without text encoders, calling the denoiser that trains."""
+    def _pipeline(self, width: int, height: int) -> StableDiffusion3Pipeline:
+        """Return the stock pipeline for images of this size, without text encoders, around the denoiser that trains."""
         model = self.config.model
         if self._vae is None:
             self._vae = load_vae(model.diffusers_path, self.device, torch.float32)
             self._vae.enable_slicing()  # one image at a time: its activations are the largest of all
         return StableDiffusion3Pipeline(
             transformer=_DenoiserAdapter(self._vae.config.latent_channels),
-            scheduler=flow_scheduler(constant_shift(model, image_tokens(*self._size)), model.flux_shift),
+            scheduler=flow_scheduler(constant_shift(model, image_tokens(width, height)), model.flux_shift),
             vae=self._vae,
             **dict.fromkeys((*TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)),
         )
@@ -177,13 +202,13 @@ class Sampler:
     ) -> list[Image.Image] | None:
         """Return all images of the grid on rank 0, None elsewhere."""
         images = dict(drawn)
-        if self.launch.world > 1:
-            pixels = torch.from_numpy(np.stack([np.asarray(image) for _, image in drawn]))
+        for number, share in enumerate(self._share(self.launch.rank) if self.launch.world > 1 else ()):
+            pixels = torch.from_numpy(np.stack([np.asarray(images[index]) for index in share]))
             parts = [torch.empty_like(pixels) for _ in range(self.launch.world)] if self.launch.is_main else None
             dist.gather(pixels, parts, dst=0, group=group)
             for rank, part in enumerate(parts or ()):
-                share = self._share(rank)
-                images |= {index: Image.fromarray(array) for index, array in zip(share, part.numpy(), strict=True)}
+                indices = self._share(rank)[number]
+                images |= {index: Image.fromarray(array) for index, array in zip(indices, part.numpy(), strict=True)}
         return [images[index] for index in range(len(self.requests))] if self.launch.is_main else None
 
     def _grid(self, images: Sequence[Image.Image], facts: Mapping[str, Any]) -> Image.Image:
@@ -198,6 +223,17 @@ class Sampler:
             scale=max(1, _GRID_SIDE // max(self._size)),
             title=f"step {facts['step']:,}" if "step" in facts else None,
         )
+
+
+def _request(image: SampleImage, seed: int, settings: SamplingConfig, size: tuple[int, int]) -> ImageRequest:
+    """Return the image of one prompt and seed; what the prompt does not set comes from [sampling]."""
+
+    def chosen(name: str) -> Any:
+        own = getattr(image, name)
+        return getattr(settings, name) if own is None else own
+
+    values = {name: chosen(name) for name in ("negative_prompt", "steps", "guidance")}
+    return ImageRequest(image.prompt, seed, *(image.size or size), **values)
 
 
 class _DenoiserAdapter:

@@ -4,29 +4,34 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from diffusers import SD3Transformer2DModel
+from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sd3_light.checkpoint.progress import Progress
-from sd3_light.checkpoint.store import checkpoint_name, remove
+from sd3_light.checkpoint.store import checkpoint_name, remove, step_of
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
-from sd3_light.export.export_spec import AdapterSpec, ExportError, ExportSpec
+from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError, ExportSpec
 from sd3_light.flow.timesteps import constant_shift
 from sd3_light.inputs import read_json_file
 from sd3_light.model.start import WeightsStart
-from sd3_light.runlog import read_log
+from sd3_light.runlog import info, read_log
 from sd3_light.training.model_facts import ModelFacts
 
 RAW = "raw"
+SAMPLES = "samples"
+"""The folder of a run's sample images."""
+_CARD_SIDE = 2048  # pixels
 
 
 # --- export specs ------------------------------------------------------------------------------
@@ -77,7 +82,24 @@ def _run_fields(config: TrainConfig, weights: str, progress: Progress, run: Path
         "facts": {"weights": weights, **progress.as_dict()},
         "about": {} if run is None else _card_facts(config.dataset, run, weights, progress),
         "files": {"config.toml": _config_toml(config)},
+        "images": {} if run is None else _samples(run, progress.step),
     }
+
+
+def _samples(run: Path, step: int) -> dict[str, bytes]:
+    """Return the newest grid of samples up to this step, as a JPEG for the card; empty if there is none."""
+    grids = [path for path in sorted((run / SAMPLES).glob("step-*.png")) if step_of(path.with_suffix("")) <= step]
+    if not grids:
+        return {}
+    jpeg = BytesIO()
+    try:
+        with Image.open(grids[-1]) as grid:
+            grid.thumbnail((_CARD_SIDE, _CARD_SIDE))
+            grid.convert("RGB").save(jpeg, "JPEG", quality=90)
+    except OSError as error:  # a card without samples is better than no export
+        info(f"the card has no samples: {grids[-1]} cannot be read: {error}")
+        return {}
+    return {SAMPLES_FILE: jpeg.getvalue()}
 
 
 def _default_tokens(transformer_config: Mapping[str, Any]) -> int:

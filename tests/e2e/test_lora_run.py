@@ -15,7 +15,7 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import read_lora
 from sd3_light.model.lora_layers import is_lora_name
-from sd3_light.stages import export, report
+from sd3_light.stages import evaluate, export, report
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
 from tests.e2e.equal import assert_same_checkpoint
@@ -83,6 +83,15 @@ def test_it_is_evaluated_sampled_and_reported(tuned: Project) -> None:
     console = Console(record=True, width=200)
     console.print(report.render(report.run(tuned.run)))
     assert "a LoRA of rank 4 (63,488 weights) on the weights of" in console.export_text()
+
+
+def test_a_finished_adapter_is_evaluated_as_in_training(tuned: Project) -> None:
+    """`evaluate RUN --config` scores the adapter on its base, not the base alone."""
+    (trained,) = (event["flow"] for event in tuned.events("eval") if event["weights"] == "ema")
+    losses = evaluate.validation_losses(tuned.load(), tuned.run)
+    assert losses["eval"]["flow"] == pytest.approx(trained, rel=1e-4)
+    base = evaluate.validation_losses(tuned.load(), DEMO)
+    assert base["eval"]["flow"] != pytest.approx(trained, rel=1e-3)
 
 
 def test_the_export_command_writes_the_same_file(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:

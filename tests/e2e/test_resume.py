@@ -356,6 +356,22 @@ def test_a_reset_allows_another_optimizer(whole: Project, project: Project) -> N
     assert saved.names("momentum_buffer")
 
 
+@pytest.mark.parametrize("kind", ["adafactor", "prodigy"])
+def test_optimizers_with_state_of_other_shapes_resume_exactly(project: Project, kind: str) -> None:
+    if kind == "prodigy":
+        pytest.importorskip("prodigyopt")
+    keys = (
+        *settings("whole", max_steps=4, checkpoint_every_n_steps=2),
+        f'optimizer.type="{kind}"',
+        "optimizer.lr=1e-2",
+    )
+    project.train(*keys)
+    again = (*settings("resumed", max_steps=4), *keys[-2:])
+    project.train(*again, resume=Resume(checkpoint(project, 2, "whole")))
+    assert_same_checkpoint(checkpoint(project, 4, "resumed"), checkpoint(project, 4, "whole"))
+    assert numbers(project, "resumed", 0) == numbers(project, "whole", 2)
+
+
 # --- settings that do not change training ------------------------------------------------------
 
 

@@ -33,20 +33,19 @@ from tests.project import Project
 from tests.warm import REAL_PYTHON
 
 VERBS = (
-    *(
-        "demo",
-        "init",
-        "check",
-        "cache",
-        "train",
-        "parts",
-        "export",
-        "sample",
-        "evaluate",
-        "convert",
-        "inspect",
-        "report",
-    ),
+    "new",
+    "demo",
+    "init",
+    "check",
+    "cache",
+    "train",
+    "parts",
+    "export",
+    "sample",
+    "evaluate",
+    "convert",
+    "inspect",
+    "report",
 )
 FLAGS = (
     "--config",

@@ -36,6 +36,11 @@ def test_check_reads_a_project_without_torch(raw_project: Project) -> None:
     assert imported("check", raw_project.train_toml) == ["pyarrow"]
 
 
+def test_new_plans_a_project_without_torch(raw_project: Project, tmp_path: Path) -> None:
+    arguments = ("new", "icons", "--data", raw_project.images, "--model", raw_project.model, "--out", tmp_path)
+    assert imported(*arguments, "--gpu-memory", 24) == ["pyarrow"]
+
+
 def test_inspect_reads_a_cache_without_torch(cached_project: Project) -> None:
     assert imported("inspect", cached_project.cache) == ["pyarrow"]
 

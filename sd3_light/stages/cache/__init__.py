@@ -187,7 +187,7 @@ class _Stage:
                 if plan.counts.unmatched:
                     reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
                 raise UserError(f"{dataset.path}: no usable sample found ({reasons or 'the directories are empty'})")
-            prompts = () if name else self._train.sampling.prompts
+            prompts = () if name else self._train.sampling.texts
             state = self._check(folder, plan, recipe, prompts)
             if self._options.dry_run:
                 return CacheReport(folder, reused=state.fresh)
@@ -260,7 +260,7 @@ class _Stage:
         """Encode missing prompts of [sampling] into an existing cache, if it is a writable folder."""
         folder = dataset.cache_dir
         if isinstance(folder, Path) and os.access(folder, os.W_OK) and not self._options.dry_run:
-            self._encode_prompts("cache", folder, Manifest.load(folder).recipe, self._train.sampling.prompts)
+            self._encode_prompts("cache", folder, Manifest.load(folder).recipe, self._train.sampling.texts)
 
     def _encode_prompts(self, title: str, folder: Path, recipe: Mapping[str, Any], prompts: Sequence[str]) -> None:
         if not self._launch.is_main:

@@ -51,6 +51,7 @@ def check_disk(
     if start is not None:
         checks.size(start)
         checks.adapter(start)
+        checks.sampling(start.size)
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
         # a cache at a URL is used as it is: a machine that trains from it need not have the images
         if isinstance(dataset.cache_dir, Path):
@@ -221,6 +222,15 @@ class _DiskChecks:
             too_wide = [str(bucket) for bucket in buckets_for(directory) if max(bucket.width, bucket.height) > limit]
             if too_wide:
                 self.add(key, problem, ", ".join(too_wide), hint, file=str(dataset.path))
+
+    def sampling(self, size: ModelSize) -> None:
+        """Check that no sample image is larger than the denoiser's position table."""
+        settings, limit = self.train.sampling, size.pos_embed_max_size * SIDE_STEP
+        sizes = {"sampling.size": settings.size}
+        sizes |= {f"sampling.image[{index}].size": image.size for index, image in enumerate(settings.image)}
+        for key, sides in sizes.items():
+            if sides is not None and max(sides) > limit:
+                self.add(key, f"the denoiser's position table ends at {limit} px", list(sides), "choose a smaller size")
 
     # --- outputs and memory -------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import SAVE_QUIT, RunRequests
 from sd3_light.training.samples import DenoiseFeatures, Sampler
+from sd3_light.training.saver import SAMPLES
 
 __all__ = ["OnSample", "Resume", "require_start", "run"]
 
@@ -85,7 +86,7 @@ def run(
             groups=context.groups,
             folder=folder.path,
             hooks=_make_hooks(context, state, sampler, on_sample),
-            schedule=_make_schedule(context.config, context.order.steps_per_epoch),
+            schedule=_make_schedule(context.config, context.order.steps_per_epoch, training.total_steps),
             facts=_checkpoint_facts(context),
             keep_last=context.config.keep_last_n_checkpoints,
             out_of_memory=_OUT_OF_MEMORY,
@@ -94,6 +95,8 @@ def run(
         with driver.running():
             if driver.hooks.evaluate and context.config.eval_before_first_step and progress.step == 0:
                 driver.evaluate(progress)
+            if driver.hooks.sample and context.config.sampling.before_first_step and progress.step == 0:
+                driver.sample(progress)
             if resumed and is_own_checkpoint(resumed.path, folder.path) and progress.position:
                 driver.catch_up(progress)
             end = driver.train()
@@ -190,7 +193,7 @@ def rate(config: TrainConfig, step: int, total: int) -> float:
 
 def _make_sampler(context: RunContext) -> Sampler | None:
     """Return the sampler of the config's prompts; None if there are none."""
-    if not context.config.sampling.prompts:
+    if not context.config.sampling.images:
         return None
     cache_dir = context.loaded.dataset.cache_dir
     return Sampler.of_config(
@@ -225,7 +228,7 @@ def _observed(state: TrainState, sampler: Sampler, on_sample: OnSample) -> Calla
 
 def _grids(context: RunContext, state: TrainState, sampler: Sampler) -> Callable[[Progress, str], Path | None]:
     def sample(progress: Progress, weights: str) -> Path | None:
-        path = context.folder.path / "samples" / f"{checkpoint_name(progress.step)}.png"
+        path = context.folder.path / SAMPLES / f"{checkpoint_name(progress.step)}.png"
         facts = {**progress.counts(), "weights": weights}
         grid = sampler.sample(state.engine.denoise, path, facts, context.groups.control)
         if grid is None:
@@ -236,12 +239,13 @@ def _grids(context: RunContext, state: TrainState, sampler: Sampler) -> Callable
     return sample
 
 
-def _make_schedule(config: TrainConfig, steps_per_epoch: int) -> HookSchedule:
+def _make_schedule(config: TrainConfig, steps_per_epoch: int, total_steps: int) -> HookSchedule:
     """Return the schedule of the intervals in a config."""
     c = config
+    sample, last = every(c.sampling.every_n_steps), every(total_steps if c.sampling.after_last_step else None)
     return HookSchedule(
         evaluate=every(c.eval_every_n_steps, c.eval_every_n_epochs, c.eval_every_n_examples, steps_per_epoch),
-        sample=every(c.sampling.every_n_steps),
+        sample=lambda *at: sample(*at) or last(*at),
         checkpoint=every(c.checkpoint_every_n_steps, c.checkpoint_every_n_epochs, steps_per_epoch=steps_per_epoch),
         export=every(c.save_every_n_steps, c.save_every_n_epochs, c.save_every_n_examples, steps_per_epoch),
     )

@@ -289,6 +289,8 @@ def test_state_counts_every_copy_of_the_weights() -> None:
 def test_state_depends_on_the_optimizer() -> None:
     count, denoiser = LIGHT.parameters, SD3Transformer2DModel(**small().transformer_config())
     assert state_bytes(replace(LIGHT, optimizer="adamw8bit")).value == pytest.approx(6.03 * count, rel=0.001)
+    assert state_bytes(replace(LIGHT, optimizer="adafactor")).value == 4 * count
+    assert state_bytes(replace(LIGHT, optimizer="prodigy")).value == 20 * count
     kinds = WeightKinds(denoiser)
     matrices = sum(weight.numel() for weight in denoiser.parameters() if kinds.is_block_matrix(weight))
     muon = state_bytes(replace(LIGHT, size=small(), optimizer="muon")).value

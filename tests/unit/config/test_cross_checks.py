@@ -15,6 +15,7 @@ MANUAL = 'partition_method = "manual"\npipeline_stages = 3\n'
 FSDP = 'parallel = "fsdp2"'
 EMA = "[ema]\nenable = true\n"
 ROUTING, SYNC = "[model.routing]\n", "[model.layer_sync]\n"
+SAMPLES = '[sampling]\nprompts = ["a"]\nevery_n_steps = 5'
 SHAPE = "[model.shape]\nnum_layers = 2\n"
 
 
@@ -41,6 +42,8 @@ SHAPE = "[model.shape]\nnum_layers = 2\n"
         ('lr_scheduler = "step"\nlr_step_size = 3', "", "", "lr_step_gamma"),
         ('lr_scheduler = "step"\nlr_step_gamma = 0.5', "", "", "lr_step_size"),
         ("lr_step_size = 3", "", "", "lr_step_size"),
+        (FSDP, "", '[optimizer]\ntype = "adafactor"', "optimizer.type"),
+        (FSDP, "", '[optimizer]\ntype = "prodigy"', "optimizer.type"),
         (FSDP, "", '[optimizer]\ntype = "adamw8bit"', "optimizer.type"),
         ("pipeline_stages = 2", "", '[optimizer]\ntype = "muon"', "optimizer.type"),
         ("", "sqrt_shift = true\nflux_shift = true", "", "model.flux_shift"),
@@ -71,6 +74,9 @@ SHAPE = "[model.shape]\nnum_layers = 2\n"
         ("force_constant_lr = 0.1\ncooldown_steps = 2", "", "", "cooldown_steps"),
         ("", "", '[sampling]\nprompts = ["a"]', "sampling.every_n_steps"),
         ("", "", "[sampling]\nevery_n_steps = 5", "sampling.prompts"),
+        ("", "", '[[sampling.image]]\nprompt = "a"', "sampling.every_n_steps"),
+        ("", 'uncond_text = "zero"', f'{SAMPLES}\nnegative_prompt = "b"', "sampling.negative_prompt"),
+        ("", "", f'{SAMPLES}\n[[sampling.image]]\nprompt = "a"\nnegative_prompt = "b"', "sampling.negative_prompt"),
         ("", "", "[[ema.track]]\nname = 'a'\ndecay = 0.9", "ema.track"),
         ("", "", EMA + "[[ema.track]]\nname = 'ema'\ndecay = 0.9", "ema.track[0].name"),
         ("", "", EMA + "[[ema.track]]\nname = 'raw'\ndecay = 0.9", "ema.track[0].name"),
@@ -123,6 +129,7 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
         ("", RECON + "text_recon_target_layer = 0\nqk_norm = false", SHAPE + "num_heads = 4\nhead_dim = 32"),
         ("cooldown_steps = 2", "sqrt_shift = true\nlogit_mean = -0.5\nuniform_share = 0.1", ""),
         ("", "", EMA + "snapshot_every_n_steps = 5\n[[ema.track]]\nname = 'a'\npower_width = 0.1\nupdate_every = 1"),
+        ("", 'uncond_text = "empty"', f'{SAMPLES}\nnegative_prompt = "b"\nsize = [64, 48]'),
         ("prefetch_batches_per_worker = 2\ndataloader_prefetch_per_worker = 2", "", ""),
         ("micro_batch_size_per_gpu = [[512, 4], [256, 8]]", "", ""),
         ("", "position_crop_side = 192", ROUTING + "first_block = 14\nlast_block = 14\n" + SYNC + "late_block = 14"),

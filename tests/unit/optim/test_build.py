@@ -45,6 +45,8 @@ def optional(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.skipif(missing, reason=f"needs {package}"))
 
 
+STARTS = {"prodigy": ["p0", "d", "d_max"]}
+"""State that is not zero at step 0: the initial weights, and the estimate of the step size."""
 KINDS = [optional(name) for name in OPTIMIZERS]
 EIGHT_BIT = optional("adamw8bit")
 
@@ -171,6 +173,63 @@ def test_muon_with_only_one_kind_of_weight(names: list[str], capsys: pytest.Capt
     assert (message in capsys.readouterr().err) == (MATRIX not in names)
 
 
+def adafactor_in_float64(toy: Toy, steps: int) -> dict[str, np.ndarray]:
+    """Adafactor (Shazeer and Stern 2018, algorithms 4 and 5, without first moment), decay as in AdamW, with numpy."""
+    x = {name: p.detach().double().numpy().copy() for name, p in toy.named.items()}
+    rows, columns = (dict.fromkeys(x, 0.0) for _ in range(2))
+    for step in range(steps):
+        toy.gradients(step)
+        for name, parameter in toy.named.items():
+            assert parameter.grad is not None
+            g, lr, new = parameter.grad.double().numpy(), rate(step), (step + 1) ** -0.8
+            alpha = max(1e-3, np.sqrt((x[name] ** 2).mean())) * min(lr, (step + 1) ** -0.5)
+            squares = g**2 if g.ndim == 1 else (g**2).mean(-1, keepdims=True)
+            estimate = rows[name] = (1 - new) * rows[name] + new * squares
+            if g.ndim > 1:
+                columns[name] = (1 - new) * columns[name] + new * (g**2).mean(-2, keepdims=True)
+                estimate = rows[name] @ columns[name] / rows[name].mean(-2, keepdims=True)
+            update = g / np.sqrt(estimate)
+            update = update / max(1.0, np.sqrt((update**2).mean()))
+            decay = toy.config.weight_decay if name in DECAYING else 0.0
+            x[name] = x[name] - lr * decay * x[name] - alpha * update
+    return x
+
+
+def test_adafactor_matches_the_paper_over_20_steps() -> None:
+    expected, toy = adafactor_in_float64(Toy("adafactor"), 20), Toy("adafactor").steps(0, 20)
+    for name, parameter in toy.named.items():
+        np.testing.assert_allclose(parameter.detach().numpy(), expected[name], rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("kind", [optional("prodigy")])
+def test_prodigy_is_the_librarys(kind: str) -> None:
+    """Its step size grows from 1e-6, and keeping it in the state changes no bit."""
+    from prodigyopt import Prodigy
+
+    toy, stock = Toy(kind, lr=1.0), Toy()
+    groups = [
+        {"params": [stock.named[name] for name in SHAPES if (name in DECAYING) == decays], "weight_decay": 0.1 * decays}
+        for decays in (True, False)
+    ]
+    library = Prodigy(groups, lr=1.0, use_bias_correction=True, safeguard_warmup=True)
+    for _ in range(60):
+        toy.gradients(0)
+        toy.optimizer.set_rate(1.0)
+        toy.optimizer.step()
+        stock.gradients(0)
+        library.step()
+    assert all(torch.equal(toy.named[name], stock.named[name]) for name in SHAPES)
+    state = toy.optimizer.state(MATRIX)
+    assert state["d"].item() == library.param_groups[0]["d"] > 1e-4
+    assert (state["k"].item(), state["step"].item()) == (60, 60)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_learning_rate_defaults_to_the_records(name: str) -> None:
+    assert OptimizerConfig(type=name).lr == OPTIMIZERS[name].lr
+    assert OptimizerConfig(type=name, lr=3e-4).lr == 3e-4
+
+
 # --- skipped steps ------------------------------------------------------------
 
 
@@ -219,7 +278,10 @@ def test_prepare_state_creates_step_0_and_changes_no_weight(kind: str) -> None:
     assert all(toy.optimizer.state(name) == {} for name in SHAPES)
     toy.optimizer.prepare_state()
     assert all(torch.equal(toy.named[name], fresh.named[name]) for name in SHAPES)
-    assert all(not value.any() for name in SHAPES for value in toy.optimizer.state(name).values())
+    for name in SHAPES:
+        state = toy.optimizer.state(name)
+        assert [kind for kind, value in state.items() if value.any()] == STARTS.get(kind, [])
+        assert kind != "prodigy" or torch.equal(state["p0"], toy.named[name].flatten())
     assert_same(toy.steps(0, 4).all(), fresh.steps(0, 4).all())
     prepared = toy.all()
     toy.optimizer.prepare_state()
@@ -299,7 +361,8 @@ def test_state_has_the_bytes_of_the_record(kind: str) -> None:
     for name, parameter in named.items():
         weights = ("all", "block matrices" if name == MATRIX else "other")
         terms = [term.bytes_per_parameter for term in OPTIMIZERS[kind].state if term.weights in weights]
-        assert stored[name] == sum(terms) * parameter.numel()
+        factored = 4 * sum(parameter.shape) if kind == "adafactor" else 0  # not proportional to the weights
+        assert stored[name] == sum(terms) * parameter.numel() + factored
 
 
 # --- sharded weights --------------------------------------------------------------------------

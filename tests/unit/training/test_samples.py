@@ -366,3 +366,85 @@ def test_a_grid_with_values_that_are_not_finite_is_reported(
     line = f"the grid {tmp_path / 'grid.png'} was not written: the denoiser returned NaN or infinity"
     assert line in capfd.readouterr().err
     assert drawing.sample(lambda features: torch.zeros_like(features[0]), tmp_path / "grid.png", {"step": 1})
+
+
+MIXED = """
+[sampling]
+prompts = ["a star"]
+seeds = [5, 6]
+every_n_steps = 2
+steps = 2
+negative_prompt = "red"
+
+[[sampling.image]]
+prompt = "a large red circle"
+negative_prompt = "two small blue squares on a white background"
+size = [64, 48]
+steps = 3
+
+[[sampling.image]]
+prompt = "two stars"
+negative_prompt = ""
+guidance = 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
+    """A project whose prompts have settings of different kinds."""
+    project = raw_project.copy(tmp_path_factory.mktemp("mixed") / "project")
+    project.train_toml.write_text(project.train_toml.read_text(encoding="utf-8") + MIXED, encoding="utf-8")
+    project.build_cache()
+    return project
+
+
+@pytest.mark.usefixtures("no_encoders")
+def test_each_image_has_its_own_settings(mixed: Project, transformer: SD3Transformer2DModel) -> None:
+    """The images of the stock pipeline with these settings, without loading an encoder."""
+    drawing = sampler(mixed, batch_size=1)
+    drawn = draw(drawing, SD3TrainingModule(transformer, mixed.load().train).denoise)
+    pipe = stock_pipeline(mixed, transformer)
+    expected = [
+        ("a star", "red", 2, 4.0, (48, 80)),
+        ("a large red circle", PROMPTS[1], 3, 4.0, (64, 48)),
+        ("two stars", "", 2, 1.0, (48, 80)),
+    ]
+    for index, (prompt, negative, steps, guidance, (width, height)) in enumerate(expected):
+        (tokens, pooled), (negative_tokens, negative_pooled) = stock_text(pipe, prompt), stock_text(pipe, negative)
+        image = pipe(
+            prompt_embeds=tokens,
+            pooled_prompt_embeds=pooled,
+            negative_prompt_embeds=negative_tokens,
+            negative_pooled_prompt_embeds=negative_pooled,
+            generator=torch.Generator("cpu").manual_seed(5),
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            width=width,
+            height=height,
+        ).images[0]
+        assert np.abs(drawn[2 * index] - np.asarray(image).astype(int)).max() <= 1, prompt
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_call_the_denoiser_equally_often_for_images_of_different_kinds(
+    mixed: Project, transformer: SD3Transformer2DModel, world: int
+) -> None:
+    module = SD3TrainingModule(transformer, mixed.load().train)
+    alone = draw(sampler(mixed, batch_size=1), module.denoise)
+    calls: Counter[int] = Counter()
+    together: dict[int, np.ndarray] = {}
+    for rank in range(world):
+
+        def denoise(features: tuple[Tensor, ...], rank: int = rank) -> Tensor:
+            calls[rank] += 1
+            return module.denoise(features)
+
+        together |= draw(sampler(mixed, launch=Launch(rank, rank, world), batch_size=1), denoise)
+    assert set(calls.values()) == {sum(steps * -(-2 // world) for steps in (2, 3, 2))}
+    assert sorted(together) == sorted(alone)
+    assert max(np.abs(alone[index] - together[index]).max() for index in alone) <= 1
+
+
+def test_a_size_of_one_sampling_table_applies_to_all(mixed: Project) -> None:
+    drawing = sampler(mixed, "sampling.size=[80, 48]")
+    assert [(request.width, request.height) for request in drawing.requests[::2]] == [(80, 48), (64, 48), (80, 48)]

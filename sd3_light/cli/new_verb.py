@@ -1,0 +1,104 @@
+"""The verb `new`, which asks for what is missing on a terminal."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from sd3_light.cli.app import Command, app
+from sd3_light.cli.process import command_line, echo, suggest
+from sd3_light.config.faults import UserError
+from sd3_light.runlog import info
+
+if TYPE_CHECKING:
+    from sd3_light.stages.new import NewProject
+
+
+@app.command(cls=Command)
+def new(
+    kind: Annotated[
+        str | None,
+        typer.Argument(metavar="KIND", help="`lora`, `finetune`, `pretrain` or `icons`.", show_default=False),
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Captioned images, or hf://datasets/OWNER/NAME.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER_OR_ID",
+            help="SD3 folder, or a model on the Hugging Face hub (default: SD3.5 medium, which is downloaded; for "
+            "`pretrain` and `icons` the encoders of SD3 medium).",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the new files.")] = Path(),
+    resolution: Annotated[
+        int | None, typer.Option(min=16, help="Side of the training images in pixels (default: by kind and model).")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", min=1, help="Plan for one GPU of this memory (default: the GPUs of this machine)."),
+    ] = None,
+) -> None:
+    """Write the train and dataset TOMLs of a project, with a batch size that fits the GPU. Asks for KIND and data on a
+    terminal."""
+    from sd3_light.stages import new as stage
+    from sd3_light.system import Gpu, visible_gpus
+
+    kind, data, model = _ask(kind, data, model)
+    if kind not in stage.KINDS:
+        raise UserError(f"unknown kind {kind!r}; the kinds are {', '.join(stage.KINDS)}")
+    gpus = visible_gpus() if gpu_memory is None else [Gpu("the GPU", int(gpu_memory * 2**30))]
+    project = stage.run(kind, data, model, out, resolution, tuple(gpus))
+    _report(project)
+    train = ("train", project.train_toml)
+    suggest(("check", project.train_toml), train, ("sample", project.run, "a prompt"))
+    if project.plan.processes > 1:
+        count = project.plan.processes
+        info(f"on all {count} GPUs: torchrun --nproc_per_node {count} train.py --config {project.train_toml}")
+
+
+def is_terminal() -> bool:
+    """Return whether questions can be answered."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _ask(kind: str | None, data: str | None, model: str | None) -> tuple[str, str, str | None]:
+    """Return the three values; asks for those that are missing on a terminal."""
+    from sd3_light.stages.new.kinds import KINDS
+
+    if kind is not None and data is not None:
+        return kind, data, model
+    if not is_terminal():
+        missing = "KIND" if kind is None else "--data FOLDER"
+        example = command_line("new", kind or "lora", "--data", "images")
+        raise UserError(f"{missing} is missing (not a terminal, so it cannot be asked for); for example: {example}")
+    if kind is None:
+        for name, record in KINDS.items():
+            typer.echo(f"  {name:<9} {record.description}")
+        kind = typer.prompt("What do you want to train?", default="lora")
+    data = data or typer.prompt("Folder of captioned images")
+    if model is None and kind in KINDS:
+        model = typer.prompt("SD3 folder, or a model on the hub", default=KINDS[kind].model)
+    return kind, data, model
+
+
+def _report(project: "NewProject") -> None:
+    from sd3_light.budget.amount import format_bytes
+
+    plan = project.plan
+    size = f"{project.images:,} images at {project.resolution} px"
+    steps = f"{project.steps:,} steps of {plan.samples_per_step} samples"
+    echo(f"wrote {project.train_toml} and {project.data_toml}: {size}, {steps}")
+    if plan.needed is None or plan.available is None:
+        info("no GPU is visible: the batch size is for a CPU; --gpu-memory 24 plans for a GPU of 24 GiB elsewhere")
+        return
+    memory = f"{format_bytes(plan.needed)} of {format_bytes(plan.available)} of GPU memory, estimated"
+    if plan.fits:
+        level = str(plan.checkpointing).lower()
+        info(f"fits: {memory}, with micro-batches of {plan.micro_batch} and activation_checkpointing = {level}")
+    else:
+        info(
+            f"does not fit: {memory}; give a smaller --resolution or --model, or use several GPUs (docs/multi-node.md)"
+        )

@@ -1,0 +1,134 @@
+"""The new stage: write the train and dataset TOMLs of a project, fitted to its data, its model and a GPU.
+
+The files are the shipped recipes with other values. Sizes come from the estimate of `check`.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from sd3_light.config import ConfigFaults, LoadedConfig
+from sd3_light.config.faults import UserError
+from sd3_light.config.hub_ids import SCHEME, parse_hub_id
+from sd3_light.data.sources.records import Rejected
+from sd3_light.data.sources.scan import scan
+from sd3_light.files import write_atomically
+from sd3_light.model.pipeline_folder import tokenizer_length
+from sd3_light.model.start import denoiser_folder, folder_size
+from sd3_light.stages import check
+from sd3_light.stages.new.kinds import KINDS, Kind
+from sd3_light.stages.new.memory_plan import MemoryPlan, plan_memory
+from sd3_light.stages.new.project_text import TextValues, data_toml, train_toml
+from sd3_light.system import Gpu
+
+__all__ = ["KINDS", "NewProject", "run"]
+
+_PROMPTS = 4
+_SCANNED = 200  # samples that are read for prompts
+_SMALLEST = 16  # a resolution that every model accepts
+_LATENT_PIXELS = 8  # image pixels per latent pixel
+
+
+@dataclass(frozen=True)
+class NewProject:
+    """The files that were written, and what they were fitted to."""
+
+    train_toml: Path
+    data_toml: Path
+    run: Path
+    images: int
+    steps: int
+    resolution: int
+    plan: MemoryPlan
+
+
+def run(
+    kind_name: str,
+    data: str,
+    model: str | None = None,
+    out: Path = Path(),
+    resolution: int | None = None,
+    gpus: tuple[Gpu, ...] = (),
+) -> NewProject:
+    """Write KIND.toml and KIND_data.toml into ``out``, for one process per GPU (none: a CPU)."""
+    kind = KINDS[kind_name]
+    train_file, data_file = out / f"{kind_name}.toml", out / f"{kind_name}_data.toml"
+    for path in (train_file, data_file):
+        if path.exists():
+            raise UserError(f"{path} exists; choose another folder with --out")
+    source, base = _located(data), _located(model or kind.model)
+    processes = max(1, len(gpus))
+    first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, processes))
+    with TemporaryDirectory() as folder:
+        loaded = _load(kind, first, Path(folder))
+        values = replace(first, prompts=tuple(_prompts(loaded)))  # sampling takes memory too
+        values = _fitted(values, loaded.train.model.diffusers_path, kind, resolution)
+        loaded = _load(kind, values, Path(folder))
+        try:
+            estimate = check.run(loaded, processes)
+        except ConfigFaults as error:
+            raise _about_options(error) from None
+    plan = plan_memory(estimate, kind, gpus)
+    epoch_steps = sum(math.ceil(row.samples / plan.samples_per_step) for row in estimate.data.rows)
+    values = replace(values, plan=plan, epoch_steps=epoch_steps)
+    values = replace(values, data=_relative(source, out), model=_relative(base, out))
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(data_file, data_toml(kind, values).encode())
+    write_atomically(train_file, train_toml(kind, values).encode())
+    images, steps = estimate.data.samples, kind.steps(epoch_steps)
+    return NewProject(train_file, data_file, out / "runs" / kind_name, images, steps, values.resolution, plan)
+
+
+def _located(value: str) -> str:
+    """Return an absolute path; ids of the hub stay as they are."""
+    is_name = value.count("/") == 1 and value[0] not in "./~" and parse_hub_id(SCHEME + value) is not None
+    if value.startswith(SCHEME) or (is_name and not Path(value).exists()):
+        return value
+    return os.path.abspath(Path(value).expanduser())
+
+
+def _relative(value: str, out: Path) -> str:
+    """Return a path below ``out`` relative to it, so that the project can be moved."""
+    path, folder = Path(value), Path(os.path.abspath(out))
+    return str(path.relative_to(folder)) if path.is_absolute() and path.is_relative_to(folder) else value
+
+
+def _load(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:
+    """Write the files into a temporary folder, and load and check them; the model is downloaded if needed."""
+    (folder / f"{values.name}_data.toml").write_text(data_toml(kind, values), encoding="utf-8")
+    path = folder / f"{values.name}.toml"
+    path.write_text(train_toml(kind, values), encoding="utf-8")
+    try:
+        return check.load(path)
+    except ConfigFaults as error:
+        raise _about_options(error) from None
+
+
+def _about_options(error: ConfigFaults) -> ConfigFaults:
+    """Return the faults with the options that cause them in place of the temporary files."""
+    options = {"model.diffusers_path": "--model", "directory[0].path": "--data", "directory": "--data"}
+    return ConfigFaults([replace(fault, file=options.get(fault.key, "new")) for fault in error.faults])
+
+
+def _fitted(values: TextValues, model: Path, kind: Kind, resolution: int | None) -> TextValues:
+    """Return values within the limits of a model: the length of its T5 input, and the size it was trained at."""
+    t5_length = min(kind.t5_length, tokenizer_length(model / "tokenizer_3") or kind.t5_length)
+    if resolution is None and kind.continues:
+        trained = folder_size(denoiser_folder(model)).sample_size * _LATENT_PIXELS
+        resolution = min(kind.resolution, trained)
+    return replace(values, t5_length=t5_length, resolution=resolution or kind.resolution)
+
+
+def _prompts(loaded: LoadedConfig) -> Iterator[str]:
+    """Yield the captions of some images, as prompts for sample images."""
+    captions = {
+        item.captions[0]: None
+        for item in islice(scan(loaded.dataset.directories[0], 0), _SCANNED)
+        if not isinstance(item, Rejected) and item.captions[0].strip()
+    }
+    distance = max(1, len(captions) // _PROMPTS)
+    yield from islice(list(captions)[::distance], _PROMPTS)

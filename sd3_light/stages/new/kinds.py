@@ -1,0 +1,65 @@
+"""The kinds of projects that `sd3-light new` writes: one record each."""
+
+from dataclasses import dataclass
+
+_SD3 = "stabilityai/stable-diffusion-3-medium-diffusers"
+_SD35 = "stabilityai/stable-diffusion-3.5-medium"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of project: its recipe, the default model, and the sizes that it aims at.
+
+    ``batch`` is the number of samples per step, of which a GPU takes at most ``largest_micro_batch`` at a time. The
+    length is ``epochs`` passes over the images, within ``shortest`` and ``longest`` steps.
+    """
+
+    description: str
+    recipe: str
+    model: str
+    resolution: int
+    batch: int
+    largest_micro_batch: int
+    epochs: int
+    shortest: int = 1
+    longest: int | None = None
+    continues: bool = False
+    """Whether training starts from the weights of the model; otherwise it uses its text encoders and its VAE."""
+    t5_length: int = 256
+
+    def steps(self, epoch_steps: int) -> int:
+        """Return the number of optimizer steps, from those of an epoch."""
+        steps = max(self.shortest, self.epochs * epoch_steps)
+        return steps if self.longest is None else min(steps, self.longest)
+
+
+KINDS = {
+    "lora": Kind(
+        "a LoRA on SD3 or SD3.5: a subject or a style, from about 20 images",
+        *("lora", _SD35, 512, 4, 4),
+        epochs=10,
+        shortest=400,
+        continues=True,
+    ),
+    "finetune": Kind(
+        "all weights of SD3 or SD3.5, on thousands of images",
+        *("finetune", _SD35, 1024, 32, 32),
+        epochs=10,
+        continues=True,
+    ),
+    "pretrain": Kind(
+        "a model of 1.3 billion parameters from random weights, on millions of images",
+        *("sd3_light_256", _SD3, 256, 512, 128),
+        epochs=100,
+        shortest=10_000,
+        longest=500_000,
+    ),
+    "icons": Kind(
+        "a small model from random weights, on thousands of icons or other simple images",
+        *("icons", _SD3, 128, 256, 256),
+        epochs=100,
+        shortest=10_000,
+        longest=100_000,
+        t5_length=77,
+    ),
+}

@@ -1,0 +1,81 @@
+"""The files that install and check the package elsewhere: Makefile, Dockerfile and the GitHub workflow."""
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENV", "ENTRYPOINT", "CMD", "USER", "LABEL"}
+
+
+def pinned_torch() -> str:
+    (line,) = re.findall(r"^torch==.*$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    return str(line)
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Return (name, arguments) of the Dockerfile's instructions, continued lines joined."""
+    text = re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    lines = text.replace("\\\n", " ").splitlines()
+    return [(name, arguments) for name, _, arguments in (line.partition(" ") for line in lines if line.strip())]
+
+
+def test_the_dockerfile_has_valid_instructions_and_sources() -> None:
+    parsed = instructions()
+    assert parsed[0][0] == "FROM"
+    assert {name for name, _ in parsed} <= INSTRUCTIONS
+    for name, arguments in parsed:
+        if name == "COPY":
+            *sources, _ = arguments.split()
+            ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+            for source in sources:
+                assert (ROOT / source).exists(), source
+                assert f"!{source}" in ignored, f".dockerignore leaves {source} out of the build"
+        if name == "RUN":
+            subprocess.run(["bash", "-n", "-c", arguments], check=True)
+        if name in ("ENTRYPOINT", "CMD"):
+            assert all(isinstance(word, str) for word in yaml.safe_load(arguments))
+
+
+def test_the_dockerfile_installs_the_tested_torch() -> None:
+    assert ("ARG", f"TORCH={pinned_torch()}") in instructions()
+    (extras,) = (arguments.partition("=")[2] for name, arguments in instructions() if arguments.startswith("EXTRAS="))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+
+
+def test_the_workflow_runs_the_checks_on_every_supported_python() -> None:
+    workflow: dict[Any, Any] = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
+    (job,) = workflow["jobs"].values()
+    assert ".ci/run" in [step.get("run") for step in job["steps"]]
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert f">={job['strategy']['matrix']['python'][0]}" == project["requires-python"]
+    listed = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
+    assert listed <= set(job["strategy"]["matrix"]["python"])
+
+
+@pytest.mark.parametrize(("tool", "backend"), [("uv", "auto"), ("uv", "cu128"), ("pip", "")])
+def test_make_installs_the_torch_of_the_machine(tmp_path: Path, tool: str, backend: str) -> None:
+    """uv chooses the build by the driver; without it, pip takes that of the index."""
+    (tmp_path / "bin").mkdir()
+    for name in ("bash", "sh", "make", "grep", "python3"):
+        (tmp_path / "bin" / name).symlink_to(
+            next(Path(p, name) for p in os.defpath.split(":") if Path(p, name).exists())
+        )
+    if tool == "uv":
+        (tmp_path / "bin" / "uv").write_text("#!/bin/sh\n", encoding="utf-8")
+        (tmp_path / "bin" / "uv").chmod(0o755)
+    choice = [f"TORCH_BACKEND={backend}"] if backend not in ("", "auto") else []
+    command = ["make", "-n", "-C", str(ROOT), f"VENV={tmp_path}/venv", *choice, f"{tmp_path}/venv/.run-installed"]
+    environment = {"PATH": str(tmp_path / "bin"), "HOME": str(tmp_path)}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    (line,) = (line for line in printed.splitlines() if pinned_torch() in line)
+    assert line.startswith("uv pip install") if tool == "uv" else "-m pip" in line
+    assert (f"--torch-backend {backend}" in line) == (tool == "uv")

@@ -1,0 +1,152 @@
+"""`sd3-light new`: configs that `check` accepts, with sizes that fit a GPU by `check`'s own formula."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sd3_light.assets import DEMO
+from sd3_light.cli import app
+from sd3_light.cli.process import run_guarded
+from sd3_light.config import ConfigFaults, UserError
+from sd3_light.recipes import FOLDER as RECIPES
+from sd3_light.stages import check, new
+from sd3_light.stages.new.kinds import KINDS
+from sd3_light.stages.new.memory_plan import MemoryPlan
+from sd3_light.stages.new.project_text import TextValues, data_toml, train_toml
+from sd3_light.system import Gpu
+from tests.project import Project
+
+GIB = 2**30
+
+
+@pytest.fixture
+def images(raw_project: Project) -> str:
+    return str(raw_project.images)
+
+
+def gpu(gib: float) -> tuple[Gpu, ...]:
+    return (Gpu("a GPU", int(gib * GIB)),)
+
+
+@pytest.mark.parametrize("kind", ["lora", "finetune", "icons"])
+def test_check_accepts_what_new_writes(tmp_path: Path, images: str, kind: str) -> None:
+    project = new.run(kind, images, str(DEMO), tmp_path, gpus=gpu(24))
+    estimate = check.run(check.load(project.train_toml))
+    assert (estimate.data.samples, estimate.total_steps) == (40, project.steps)
+    assert estimate.gpu.total == project.plan.needed, "new plans with the formula of check"
+    assert project.plan.fits
+    train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
+    assert len(set(train["sampling"]["prompts"])) == 4, "captions of the images"
+    assert (train["model"]["t5_max_length"], train["output_dir"]) == (16, f"runs/{kind}")
+    assert "EDIT" not in project.train_toml.read_text() + project.data_toml.read_text()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
+    kind, plan = KINDS[name], MemoryPlan(8, 4, "selective")
+    prompts = ('a "quoted" word', "back\\slash", "一只猫")
+    values = TextValues(name, "images", "owner/model", 256, plan, 77, epoch_steps=1000, prompts=prompts)
+    text = train_toml(kind, values)
+    ours, recipe = tomllib.loads(text), tomllib.loads((RECIPES / f"{kind.recipe}.toml").read_text(encoding="utf-8"))
+    assert (ours["micro_batch_size_per_gpu"], ours["gradient_accumulation_steps"]) == (8, 4)
+    assert tuple(ours.pop("sampling")["prompts"]) == prompts
+    changed = {"diffusers_path": "owner/model", "t5_max_length": 77}
+    assert ours["model"] == {**recipe["model"], **changed}
+    assert {key: ours[key] for key in ("optimizer", "ema")} == {key: recipe[key] for key in ("optimizer", "ema")}
+    assert not any(line.rstrip() == "#" for line in text.splitlines()[6:])
+    data = tomllib.loads(data_toml(kind, values))
+    assert (data["resolutions"], data["directory"]) == ([256], [{"path": "images"}])
+
+
+def test_a_recipe_keeps_its_keys_and_comments(tmp_path: Path, images: str) -> None:
+    project = new.run("lora", images, str(DEMO), tmp_path)
+    text = project.train_toml.read_text(encoding="utf-8")
+    recipe = tomllib.loads((RECIPES / "lora.toml").read_text(encoding="utf-8"))
+    ours = tomllib.loads(text)
+    assert {key for key in recipe if key not in ours} == set()
+    assert (ours["adapter"], ours["optimizer"]) == (recipe["adapter"], recipe["optimizer"])
+    assert '# or "lokr", "loha"' in text
+    assert "8 GPUs" not in text
+
+
+def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path, images: str) -> None:
+    plans = []
+    for number, gib in enumerate((80, 12, 10, 8)):
+        plan = new.run("icons", images, str(DEMO), tmp_path / str(number), gpus=gpu(gib)).plan
+        assert plan.fits, gib
+        assert plan.samples_per_step == 256, "accumulation keeps the batch"
+        assert plan.needed is not None
+        assert plan.needed <= 0.92 * gib * GIB
+        plans.append((plan.micro_batch, plan.checkpointing))
+    assert plans[0] == (256, False)
+    assert plans[1][0] < 256
+    assert plans[1][1] is False
+    assert plans[-1][1] is True
+    assert [size for size, _ in plans] == sorted((size for size, _ in plans), reverse=True)
+
+
+def test_what_does_not_fit_is_written_as_small_as_possible(tmp_path: Path, images: str) -> None:
+    plan = new.run("icons", images, str(DEMO), tmp_path, gpus=gpu(1)).plan
+    assert (plan.micro_batch, plan.checkpointing, plan.fits) == (1, True, False)
+
+
+def test_several_gpus_share_the_batch_and_the_weights(tmp_path: Path, images: str) -> None:
+    project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24) * 4)
+    loaded = check.load(project.train_toml)
+    assert loaded.train.parallel == "fsdp2"
+    assert project.plan.samples_per_step == 32
+    assert check.run(loaded, 4).gpu.total == project.plan.needed
+
+
+def test_paths_below_the_folder_are_relative(fresh_project: Project) -> None:
+    project = new.run("lora", str(fresh_project.images), str(DEMO), fresh_project.folder)
+    data = tomllib.loads(project.data_toml.read_text(encoding="utf-8"))
+    assert data["directory"] == [{"path": "images"}]
+    assert tomllib.loads(project.train_toml.read_text(encoding="utf-8"))["model"]["diffusers_path"] == str(DEMO)
+
+
+def test_nothing_is_written_if_something_is_wrong(tmp_path: Path, images: str) -> None:
+    with pytest.raises(ConfigFaults) as caught:
+        new.run("lora", str(tmp_path / "nowhere"), "missing", tmp_path / "out")
+    assert sorted(str(fault).partition(": ")[0] for fault in caught.value.faults) == ["--data", "--model"]
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigFaults, match=r"--data: directory: no usable sample"):
+        new.run("lora", str(tmp_path / "empty"), str(DEMO), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    new.run("lora", images, str(DEMO), tmp_path / "out")
+    with pytest.raises(UserError, match=r"lora\.toml exists; choose another folder with --out"):
+        new.run("lora", images, str(DEMO), tmp_path / "out")
+
+
+def test_the_command_prints_the_next_three(tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["new", "lora", "--data", images, "--model", str(DEMO), "--out", str(tmp_path), "--gpu-memory", "24"]
+    assert run_guarded(lambda: app(arguments, standalone_mode=False)) == 0
+    out, err = capfd.readouterr()
+    assert "40 images at 64 px, 400 steps of 4 samples" in " ".join(out.split())
+    assert re.search(r"fits: .* of 24 GiB of GPU memory, estimated, with micro-batches of 4", err)
+    assert re.findall(r"^  sd3-light (\w+)", err, re.MULTILINE) == ["check", "train", "sample"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["new"], "KIND is missing"),
+        (["new", "lora"], "--data FOLDER is missing"),
+        (["new", "lorra", "--data", "x"], "unknown kind 'lorra'; the kinds are lora, finetune, pretrain, icons"),
+    ],
+)
+def test_missing_arguments_are_named(arguments: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_guarded(lambda: app(arguments, standalone_mode=False)) == 2
+    assert problem in capfd.readouterr().err
+
+
+def test_a_terminal_is_asked(tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.cli.new_verb.is_terminal", lambda: True)
+    result = CliRunner().invoke(app, ["new", "--out", str(tmp_path)], input=f"icons\n{images}\n{DEMO}\n")
+    assert result.exit_code == 0, result.output
+    assert "What do you want to train? [lora]" in result.output
+    assert "from about 20 images" in result.output
+    assert (tmp_path / "icons.toml").is_file()
