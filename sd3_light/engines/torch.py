@@ -75,7 +75,9 @@ class TorchEngine(Engine):
         for number, batch in enumerate(self._in_turn(batches), start=1):
             with self.layout.accumulating(last=number == len(batches)):
                 losses, bands = self._losses(batch)
+                self.part_queued()
                 (losses["loss"] / len(batches)).backward()
+                self.part_queued()
             names = tuple(losses)
             numbers = numbers + StepResult.pack(losses, bands) / len(batches)
         return self._finish_step(names, self.sum_over_ranks(numbers) / self.world)

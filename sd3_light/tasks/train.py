@@ -181,7 +181,10 @@ def _make_driver(
         out_of_memory=TASK_OUT_OF_MEMORY,
         resume_hint="resume=True",
     )
-    timer = StepTimer(CudaQueue()) if device.type == "cuda" else None
+    timer = None
+    if device.type == "cuda":
+        timer = StepTimer(CudaQueue())
+        run.engine.part_queued = timer.split
     run.meter = Meter(launch.world, window=_resume(driver) if settings.resume else None, timer=timer)
     return driver
 

@@ -4,6 +4,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -41,47 +43,71 @@ class CudaQueue:
 
 
 class StepTimer:
-    """Measures the device's own time per unit of work, from events before and after a step.
+    """Measures the device's own time per unit of work, from events between the parts of a step.
 
-    The time between them is the device's own if it had not reached the first one when the host had queued the last
-    kernel, because then no kernel waited for the host. A host that is slower than its device never gets that far ahead:
-    then, every `PROBE_EVERY` steps, the device sleeps while the host queues a step.
+    The time between two events is the device's own if it had not reached the first one when the host had queued the
+    second, because then no kernel waited for the host. A part is shorter than a step because a queue is limited, to
+    about 1,000 kernels on NVIDIA GPUs: a host that is far ahead of its device is still never ahead by a long step. A
+    host that is slower than its device is not ahead at all: then, every `PROBE_EVERY` steps, the device sleeps while
+    the host queues a step.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
-        self._pending: deque[tuple[Any, Any, float]] = deque()
-        self._last: tuple[Any, Any] | None = None
-        self._seconds = self._work = 0.0
-        self._rate: float | None = None  # seconds per unit of work, when last measured
+        self._marks: list[Any] = []
+        self._ahead: list[bool] = []
+        self._pending: deque[tuple[list[Any], list[bool], float]] = deque()
+        self._parts: list[_Part] = []
         self._unmeasured, self._queueing = 0, 0.0
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measure the step that the block queues."""
-        probes = self._unmeasured >= (FIRST_PROBE if self._rate is None else PROBE_EVERY)
+        is_known = bool(self._parts) and all(part.rate is not None for part in self._parts)
+        probes = self._unmeasured >= (PROBE_EVERY if is_known else FIRST_PROBE)
         if probes:
             self._queue.sleep(min(1.25 * self._queueing, _LONGEST_SLEEP))
-        start, began = self._queue.mark(), time.perf_counter()
+        self._marks, self._ahead, began = [self._queue.mark()], [], time.perf_counter()
         yield
-        stop = self._queue.mark()
+        self.split()
         self._queueing = time.perf_counter() - began
-        measured = not start.query()
-        self._last = (start, stop) if measured else None
-        self._unmeasured = 0 if measured or probes else self._unmeasured + 1
+        self._unmeasured = 0 if probes or all(self._ahead) else self._unmeasured + 1
+
+    def split(self) -> None:
+        """End a part of the step. All steps have the same number of parts."""
+        self._marks.append(self._queue.mark())
+        self._ahead.append(not self._marks[-2].query())
 
     def add(self, work: float) -> None:
         """Set the amount of work of the last step."""
-        if self._last is not None:
-            self._pending.append((*self._last, work))
-            self._last = None
+        if any(self._ahead):
+            self._pending.append((self._marks, self._ahead, work))
 
     def own_seconds(self, work: float) -> float | None:
         """Return the device's own time for an amount of work, by the latest measurements; None before the first."""
-        while self._pending and self._pending[0][1].query():
-            start, stop, amount = self._pending.popleft()
-            self._seconds += start.elapsed_time(stop) / 1000
-            self._work += amount
-        if self._work:
-            self._rate, self._seconds, self._work = self._seconds / self._work, 0.0, 0.0
-        return None if self._rate is None else self._rate * work
+        while self._pending and self._pending[0][0][-1].query():
+            marks, ahead, amount = self._pending.popleft()
+            if len(ahead) != len(self._parts):
+                self._parts = [_Part() for _ in ahead]
+            for part, (start, stop), is_own in zip(self._parts, pairwise(marks), ahead, strict=True):
+                if is_own:
+                    part.seconds += start.elapsed_time(stop) / 1000
+                    part.work += amount
+        for part in self._parts:
+            part.conclude()
+        rates = [part.rate for part in self._parts if part.rate is not None]
+        return sum(rates) * work if rates and len(rates) == len(self._parts) else None
+
+
+@dataclass
+class _Part:
+    """What was measured of a part since the last record, and its seconds per unit of work when last measured."""
+
+    seconds: float = 0.0
+    work: float = 0.0
+    rate: float | None = None
+
+    def conclude(self) -> None:
+        """Turn new measurements into a rate."""
+        if self.work:
+            self.rate, self.seconds, self.work = self.seconds / self.work, 0.0, 0.0

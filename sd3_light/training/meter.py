@@ -145,12 +145,10 @@ class Meter:
         return speed if self.peak_flops is None else {**speed, "mfu": flops / self.peak_flops}
 
     def _waits(self, seconds: float) -> dict[str, Any]:
-        """Return ``data_wait``; with a timer also what the GPU and the main process do in a step."""
-        if self._timer is None:
-            return {"data_wait": min(1.0, self._waited / seconds)}
-        own = self._timer.own_seconds(self._flops or self._steps)
+        """Return ``data_wait``; where the GPU's own time is known, also what GPU and main process do in a step."""
+        own = None if self._timer is None else self._timer.own_seconds(self._flops or self._steps)
         if own is None:
-            return {}
+            return {"data_wait": min(1.0, self._waited / seconds)}
         data = self._waited if self._load is None else self._load.waited - self._loaded
         other = max(0.0, seconds - data - self._launched - self._synchronized)
         self.times = HostTimes(self._steps, seconds, own, data, self._launched, self._launched_cpu, other)

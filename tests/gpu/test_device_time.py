@@ -14,13 +14,17 @@ from sd3_light.training.meter import Meter
 CUDA = torch.device("cuda")
 
 
-def fields_of(work: Callable[[], object], steps: int, wait: float = 0.0) -> dict[str, float]:
+def fields_of(work: Callable[[], object], steps: int, wait: float = 0.0, parts: int = 1) -> dict[str, float]:
     """Return the second record of a meter; the first one contains compilation and the start of the device."""
-    meter = Meter(timer=StepTimer(CudaQueue()))
+    timer = StepTimer(CudaQueue())
+    meter = Meter(timer=timer)
     for number in range(2 * steps):
         with meter.waiting():
             time.sleep(wait)
         with meter.launching():
+            for _ in range(parts - 1):
+                work()
+                timer.split()
             work()
             numbers = torch.ones(1 + 2 * NUM_BANDS + 2, device=CUDA)
             result = StepResult(["loss"], numbers)
@@ -73,3 +77,15 @@ def test_a_device_that_waits_for_data_is_idle() -> None:
     fields = fields_of(many_products, 120, wait=2 * own)
     assert fields["data_wait"] == pytest.approx(0.5, abs=0.1)
     assert fields["gpu_seconds"] == pytest.approx(own, rel=0.15)
+
+
+def test_a_step_that_is_longer_than_the_queue_is_measured_in_parts() -> None:
+    x = torch.ones(1024, 1024, device=CUDA, dtype=torch.bfloat16)
+
+    def part() -> None:
+        for _ in range(500):
+            torch.mm(x, x)
+
+    fields = fields_of(part, 20, parts=4)
+    assert fields["data_wait"] < 0.05
+    assert 1000 * fields["gpu_seconds"] == pytest.approx(4 * own_milliseconds(part), rel=0.1)

@@ -56,7 +56,7 @@ KINDS = {
     ),
     "icons": Kind(
         "a small model from random weights, on thousands of icons or other simple images",
-        *("icons", _SD3, 128, 256, 256),
+        *("icons_128", _SD3, 128, 256, 256),
         epochs=100,
         shortest=10_000,
         longest=100_000,

@@ -145,6 +145,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         prefetch_to = device if engine.sequential_micro_batches else None
         peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
         timer, advice = StepTimer(CudaQueue()), IdleAdvice(config.num_dataloader_workers, times)
+        engine.part_queued = timer.split
     dropout = state.module.dropout
     preparer, reads_data = state.pipeline.preparer, launch.reads_data(context.stages)
     size = context.start.size

@@ -1,6 +1,7 @@
 """A device's idle time on a simulated clock: how it is measured, and which cause is named."""
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,16 +34,19 @@ class Event:
 class Device:
     """Runs a step of ten kernels that the host queues one after another; host and device share a simulated clock.
 
-    ``data``, ``launch`` and ``other`` are the host's milliseconds per step, ``work`` the device's.
+    ``data``, ``launch`` and ``other`` are the host's milliseconds per step, ``work`` the device's. At most ``depth``
+    kernels are queued; the host waits before it queues another. A step has three parts.
     """
 
     rank, world, writers, updates_started = 0, 1, 1, 0
 
-    def __init__(self, data: float, launch: float, work: float, other: float = 0.0) -> None:
+    def __init__(self, data: float, launch: float, work: float, other: float = 0.0, depth: int = 1000) -> None:
         self.weights: dict[str, Any] = {}
         self.milliseconds = {"data": data, "launch": launch, "work": work, "other": other}
         self.now = self.free_at = 0.0
         self.slept: list[float] = []
+        self.part_queued: Any = lambda: None
+        self.ends: deque[float] = deque(maxlen=depth)
 
     def spend(self, name: str, share: float = 1.0) -> None:
         self.now += self.milliseconds[name] / 1000 * share
@@ -63,9 +67,14 @@ class Device:
         return 1.0
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> Any:
-        for _ in range(10):
+        for kernel in range(10):
             self.spend("launch", 0.1)
+            if len(self.ends) == self.ends.maxlen:
+                self.now = max(self.now, self.ends[0])
             self.free_at = max(self.now, self.free_at) + self.milliseconds["work"] / 10_000
+            self.ends.append(self.free_at)
+            if kernel in (3, 7):
+                self.part_queued()
         return LateResult(self.free_at, self)
 
 
@@ -97,6 +106,8 @@ def train_on(
     def log(event: str, **fields: Any) -> None:
         records.append(fields)
 
+    timer = StepTimer(device)
+    device.part_queued = timer.split
     train(
         Run(
             engine=device,  # type: ignore[arg-type]
@@ -105,7 +116,7 @@ def train_on(
             learning_rate=lambda step: 0.1,
             total_steps=steps,
             log=log,
-            meter=Meter(timer=StepTimer(device)),
+            meter=Meter(timer=timer),
             flops_in=lambda batches: 7,
             begin_step=lambda step: device.spend("other"),
             logging_steps=logging_steps,
@@ -123,8 +134,9 @@ def train_on(
         (Device(data=1, launch=29, work=18), 0.4),  # every kernel waits for the host
         (Device(data=27, launch=3, work=18), 0.4),  # the device waits for data
         (Device(data=1, launch=3, work=18, other=26), 0.4),
+        (Device(data=1, launch=3, work=20, depth=6), 0.0),  # the host is ahead, but never by a whole step
     ],
-    ids=["computing", "loading", "launching", "waiting", "other"],
+    ids=["computing", "loading", "launching", "waiting", "other", "full queue"],
 )
 def test_data_wait_is_the_idle_share_of_the_device(device: Device, idle: float, monkeypatch: Any) -> None:
     """Also where it is idle inside a step; records wait for the device, which costs a little."""
@@ -144,6 +156,13 @@ def test_a_device_sleeps_rarely_and_only_if_the_host_is_behind(monkeypatch: pyte
     assert all(seconds == pytest.approx(1.25 * 0.029, rel=0.01) for seconds in behind.slept)
     train_on(ahead, 600, monkeypatch, logging_steps=50)
     assert len(ahead.slept) <= 1
+
+
+def test_without_the_time_of_the_device_waiting_for_data_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that is longer than the queue is never measured."""
+    *_, record, _ = train_on(Device(data=10, launch=3, work=20, depth=2), 600, monkeypatch, logging_steps=50)
+    assert record["data_wait"] == pytest.approx(0.01 / record["seconds"], rel=0.01)
+    assert "gpu_seconds" not in record
 
 
 def test_steps_of_different_sizes_are_weighted_by_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
