@@ -18,6 +18,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from sd3_light.config.faults import PeerLost, UserError
 from sd3_light.engines.launch import Launch
+from sd3_light.runlog import info
 
 _SAVING_TIMEOUT = timedelta(hours=2)
 """A save waits in a thread for the slowest disk. Ranks that wait for it exchange heartbeats meanwhile."""
@@ -104,7 +105,12 @@ def start_process_group(
 
 def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: bool) -> ProcessGroups:
     _allow_sockets(launch.world)
-    open_default_group(device, timeout=timeout, device_id=device if device.type == "cuda" else None)
+    gpus = torch.cuda.device_count()
+    has_own_gpu = device.type == "cuda" and launch.local_world <= gpus
+    if device.type == "cuda" and not has_own_gpu and launch.is_main:
+        info(f"{launch.local_world} processes share {gpus} GPU(s): they communicate through the host")
+    backend, device_id = ("nccl", device) if has_own_gpu else ("gloo", None)
+    open_default_group(backend, timeout=timeout, device_id=device_id)
     control = dist.new_group(backend="gloo", timeout=timeout)
     first_machine = torch.tensor(launch.local_world)  # machines may have different numbers of processes
     dist.broadcast(first_machine, 0, control)
@@ -116,13 +122,13 @@ def _join(launch: Launch, device: torch.device, timeout: timedelta, all_write: b
     return ProcessGroups(control, saving, snapshots, writers)
 
 
-def open_default_group(device: torch.device, **options: Any) -> None:
+def open_default_group(backend: str, **options: Any) -> None:
     """Create the default process group unless it exists, and destroy it when this process exits.
 
     Without that, an NCCL group's threads can block the interpreter's shutdown forever.
     """
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
+        dist.init_process_group(backend, **options)
         atexit.register(_leave)
 
 

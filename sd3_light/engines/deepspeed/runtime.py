@@ -36,7 +36,7 @@ def prepare(launch: Launch, device: torch.device) -> None:
         importlib.import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]
         if launch.world == 1:
             store = dist.HashStore()  # type: ignore[attr-defined]
-            open_default_group(device, store=store, rank=0, world_size=1)
+            open_default_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
         library.init_distributed(dist_init_required=False, verbose=False)
 
 

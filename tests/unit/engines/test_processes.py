@@ -181,8 +181,8 @@ import atexit
 import torch, torch.distributed as dist
 from sd3_light.engines.processes import abort_process_group, open_default_group
 atexit.register(lambda: print("left" if not dist.is_initialized() else "still there"))
-open_default_group(torch.device("cpu"), store=dist.HashStore(), rank=0, world_size=1)
-open_default_group(torch.device("cpu"), store=None)  # it exists already
+open_default_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+open_default_group("gloo", store=None)  # it exists already
 """
 
 
