@@ -255,7 +255,7 @@ class DiffusionTrainingModule(ModuleHelpers):
             )
         noise = sample.get("noise")  # from a worker; a unit may have changed the shape of the latents since
         is_drawn = noise is not None and noise.shape == clean.shape
-        values["noise"] = noise if is_drawn else draw("noise", tuple(clean.shape))
+        values["noise"] = to_device(noise, self.device) if is_drawn else draw("noise", tuple(clean.shape))
         for name, is_required in reads.items():
             if is_required and name not in values:
                 raise UserError(

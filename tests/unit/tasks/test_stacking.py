@@ -259,6 +259,16 @@ def test_prefetched_batches_train_the_same(case: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(pair, other, strict=True))
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case != "a cached unit"])  # its encoder reads numbers
+def test_samples_of_a_worker_follow_the_model_to_its_device(case: str) -> None:
+    """Meta tensors stand for a GPU: they refuse to be mixed with those of the host."""
+    make, new_model = CASES[case]
+    model = new_model().to("meta")
+    batch = stacked(model, samples(make))
+    for form in (batch, batch.unstacked()):
+        assert model(form).device.type == "meta"
+
+
 def test_all_values_are_sent_to_the_device_but_not_tensors_inside_lists() -> None:
     batch = stacked(Model(pads=("text",)), samples(other_length))
     sent: Any = DeviceSender(CPU).send(batch)  # type: ignore[arg-type]
