@@ -124,7 +124,7 @@ class InputPreparer:
         clean = self.scale.normalise(draw_latent(moments, None if posterior is None else posterior(shape)))
         return (
             (interpolate(clean, drawn, t), 1000 * t, *text),
-            (velocity(clean, drawn), None if mask is None else mask.float() / 255),
+            (velocity(clean, drawn), None if mask is None else _mask_weights(mask)),
         )
 
     def _text(
@@ -165,6 +165,14 @@ class InputPreparer:
         if side is not None:
             draws.append(draw_corners(self.seed, occurrences, _grid(shape), side, self.num_positions))
         return tuple(torch.from_numpy(draw.astype(np.int32)) for draw in draws)
+
+
+def _mask_weights(mask: Tensor) -> Tensor:
+    """Return the weights 0 to 1 of a mask of bytes, with the same bits on every device.
+
+    A GPU divides by a number of the host as a multiplication by its reciprocal, by a tensor exactly.
+    """
+    return mask.float() / mask.new_full((), 255.0, dtype=torch.float32)
 
 
 def _grid(shape: torch.Size) -> tuple[int, int]:
