@@ -254,8 +254,10 @@ class DiffusionTrainingModule(ModuleHelpers):
                 "a floating-point tensor in the data or from a unit"
             )
         noise = sample.get("noise")  # from a worker; a unit may have changed the shape of the latents since
-        is_drawn = noise is not None and noise.shape == clean.shape
-        values["noise"] = to_device(noise, self.device) if is_drawn else draw("noise", tuple(clean.shape))
+        if noise is not None and noise.shape == clean.shape:
+            values["noise"] = to_device(noise, self.device)
+        else:
+            values["noise"] = draw("noise", tuple(clean.shape))
         for name, is_required in reads.items():
             if is_required and name not in values:
                 raise UserError(

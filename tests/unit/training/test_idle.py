@@ -135,7 +135,7 @@ def train_on(
         (Device(data=27, launch=3, work=18), 0.4),  # the device waits for data
         (Device(data=1, launch=3, work=18, other=26), 0.4),
         (Device(data=1, launch=3, work=20, depth=6), 0.0),  # the host is ahead, but never by a whole step
-        (Device(data=1, launch=29, work=18, depth=6), 0.4),  # even a sleeping device does not get a whole step queued
+        (Device(data=1, launch=29, work=6, depth=6), 0.8),  # even a sleeping device does not get a whole step queued
     ],
     ids=["computing", "loading", "launching", "waiting", "other", "full queue", "slow and full queue"],
 )
