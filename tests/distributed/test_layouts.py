@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from sd3_light.assets import DEMO
 from sd3_light.budget.flops import Tokens
 from sd3_light.budget.gpu_memory import checkpoint_copy_bytes, state_bytes
 from sd3_light.budget.partition import stage_bounds
@@ -176,9 +177,12 @@ def poisoned(project: Project, layout: Layout) -> Job:
 
 
 def drawn(project: Project, layout: Layout) -> Job:
-    """Return a short run with routed tokens, LayerSync and position crops; that of DDP uses the fast blocks."""
+    """Return a short run with routed tokens, LayerSync and position crops; that of DDP uses the fast blocks.
+
+    It starts from trained weights: new blocks change nothing, so all of them would have the same tokens.
+    """
     keys = ("max_steps=3", "eval_datasets=[]", "eval_every_n_steps=9", f"fast={str(layout == DDP).lower()}")
-    keys += ("model.num_layers=3", "model.routing.share=0.4", "model.layer_sync.weight=0.5")
+    keys += ('model.size="demo"', f'model.init="{DEMO}"', "model.routing.share=0.4", "model.layer_sync.weight=0.5")
     return job(project, layout, *keys, "model.position_crop_side=9", run=f"{layout.name}-drawn")
 
 
@@ -238,7 +242,7 @@ def test_routing_alignment_and_crops_train_alike(trained: Project, layout: Layou
     steps = trained.events("step", f"{layout.name}-drawn")
     assert len(steps) == len(expected) == 3
     assert trained.events("start", f"{layout.name}-drawn")[0]["engine"] == layout.engine
-    assert all(event["layer_sync"] > 0 for event in expected)
+    assert all(event["layer_sync"] > 0.01 for event in expected)
     for event, other in zip(steps, expected, strict=True):
         for key in ("loss", "flow", "layer_sync", "grad_norm", "param_norm"):
             assert event[key] == pytest.approx(other[key], rel=1e-4 if layout == DDP else 1e-5), key

@@ -212,9 +212,11 @@ def test_sharded_weights_evaluate_and_sample_like_full_ones(
     assert [event["weights"] for event in ours] == [*names, *names]
     assert [event["flow"] for event in ours] == pytest.approx([event["flow"] for event in theirs], rel=1e-5)
     assert len({event["flow"] for event in theirs}) == 6
-    (file,) = (event["file"] for event in project.events("sample", "sharded"))
-    grids = [np.asarray(Image.open(project.folder / run / file), dtype=int) for run in ("sharded", "full")]
-    assert np.abs(grids[0] - grids[1]).max() <= 1
+    samples = project.events("sample", "sharded")
+    assert [event["step"] for event in samples] == [3, 4]
+    for event in samples:
+        grids = [np.asarray(Image.open(project.folder / run / event["file"]), dtype=int) for run in ("sharded", "full")]
+        assert np.abs(grids[0] - grids[1]).max() <= 1
     last = [open_checkpoint(project.folder / run / "ema" / checkpoint_name(4)) for run in ("sharded", "full")]
     assert last[0].facts == last[1].facts
     for name in last[1].shapes:
