@@ -25,6 +25,7 @@ from sd3_light.model.start import (
 )
 from sd3_light.runlog import missing_trackers
 
+PATH_HINT = "relative paths start at the folder of the TOML"
 _SOURCE_FILES = (".tar", ".parquet")
 _STEP_TOLERANCE = 0.01  # of a step that is read from a table in bfloat16
 
@@ -207,10 +208,9 @@ class _DiskChecks:
 
     def sources(self, dataset: DatasetConfig) -> None:
         """Check that the paths of a dataset TOML exist, can be read and are of the right kind."""
-        hint = "relative paths start at the folder of the TOML"
         for index, directory in enumerate(dataset.directories):
             for key, problem, path in _path_problems(directory):
-                self.add(f"directory[{index}].{key}", problem, path, hint, file=str(dataset.path))
+                self.add(f"directory[{index}].{key}", problem, path, PATH_HINT, file=str(dataset.path))
 
     def buckets(self, dataset: DatasetConfig, size: ModelSize) -> None:
         """Check that no bucket is larger than the denoiser's position table."""
