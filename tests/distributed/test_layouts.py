@@ -178,12 +178,12 @@ def poisoned(project: Project, layout: Layout) -> Job:
 
 
 def write_active_blocks(folder: Path) -> None:
-    """Write a denoiser whose modulations and output are random instead of zero, as after some training."""
+    """Write a denoiser whose modulations are random instead of zero, as after some training."""
     transformer = new_transformer(SIZES["tiny3"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in transformer.named_parameters():
-        if ".norm1" in name or name.startswith("proj_out"):
-            torch.nn.init.normal_(parameter, std=0.05, generator=generator)
+        if ".norm1" in name:
+            torch.nn.init.normal_(parameter, std=0.4, generator=generator)
     transformer.save_pretrained(folder / "transformer")
 
 

@@ -20,7 +20,6 @@ from sd3_light.files import write_atomically
 from sd3_light.model.pipeline_folder import tokenizer_length
 from sd3_light.model.start import denoiser_folder, folder_size
 from sd3_light.stages import check
-from sd3_light.stages.check.disk import PATH_HINT
 from sd3_light.stages.new.kinds import KINDS, Kind
 from sd3_light.stages.new.memory_plan import MemoryPlan, plan_memory
 from sd3_light.stages.new.project_text import TextValues, data_toml, train_toml
@@ -114,7 +113,7 @@ def _about_options(error: ConfigFaults) -> ConfigFaults:
     options = {"model.diffusers_path": "--model", "directory[0].path": "--data", "directory": "--data"}
     faults = [replace(fault, file=options.get(fault.key, "new")) for fault in error.faults]
     # that hint is about paths in a TOML; those of options start where the command runs
-    return ConfigFaults([replace(fault, hint=None) if fault.hint == PATH_HINT else fault for fault in faults])
+    return ConfigFaults([replace(fault, hint=None) if fault.hint == check.PATH_HINT else fault for fault in faults])
 
 
 def _fitted(values: TextValues, model: Path, kind: Kind, resolution: int | None) -> TextValues:
