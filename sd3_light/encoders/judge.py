@@ -22,10 +22,9 @@ from transformers import AutoModel, AutoTokenizer
 from sd3_light.config.faults import UserError
 from sd3_light.files import write_atomically
 from sd3_light.model.part_configs import LOAD_ERRORS, load_part, read_json
+from sd3_light.model.pipeline_folder import JUDGE
 
 PREPROCESSOR = "preprocessor_config.json"
-JUDGE = "judge"
-"""The judge's folder among those that `sd3-light parts` writes."""
 _MAX_SIDE = 4096
 
 

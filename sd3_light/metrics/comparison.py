@@ -18,6 +18,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.preprocess import Pixels
 from sd3_light.encoders.judge import Judge
 from sd3_light.metrics.distances import (
+    METRICS,
     NEIGHBOURS,
     cosine_distances,
     finds_own_caption,
@@ -27,9 +28,7 @@ from sd3_light.metrics.distances import (
 )
 from sd3_light.randomness import stream
 
-_OF_SETS = ("frechet", "kid", "precision", "recall")
-METRICS = (*_OF_SETS, "retrieval", "distance")
-LOWER_IS_BETTER = ("frechet", "kid", "distance")
+_OF_SETS = METRICS[:4]
 GROUP = 100
 """Captions among which an image finds its own."""
 MIN_IMAGES = 2 * (NEIGHBOURS + 1)

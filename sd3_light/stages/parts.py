@@ -22,9 +22,10 @@ from transformers import PreTrainedTokenizerBase
 from sd3_light import __version__
 from sd3_light.config import DatasetConfig, load_dataset
 from sd3_light.config.faults import UserError
-from sd3_light.encoders.judge import JUDGE, save_judge
+from sd3_light.encoders.judge import save_judge
 from sd3_light.engines import Launch
 from sd3_light.files import apply_umask, new_folder, refuse_existing, write_atomically, write_errors
+from sd3_light.model.pipeline_folder import JUDGE
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, captioned_images
 from sd3_light.parts.fit import Fit, FitOptions, Progress
 from sd3_light.parts.images import Pool, load_pools, on_device

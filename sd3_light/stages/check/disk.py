@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
 from sd3_light.config.cross_checks import text_recon_problem, token_problems
+from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST, Manifest
@@ -53,6 +54,7 @@ def check_disk(
         checks.size(start)
         checks.adapter(start)
         checks.sampling(start.size)
+    checks.metrics(None if start is None else start.size)
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
         # a cache at a URL is used as it is: a machine that trains from it need not have the images
         if isinstance(dataset.cache_dir, Path):
@@ -231,6 +233,24 @@ class _DiskChecks:
         for key, sides in sizes.items():
             if sides is not None and max(sides) > limit:
                 self.add(key, f"the denoiser's position table ends at {limit} px", list(sides), "choose a smaller size")
+
+    def metrics(self, size: ModelSize | None) -> None:
+        """Check the dataset TOML and the folder of [metrics]."""
+        table = self.train.metrics
+        if table is None:
+            return
+        if (
+            not (table.features / "config.json").is_file()
+            and not (table.features / pipeline_folder.JUDGE / "config.json").is_file()
+        ):
+            hint = "give a folder of `sd3-light parts`, or of a CLIP or vision model"
+            self.add("metrics.features", "is not a model folder (no config.json)", table.features, hint)
+        directories, faults = load_directories(table.dataset)
+        self.faults += faults
+        dataset = DatasetConfig(table.dataset, table.dataset.with_suffix(".cache"), directories)
+        self.sources(dataset)
+        if size is not None:
+            self.buckets(dataset, size)
 
     # --- outputs and memory -------------------------------------------------------------------
 

@@ -258,7 +258,8 @@ class _Estimator:
         )
 
     def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
-        train, draws_samples, size = self.train, bool(self.train.sampling.images), self.start.size
+        train, size = self.train, self.start.size
+        draws_samples = bool(train.sampling.images) or train.metrics is not None
         adapter = None if train.adapter is None else adapter_layer_parameters(size, train.adapter)
         weights = size.layer_parameters() if adapter is None else adapter
         vae = stored_weights(train.model.diffusers_path / "vae") if draws_samples else ()

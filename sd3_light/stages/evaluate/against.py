@@ -24,7 +24,8 @@ from sd3_light.engines import Launch
 from sd3_light.export.export_spec import write_json
 from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.open_pipeline import open_pipeline
-from sd3_light.metrics.comparison import METRICS, Comparison, Scores, image_features, text_features
+from sd3_light.metrics.comparison import Comparison, Scores, image_features, text_features
+from sd3_light.metrics.distances import METRICS
 from sd3_light.metrics.truths import CELLS, Truth, load_truths, style_copies
 from sd3_light.pages import check_output_path, data_uri, render_template, save_page
 from sd3_light.runlog import info, progress

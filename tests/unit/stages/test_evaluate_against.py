@@ -11,7 +11,7 @@ from PIL import Image
 from rich.console import Console
 
 from sd3_light.config.faults import UserError
-from sd3_light.metrics.comparison import METRICS
+from sd3_light.metrics.distances import METRICS
 from sd3_light.stages.evaluate import against
 from sd3_light.stages.evaluate.against import COPY, SHUFFLED, TRUE, AgainstOptions
 from tests.judge_folders import write_clip, write_vision
