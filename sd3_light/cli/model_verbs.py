@@ -79,7 +79,7 @@ def sample(
         int, typer.Option(min=1, help="CPU threads per image. Values other than 1 change the last bits of an image.")
     ] = 1,
     best: Annotated[
-        bool, typer.Option("--best", help="Of a run: the export with the lowest validation loss, not the newest.")
+        bool, typer.Option("--best", help="Of a run: the best export by [metrics] or validation loss, not the newest.")
     ] = False,
 ) -> None:
     """Draw images. The same prompt and seed give the same image as stock diffusers. Under torchrun the processes share

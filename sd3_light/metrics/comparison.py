@@ -50,12 +50,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Scores:
-    """The metrics of a set of images by name, None where one does not apply; ``found`` (whether it finds its caption)
+    """The metrics of a set of images by name, None where one does not apply; ``hits`` (whether it finds its caption)
     and ``distances`` (to the true image) of each image."""
 
     count: int
     estimates: dict[str, Estimate | None]
-    found: Tensor | None = None
+    hits: Tensor | None = None
     distances: Tensor | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -114,23 +114,23 @@ class Comparison:
     def of_shuffled_truths(self) -> Scores:
         """Return the scores of true images of other captions: those of a model that ignores captions."""
         shuffled = self.truths.roll(len(self.truths) // 2, 0)
-        found, distances = self._found(shuffled), cosine_distances(shuffled, self.truths)
-        return Scores(len(shuffled), {**dict.fromkeys(_OF_SETS), **self._of_pairs(found, distances)}, found, distances)
+        hits, distances = self._hits(shuffled), cosine_distances(shuffled, self.truths)
+        return Scores(len(shuffled), {**dict.fromkeys(_OF_SETS), **self._of_pairs(hits, distances)}, hits, distances)
 
     def of_images(self, features: Tensor, rows: Sequence[int] | None = None) -> Scores:
         """Return the scores of one image per caption, or of images for the captions of these rows."""
         index = torch.arange(len(self.truths)) if rows is None else torch.tensor(rows)
         whole = self.truths.index_copy(0, index, features)
-        found, distances = self._found(whole), cosine_distances(features, self.truths[index])
-        found = None if found is None else found[index]
-        estimates = {**self._of_sets(whole, index), **self._of_pairs(found, distances)}
-        return Scores(len(index), estimates, found, distances)
+        hits, distances = self._hits(whole), cosine_distances(features, self.truths[index])
+        hits = None if hits is None else hits[index]
+        estimates = {**self._of_sets(whole, index), **self._of_pairs(hits, distances)}
+        return Scores(len(index), estimates, hits, distances)
 
-    def _found(self, features: Tensor) -> Tensor | None:
+    def _hits(self, features: Tensor) -> Tensor | None:
         return None if self.texts is None else finds_own_caption(features, self.texts, self.captions, GROUP)
 
-    def _of_pairs(self, found: Tensor | None, distances: Tensor) -> dict[str, Estimate | None]:
-        return {"retrieval": None if found is None else self._mean(found), "distance": self._mean(distances)}
+    def _of_pairs(self, hits: Tensor | None, distances: Tensor) -> dict[str, Estimate | None]:
+        return {"retrieval": None if hits is None else self._mean(hits), "distance": self._mean(distances)}
 
     def _of_sets(self, features: Tensor, rows: Tensor) -> dict[str, Estimate | None]:
         """Return the metrics between the true images of one half and the images of the other; only ``rows`` exist."""

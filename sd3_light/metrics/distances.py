@@ -30,7 +30,8 @@ def frechet_distance(x_NW: Tensor, y_MW: Tensor) -> float:
 
 def _root(centred_NW: Tensor) -> Tensor:
     """Return R with R'R equal to the covariance."""
-    return torch.linalg.qr(centred_NW, mode="r").R / (len(centred_NW) - 1) ** 0.5
+    root: Tensor = torch.linalg.qr(centred_NW / float(len(centred_NW) - 1) ** 0.5, mode="r").R
+    return root
 
 
 def kernel_distance(x_NW: Tensor, y_MW: Tensor) -> float:
@@ -73,10 +74,10 @@ def finds_own_caption(images_NW: Tensor, texts_NW: Tensor, captions: Sequence[st
     All rows have length 1. An equal caption of another image counts too. The last group overlaps the one before it, so
     that all images have as many candidates.
     """
-    count, found = len(captions), torch.zeros(len(captions), dtype=torch.float64)
+    count, hits = len(captions), torch.zeros(len(captions), dtype=torch.float64)
     for start in range(0, count, group):
         first = max(0, min(start, count - group))
         best = (images_NW[start : start + group] @ texts_NW[first : first + group].T).argmax(1).tolist()
         for row, answer in enumerate(best, start):
-            found[row] = captions[first + answer] == captions[row]
-    return found
+            hits[row] = captions[first + answer] == captions[row]
+    return hits

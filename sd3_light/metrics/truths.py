@@ -14,7 +14,7 @@ from torch import Tensor
 from sd3_light.config import load_dataset
 from sd3_light.config.faults import UserError
 from sd3_light.data.buckets import Bucket, plan
-from sd3_light.data.building.decoded import DecodedSample, decode_dataset
+from sd3_light.data.decoded import DecodedSample, decode_dataset
 from sd3_light.data.preprocess import Pixels, Reject, decode, fit
 from sd3_light.data.sources.records import FileBytes
 from sd3_light.inputs import read_json_file

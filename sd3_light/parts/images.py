@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import DatasetConfig
-from sd3_light.data.building.decoded import DecodedSample, decode_dataset
+from sd3_light.data.decoded import DecodedSample, decode_dataset
 from sd3_light.randomness import stream
 from sd3_light.runlog import info
 

@@ -23,7 +23,7 @@ class ChosenModel:
 
 
 def choose_model(path: Path, best: bool = False) -> ChosenModel:
-    """Return the model at ``path``; of a run folder its newest export, or the one with the lowest validation loss."""
+    """Return the model at ``path``; of a run folder its newest export, or its best one."""
     if (path / FOLDERS[EXPORT]).is_dir():
         path = best_export(path) if best else exports_of(path)[-1]
     elif best:

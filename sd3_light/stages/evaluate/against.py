@@ -201,5 +201,5 @@ def _card(measured: Measured, row: int) -> dict[str, Any]:
 
 def _judged(scores: Scores, index: int) -> str:
     """Return what was measured of one image."""
-    found = "" if scores.found is None else "; finds its caption" if scores.found[index] else "; finds another caption"
-    return found if scores.distances is None else f"{found}; distance {scores.distances[index]:.3f}"
+    text = "" if scores.hits is None else "; finds its caption" if scores.hits[index] else "; finds another caption"
+    return text if scores.distances is None else f"{text}; distance {scores.distances[index]:.3f}"

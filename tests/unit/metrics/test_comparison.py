@@ -85,7 +85,7 @@ def test_scores_are_reproducible_and_depend_on_the_seed(comparison: Comparison) 
 def test_without_text_features_there_is_no_retrieval(comparison: Comparison) -> None:
     blind = Comparison(comparison.truths, None, comparison.captions)
     assert blind.of_truths().estimates["retrieval"] is None
-    assert blind.of_shuffled_truths().found is None
+    assert blind.of_shuffled_truths().hits is None
     assert value(blind.of_images(draw(4)), "distance") > 0
 
 
