@@ -79,7 +79,7 @@ def sample(
         int, typer.Option(min=1, help="CPU threads per image. Values other than 1 change the last bits of an image.")
     ] = 1,
     best: Annotated[
-        bool, typer.Option("--best", help="Of a run: the export with the lowest validation loss, not the newest.")
+        bool, typer.Option("--best", help="Of a run: the best export by [metrics] or validation loss, not the newest.")
     ] = False,
 ) -> None:
     """Draw images. The same prompt and seed give the same image as stock diffusers. Under torchrun the processes share
@@ -102,15 +102,41 @@ def sample(
 
 @app.command(cls=Command)
 def evaluate(
-    model: ModelFolder,
-    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts to draw and judge.")] = 96,
+    models: Annotated[
+        list[Path], typer.Argument(metavar="MODEL...", help="Diffusers folders, or run folders: their newest exports.")
+    ],
+    against: Annotated[
+        Path | None, typer.Option(metavar="DATA", help="Dataset TOML of true images to measure the models against.")
+    ] = None,
+    features: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --against: the folder of `sd3-light parts` (its judge), or a CLIP or vision model in "
+            "safetensors, by whose features images are compared."
+        ),
+    ] = None,
+    cells: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --against: JSON list of file, concept and style of each image, for the row of the same concept "
+            "in the nearest style; default: cells.json beside DATA, if it exists."
+        ),
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="With --against: write a page with images beside the true ones to this file.")
+    ] = None,
+    prompts: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of prompts to draw; default: 96, with --against at most 1000 of DATA."),
+    ] = None,
     seen: Annotated[
         bool, typer.Option("--seen", help="Use combinations from training instead of held-out ones.")
     ] = False,
     language: Annotated[str, typer.Option(help="`en`, `zh` or `mixed`.")] = "mixed",
     steps: Annotated[int, typer.Option(min=1, help="Sampler steps.")] = 20,
     guidance: Annotated[float, typer.Option(help="Guidance scale.")] = DEFAULT_GUIDANCE,
-    seed: Annotated[int, typer.Option(help="Seed of prompts and noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and noise.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 16,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
     config: Annotated[
         Path | None,
@@ -124,11 +150,28 @@ def evaluate(
     ] = False,
     set_: Overrides = None,
 ) -> None:
-    """Compute the validation loss of a config's evaluation sets (--config), or score a model of the demo world: do its
-    images show the requested objects, colours, counts and relations?"""
+    """Measure models against true images (--against), compute the validation loss of a config's evaluation sets
+    (--config), or score a model of the demo world: do its images show the requested objects, colours, counts and
+    relations?"""
     launch = init_process()
-    from sd3_light.stages import evaluate as stage
+    from sd3_light.sampling.lora_stack import Lora
 
+    loras = tuple(map(Lora.parse, lora or []))
+    if against is not None:
+        if config is not None:
+            raise UserError("--against and --config measure different things; give one of them")
+        if features is None:
+            raise UserError("--against needs --features: the folder of `sd3-light parts`, or of a CLIP or vision model")
+        from sd3_light.stages.evaluate import against as measure
+
+        options = measure.AgainstOptions(prompts or 1000, steps, guidance, seed, batch, cells, loras)
+        Console().print(measure.run(models, against, features, options, out, page).table())
+        return
+    if features is not None or cells is not None or page is not None:
+        raise UserError("--features, --cells and --page belong to --against DATA; give it, or leave them out")
+    if len(models) > 1:
+        raise UserError("several models are compared with --against DATA; otherwise give one")
+    model = models[0]
     if config is not None:
         if lora:
             raise UserError("--lora does not work with --config; merge it first: sd3-light lora merge")
@@ -139,11 +182,10 @@ def evaluate(
             Console().print(table)
         return
     from sd3_light.journeys import score_table
-    from sd3_light.sampling.lora_stack import Lora
+    from sd3_light.stages import evaluate as stage
 
-    loras = tuple(map(Lora.parse, lora or []))
     if not demo:
         stage.require_demo_world(model)
-    result = stage.run(model, prompts, not seen, language, steps, guidance, seed, out=out, loras=loras)
+    result = stage.run(model, prompts or 96, not seen, language, steps, guidance, seed, batch, out, loras)
     of = "of combinations seen in training" if seen else "of held-out combinations"
     Console().print(score_table({str(model): result}, of))

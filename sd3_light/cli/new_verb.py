@@ -1,6 +1,7 @@
 """The verb `new`, which asks for what is missing on a terminal."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +10,7 @@ import typer
 from sd3_light.cli.app import Command, app
 from sd3_light.cli.process import command_line, echo, suggest
 from sd3_light.config.faults import UserError
+from sd3_light.config.hub_ids import SCHEME
 from sd3_light.runlog import info
 
 if TYPE_CHECKING:
@@ -47,8 +49,6 @@ def new(
     from sd3_light.system import Gpu, visible_gpus
 
     kind, data, model = _ask(kind, data, model)
-    if kind not in stage.KINDS:
-        raise UserError(f"unknown kind {kind!r}; the kinds are {', '.join(stage.KINDS)}")
     gpus = visible_gpus() if gpu_memory is None else [Gpu("the GPU", int(gpu_memory * 2**30))]
     project = stage.run(kind, data, model, out, resolution, tuple(gpus))
     _report(project)
@@ -68,6 +68,8 @@ def _ask(kind: str | None, data: str | None, model: str | None) -> tuple[str, st
     """Return the three values; asks for those that are missing on a terminal."""
     from sd3_light.stages.new.kinds import KINDS
 
+    if kind is not None and (problem := _kind_problem(kind)):
+        raise UserError(problem)
     if kind is not None and data is not None:
         return kind, data, model
     if not is_terminal():
@@ -77,11 +79,32 @@ def _ask(kind: str | None, data: str | None, model: str | None) -> tuple[str, st
     if kind is None:
         for name, record in KINDS.items():
             typer.echo(f"  {name:<9} {record.description}")
-        kind = typer.prompt("What do you want to train?", default="lora")
-    data = data or typer.prompt("Folder of captioned images")
-    if model is None and kind in KINDS:
-        model = typer.prompt("SD3 folder, or a model on the hub", default=KINDS[kind].model)
-    return kind, data, model
+        kind = _prompt("What do you want to train?", _kind_problem, default="lora")
+    data = data or _prompt("Folder of captioned images", _data_problem)
+    return kind, data, model or typer.prompt("SD3 folder, or a model on the hub", default=KINDS[kind].model)
+
+
+def _prompt(question: str, problem_of: Callable[[str], str | None], default: str | None = None) -> str:
+    """Ask until the answer has no problem."""
+
+    def accept(answer: str) -> str:
+        if problem := problem_of(answer):
+            raise typer.BadParameter(problem)
+        return answer
+
+    answer: str = typer.prompt(question, default=default, value_proc=accept)
+    return answer
+
+
+def _kind_problem(kind: str) -> str | None:
+    from sd3_light.stages.new.kinds import KINDS
+
+    return None if kind in KINDS else f"unknown kind {kind!r}; the kinds are {', '.join(KINDS)}"
+
+
+def _data_problem(data: str) -> str | None:
+    exists = data.startswith(SCHEME) or Path(data).expanduser().exists()
+    return None if exists else f"no such file or folder: {data}"
 
 
 def _report(project: "NewProject") -> None:

@@ -69,6 +69,15 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
     return LoadedConfig(path, train.config, datasets.pop(""), datasets)
 
 
+def load_dataset(path: str | Path) -> DatasetConfig:
+    """Read and check a dataset TOML alone. Raises `ConfigFaults` with all its faults at once."""
+    path = Path(os.path.abspath(path))
+    directories, faults = load_directories(path)
+    if faults:
+        raise ConfigFaults(faults)
+    return DatasetConfig(path, path.with_suffix(".cache"), directories)
+
+
 def _name_origin(fault: Fault, file: str, set_keys: set[str]) -> Fault:
     """Name `--set` instead of the file if the command line set the faulty key."""
     is_set = any(fault.key == key or fault.key.startswith((f"{key}.", f"{key}[")) for key in set_keys)

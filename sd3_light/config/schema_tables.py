@@ -1,4 +1,4 @@
-"""The tables of the train TOML: [model], [optimizer], [ema], [adapter], [sampling], [monitoring]."""
+"""The tables of the train TOML: [model], [optimizer], [ema], [adapter], [sampling], [metrics], [monitoring]."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -288,6 +288,30 @@ class SamplingConfig(Table):
     def texts(self) -> tuple[str, ...]:
         """The different texts to encode."""
         return tuple(dict.fromkeys((*(image.prompt for image in self.images), *self.negative_prompts)))
+
+
+class MetricsConfig(Table):
+    """[metrics]: measure against true images during training, as `sd3-light evaluate --against` does."""
+
+    dataset: TomlPath
+    """Dataset TOML of the true images; their captions are drawn."""
+    features: TomlPath
+    """Folder whose features compare images: of `sd3-light parts` (its judge), or a CLIP or vision model, in
+    safetensors."""
+    every_n_steps: Count
+    """Optimizer steps between measurements; the last step is measured too."""
+    images: Annotated[int, Strict(), Ge(8), Le(100_000)] = 256
+    """Captions to draw, at most: those with the lowest sample ids."""
+    steps: Count = 20
+    """Sampler steps per image."""
+    guidance: NotNegative = DEFAULT_GUIDANCE
+    """Classifier-free guidance scale; 1 or less disables it."""
+    best: Literal["frechet", "kid", "precision", "recall", "retrieval", "distance"] = "kid"
+    """Metric that decides which weights are the best. They are exported, the link `exports/best` points to them, and
+    `keep_last_n_exports` keeps them."""
+    stop_after: Count | None = None
+    """Save and stop after this many measurements in a row that are not better than the best. Absent: train to the
+    end."""
 
 
 class MonitoringConfig(Table):

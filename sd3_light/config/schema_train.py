@@ -30,6 +30,7 @@ from sd3_light.config.base import (
 from sd3_light.config.schema_tables import (
     AdapterConfig,
     EmaConfig,
+    MetricsConfig,
     ModelConfig,
     MonitoringConfig,
     OptimizerConfig,
@@ -248,6 +249,8 @@ class TrainConfig(Table):
     """Train an adapter. Absent: train the weights."""
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     """Sample images during training."""
+    metrics: MetricsConfig | None = None
+    """Measurements against true images. Absent: none."""
     monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
     """Trackers."""
 

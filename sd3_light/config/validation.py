@@ -217,14 +217,14 @@ def suggest_key(file_kind: str, table: str, name: str) -> str | None:
             return f"`{key}` belongs {_describe_location(file_kind, kind, key_table)}"
     same_table = [row for row in index if row[:2] == (file_kind, table)]
     same_file = [row for row in index if row[0] == file_kind]
-    for scope in (same_table, same_file, index):
-        keys = [key for *_, key in scope]
-        synonym = SYNONYMS.get(name)
-        close = synonym if synonym in keys else None if scope is index else _closest(name, keys, cutoff=0.7)
-        if close is not None:
-            kind, key_table, key = next(row for row in scope if row[2] == close)
-            location = "" if key_table == table else " " + _describe_location(file_kind, kind, key_table)
-            return f"did you mean `{key}`{location}?"
+    synonym = SYNONYMS.get(name)
+    choices = [(scope, synonym) for scope in (same_table, same_file, index)]
+    choices += [(scope, _closest(name, [row[2] for row in scope], cutoff=0.7)) for scope in (same_table, same_file)]
+    for scope, wanted in choices:
+        for kind, key_table, key in scope:
+            if key == wanted:
+                location = "" if key_table == table else " " + _describe_location(file_kind, kind, key_table)
+                return f"did you mean `{key}`{location}?"
     return None
 
 

@@ -16,7 +16,8 @@ from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sd3_light.model.part_configs import load_part, read_config
+from sd3_light.model.loading import load_diffusers_model
+from sd3_light.model.part_configs import read_config
 
 LOW_PSNR = 20.0
 """Reconstructions below this many dB have lost what the image shows; SD3's VAE reaches 30 and more on photographs."""
@@ -42,7 +43,7 @@ class LatentScale:
 
 def load_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> AutoencoderKL:
     """Load the VAE of a diffusers folder, frozen."""
-    vae: AutoencoderKL = load_part(AutoencoderKL, diffusers_path / "vae", dtype=dtype)
+    vae: AutoencoderKL = load_diffusers_model(AutoencoderKL, diffusers_path / "vae", dtype)
     return vae.to(device).eval().requires_grad_(False)
 
 

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import SD3Transformer2DModel
+from torch import nn
 
-from sd3_light.config import AdapterConfig
 from sd3_light.export import proof_process
 from sd3_light.export.export_spec import AdapterSpec
 from sd3_light.export.lora_fusing import baked
 from sd3_light.export.proof import compare_outputs, fixed_inputs, require_finite, run_clean_process
 from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.files import file_sha256
-from sd3_light.model.adapter_layers import AdapterModules, LycorisModule, add_adapter, load_lycoris
+from sd3_light.model.adapter_layers import AdapterModules, LycorisModule
+from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.random_weights import transformer_from_state
 
@@ -40,8 +42,8 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
         folder = str(_as_folder(spec.base, Path(work)))
         request = {"adapter": kind, "base": folder, "base_dtype": dtype, "padding": spec.padding}
         _, reloaded = run_clean_process(file, Path(work), request, inputs)
-        denoiser = proof_process.load_base(folder, getattr(torch, dtype))
-    _apply(denoiser, modules, spec.adapter, spec.save_dtype)
+        denoiser = load_diffusers_model(SD3Transformer2DModel, Path(folder), getattr(torch, dtype))
+    _apply(denoiser, modules, spec.save_dtype)
     expected = proof_process.denoise(denoiser, inputs)
     require_finite("the denoiser with the adapter", expected)
     difference = compare_outputs("the reloaded adapter's output", reloaded["output"], expected, TOLERANCE)
@@ -66,23 +68,17 @@ def _as_folder(base: Path, work: Path) -> Path:
 
 
 @torch.no_grad()
-def _apply(denoiser: Any, modules: AdapterModules, adapter: AdapterConfig, dtype: torch.dtype) -> None:
+def _apply(denoiser: nn.Module, modules: AdapterModules, dtype: torch.dtype) -> None:
     """Apply the update in memory, rounded as in the file, without using the file's reader."""
-    lycoris = {}
     for name, module in modules.items():
-        if isinstance(module, LycorisModule):
-            rounded = {factor: tensor.to(dtype) for factor, tensor in module.with_unit_scale().factors.items()}
-            lycoris[name] = LycorisModule(rounded)
-            continue
-        weight = denoiser.get_submodule(name).weight
-        rounded_lora = LoraModule(
-            module.down.cpu().to(dtype),
-            baked(module).up.cpu().to(dtype),
-            1.0,
-            None if module.magnitude is None else module.magnitude.cpu().to(dtype),
-        )
-        weight.data = rounded_lora.applied(weight)
-    if lycoris:
-        add_adapter(denoiser, adapter.model_copy(update={"target_modules": tuple(lycoris), "dropout": 0.0}), seed=0)
-        load_lycoris(denoiser, lycoris)
-        denoiser.eval()
+        weight: Any = denoiser.get_submodule(name).weight
+        weight.data = _rounded(module, dtype).applied(weight)
+
+
+def _rounded(module: LoraModule | LycorisModule, dtype: torch.dtype) -> LoraModule | LycorisModule:
+    """Return a layer's update with the weights that the file contains."""
+    if isinstance(module, LycorisModule):
+        factors = module.with_unit_scale().factors
+        return LycorisModule({name: factor.cpu().to(dtype) for name, factor in factors.items()})
+    magnitude = None if module.magnitude is None else module.magnitude.cpu().to(dtype)
+    return LoraModule(module.down.cpu().to(dtype), baked(module).up.cpu().to(dtype), 1.0, magnitude)

@@ -1,1 +1,1 @@
-"""Metrics of a model: validation loss and composition score."""
+"""Metrics of a model: validation loss, composition score, and comparison with true images."""

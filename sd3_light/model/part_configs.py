@@ -104,7 +104,7 @@ def check_config(config: Mapping[str, Any], part: str, where: str) -> None:
 
 
 def load_part(model_class: Any, folder: Path, **options: Any) -> Any:
-    """Load a model from its own folder; missing weights are a UserError: the libraries would use random ones."""
+    """Load a transformers model from its own folder; missing weights are a UserError: they would be random."""
     try:
         model, loading = model_class.from_pretrained(folder, output_loading_info=True, **LOCAL_WEIGHTS, **options)
     except LOAD_ERRORS as error:

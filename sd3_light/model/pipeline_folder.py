@@ -34,6 +34,8 @@ class FolderPart:
 
 TEXT_ENCODER_FOLDERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TOKENIZER_FOLDERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
+JUDGE = "judge"
+"""The folder of the judge beside the parts that `sd3-light parts` writes."""
 REQUIRED_PARTS = (
     FolderPart(".", ("model_index.json",)),
     FolderPart("vae", ("config.json",), WEIGHTS_STEM),

@@ -12,6 +12,7 @@ from diffusers import SD3Transformer2DModel
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
+from sd3_light.model.loading import assign_weights, mismatches
 from sd3_light.model.positions import set_position_step
 from sd3_light.randomness import sample_id, stream
 from sd3_light.system import usable_cores
@@ -21,7 +22,9 @@ def transformer_from_state(config: Mapping[str, Any], state: Mapping[str, Tensor
     """Return a denoiser that holds the tensors of ``state`` themselves."""
     with torch.device("meta"):
         transformer: SD3Transformer2DModel = SD3Transformer2DModel(**config)
-    transformer.load_state_dict(dict(state), strict=True, assign=True)
+    wrong = [*mismatches(transformer, state), *(state.keys() - transformer.state_dict().keys())]
+    assert not wrong, wrong
+    assign_weights(transformer, state)
     return transformer.eval()
 
 

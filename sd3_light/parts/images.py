@@ -1,7 +1,6 @@
 """All images of a dataset, decoded once to bytes in memory, with their captions."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -11,18 +10,10 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import DatasetConfig
-from sd3_light.config.faults import UserError
-from sd3_light.data.building.cache_plan import CachePlan, Member, Unit, decode_task, make_cache_plan
-from sd3_light.data.building.catalogue import Catalogue, make_sources
-from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.decode import CRASHED_DECODE, decode_images
-from sd3_light.data.building.workers import WorkerPool
-from sd3_light.data.preprocess import PREPROCESS_VERSION, Pixels
+from sd3_light.data.decoded import DecodedSample, decode_dataset
 from sd3_light.randomness import stream
-from sd3_light.runlog import info, progress
+from sd3_light.runlog import info
 
-_SHARD, _BATCH = 1024, 32
-_ID_BITS = 63
 _GPU_SHARE = 0.4  # of the free GPU memory that images may take
 
 
@@ -49,61 +40,21 @@ class Pool:
 
 
 def load_pools(dataset: DatasetConfig, folder: Path, max_images: int, workers: int) -> list[Pool]:
-    """Read at most ``max_images`` images, selected by sample id, at each of the dataset's sizes.
-
-    ``folder`` holds the catalogue of the sources, so that a second run need not probe the images again.
-    """
-    with Claims(folder / "claims") as claims:
-        catalogue = Catalogue(folder, claims)
-        with progress("listing", None, "inputs") as bar:
-            listings = catalogue.refresh(make_sources(dataset.directories), bar.advance)
-        if num_unprobed := catalogue.count_unprobed(listings):
-            with progress("probing new images", num_unprobed, "images") as bar:
-                catalogue.probe_images(listings, workers if num_unprobed > 500 else 0, bar.advance)
-        plan = make_cache_plan(catalogue, listings, {"parts": PREPROCESS_VERSION}, _SHARD)
-        total = sum(unit.count for unit in plan.units)
-        limit = (1 << _ID_BITS) * min(max_images, total) // max(total, 1)
-        decoded = _decode(plan, limit, workers)
-    if not decoded:
-        raise UserError(f"{dataset.path}: no usable image found; check the paths in it")
+    """Read at most ``max_images`` images, selected by sample id, at each of the dataset's sizes."""
+    decoded: defaultdict[tuple[int, ...], list[DecodedSample]] = defaultdict(list)
+    for sample in decode_dataset(dataset, folder, max_images, workers):
+        decoded[sample.pixels.shape].append(sample)
     return [_pool(decoded[size]) for size in sorted(decoded)]
 
 
-def _decode(plan: CachePlan, limit: int, workers: int) -> dict[tuple[int, int], list[tuple[Member, Pixels]]]:
-    """Return the samples with an id below the limit by image size."""
-    decoded: defaultdict[tuple[int, int], list[tuple[Member, Pixels]]] = defaultdict(list)
-    rejected = Counter(plan.counts.rejected)
-    samples = [(unit, member) for unit in plan.units for member in plan.members(unit) if member.identity < limit]
-    with (
-        WorkerPool(workers if len(samples) > 500 else 0, decode_images, CRASHED_DECODE) as pool,
-        progress("decoding", len(samples), "images") as bar,
-    ):
-        results = pool.map([decode_task(member, plan.source(unit).root, unit) for unit, member in batch]
-                           for batch in _batches(samples))  # fmt: skip
-        for batch, images in zip(_batches(samples), results, strict=True):
-            for (unit, member), image in zip(batch, images, strict=True):
-                if image.pixels is None:
-                    rejected[image.reason] += 1
-                else:
-                    decoded[unit.bucket.height, unit.bucket.width].append((member, image.pixels))
-            bar.advance(len(batch))
-    if rejected:
-        info("rejected: " + ", ".join(f"{count:,} {reason}" for reason, count in rejected.most_common()))
-    return decoded
-
-
-def _batches(samples: list[tuple[Unit, Member]]) -> Iterator[list[tuple[Unit, Member]]]:
-    return (samples[start : start + _BATCH] for start in range(0, len(samples), _BATCH))
-
-
-def _pool(samples: list[tuple[Member, Pixels]]) -> Pool:
+def _pool(samples: list[DecodedSample]) -> Pool:
     """Return the samples in the order of their ids, which do not depend on names or folders; hold out 2% or 512."""
-    samples = sorted(samples, key=lambda sample: sample[0].identity)
-    count = len(samples)
-    pixels = torch.from_numpy(np.stack([image for _, image in samples]))
-    ids = tuple(member.identity for member, _ in samples)
-    captions = tuple(member.captions for member, _ in samples)
-    digest = blake2b("".join(member.fingerprint for member, _ in samples).encode(), digest_size=8).hexdigest()
+    samples = sorted(samples, key=lambda sample: sample.member.identity)
+    members, count = [sample.member for sample in samples], len(samples)
+    pixels = torch.from_numpy(np.stack([sample.pixels for sample in samples]))
+    ids = tuple(member.identity for member in members)
+    captions = tuple(member.captions for member in members)
+    digest = blake2b("".join(member.fingerprint for member in members).encode(), digest_size=8).hexdigest()
     return Pool(pixels, ids, captions, min(512, max(count // 50, min(8, count // 4))), digest)
 
 

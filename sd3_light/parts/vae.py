@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import tf32_convolutions
 from sd3_light.model.fast.self_check import why_not_compiled
-from sd3_light.model.part_configs import load_part, read_config
+from sd3_light.model.loading import load_diffusers_model
+from sd3_light.model.part_configs import read_config
 from sd3_light.parts.discriminator import Discriminator, frozen_call
 from sd3_light.parts.images import Pool, draw_rows, take
 from sd3_light.parts.sizes import VaeSize
@@ -71,7 +72,7 @@ def open_vae(folder: Path) -> AutoencoderKL:
     """Load an existing VAE in float32 from its own folder or from a diffusers folder."""
     folder = folder / "vae" if (folder / "vae" / "config.json").is_file() else folder
     read_config(folder, "vae")
-    vae: AutoencoderKL = load_part(AutoencoderKL, folder, dtype=torch.float32)
+    vae: AutoencoderKL = load_diffusers_model(AutoencoderKL, folder, torch.float32)
     if vae.config.in_channels != 3 or vae.config.out_channels != 3:
         raise UserError(f"{folder} is not a VAE of RGB images; give another --init")
     return vae

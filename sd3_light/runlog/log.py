@@ -18,7 +18,7 @@ from sd3_light.runlog.tensorboard import TensorBoard
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-CURVE_EVENTS = ("step", "eval")
+CURVE_EVENTS = ("step", "eval", "metrics")
 """The events whose numbers are points of curves."""
 
 _LARGEST = 2**53
@@ -44,8 +44,8 @@ class RunLog:
 
     A line is written (to the system's cache) when `event` returns. While the disk is full, lines wait in memory, and a
     mirror that fails is disabled; each is reported once. When a log is opened again, the incomplete last line of a
-    killed run is removed. `secrets` are replaced by `***` in every text. `x_axis` names the field of "step" and "eval"
-    events that is the x of their curves. Several threads may log at the same time.
+    killed run is removed. `secrets` are replaced by `***` in every text. `x_axis` names the field of
+    `CURVE_EVENTS` that is the x of their curves. Several threads may log at the same time.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class RunLog:
 
         Fields are JSON values, paths, or scalars of numpy and torch; nan and the infinities become strings, which
         `float` parses. Numbers of "step" events are mirrored as `train/loss`, nested ones as `train/band/0.0-0.1`,
-        those of "eval" events as `eval/SET/WEIGHTS/flow`. "start" and "resume" have the x from which curves continue:
-        TensorBoard hides what an earlier process logged beyond it.
+        those of "eval" events as `eval/SET/WEIGHTS/flow`, of "metrics" as `metrics/SET/WEIGHTS/kid/value`. "start" and
+        "resume" have the x from which curves continue: TensorBoard hides what an earlier process logged beyond it.
         """
         if self._file is None:
             return
@@ -237,8 +237,8 @@ def _to_python(value: Any) -> Any:
 
 def curve_points(kind: str, fields: Mapping[str, Any], x_axis: str = "step") -> Iterator[tuple[str, float]]:
     """Yield the full name and value of each curve of an event in `CURVE_EVENTS`."""
-    if kind == "eval":
-        prefix = "/".join(["eval", *(str(fields[name]) for name in ("set", "weights") if name in fields)])
+    if kind != "step":
+        prefix = "/".join([kind, *(str(fields[name]) for name in ("set", "weights") if name in fields)])
         yield from _numbers(prefix, {name: value for name, value in fields.items() if name not in _POSITION_FIELDS})
     else:
         yield from _numbers("train", {name: value for name, value in fields.items() if name != x_axis})

@@ -20,12 +20,12 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from transformers import PreTrainedTokenizerBase
 
 from sd3_light import __version__
-from sd3_light.config import ConfigFaults, DatasetConfig
+from sd3_light.config import DatasetConfig, load_dataset
 from sd3_light.config.faults import UserError
-from sd3_light.config.load_dataset import load_directories
 from sd3_light.encoders.judge import save_judge
 from sd3_light.engines import Launch
 from sd3_light.files import apply_umask, new_folder, refuse_existing, write_atomically, write_errors
+from sd3_light.model.pipeline_folder import JUDGE
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, captioned_images
 from sd3_light.parts.fit import Fit, FitOptions, Progress
 from sd3_light.parts.images import Pool, load_pools, on_device
@@ -76,20 +76,12 @@ class PartsOptions:
 def run(data: Path, out: Path, options: PartsOptions | None = None) -> Path:
     """Train the parts on the images of a dataset TOML and write them to ``out``."""
     options = options or PartsOptions()
-    dataset = _load_dataset(data)
+    dataset = load_dataset(data)
     _open_folder(out)
     requests = RunRequests(out / WORK)
     with write_errors(out), requests.handling_signals():
         _Stage(dataset, out, options, _stop_rule(requests, options.stop_after)).build()
     return out
-
-
-def _load_dataset(data: Path) -> DatasetConfig:
-    path = Path(os.path.abspath(data))
-    directories, faults = load_directories(path)
-    if faults:
-        raise ConfigFaults(faults)
-    return DatasetConfig(path, path.with_suffix(".cache"), directories)
 
 
 def _open_folder(out: Path) -> None:
@@ -201,7 +193,7 @@ class _Stage:
             fit = Fit("text", task, options.text_fit, self.out / WORK / "text", identity)
             note = self._note(identity, fit.run(self.should_stop))
             fit.use_averages()
-            with new_folder(self.out / "judge", replace=True) as folder:
+            with new_folder(self.out / JUDGE, replace=True) as folder:
                 save_judge(task.judge(), tokenizers["tokenizer_2"], side, folder)
                 _write_note(folder, note)
         self._write_encoders(task, images, note)

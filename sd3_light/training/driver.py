@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -22,9 +22,13 @@ from sd3_light.files import disk_error
 from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_interval, snapshot_metadata
 from sd3_light.runlog import info
 from sd3_light.training.background_saves import CHECKPOINT, EXPORT, FOLDERS, SNAPSHOT, BackgroundSaves
+from sd3_light.training.best import METRICS_EVENT, mark_best
 from sd3_light.training.errors import COMMON_ERRORS, explain_runtime_errors
 from sd3_light.training.loop import Due, Hook, Run, every, never, train
 from sd3_light.training.saver import RAW
+
+if TYPE_CHECKING:  # it loads models of features, which most runs do not need
+    from sd3_light.training.measurement import Measurement
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class RunHooks:
 
     ``evaluate()`` yields (name, losses) of each evaluation set for the weights in the model: of all averages and the
     raw weights with ``evaluate_all``, otherwise of the weights to save. ``sample(progress, weights)`` draws with the
-    weights in the model and returns the path of the image that it wrote, if any. ``save(progress)`` saves in the loop,
+    weights in the model and returns the path of the image that it wrote, if any. ``measure(step)`` compares images of
+    the weights to save with true ones. ``save(progress)`` saves in the loop,
     with the weights to save in the model. ``export(trained, weights, progress)`` writes an export in a background
     thread. ``finish(progress)`` runs after the last step, with the weights to save in the model. ``autocast`` makes
     the model compute as in a training step.
@@ -42,6 +47,7 @@ class RunHooks:
     evaluate: Callable[[], Iterable[tuple[str, Mapping[str, float]]]] | None = None
     evaluate_all: bool = False
     sample: Callable[[Progress, str], Path | None] | None = None
+    measure: Callable[[int], "Measurement | None"] | None = None
     save: Callable[[Progress], None] | None = None
     export: Callable[[Mapping[str, Tensor], str, Progress], Path] | None = None
     finish: Callable[[Progress], None] = lambda progress: None
@@ -54,6 +60,7 @@ class HookSchedule:
 
     evaluate: Due = never
     sample: Due = never
+    measure: Due = never
     save: Due = never
     checkpoint: Due = never
     export: Due = never
@@ -79,6 +86,8 @@ class Driver:
     resume_hint: str
     saves: BackgroundSaves = field(init=False)
     _checkpointed_at: int = -1
+    _exported_at: int = -1
+    _best_at: int = -1
 
     def __post_init__(self) -> None:
         writers = self.run.engine.writers
@@ -110,6 +119,7 @@ class Driver:
             (True, Hook("report", lambda old, new: self.saves.has_reports(), lambda _: self.saves.report())),
             (hooks.evaluate, Hook("evaluate", schedule.evaluate, self.evaluate)),
             (hooks.sample, Hook("sample", schedule.sample, self.sample)),
+            (hooks.measure, Hook("measure", lambda *at: schedule.measure(*at) | last(*at), self.measure)),
             (hooks.save, Hook("save", schedule.save, self.save)),
             (True, Hook(CHECKPOINT, lambda *at: schedule.checkpoint(*at) | last(*at) | requests.save, self.checkpoint)),
             (power_tracks(ema), Hook(SNAPSHOT, lambda *at: snapshot(*at) | last(*at), self.snapshot)),
@@ -226,6 +236,21 @@ class Driver:
             file = path.relative_to(self.folder).as_posix()
             self.run.log("sample", **progress.counts(), weights=self.main_weights, file=file)
 
+    def measure(self, progress: Progress) -> None:
+        """Compare with true images and log it; export the best weights so far, and end a run without gains."""
+        assert self.hooks.measure is not None
+        with self.using_weights(self.main_weights):
+            measurement = self.hooks.measure(progress.step)
+        if measurement is None:
+            return
+        info(f"metrics ({self.main_weights}) at step {progress.step}: {measurement.text}")
+        self.run.log(METRICS_EVENT, **progress.counts(), weights=self.main_weights, **measurement.fields)
+        if measurement.is_best and self.hooks.export is not None:
+            self._best_at = progress.step
+            self.export(progress)
+        if measurement.stop is not None:
+            self.run.requests.stop(measurement.stop)
+
     def save(self, progress: Progress) -> None:
         """Run the ``save`` hook with the weights to save in the model."""
         assert self.hooks.save is not None
@@ -260,12 +285,21 @@ class Driver:
         """Gather the weights and export them in the background."""
         export, weights, engine = self.hooks.export, self.main_weights, self.run.engine
         assert export is not None
-        if progress.skipped == progress.step:
-            return  # nothing was learned; the run ends with an error that says so
+        if progress.skipped == progress.step or self._exported_at == progress.step:
+            return  # nothing was learned, and the run ends with an error that says so; or it is exported as the best
+        self._exported_at, is_best = progress.step, self._best_at == progress.step
         self.groups.wait_for_all(self.saves.exports.is_idle)  # an export holds a copy of all weights: one at a time
         trained = engine.gather(engine.weights if weights == RAW else self.run.averages.tracks[weights].shadow)
-        if trained is not None:
-            self.saves.submit_export(progress, weights, lambda: export(trained, weights, progress))
+        if trained is None:
+            return
+
+        def write() -> Path:
+            path = export(trained, weights, progress)
+            if is_best:
+                mark_best(path)
+            return path
+
+        self.saves.submit_export(progress, weights, write)
 
     def catch_up(self, progress: Progress) -> None:
         """Write the snapshot and the export that were due with the checkpoint of a resumed run and are missing.

@@ -37,18 +37,30 @@ class RunRequests:
         self.save = self.quit = False
         self.reason: str | None = None  # why the run quits; a signal's name is known only to the rank that got it
         self.signal: str | None = None
+        self._planned: str | None = None
         self._last_save = self._last_check = time.monotonic()
         self._signalled_at = 0.0
 
     def poll(self) -> None:
         """Collect the requests of all ranks."""
         save_file, quit_file = self._check_files()
-        own = (save_file or self._is_save_due(), quit_file, self.signal is not None)
+        quits = quit_file or self._planned is not None
+        own = (save_file or self._is_save_due(), quits, self.signal is not None)
         save, quit_by_file, quit_by_signal = self.flags.exchange(own)
         self.quit = quit_by_file or quit_by_signal
         self.save = save or self.quit
         if self.quit and self.reason is None:
-            self.reason = SAVE_QUIT if quit_by_file else self.signal or "another process was asked to stop"
+            planned = self._planned or SAVE_QUIT
+            self.reason = planned if quit_by_file else self.signal or "another process was asked to stop"
+
+    def stop(self, reason: str) -> None:
+        """Save and quit after the next step, as with the file `save_quit`; all ranks call it."""
+        self._planned = reason
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run quits because of a signal."""
+        return self.quit and self.reason not in (SAVE_QUIT, self._planned)
 
     def announce(self) -> None:
         """Print what happens now if all ranks agreed to quit."""
@@ -85,7 +97,7 @@ class RunRequests:
         try:
             yield
         finally:
-            if self.signal is None and (not self.quit or self.reason == SAVE_QUIT):
+            if self.signal is None and not self.is_interrupted:
                 for number, handler in previous.items():
                     signal.signal(number, handler)
         self.flags.close()

@@ -10,6 +10,7 @@ from sd3_light.config.toml_file import read_toml
 from sd3_light.runlog import info, read_log
 from sd3_light.sampling.lora_stack import Lora, adapter_file
 from sd3_light.training.background_saves import EXPORT, FOLDERS
+from sd3_light.training.best import best_name
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class ChosenModel:
 
 
 def choose_model(path: Path, best: bool = False) -> ChosenModel:
-    """Return the model at ``path``; of a run folder its newest export, or the one with the lowest validation loss."""
+    """Return the model at ``path``; of a run folder its newest export, or its best one."""
     if (path / FOLDERS[EXPORT]).is_dir():
         path = best_export(path) if best else exports_of(path)[-1]
     elif best:
@@ -40,7 +41,12 @@ def exports_of(run: Path) -> list[Path]:
 
 
 def best_export(run: Path) -> Path:
-    """Return the export whose weights had the lowest validation loss, averaged over the evaluation sets."""
+    """Return the export that is marked as the best; otherwise the one whose weights had the lowest validation loss,
+    averaged over the evaluation sets."""
+    name = best_name(run / FOLDERS[EXPORT])
+    if name is not None and (run / FOLDERS[EXPORT] / name).is_dir():
+        info(f"{name} is the best export by [metrics]")
+        return run / FOLDERS[EXPORT] / name
     events = list(read_log(run / "log.jsonl"))
     weights = {event["step"]: event["weights"] for event in events if event["event"] == EXPORT}
     losses: dict[int, dict[str, float]] = {}
@@ -51,7 +57,7 @@ def best_export(run: Path) -> Path:
     if not scored:
         raise UserError(
             f"--best: no export of {run} was evaluated at its step; write eval_datasets and eval_every_n_steps, or "
-            "leave the option out to use the newest export"
+            "[metrics], or leave the option out to use the newest export"
         )
     best = min(scored, key=lambda path: scored[path])
     info(f"{best.name} has the lowest validation loss of {len(scored)} exports: {scored[best]:.4f}")

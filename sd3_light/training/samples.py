@@ -79,8 +79,22 @@ class Sampler:
         time. The processes of a pipeline of ``stages`` draw the same images.
         """
         settings, size = config.sampling, config.sampling.size or bucket_size(bucket)
-        assert settings.images, "nothing to draw"
         requests = tuple(_request(image, seed, settings, size) for image in settings.images for seed in settings.seeds)
+        return Sampler.of_requests(config, requests, cache_dir, data, bucket, launch, device, stages)
+
+    @staticmethod
+    def of_requests(
+        config: TrainConfig,
+        requests: tuple[ImageRequest, ...],
+        cache_dir: CacheLocation,
+        data: CachedDataset,
+        bucket: BucketShards,
+        launch: Launch,
+        device: torch.device,
+        stages: int = 1,
+    ) -> "Sampler":
+        """Return the sampler of these images, which have steps and guidance; see `of_config`."""
+        assert requests, "nothing to draw"
         empty = join_features(data.empty_text())
         negative = empty if config.model.uncond_text == "empty" else unconditional_text(empty, config.model.text_tokens)
         micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
@@ -144,6 +158,11 @@ class Sampler:
                 self._fault = self._fault or fault
                 drawn += zip(indices, images, strict=True)
         return drawn
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the images that this rank drew last, if they are not finite."""
+        return self._fault
 
     def _first_fault(self, group: dist.ProcessGroup | None) -> str | None:
         """Return on rank 0 what was wrong with the images of any rank."""
@@ -274,6 +293,6 @@ def _texts(
     cached = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}
     missing = [prompt for prompt, features in cached.items() if features is None]
     if missing:
-        info(f"train: {len(missing)} prompt(s) of [sampling] are not in the cache: encoding them once, now")
+        info(f"train: {len(missing)} prompt(s) are not in the cache: encoding them once, now")
         cached |= dict(zip(missing, encode_prompts_one_by_one(model, missing, device), strict=True))
     return {prompt: join_features(features) for prompt, features in cached.items() if features is not None}

@@ -26,6 +26,7 @@ from sd3_light.flow.timesteps import constant_shift
 from sd3_light.inputs import read_json_file
 from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info, read_log
+from sd3_light.training.best import best_name
 from sd3_light.training.model_facts import ModelFacts
 
 RAW = "raw"
@@ -257,7 +258,7 @@ class Saver:
         """Write an export. ``save_model(name)`` saves what trains as it is now (see `save_full_model`).
 
         ``save_model(trained, weights, progress)`` writes the export of this step, one of the series, and deletes the
-        oldest when there are more than ``keep_last_n_exports``.
+        oldest when there are more than ``keep_last_n_exports``, except the one that is marked as the best.
         """
         if isinstance(name, str):
             return self.save_full_model(name, None, weights, progress)
@@ -265,7 +266,7 @@ class Saver:
         path = self.save_full_model(checkpoint_name(progress.step), name, weights, progress)
         if self.config.keep_last_n_exports:
             for old in sorted(self.folder.glob("step-*"))[: -self.config.keep_last_n_exports]:
-                if old != path:
+                if old != path and old.name != best_name(self.folder):
                     remove(old)
         return path
 

@@ -17,6 +17,7 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
+from tests.judge_folders import write_vision
 from tests.project import Project
 from tests.warm import REAL_PYTHON
 
@@ -193,7 +194,7 @@ def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
 def test_sharded_weights_evaluate_and_sample_like_full_ones(
     fresh_project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything that reads sharded weights: two kinds of averages, evaluation, samples, snapshots."""
+    """Everything that reads sharded weights: two kinds of averages, evaluation, samples, metrics, snapshots."""
     project = fresh_project
     write_dataset(project.folder / "held_out", 6, seed=2, held_out=True)
     (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
@@ -202,6 +203,8 @@ def test_sharded_weights_evaluate_and_sample_like_full_ones(
     )
     text += '[[ema.track]]\nname = "wide"\npower_width = 0.1\nupdate_every = 1\n'
     text += '[sampling]\nprompts = ["a red circle", "a blue square", "a green star"]\nevery_n_steps = 3\nsteps = 2\n'
+    text += f'[metrics]\ndataset = "data.toml"\nfeatures = "{write_vision(project.folder / "judge")}"\n'
+    text += "every_n_steps = 9\nimages = 9\nsteps = 1\n"
     project.train_toml.write_text(text.replace("t5_max_length = 16", 't5_max_length = 16\ntext_tokens = "real"'))
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     project.train('output_dir="full"')
@@ -212,9 +215,15 @@ def test_sharded_weights_evaluate_and_sample_like_full_ones(
     assert [event["weights"] for event in ours] == [*names, *names]
     assert [event["flow"] for event in ours] == pytest.approx([event["flow"] for event in theirs], rel=1e-5)
     assert len({event["flow"] for event in theirs}) == 6
-    (file,) = (event["file"] for event in project.events("sample", "sharded"))
-    grids = [np.asarray(Image.open(project.folder / run / file), dtype=int) for run in ("sharded", "full")]
-    assert np.abs(grids[0] - grids[1]).max() <= 1
+    samples = project.events("sample", "sharded")
+    assert [event["step"] for event in samples] == [3, 4]
+    for event in samples:
+        grids = [np.asarray(Image.open(project.folder / run / event["file"]), dtype=int) for run in ("sharded", "full")]
+        assert np.abs(grids[0] - grids[1]).max() <= 1
+    measured = [project.events("metrics", run)[-1] for run in ("sharded", "full")]
+    for metric in ("kid", "distance", "frechet"):
+        assert measured[0][metric] == pytest.approx(measured[1][metric], rel=0.02, abs=1e-4), metric
+    assert (project.folder / "sharded" / "exports" / "best").resolve().name == checkpoint_name(4)
     last = [open_checkpoint(project.folder / run / "ema" / checkpoint_name(4)) for run in ("sharded", "full")]
     assert last[0].facts == last[1].facts
     for name in last[1].shapes:

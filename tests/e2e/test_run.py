@@ -19,8 +19,12 @@ from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.model.positions import position_table
 from sd3_light.sampling.image_requests import PromptRow
 from sd3_light.stages import evaluate, export, init, inspect, report, sample
+from sd3_light.stages.evaluate import against
+from sd3_light.stages.evaluate.against import AgainstOptions
 from sd3_light.stages.train import Resume
+from sd3_light.training.run_exports import choose_model
 from tests.checkpoints import read_checkpoint
+from tests.judge_folders import write_clip
 from tests.project import Project
 
 PROMPT = "a small red circle to the left of a large blue square"
@@ -258,6 +262,16 @@ def test_each_prompt_is_sampled_with_each_seed(export_folder: Path, tmp_path: Pa
 def test_a_model_is_scored(export_folder: Path, tmp_path: Path) -> None:
     result = evaluate.run(export_folder, count=3, steps=1, guidance=1.0, out=tmp_path / "score.json")
     assert json.loads((tmp_path / "score.json").read_text()) == json.loads(json.dumps(result.as_dict()))
+
+
+def test_a_model_is_measured_against_true_images(finished: Project, export_folder: Path, tmp_path: Path) -> None:
+    options = AgainstOptions(steps=1, guidance=1.0, batch=2)
+    measured = against.run([finished.run], finished.folder / "eval.toml", write_clip(tmp_path), options)
+    scores = measured.scores[str(finished.run)]
+    assert scores.count == 8
+    assert all(estimate is not None for estimate in scores.estimates.values())
+    drawn = against.draw(choose_model(export_folder), measured.truths[:2], torch.device("cpu"), options)
+    assert all(np.array_equal(measured.images[str(finished.run)][row], drawn[row]) for row in range(2))
 
 
 # --- initial weights ----------------------------------------------------------------------------

@@ -11,12 +11,23 @@ from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.model.fast.choice import why_no_fp8
 from sd3_light.model.start import WeightsStart
 from sd3_light.stages.check.conclusion import Target, conclude
-from sd3_light.stages.check.disk import check_disk, disk_faults
+from sd3_light.stages.check.disk import PATH_HINT, check_disk, disk_faults
 from sd3_light.stages.check.estimate import RunEstimate, empty_faults, estimate_run
 from sd3_light.stages.check.hub_paths import hub_keys, with_local_paths
 from sd3_light.stages.check.render import render
 
-__all__ = ["RunEstimate", "Target", "conclude", "disk_faults", "estimate_run", "load", "render", "require", "run"]
+__all__ = [
+    "PATH_HINT",
+    "RunEstimate",
+    "Target",
+    "conclude",
+    "disk_faults",
+    "estimate_run",
+    "load",
+    "render",
+    "require",
+    "run",
+]
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False) -> LoadedConfig:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
 from sd3_light.config.cross_checks import text_recon_problem, token_problems
+from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST, Manifest
@@ -25,6 +26,7 @@ from sd3_light.model.start import (
 )
 from sd3_light.runlog import missing_trackers
 
+PATH_HINT = "relative paths start at the folder of the TOML"
 _SOURCE_FILES = (".tar", ".parquet")
 _STEP_TOLERANCE = 0.01  # of a step that is read from a table in bfloat16
 
@@ -52,6 +54,7 @@ def check_disk(
         checks.size(start)
         checks.adapter(start)
         checks.sampling(start.size)
+    checks.metrics(None if start is None else start.size)
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
         # a cache at a URL is used as it is: a machine that trains from it need not have the images
         if isinstance(dataset.cache_dir, Path):
@@ -207,10 +210,9 @@ class _DiskChecks:
 
     def sources(self, dataset: DatasetConfig) -> None:
         """Check that the paths of a dataset TOML exist, can be read and are of the right kind."""
-        hint = "relative paths start at the folder of the TOML"
         for index, directory in enumerate(dataset.directories):
             for key, problem, path in _path_problems(directory):
-                self.add(f"directory[{index}].{key}", problem, path, hint, file=str(dataset.path))
+                self.add(f"directory[{index}].{key}", problem, path, PATH_HINT, file=str(dataset.path))
 
     def buckets(self, dataset: DatasetConfig, size: ModelSize) -> None:
         """Check that no bucket is larger than the denoiser's position table."""
@@ -231,6 +233,24 @@ class _DiskChecks:
         for key, sides in sizes.items():
             if sides is not None and max(sides) > limit:
                 self.add(key, f"the denoiser's position table ends at {limit} px", list(sides), "choose a smaller size")
+
+    def metrics(self, size: ModelSize | None) -> None:
+        """Check the dataset TOML and the folder of [metrics]."""
+        table = self.train.metrics
+        if table is None:
+            return
+        if (
+            not (table.features / "config.json").is_file()
+            and not (table.features / pipeline_folder.JUDGE / "config.json").is_file()
+        ):
+            hint = "give a folder of `sd3-light parts`, or of a CLIP or vision model"
+            self.add("metrics.features", "is not a model folder (no config.json)", table.features, hint)
+        directories, faults = load_directories(table.dataset)
+        self.faults += faults
+        dataset = DatasetConfig(table.dataset, table.dataset.with_suffix(".cache"), directories)
+        self.sources(dataset)
+        if size is not None:
+            self.buckets(dataset, size)
 
     # --- outputs and memory -------------------------------------------------------------------
 

@@ -149,7 +149,10 @@ def empty_faults(estimate: RunEstimate) -> list[Fault]:
         if data.samples == 0:
             reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(data.rejects.items()))
             problem = f"no usable sample ({reasons or 'no images'})"
-            faults.append(Fault(str(data.path), "directory", problem, hint="check the path and the captions"))
+            hint = "check the path and the captions"
+            if "no_caption" in data.rejects:
+                hint += ": write each caption next to its image, as NAME.txt"
+            faults.append(Fault(str(data.path), "directory", problem, hint=hint))
     if estimate.data.samples and estimate.data.steps == 0:
         problem = "every bucket is smaller than a global batch, so no samples are left"
         faults.append(Fault(str(estimate.path), "small_buckets", problem, hint='write "pad", or lower the batch'))
@@ -255,7 +258,8 @@ class _Estimator:
         )
 
     def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
-        train, draws_samples, size = self.train, bool(self.train.sampling.images), self.start.size
+        train, size = self.train, self.start.size
+        draws_samples = bool(train.sampling.images) or train.metrics is not None
         adapter = None if train.adapter is None else adapter_layer_parameters(size, train.adapter)
         weights = size.layer_parameters() if adapter is None else adapter
         vae = stored_weights(train.model.diffusers_path / "vae") if draws_samples else ()

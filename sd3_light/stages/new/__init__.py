@@ -111,7 +111,9 @@ def _load(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:
 def _about_options(error: ConfigFaults) -> ConfigFaults:
     """Return the faults with the options that cause them in place of the temporary files."""
     options = {"model.diffusers_path": "--model", "directory[0].path": "--data", "directory": "--data"}
-    return ConfigFaults([replace(fault, file=options.get(fault.key, "new")) for fault in error.faults])
+    faults = [replace(fault, file=options.get(fault.key, "new")) for fault in error.faults]
+    # that hint is about paths in a TOML; those of options start where the command runs
+    return ConfigFaults([replace(fault, hint=None) if fault.hint == check.PATH_HINT else fault for fault in faults])
 
 
 def _fitted(values: TextValues, model: Path, kind: Kind, resolution: int | None) -> TextValues:

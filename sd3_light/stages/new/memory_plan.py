@@ -41,22 +41,24 @@ class MemoryPlan:
 def plan_memory(estimate: RunEstimate, kind: Kind, gpus: Sequence[Gpu]) -> MemoryPlan:
     """Return the fastest plan that fits, or the smallest one if none does."""
     processes = max(1, len(gpus))
+    largest = min(kind.largest_micro_batch, max(1, kind.batch // processes))
     sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
     if not sizes:
-        micro_batch = min(CPU_MICRO_BATCH, kind.largest_micro_batch)
+        micro_batch = min(CPU_MICRO_BATCH, largest)
         return MemoryPlan(micro_batch, max(1, kind.batch // (micro_batch * processes)), False, processes)
-    levels = [_largest(estimate, kind, level, processes, min(sizes)) for level in _LEVELS]
+    levels = [_fitting(estimate, kind.batch, largest, level, processes, min(sizes)) for level in _LEVELS]
     fitting = [plan for plan in levels if plan.fits]
-    enough = [plan for plan in fitting if plan.micro_batch * _ENOUGH >= kind.largest_micro_batch]
+    enough = [plan for plan in fitting if plan.micro_batch * _ENOUGH >= largest]
     return enough[0] if enough else max(fitting, key=lambda plan: plan.micro_batch, default=levels[-1])
 
 
-def _largest(estimate: RunEstimate, kind: Kind, level: Checkpointing, processes: int, available: int) -> MemoryPlan:
-    """Return the plan with the largest micro-batch that fits, or with one sample."""
+def _fitting(
+    estimate: RunEstimate, batch: int, micro_batch: int, level: Checkpointing, processes: int, available: int
+) -> MemoryPlan:
+    """Return the plan with the largest micro-batch that fits, at most ``micro_batch``, or with one sample."""
     costliest = max(estimate.data.rows, key=lambda row: row.tokens.image)
-    micro_batch = kind.largest_micro_batch
     while True:
-        accumulation = max(1, kind.batch // (micro_batch * processes))
+        accumulation = max(1, batch // (micro_batch * processes))
         setup = replace(
             estimate.setup,
             tokens=costliest.tokens,

@@ -1,6 +1,6 @@
 """The charts of the page: which curves share a chart, and their hints."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from sd3_light.pages import Chart, ChartLine, ChartMark
 from sd3_light.pages.formats import utc_time
@@ -17,6 +17,8 @@ _MEANS = (
     ("flow", "all t", ""),
     ("fixed", "t = 0.1 to 0.9", "Comparable between runs with different distributions of t."),
 )
+_METRICS = {"frechet": "Frechet distance", "kid": "KID", "distance": "distance to truth"}
+_METRICS |= {name: name for name in ("precision", "recall", "retrieval")}
 _GPU_MEMORY = {"gpu_memory_gib": "allocated", "gpu_reserved_gib": "reserved"}
 
 
@@ -51,7 +53,18 @@ def validation_charts(report: RunReport) -> list[Chart]:
                 lines = _lines({f"t {t}": curves[f"flow@{t}"].points for t in times}, [_ramp_color(t) for t in times])
                 suffix = f", {weights} weights" if weights else ""
                 charts.append(_chart(report, f"{name or 'Validation'}: at each t{suffix}", lines))
-    return charts
+    return [*charts, *_metric_charts(report)]
+
+
+def _metric_charts(report: RunReport) -> Iterator[Chart]:
+    """Yield the measurements against true images, each with its interval."""
+    for (name, weights), curves in report.metrics.items():
+        for metric, title in _METRICS.items():
+            if f"{metric}/value" in curves:
+                bounds = [curves[f"{metric}/{end}"].points for end in ("low", "high") if f"{metric}/{end}" in curves]
+                lines = [ChartLine("95% interval", points, "c0", faint=True) for points in bounds]
+                lines.append(_line(title, curves[f"{metric}/value"].points, "c0"))
+                yield _chart(report, f"{name}: {title}, {weights} weights", lines, "Against true images.")
 
 
 def optimization_charts(report: RunReport) -> list[Chart]:

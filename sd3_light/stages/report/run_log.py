@@ -30,6 +30,9 @@ EVAL_FIELDS = tuple(
     field for name in ("flow", "fixed") for field in (name, *(f"{name}@0.{tenth}" for tenth in range(1, 10)))
 )
 
+METRIC_GROUPS = ("frechet", "kid", "precision", "recall", "retrieval", "distance")
+"""The measurements of [metrics], each with value, low and high."""
+
 MOST_EVENTS = 300
 """About this many events of one kind are kept, spread evenly."""
 
@@ -93,6 +96,8 @@ class RunReport:
     steps: dict[str, Curve] = field(default_factory=dict)
     evals: dict[tuple[str, str], dict[str, Curve]] = field(default_factory=dict)
     """Curves of the validation loss, by set and weights."""
+    metrics: dict[tuple[str, str], dict[str, Curve]] = field(default_factory=dict)
+    """Curves of the measurements against true images, by set and weights."""
 
     @property
     def begin(self) -> LogEvent:
@@ -166,6 +171,7 @@ class _FirstPass:
         self.lines = 0
         self.steps = 0
         self.evals: Counter[tuple[str, str]] = Counter()
+        self.metrics: Counter[tuple[str, str]] = Counter()
 
     def add(self, event: LogEvent | None) -> None:
         """Add a line; None is a step that was not parsed."""
@@ -176,6 +182,9 @@ class _FirstPass:
         kind = event["event"]
         if kind == "eval":
             self.evals[_eval_key(event)] += 1
+            return
+        if kind == "metrics":
+            self.metrics[_eval_key(event)] += 1
             return
         if kind in _SEGMENT_STARTS:
             self.report.segments.append(RunSegment(event, event["time"]))
@@ -197,6 +206,7 @@ def _build_curves(path: Path, report: RunReport, counts: _FirstPass) -> None:
     """Read the log a second time and fill in the curves and the last valid step and evaluation."""
     steps = CurveBuilder(counts.steps, STEP_FIELDS, STEP_GROUPS)
     evals = {key: CurveBuilder(count, EVAL_FIELDS) for key, count in counts.evals.items()}
+    metrics = {key: CurveBuilder(count, (), METRIC_GROUPS) for key, count in counts.metrics.items()}
     segments = iter(report.segments)
     segment: RunSegment | None = None
     last_step: tuple[int, bytes] | None = None
@@ -213,10 +223,14 @@ def _build_curves(path: Path, report: RunReport, counts: _FirstPass) -> None:
         elif event["event"] == "eval":
             evals[_eval_key(event)].add(event.get("step", 0), event)
             report.last["eval"] = event
-    for builder in (steps, *evals.values()):
+        elif event["event"] == "metrics":
+            groups = {name: value for name, value in event.items() if isinstance(value, dict)}
+            metrics[_eval_key(event)].add(event.get("step", 0), groups)
+    for builder in (steps, *evals.values(), *metrics.values()):
         builder.finish()
     report.steps = steps.curves
     report.evals = {key: builder.curves for key, builder in evals.items() if builder.curves}
+    report.metrics = {key: builder.curves for key, builder in metrics.items() if builder.curves}
     if last_step is not None:
         report.last["step"] = _parse(path, *last_step)
 

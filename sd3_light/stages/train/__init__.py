@@ -1,6 +1,7 @@
 """The training stage: from a cache to checkpoints and exports."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sd3_light.data.loader import LoadTimes
 from sd3_light.data.order import Order
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.cpu_threads import use_training_threads
+from sd3_light.metrics.truths import load_truths
 from sd3_light.model.pipeline_folder import CLIP_TOKENS
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
@@ -24,6 +26,8 @@ from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.resume import Resume, is_own_checkpoint, load_checkpoint, rate_settings, require_start
 from sd3_light.stages.train.train_state import TrainState, describe_start, make_train_state
+from sd3_light.training.background_saves import EXPORT, FOLDERS
+from sd3_light.training.best import restore_best
 from sd3_light.training.blocks import require_blocks
 from sd3_light.training.data import flops_counter, order_facts, training_steps
 from sd3_light.training.device_time import CudaQueue, StepTimer
@@ -32,8 +36,9 @@ from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.idle import IdleAdvice
 from sd3_light.training.loop import Run, every
+from sd3_light.training.measurement import Measurer, caption_requests
 from sd3_light.training.meter import Meter
-from sd3_light.training.requests import SAVE_QUIT, RunRequests
+from sd3_light.training.requests import RunRequests
 from sd3_light.training.samples import DenoiseFeatures, Sampler
 from sd3_light.training.saver import SAMPLES
 
@@ -73,11 +78,15 @@ def run(
         if device.type == "cpu":
             _use_cpu(context)
         # before the engine fills the GPU: prompts that are not in the cache are encoded now
-        sampler = _make_sampler(context)
+        sampler, measurer = _make_sampler(context), _make_measurer(context)
         state, resumed, options = make_train_state(context), context.resumed, resume or Resume()
         progress, window = Progress(), None
         if resumed is not None:
             progress, window = load_checkpoint(resumed, state.engine, state.averages, context.order, options)
+        if measurer is not None:
+            measurer.resume(folder.path / "log.jsonl", progress.step)
+            if launch.is_main:
+                restore_best(folder.path / FOLDERS[EXPORT], measurer.best)
         training = _make_run(context, state, progress, window)
         context.announce(describe_start(context.start, context.config.adapter), progress, training.total_steps)
         driver = Driver(
@@ -85,7 +94,7 @@ def run(
             launch=launch,
             groups=context.groups,
             folder=folder.path,
-            hooks=_make_hooks(context, state, sampler, on_sample),
+            hooks=_make_hooks(context, state, sampler, measurer, on_sample),
             schedule=_make_schedule(context.config, context.order.steps_per_epoch, training.total_steps),
             facts=_checkpoint_facts(context),
             keep_last=context.config.keep_last_n_checkpoints,
@@ -102,7 +111,7 @@ def run(
             end = driver.train()
     requests, total = training.requests, training.total_steps
     stopped = f"{requests.reason} at step {end.step} of {total}; the checkpoint is saved: resume to continue"
-    if requests.quit and requests.reason != SAVE_QUIT and end.step < total:
+    if requests.is_interrupted and end.step < total:
         raise Stopped(stopped)
     if end.step < total:
         info(f"stopped: {stopped}")
@@ -202,8 +211,25 @@ def _make_sampler(context: RunContext) -> Sampler | None:
     )
 
 
+def _make_measurer(context: RunContext) -> Measurer | None:
+    """Return what measures against true images; None without [metrics]."""
+    config, table = context.config, context.config.metrics
+    if table is None:
+        return None
+    truths = load_truths(table.dataset, table.images)
+    sampler = Sampler.of_requests(
+        *(config, caption_requests(table, truths), context.loaded.dataset.cache_dir, context.data, context.bucket),
+        *(context.launch, context.device, context.stages),
+    )
+    return Measurer.of_config(table, sampler, truths, context.groups)
+
+
 def _make_hooks(
-    context: RunContext, state: TrainState, sampler: Sampler | None, on_sample: OnSample | None
+    context: RunContext,
+    state: TrainState,
+    sampler: Sampler | None,
+    measurer: Measurer | None,
+    on_sample: OnSample | None,
 ) -> RunHooks:
     """Return the hooks of the train stage."""
     loaded, launch, stages = context.loaded, context.launch, context.stages
@@ -215,6 +241,7 @@ def _make_hooks(
         evaluate=evaluator.losses if loaded.eval_datasets else None,
         evaluate_all=True,
         sample=sample,
+        measure=None if measurer is None else partial(measurer.measure, state.engine.denoise),
         export=None if on_sample else state.saver.save_model,
     )
 
@@ -247,6 +274,7 @@ def _make_schedule(config: TrainConfig, steps_per_epoch: int, total_steps: int) 
     return HookSchedule(
         evaluate=every(c.eval_every_n_steps, c.eval_every_n_epochs, c.eval_every_n_examples, steps_per_epoch),
         sample=lambda *at: sample(*at) or last(*at),
+        measure=every(None if c.metrics is None else c.metrics.every_n_steps),
         checkpoint=every(c.checkpoint_every_n_steps, c.checkpoint_every_n_epochs, steps_per_epoch=steps_per_epoch),
         export=every(c.save_every_n_steps, c.save_every_n_epochs, c.save_every_n_examples, steps_per_epoch),
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.export import adapter_folder as export_adapter
+from sd3_light.export import adapter_proof
 from sd3_light.export.adapter_folder import adapter_modules, read_adapter, write_adapter
 from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import AdapterSpec, ExportError
@@ -101,6 +102,20 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
                 assert torch.allclose(back[name].factors[factor].float(), tensor, rtol=1e-2)
         else:
             assert torch.allclose(back[name].delta(), module.delta(), atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["lora", "lokr"])
+def test_a_proof_changes_nothing_that_other_threads_use(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """It runs in a thread while the run trains: stock loading patches torch, and adding an adapter seeds it."""
+    spec = spec_of(base, type=kind)
+    weights = trained(base, spec.adapter)
+    for owner, name in ((SD3Transformer2DModel, "from_pretrained"), (torch.random, "fork_rng")):
+        monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("a change for all threads"))
+    monkeypatch.setattr(adapter_proof, "run_clean_process", lambda *_: ({}, {"output": torch.zeros(1)}))
+    with pytest.raises(ProofError, match="has shape"):
+        write_adapter(tmp_path / "out", weights, spec)
 
 
 def test_a_lokr_of_a_model_with_more_heads_than_blocks_is_proven_as_comfyui_numbers_it(tmp_path: Path) -> None:

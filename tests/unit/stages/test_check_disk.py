@@ -303,3 +303,15 @@ def test_a_missing_tracker_package_is_a_fault(
     assert fault.key == f"monitoring.enable_{package}"
     assert f"pip install 'sd3-light[{package}]'" in str(fault)
     assert disk_faults(files.load(tables=f"[monitoring]\nenable_{package} = true"), caching=True) == []
+
+
+def test_metrics_need_a_dataset_and_a_model_folder(files: Any) -> None:
+    table = '[metrics]\nevery_n_steps = 5\ndataset = "{}"\nfeatures = "judge"\n'
+    keys = {fault.key for fault in disk_faults(files.load(tables=table.format("missing.toml")))}
+    assert "metrics.features" in keys
+    assert len(keys) == 2
+    files.json("judge/config.json", {})
+    (files.folder / "truth.toml").write_text('resolutions = [64, 4096]\n[[directory]]\npath = "nowhere"\n')
+    faults = disk_faults(files.load(tables=table.format("truth.toml")))
+    assert {fault.key for fault in faults} == {"directory[0].path", "directory[0].resolutions"}
+    assert all(fault.file.endswith("truth.toml") for fault in faults)

@@ -1,6 +1,7 @@
 """`sd3-light new`: configs that `check` accepts, with sizes that fit a GPU by `check`'s own formula."""
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -112,8 +113,12 @@ def test_nothing_is_written_if_something_is_wrong(tmp_path: Path, images: str) -
     with pytest.raises(ConfigFaults) as caught:
         new.run("lora", str(tmp_path / "nowhere"), "missing", tmp_path / "out")
     assert sorted(str(fault).partition(": ")[0] for fault in caught.value.faults) == ["--data", "--model"]
+    assert "relative paths" not in str(caught.value), "those of options start where the command runs"
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigFaults, match=r"--data: directory: no usable sample"):
+        new.run("lora", str(tmp_path / "empty"), str(DEMO), tmp_path / "out")
+    shutil.copy(next(Path(images).glob("*.png")), tmp_path / "empty")
+    with pytest.raises(ConfigFaults, match=r"\(1 no_caption\); .*write each caption next to its image, as NAME\.txt"):
         new.run("lora", str(tmp_path / "empty"), str(DEMO), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     new.run("lora", images, str(DEMO), tmp_path / "out")
@@ -150,3 +155,12 @@ def test_a_terminal_is_asked(tmp_path: Path, images: str, monkeypatch: pytest.Mo
     assert "What do you want to train? [lora]" in result.output
     assert "from about 20 images" in result.output
     assert (tmp_path / "icons.toml").is_file()
+
+
+def test_a_wrong_answer_is_asked_again(tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.cli.new_verb.is_terminal", lambda: True)
+    answers = ("icon", "icons", "nowhere", images, str(DEMO))
+    result = CliRunner().invoke(app, ["new", "--out", str(tmp_path)], input="\n".join(answers) + "\n")
+    assert result.exit_code == 0, result.output
+    assert "unknown kind 'icon'; the kinds are lora, finetune, pretrain, icons" in result.output
+    assert "no such file or folder: nowhere" in result.output

@@ -16,6 +16,7 @@ from rich.console import Console
 from sd3_light.config.faults import UserError
 from sd3_light.stages import report as stage
 from sd3_light.stages.report.curves import NUM_BINS, CurveBuilder
+from sd3_light.stages.report.run_charts import validation_charts
 from sd3_light.stages.report.run_log import MOST_EVENTS, MOST_PARSED, EvenSample
 
 Event = dict[str, Any]
@@ -235,3 +236,13 @@ def test_an_incomplete_last_line_is_ignored_and_an_invalid_one_named(write: Writ
 def test_a_missing_log_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such log"):
         stage.run(tmp_path)
+
+
+def test_measurements_are_curves_with_intervals(write: Write) -> None:
+    value = {"value": 2.0, "low": 1.0, "high": 3.0}
+    events = [event("metrics", 1, step=x, set="held", weights="ema", kid=value, retrieval=None) for x in (10, 20)]
+    report = stage.run(write(events))
+    assert report.metrics["held", "ema"]["kid/low"].points == [(10, 1.0), (20, 1.0)]
+    (chart,) = (chart for chart in validation_charts(report) if "KID" in chart.title)
+    assert [line.name for line in chart.lines] == ["95% interval", "95% interval", "KID"]
+    assert "metrics" not in report.events

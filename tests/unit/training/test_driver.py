@@ -22,6 +22,7 @@ from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, Tens
 from sd3_light.optim.ema import Averages
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.loop import Run, every
+from sd3_light.training.measurement import Measurement
 
 
 class Result:
@@ -298,6 +299,32 @@ def test_a_missing_export_is_written_after_a_resume(tmp_path: Path) -> None:
         with case.driver.running():
             case.driver.catch_up(start)
         assert exported == expected
+
+
+def test_the_best_measurement_is_exported_and_linked_once(tmp_path: Path) -> None:
+    """Better at steps 1 and 3; step 3 is also due by the schedule. Two measurements later the run stops."""
+    exported: list[tuple[int, float]] = []
+
+    def export(trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
+        exported.append((progress.step, float(trained["w"])))
+        path = tmp_path / "exports" / f"step-{progress.step:08d}"
+        path.mkdir(parents=True)
+        return path
+
+    def measure(step: int) -> Measurement | None:
+        stop = "no gain" if step == 4 else None
+        return None if step == 2 else Measurement({"kid": {"value": step}}, "", step in (1, 3), stop)
+
+    schedule = HookSchedule(measure=every(1), export=every(3))
+    case = Case(tmp_path, hooks=RunHooks(measure=measure, export=export), schedule=schedule)
+    assert case.train().step == 5
+    assert case.of("metrics") == [1, 3, 4, 5]
+    assert case.of("metrics", "kid")[0] == {"value": 1}
+    assert [step for step, _ in exported] == [1, 3]
+    assert exported[1][1] < 3, "the average is exported"
+    assert (tmp_path / "exports" / "best").resolve().name == "step-00000003"
+    assert case.saved() == ["step-00000005"]
+    assert case.of("stop", "reason") == ["no gain"]
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [({3: 4, 4: 40}, []), ({3: 40, 4: 4}, [4])])

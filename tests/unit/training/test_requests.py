@@ -62,6 +62,18 @@ def test_the_file_save_quit_saves_and_stops(tmp_path: Path, clock: list[float]) 
     assert list(tmp_path.iterdir()) == [], "a resumed run must not stop at once"
 
 
+def test_a_planned_stop_saves_and_is_not_an_interruption() -> None:
+    requests = make()
+    requests.stop("no gain")
+    assert poll(requests) == (True, True)
+    assert requests.reason == "no gain"
+    assert not requests.is_interrupted
+    signalled = make()
+    signalled.signal = "SIGTERM"
+    signalled.poll()
+    assert signalled.is_interrupted
+
+
 def test_files_are_not_checked_at_every_step(tmp_path: Path, clock: list[float]) -> None:
     requests = make(tmp_path)
     (tmp_path / "save").touch()

@@ -14,6 +14,7 @@ from sd3_light.export.export_spec import ExportSpec
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.training import saver as module
 from sd3_light.training import sd3
+from sd3_light.training.best import mark_best
 from sd3_light.training.saver import Saver
 from sd3_light.training.sd3 import LightSD3Pipeline
 
@@ -65,6 +66,16 @@ def test_the_export_just_written_is_kept(tmp_path: Path, written: list[dict[str,
     saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
     for step in (5, 2, 3):
         assert saver.save_model({}, "raw", Progress(step)).is_dir()
+
+
+def test_the_best_export_is_kept(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
+    mark_best(saver.save_model({}, "raw", Progress(1)))
+    for step in (2, 3):
+        saver.save_model({}, "raw", Progress(step))
+    names = [path.name for path in sorted((tmp_path / "exports").glob("step-*"))]
+    assert names == ["step-00000001", "step-00000003"]
 
 
 @pytest.mark.parametrize("save", ["save_model", "save_full_model"])

@@ -22,7 +22,7 @@ from sd3_light.export.export_spec import write_json
 from sd3_light.export.lora_merge import add_adapters, merge_adapters
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.metrics.composition import CompositionScore, score
-from sd3_light.model.part_configs import load_part
+from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.start import where_weights_start
 from sd3_light.runlog import progress
 from sd3_light.sampling.lora_stack import Lora
@@ -49,7 +49,7 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     model = chosen.folder
     if not (model / "transformer" / "config.json").is_file():
         raise UserError(f"{model} is not a diffusers folder (no transformer/config.json); pass an export")
-    denoiser = load_part(SD3Transformer2DModel, model / "transformer", dtype=torch.float32)
+    denoiser = load_diffusers_model(SD3Transformer2DModel, model / "transformer", torch.float32)
     merge_adapters(denoiser, chosen.loras)
     device = launch.device()
     if device.type == "cuda":

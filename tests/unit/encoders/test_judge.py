@@ -1,0 +1,77 @@
+"""Folders whose features compare images: CLIP and vision models, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, BertConfig, BertModel
+
+from sd3_light.config.faults import UserError
+from sd3_light.encoders.judge import PREPROCESSOR, load_judge
+from tests.judge_folders import write_clip, write_vision
+
+CPU = torch.device("cpu")
+PIXELS = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), np.uint8)
+
+
+def test_a_clip_folder_compares_images_and_texts(tmp_path: Path) -> None:
+    judge = load_judge(write_clip(tmp_path), CPU)
+    assert judge.reads_text
+    images, texts = judge.image_features(PIXELS), judge.text_features(["a red circle", "一个圆"])
+    assert images.shape == (3, 12)
+    assert texts.shape == (2, 12)
+    assert torch.allclose(texts.norm(dim=1), torch.ones(2))
+
+
+def test_a_vision_folder_gives_its_pooled_output(tmp_path: Path) -> None:
+    judge = load_judge(write_vision(tmp_path), CPU)
+    assert not judge.reads_text
+    pixels = torch.from_numpy(PIXELS).permute(0, 3, 1, 2) / 127.5 - 1
+    with torch.no_grad():
+        expected = AutoModel.from_pretrained(tmp_path)(pixel_values=pixels).pooler_output
+    assert torch.allclose(judge.image_features(PIXELS), torch.nn.functional.normalize(expected, dim=1), atol=1e-5)
+
+
+def test_the_side_is_that_of_the_crop(tmp_path: Path) -> None:
+    settings = json.loads((write_vision(tmp_path) / PREPROCESSOR).read_text())
+    settings |= {"size": {"shortest_edge": 40}, "crop_size": {"height": 24, "width": 24}, "do_center_crop": True}
+    (tmp_path / PREPROCESSOR).write_text(json.dumps(settings))
+    assert load_judge(tmp_path, CPU).side == 24
+    (tmp_path / PREPROCESSOR).write_text(json.dumps({**settings, "do_center_crop": False}))
+    assert load_judge(tmp_path, CPU).side == 40
+
+
+def test_the_folder_of_the_parts_stage_has_its_judge_inside(tmp_path: Path) -> None:
+    write_clip(tmp_path / "judge")
+    assert load_judge(tmp_path, CPU).reads_text
+
+
+def test_weights_other_than_safetensors_are_refused(tmp_path: Path) -> None:
+    write_vision(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"cannot be loaded: .*safetensors") as raised:
+        load_judge(tmp_path, CPU)
+    assert "\n" not in str(raised.value)
+
+
+def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
+    write_vision(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "own.Model"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load_judge(tmp_path, CPU)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_text_model_is_refused(tmp_path: Path) -> None:
+    settings = (write_vision(tmp_path / "vision") / PREPROCESSOR).read_text()
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=10, **sizes)).save_pretrained(tmp_path / "text")
+    (tmp_path / "text" / PREPROCESSOR).write_text(settings)
+    with pytest.raises(UserError, match="is a BertModel, without features of images"):
+        load_judge(tmp_path / "text", CPU)

@@ -1,0 +1,104 @@
+"""Scores of sets of images: known cases, and their intervals."""
+
+import json
+
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.config.faults import UserError
+from sd3_light.metrics.comparison import Comparison
+from sd3_light.metrics.distances import METRICS
+
+COUNT = 120
+
+
+def draw(seed: int, count: int = COUNT) -> Tensor:
+    noise = torch.randn(count, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.normalize(noise, dim=1)
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    truths = draw(0)
+    return Comparison(truths, truths, [f"caption {number}" for number in range(COUNT)])
+
+
+def value(scores: object, metric: str) -> float:
+    estimate = scores.estimates[metric]  # type: ignore[attr-defined]
+    assert estimate.low <= estimate.value <= estimate.high
+    return float(estimate.value)
+
+
+def test_a_perfect_model_scores_like_the_truth(comparison: Comparison) -> None:
+    truth, copy = comparison.of_truths(), comparison.of_images(comparison.truths)
+    for metric in METRICS[:5]:
+        assert truth.estimates[metric] == copy.estimates[metric]
+    assert value(truth, "retrieval") == 1
+    assert truth.estimates["distance"] is None
+    assert value(copy, "distance") == pytest.approx(0, abs=1e-12)
+    assert abs(value(truth, "kid")) < 0.02
+    assert value(truth, "precision") > 0.8
+    assert value(truth, "recall") > 0.8
+
+
+def test_images_from_elsewhere_score_worse(comparison: Comparison) -> None:
+    truth = comparison.of_truths()
+    other = comparison.of_images(torch.nn.functional.normalize(draw(1) + 2, dim=1))
+    for metric in ("frechet", "kid"):
+        assert truth.estimates[metric].high < other.estimates[metric].low  # type: ignore[union-attr]
+    assert value(other, "recall") < 0.2
+    assert value(other, "retrieval") < 0.1
+    assert value(other, "distance") > 0.5
+
+
+def test_images_of_one_mode_lack_recall(comparison: Comparison) -> None:
+    close = comparison.of_images(torch.nn.functional.normalize(comparison.truths[:1] + 0.05 * draw(2), dim=1))
+    assert value(close, "precision") > 0.9 > 0.2 > value(close, "recall")
+
+
+def test_shuffled_captions_are_found_by_chance(comparison: Comparison) -> None:
+    shuffled = comparison.of_shuffled_truths()
+    assert value(shuffled, "retrieval") < 0.1
+    assert value(shuffled, "distance") == pytest.approx(1, abs=0.1)
+    assert all(shuffled.estimates[metric] is None for metric in METRICS[:4])
+
+
+def test_images_for_some_captions(comparison: Comparison) -> None:
+    rows = list(range(0, COUNT, 2))
+    some = comparison.of_images(comparison.truths[rows], rows)
+    assert some.count == len(rows)
+    assert value(some, "retrieval") == 1
+    assert some.estimates["frechet"] is not None
+    assert comparison.of_images(comparison.truths[:5], range(5)).estimates["frechet"] is None
+
+
+def test_scores_are_reproducible_and_depend_on_the_seed(comparison: Comparison) -> None:
+    again = Comparison(comparison.truths, comparison.texts, comparison.captions)
+    other = Comparison(comparison.truths, comparison.texts, comparison.captions, seed=1)
+    images = draw(3)
+    assert again.of_images(images).as_dict() == comparison.of_images(images).as_dict()
+    assert other.of_images(images).as_dict() != comparison.of_images(images).as_dict()
+    assert json.loads(json.dumps(again.of_images(images).as_dict()))["kid"].keys() == {"value", "low", "high"}
+
+
+def test_without_text_features_there_is_no_retrieval(comparison: Comparison) -> None:
+    blind = Comparison(comparison.truths, None, comparison.captions)
+    assert blind.of_truths().estimates["retrieval"] is None
+    assert blind.of_shuffled_truths().hits is None
+    assert value(blind.of_images(draw(4)), "distance") > 0
+
+
+def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
+    """Hits of a model with 60% retrieval: about 95% of the intervals contain 0.6."""
+    covered = 0
+    for seed in range(200):
+        chance = torch.rand(COUNT, generator=torch.Generator().manual_seed(seed)).double()
+        estimate = Comparison(draw(0), None, ["a"] * COUNT, seed)._mean((chance < 0.6).double())
+        covered += estimate.low <= 0.6 <= estimate.high
+    assert 180 <= covered <= 198
+
+
+def test_too_few_images_are_refused() -> None:
+    with pytest.raises(UserError, match="7 images are too few to compare; give at least 8"):
+        Comparison(draw(0, 7), None, ["a"] * 7)

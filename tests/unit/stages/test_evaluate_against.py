@@ -1,0 +1,86 @@
+"""Models against true images: table, JSON and page. The images are given; `tests/e2e/test_run.py` draws some."""
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from sd3_light.config.faults import UserError
+from sd3_light.metrics.distances import METRICS
+from sd3_light.stages.evaluate import against
+from sd3_light.stages.evaluate.against import COPY, SHUFFLED, TRUE, AgainstOptions
+from tests.judge_folders import write_clip, write_vision
+from tests.unit.pages.parsed_page import ParsedPage
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve held-out images with a copy in another style each, two model folders, a judge."""
+    root, cells = tmp_path_factory.mktemp("against"), []
+    for part, style in (("held_out", "flat"), ("train", "round")):
+        (root / part / style).mkdir(parents=True)
+        for number in range(12):
+            pixels = np.random.default_rng([number, part == "train"]).integers(0, 256, (16, 16, 3), np.uint8)
+            Image.fromarray(pixels).save(root / part / style / f"{number}.png")
+            cell = {"file": f"{style}/{number}.png", "concept": f"<{number}>", "style": style}
+            cells.append({**cell, "held_out": part == "held_out"})
+    captions = {f"{number}.png": f"<{number}>, flat" for number in range(12)}
+    (root / "held_out" / "flat" / "captions.json").write_text(json.dumps(captions))
+    (root / "data.toml").write_text('resolutions = [16]\n[[directory]]\npath = "held_out/flat"\n')
+    (root / "cells.json").write_text(json.dumps(cells))
+    for model in ("good", "noise"):
+        (root / model).mkdir()
+        (root / model / "model_index.json").write_text("{}")
+    write_clip(root / "judge")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw nothing: the good model returns the truth, the other one noise."""
+
+    def draw(chosen: Any, truths: Any, *_: Any) -> Any:
+        noise = np.random.default_rng(9).integers(0, 256, (len(truths), 16, 16, 3), np.uint8)
+        return [truth.pixels for truth in truths] if chosen.folder.name == "good" else list(noise)
+
+    monkeypatch.setattr(against, "draw", draw)
+
+
+def test_models_and_baselines_in_one_table(folder: Path, tmp_path: Path) -> None:
+    out, page, models = tmp_path / "new" / "scores.json", tmp_path / "page.html", [folder / "good", folder / "noise"]
+    measured = against.run(models, folder / "data.toml", folder, AgainstOptions(), out, page)
+    good, noise = map(str, models)
+    assert list(measured.scores) == [TRUE, SHUFFLED, COPY, good, noise]
+    written = json.loads(out.read_text())
+    rows = written["rows"]
+    assert (written["captions"], written["among"], written["guidance"]) == (12, 12, 4.0)
+    assert rows[good]["distance"]["value"] == pytest.approx(0, abs=1e-9)
+    assert rows[noise]["distance"]["value"] > 0.001
+    assert {**rows[good], "distance": None} == rows[TRUE]
+    assert rows[COPY]["images"] == 12
+    assert rows[SHUFFLED]["frechet"] is None
+    shown = StringIO()
+    Console(width=300, file=shown).print(measured.table())
+    assert all(name in shown.getvalue() for name in (TRUE, COPY, SHUFFLED, good, "KID", "distance to truth"))
+    parsed = ParsedPage(page)
+    assert len(parsed.attributes("img")) == 12 * 4
+    assert "<3>, flat" in parsed.text
+    assert "finds" in parsed.text
+
+
+def test_a_vision_model_measures_without_texts(folder: Path, tmp_path: Path) -> None:
+    measured = against.run([folder / "noise"], folder / "data.toml", write_vision(tmp_path), AgainstOptions(count=9))
+    scores = measured.scores[str(folder / "noise")].estimates
+    assert len(measured.truths) == 9
+    assert scores["retrieval"] is None
+    assert all(scores[metric] is not None for metric in METRICS if metric != "retrieval")
+
+
+def test_a_missing_model_is_reported_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a diffusers folder"):
+        against.run([folder / "good", tmp_path], tmp_path / "missing.toml", tmp_path)
