@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
+from sd3_light.cli import app
 from sd3_light.config.load_dataset import load_directories
 
 FOLDER = Path(__file__).parents[3] / "examples" / "icons"
@@ -103,6 +105,33 @@ def test_a_set_of_two_styles(build: Any, packages: Path, tmp_path: Path, monkeyp
     text = (out / "ATTRIBUTION.md").read_text(encoding="utf-8")
     assert "| @lobehub/fluent-emoji-3d | 1.1.0 | MIT |" in text
     assert "openmoji" not in text
+
+
+def test_a_model_from_icons_alone(build: Any, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of docs/parts.md, smaller still."""
+    run(build, monkeypatch, tmp_path / "trial", "--packages", packages, "--styles", "fluent_3d", "noto", "--every", "3")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    smaller = {
+        "parts": "--vae-steps 2 --text-steps 2 --vae-batch 4 --text-batch 8",
+        "train": "--set max_steps=2 --set micro_batch_size_per_gpu=2 --set num_dataloader_workers=0",
+        "evaluate": "--prompts 8 --steps 1 --out scores.json",
+    }
+    commands = [line for line in trial_commands() if line.startswith("sd3-light")]
+    assert [line.split()[1] for line in commands] == ["parts", "new", "train", "evaluate"]
+    for line in commands:
+        _, verb, *arguments = line.split()
+        result = CliRunner().invoke(app, [verb, *arguments, *smaller.get(verb, "").split()])
+        assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["rows"]
+    assert list(rows) == ["true images", "true images, captions shuffled", "same concept, nearest style", "runs/icons"]
+    assert rows["runs/icons"]["images"] == 8
+
+
+def trial_commands() -> list[str]:
+    """Return the commands of the last block of docs/parts.md."""
+    page = (FOLDER.parents[1] / "docs" / "parts.md").read_text(encoding="utf-8")
+    return page.split("```bash\n")[-1].split("```")[0].splitlines()
 
 
 def test_skin_tones_and_a_trial(build: Any, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
