@@ -40,6 +40,14 @@ class LatentScale:
         """Return the latents as the denoiser expects them."""
         return (raw - self.shift) * self.scale
 
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """Return the latents as the VAE's decoder expects them."""
+        return latents / self.scale + self.shift
+
+
+SD3_LATENTS = LatentScale(1.5305, 0.0609)
+"""The constants of Stability's VAEs, which programs that read single files assume."""
+
 
 def load_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> AutoencoderKL:
     """Load the VAE of a diffusers folder, frozen."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from sd3_light.config.faults import UserError
+from sd3_light.encoders.vae import SD3_LATENTS
 from sd3_light.export.lora_fusing import reader_padding
 from sd3_light.export.single_parts import PROJECTION, Model, PartConfig
 from sd3_light.model.start import HEAD_WIDTH
@@ -19,7 +20,7 @@ _FULL_SIZE = {
 }
 _SHIFT = 3.0
 _T5_LENGTH, _COMFY_T5_LENGTH = 256, 77  # of diffusers by default; at least that many in ComfyUI
-_LATENTS = {"scaling_factor": 1.5305, "shift_factor": 0.0609}
+_LATENTS = {"scaling_factor": SD3_LATENTS.scale, "shift_factor": SD3_LATENTS.shift}
 
 
 def blocks_in_file(config: PartConfig, pad_blocks: bool) -> int:

@@ -1,8 +1,8 @@
 """Training of a VAE (AutoencoderKL) on the images of a dataset.
 
-The decoder always sees latents with mean 0 and standard deviation 1 per channel: during training the batch is
-normalised, at the end the statistics of the dataset are folded into the encoder's last convolution. Nothing is padded
-after that convolution, so the folded VAE equals the normalised one up to rounding, with scale 1 and shift 0.
+Latents have mean 0 and standard deviation 1 per channel under the scale and shift of Stability's VAEs: during training
+the batch is normalised, at the end the statistics of the dataset are folded into the encoder's last convolution.
+Nothing is padded after that convolution, so the folded VAE equals the normalised one up to rounding.
 """
 
 import copy
@@ -20,7 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.encoders.vae import tf32_convolutions
+from sd3_light.encoders.vae import SD3_LATENTS, tf32_convolutions
 from sd3_light.model.fast.self_check import why_not_compiled
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.part_configs import read_config
@@ -64,7 +64,8 @@ def build_vae(size: VaeSize, latent_channels: int, seed: int) -> AutoencoderKL:
             in_channels=3, out_channels=3, latent_channels=latent_channels, block_out_channels=size.channels,
             down_block_types=("DownEncoderBlock2D",) * levels, up_block_types=("UpDecoderBlock2D",) * levels,
             layers_per_block=size.layers, norm_num_groups=size.groups, mid_block_add_attention=True,
-            use_quant_conv=False, use_post_quant_conv=False, scaling_factor=1.0, shift_factor=0.0,
+            use_quant_conv=False, use_post_quant_conv=False, scaling_factor=SD3_LATENTS.scale,
+            shift_factor=SD3_LATENTS.shift,
         )  # fmt: skip
 
 
@@ -79,7 +80,10 @@ def open_vae(folder: Path) -> AutoencoderKL:
 
 
 class Reconstruction(nn.Module):
-    """Pixels and standard normal noise -> (reconstruction, mean, log-variance), with latents normalised per batch."""
+    """Pixels and standard normal noise -> (reconstruction, mean, log-variance).
+
+    With ``normalise`` the latents are normalised per batch, and the decoder sees them in the scale of SD3.
+    """
 
     def __init__(self, vae: AutoencoderKL, normalise: bool) -> None:
         super().__init__()
@@ -88,11 +92,13 @@ class Reconstruction(nn.Module):
     def forward(self, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Encode, draw from the posterior and decode."""
         mean, logvar = encode(self.vae, images)
-        if self.normalise:
-            std, shift = torch.std_mean(mean, dim=(0, 2, 3), keepdim=True)
-            std = std.clamp(min=_MIN_STD)
-            mean, logvar = (mean - shift) / std, logvar - 2 * std.log()
-        return decode(self.vae, mean + torch.exp(0.5 * logvar) * noise), mean, logvar
+        if not self.normalise:
+            return decode(self.vae, mean + torch.exp(0.5 * logvar) * noise), mean, logvar
+        std, shift = torch.std_mean(mean, dim=(0, 2, 3), keepdim=True)
+        std = std.clamp(min=_MIN_STD)
+        mean, logvar = (mean - shift) / std, logvar - 2 * std.log()
+        latents = mean + torch.exp(0.5 * logvar) * noise
+        return decode(self.vae, SD3_LATENTS.denormalise(latents)), mean, logvar
 
 
 def encode(vae: AutoencoderKL, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,6 +131,13 @@ def channel_statistics(vae: AutoencoderKL, pools: list[Pool], device: torch.devi
             first, second = first + values.sum(1), second + values.square().sum(1)
     mean = first / count
     return mean, (second / count - mean.square()).clamp(min=_MIN_STD**2).sqrt()
+
+
+def normalising_fold(vae: AutoencoderKL, pools: list[Pool], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the mean and deviation to fold so that latents are normal under the scale of SD3."""
+    mean, std = channel_statistics(vae, pools, device)
+    std = std * SD3_LATENTS.scale
+    return mean - SD3_LATENTS.shift * std, std
 
 
 @torch.no_grad()
@@ -174,15 +187,16 @@ class VaeTask:
     @torch.no_grad()
     def start_new(self) -> None:
         """Normalise the latents of a random VAE and make their noise small: it would hide the signal at first."""
-        fold_into_encoder(self.vae, *channel_statistics(self.vae, self.pools, self.device))
+        fold_into_encoder(self.vae, *normalising_fold(self.vae, self.pools, self.device))
         conv, channels = self.vae.encoder.conv_out, self.vae.config.latent_channels
         conv.weight[channels:] *= _FIRST_NOISE
-        conv.bias[channels:] = 2 * math.log(_FIRST_NOISE)
+        conv.bias[channels:] = 2 * math.log(_FIRST_NOISE / SD3_LATENTS.scale)
+        self.vae.decoder.conv_in.weight *= SD3_LATENTS.scale  # random weights expect inputs of deviation 1
 
     def start_from(self) -> None:
         """Normalise the latents of an existing VAE once, so that its decoder expects what training will give it."""
         if not self.options.decoder_only:
-            mean, std = channel_statistics(self.vae, self.pools, self.device)
+            mean, std = normalising_fold(self.vae, self.pools, self.device)
             fold_into_encoder(self.vae, mean, std)
             fold_into_decoder(self.vae, mean, std)
 
@@ -246,8 +260,8 @@ class VaeTask:
         """Return a copy with the statistics of the latents folded in."""
         vae: AutoencoderKL = copy.deepcopy(self.vae).eval().requires_grad_(False)
         if not self.options.decoder_only:
-            fold_into_encoder(vae, *channel_statistics(vae, self.pools, self.device))
-            vae.register_to_config(scaling_factor=1.0, shift_factor=0.0)
+            fold_into_encoder(vae, *normalising_fold(vae, self.pools, self.device))
+            vae.register_to_config(scaling_factor=SD3_LATENTS.scale, shift_factor=SD3_LATENTS.shift)
         return vae
 
 

@@ -66,9 +66,10 @@ def test_a_grid_shows_the_reconstructions(trained: tuple[VaeTask, Fit, Path]) ->
 def test_latents_have_mean_0_and_deviation_1(trained: tuple[VaeTask, Fit, Path], pools: list[Pool]) -> None:
     vae = trained[0].finished()
     mean, std = channel_statistics(vae, pools, CPU)
-    assert mean.abs().max() < 1e-5
-    assert (std - 1).abs().max() < 1e-5
-    assert (vae.config.scaling_factor, vae.config.shift_factor) == (1.0, 0.0)
+    scale, shift = vae.config.scaling_factor, vae.config.shift_factor
+    assert (mean - shift).abs().max() < 1e-5
+    assert (std * scale - 1).abs().max() < 1e-5
+    assert (scale, shift) == (1.5305, 0.0609), "the constants that readers of single files assume"
     raw_mean, raw_std = channel_statistics(trained[0].vae, pools, CPU)
     assert raw_mean.abs().max() > 1e-2 or (raw_std - 1).abs().max() > 1e-2
 
@@ -79,7 +80,8 @@ def test_the_folded_vae_equals_the_normalised_one(trained: tuple[VaeTask, Fit, P
     images = take(pools[0].pixels, np.arange(8), CPU)
     mean, std = (value.float()[:, None, None] for value in channel_statistics(task.vae, pools, CPU))
     raw, raw_logvar = encode(task.vae, images)
-    expected, expected_logvar = (raw - mean) / std, raw_logvar - 2 * std.log()
+    expected = (raw - mean) / std / 1.5305 + 0.0609
+    expected_logvar = raw_logvar - 2 * (1.5305 * std).log()
     folded = task.finished()
     latents, logvar = encode(folded, images)
     assert torch.allclose(latents, expected, atol=1e-5)
@@ -96,8 +98,8 @@ def test_a_new_vae_starts_with_little_noise(pools: list[Pool]) -> None:
     task = make_task(pools)
     task.start_new()
     mean, logvar = encode(task.vae, take(pools[0].pixels, np.arange(16), CPU))
-    assert mean.std().item() == pytest.approx(1, abs=0.2)
-    assert (0.5 * logvar).exp().mean().item() == pytest.approx(0.1, abs=0.02)
+    assert 1.5305 * mean.std().item() == pytest.approx(1, abs=0.2)
+    assert 1.5305 * (0.5 * logvar).exp().mean().item() == pytest.approx(0.1, abs=0.02)
 
 
 @torch.no_grad()
@@ -108,6 +110,20 @@ def test_training_normalises_the_batch(pools: list[Pool]) -> None:
     std, shift = torch.std_mean(mean, dim=(0, 2, 3))
     assert torch.allclose(shift, torch.zeros(16), atol=1e-4)
     assert torch.allclose(std, torch.ones(16), atol=1e-4)
+
+
+@torch.no_grad()
+def test_training_decodes_what_the_finished_vae_decodes(pools: list[Pool]) -> None:
+    """With all images in the batch its statistics are those of the dataset."""
+    pool = pools[0]
+    images = take(pool.pixels, np.arange(pool.held_out, len(pool.ids)), CPU)
+    task = make_task([pool])
+    noise = torch.zeros(len(images), 16, images.shape[2] // 8, images.shape[3] // 8)
+    output, _, _ = Reconstruction(task.vae, normalise=True)(images, noise)
+    finished = task.finished()
+    latents = encode(finished, images)[0]
+    assert (output - decode(finished, latents)).abs().mean() < 1e-3
+    assert (output - decode(finished, 1.5305 * (latents - 0.0609))).abs().mean() > 1e-2, "the decoder knows the scale"
 
 
 @torch.no_grad()
