@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
