@@ -11,7 +11,7 @@ from sd3_light.export.export_spec import FACTS_FILE
 from sd3_light.export.real_pipeline import RealTextPipeline
 from sd3_light.export.single_parts import read_part
 from sd3_light.model.part_configs import LOAD_ERRORS, LOCAL_WEIGHTS
-from sd3_light.model.pipeline_folder import check_configs
+from sd3_light.model.pipeline_folder import check_configs, tokenizer_length
 from sd3_light.model.start import folder_size
 from sd3_light.sampling.texts import TextPolicy
 
@@ -53,8 +53,11 @@ def _load(folder: Path, policy: TextPolicy) -> StableDiffusion3Pipeline:
 
 
 def read_text_policy(folder: Path) -> TextPolicy:
-    """Return how a folder's text was encoded in training; stock SD3's policy if it does not say."""
-    text = {"t5_max_length": 256, "uncond_text": "empty", "text_tokens": "padded", **read_facts(folder).get("text", {})}
+    """Return how a folder's text was encoded in training; if it does not say, stock SD3's policy with no more T5 tokens
+    than the folder's tokenizer accepts."""
+    length = min(256, tokenizer_length(folder / "tokenizer_3") or 256)
+    text = {"t5_max_length": length, "uncond_text": "empty", "text_tokens": "padded"}
+    text |= read_facts(folder).get("text", {})
     invalid = [key for key, choices in _CHOICES.items() if text[key] not in choices]
     if type(text["t5_max_length"]) is not int or text["t5_max_length"] < 1:
         invalid.append("t5_max_length")

@@ -1,0 +1,109 @@
+"""Makes the images of the README, `docs/images/*.png`, from a demo folder: a grid of samples, and pages in Chromium.
+
+    sd3-light demo --out demo_run
+    python scripts/readme_images.py demo_run
+
+The run on the page of a run continues the shipped base with sample images, a minute or two on two CPU cores.
+"""
+
+import argparse
+import base64
+import os
+import shutil
+import subprocess
+import sys
+from io import BytesIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from PIL import Image
+
+from sd3_light.world.dataset import draw_prompts
+
+ROOT = Path(__file__).resolve().parents[1]
+IMAGES = ROOT / "docs" / "images"
+MAX_BYTES = 200_000
+WIDTH, HEIGHT, SHOWN_WIDTH = 1280, 1500, 800
+PROMPTS = '["two red stars on a white background", "a blue circle left of a green square on a white background"]'
+NUM_GRID_PROMPTS = 12
+PLAIN_PAGE = """
+document.documentElement.style.overflow = "hidden";
+const lastTwo = path => path.split("/").slice(-2).join("/");
+document.querySelectorAll(".key.soft").forEach(node => { node.textContent = lastTwo(node.textContent) });
+"""
+SAMPLED = (
+    f"sampling.prompts={PROMPTS}",
+    "sampling.every_n_steps=20",
+    "sampling.before_first_step=true",
+    "sampling.steps=12",
+    "sampling.guidance=2.0",
+    "max_steps=60",
+    "eval_every_n_steps=20",
+    "logging_steps=1",
+)
+
+
+def command(*arguments: object) -> None:
+    """Run `sd3-light` of this working tree."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-m", "sd3_light", *map(str, arguments)], check=True, env=environment)
+
+
+def save_small(image: Image.Image, path: Path) -> None:
+    """Write a PNG of at most MAX_BYTES, with fewer colours if needed."""
+    for colours in (None, 256, 128, 64, 32):
+        data = BytesIO()
+        (image if colours is None else image.quantize(colours)).save(data, "PNG", optimize=True)
+        if data.tell() <= MAX_BYTES:
+            path.write_bytes(data.getvalue())
+            print(f"{path.relative_to(ROOT)}: {data.tell() // 1000} kB, {image.width} x {image.height}")
+            return
+    raise SystemExit(f"{path}: more than {MAX_BYTES} bytes with 32 colours; make the image smaller")
+
+
+def grid(demo: Path) -> None:
+    """Draw the shipped model's images of some prompts, without selection."""
+    out = demo / "readme"
+    shutil.rmtree(out, ignore_errors=True)
+    prompts = [prompt.text for prompt in draw_prompts(NUM_GRID_PROMPTS, 0, True, language="en")]
+    command("sample", demo / "model", *prompts, "--out", out, "--guidance", 2, "--steps", 20)
+    with Image.open(out / "grid.png") as image:
+        save_small(image.convert("RGB"), IMAGES / "grid.png")
+
+
+def page(name: str, path: Path) -> None:
+    """Save the top of a page, in light and dark colours."""
+    sys.path.insert(0, str(ROOT))
+    from tests.e2e.browser import start_browser
+
+    with TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # the browser may still write
+        browser = start_browser(Path(profile))
+        for scheme in ("light", "dark"):
+            browser.open(path, width=WIDTH, scheme=scheme)
+            browser.evaluate(PLAIN_PAGE)
+            clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
+            png = browser.call("Page.captureScreenshot", format="png", clip=clip)["data"]
+            image = Image.open(BytesIO(base64.b64decode(png))).convert("RGB")
+            size = SHOWN_WIDTH, round(SHOWN_WIDTH * HEIGHT / WIDTH)
+            save_small(image.resize(size, Image.Resampling.LANCZOS), IMAGES / f"{name}-{scheme}.png")
+        browser.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("demo", type=Path, help="the folder of `sd3-light demo`")
+    demo = parser.parse_args().demo.resolve()
+    IMAGES.mkdir(exist_ok=True)
+    run = demo / "sampled"
+    if not run.exists():
+        overrides = [part for key in (f'output_dir="{run}"', *SAMPLED) for part in ("--set", key)]
+        command("train", demo / "continue.toml", *overrides)
+    command("report", run, "--out", demo / "report.html")
+    command("inspect", demo / "cache", "--out", demo / "cache.html")
+    grid(demo)
+    page("report", demo / "report.html")
+    page("dataset", demo / "cache.html")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The text policy of a folder: what it states, or stock SD3's within the limits of its tokenizer."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sd3_light.assets import DEMO
+from sd3_light.export.export_spec import FACTS_FILE
+from sd3_light.export.open_pipeline import read_text_policy
+
+
+@pytest.mark.parametrize(("limit", "length"), [(512, 256), (16, 16), (1e30, 256), (None, 256)])
+def test_a_folder_without_facts_is_read_up_to_the_limit_of_its_tokenizer(
+    tmp_path: Path, limit: float | None, length: int
+) -> None:
+    if limit is not None:
+        (tmp_path / "tokenizer_3").mkdir()
+        (tmp_path / "tokenizer_3" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
+    assert read_text_policy(tmp_path).t5_max_length == length
+    (tmp_path / FACTS_FILE).write_text(json.dumps({"text": {"t5_max_length": 77}}))
+    assert read_text_policy(tmp_path).t5_max_length == 77
+
+
+def test_the_shipped_model_is_drawn_with_the_tokens_that_it_was_trained_on() -> None:
+    assert read_text_policy(DEMO).t5_max_length == 16
