@@ -22,6 +22,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.export import diffusers_folder
+from sd3_light.export.export_spec import SAMPLES_FILE
 from sd3_light.stages import cache, train
 from sd3_light.stages.train import Resume
 from sd3_light.training.requests import RunRequests
@@ -229,7 +230,10 @@ def violations(scenario: Scenario, call: Call, error: int, lasting: bool, folder
     if code:
         problems.append(f"the next run: exit {code}: {' '.join(output.read_text(encoding='utf-8').split())[-300:]}")
     results, expected = scenario.results(project), scenario.results(scenario.reference)
-    problems += [f"then {name} differs" for name in expected if results.get(name) != expected[name]]
+    different = [name for name in expected if results.get(name) != expected[name]]
+    if "run/samples/" in str(call):  # a grid that cannot be written is reported, and the card shows an earlier one
+        different = [name for name in different if not name.endswith(SAMPLES_FILE)]
+    problems += [f"then {name} differs" for name in different]
     problems += [f"then {name} is left" for name in results.keys() - expected.keys()]
     shutil.rmtree(folder)
     return [f"{call} {errno.errorcode[error]}{' lasting' * lasting}: {problem}" for problem in problems]
