@@ -68,7 +68,8 @@ def test_a_copy_is_the_same_concept_in_the_nearest_style_that_is_not_held_out(ic
 def test_each_concept_has_its_own_nearest_style(icons: Path) -> None:
     """Files may also be relative to the list itself, without a split."""
     rows = json.loads((icons / "cells.json").read_text())
-    rows = [{**row, "file": f"{'held_out' if row.pop('held_out') else 'train'}/{row['file']}"} for row in rows]
+    for row in rows:
+        row["file"] = f"{'held_out' if row.pop('held_out') else 'train'}/{row['file']}"
     some = [row for row in rows if row["style"] != "round" or row["concept"] == CONCEPTS[1]]
     (icons / "some.json").write_text(json.dumps(some))
     truths = load_truths(icons / "held_out.toml", 10)
