@@ -44,8 +44,10 @@ class Estimate:
     low: float
     high: float
 
-    def __str__(self) -> str:
-        return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}]"
+    @property
+    def texts(self) -> tuple[str, str]:
+        """The value and the interval as text."""
+        return f"{self.value:.3g}", f"[{self.low:.3g}, {self.high:.3g}]"
 
 
 @dataclass(frozen=True)

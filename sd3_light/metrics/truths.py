@@ -17,7 +17,7 @@ from sd3_light.data.buckets import Bucket, plan
 from sd3_light.data.decoded import DecodedSample, decode_dataset
 from sd3_light.data.preprocess import Pixels, Reject, decode, fit
 from sd3_light.data.sources.records import FileBytes
-from sd3_light.inputs import read_json_file
+from sd3_light.inputs import is_inner_path, read_json_file
 from sd3_light.metrics.distances import cosine_distances
 
 CELLS = "cells.json"
@@ -102,7 +102,7 @@ def read_cells(path: Path) -> dict[Path, Mapping[str, Any]]:
     except (OSError, ValueError) as error:
         raise UserError(f"--cells: {path} cannot be read: {error}; give a JSON list of cells") from error
     if not isinstance(rows, list) or not all(map(_is_cell, rows)):
-        raise UserError(f"--cells: {path} is not a list of objects with file, concept and style, all strings")
+        raise UserError(f"--cells: {path} is not a list of objects with concept, style and a file inside its folder")
     root = Path(os.path.abspath(path)).parent
     folders = {True: root / "held_out", False: root / "train", None: root}
     return {folders[row.get("held_out")] / row["file"]: row for row in rows}
@@ -110,7 +110,7 @@ def read_cells(path: Path) -> dict[Path, Mapping[str, Any]]:
 
 def _is_cell(row: Any) -> bool:
     has_texts = isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("file", "concept", "style"))
-    return has_texts and row.get("held_out") in (True, False, None)
+    return has_texts and is_inner_path(row["file"]) and row.get("held_out") in (True, False, None)
 
 
 def _pairs(truths: Sequence[Truth], cells: Mapping[Path, Mapping[str, Any]]) -> Iterator[_Pair]:

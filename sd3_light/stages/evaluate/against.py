@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from sd3_light import __version__
 from sd3_light.config import DEFAULT_GUIDANCE
@@ -66,11 +67,11 @@ class Measured:
 
     def table(self) -> Table:
         """Return the scores as a table with 95% intervals."""
-        table = Table("", title=f"{len(self.truths):,} captions; retrieval among {self.among}")
+        table = Table(Column(overflow="fold"), title=f"{len(self.truths):,} captions; retrieval among {self.among}")
         for metric in METRICS:
             table.add_column(TITLES[metric], justify="right")
         for name, scores in self.scores.items():
-            table.add_row(name, *(_text(scores, metric) for metric in METRICS))
+            table.add_row(Text(name), *(Text("\n".join(_texts(scores, metric))) for metric in METRICS))
         return table
 
 
@@ -166,9 +167,9 @@ def draw(chosen: ChosenModel, truths: Sequence[Truth], device: torch.device, opt
 # --- output --------------------------------------------------------------------------------------
 
 
-def _text(scores: Scores, metric: str) -> str:
+def _texts(scores: Scores, metric: str) -> tuple[str, str]:
     estimate = scores.estimates[metric]
-    return "-" if estimate is None else str(estimate)
+    return ("-", "") if estimate is None else estimate.texts
 
 
 def _page_values(measured: Measured, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +180,7 @@ def _page_values(measured: Measured, facts: Mapping[str, Any]) -> dict[str, Any]
         "notes": [],
         "titles": [TITLES[metric] for metric in METRICS],
         "rows": [
-            (name, scores.count, [_text(scores, metric) for metric in METRICS])
+            (name, scores.count, [_texts(scores, metric) for metric in METRICS])
             for name, scores in measured.scores.items()
         ],
         "among": measured.among,

@@ -20,12 +20,12 @@ CONCEPTS = [f"concept {number}" for number in range(4)]
 
 @pytest.fixture(scope="module")
 def icons(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three styles of four concepts; `flat` images of all but the last concept are held out."""
+    """Three styles of four concepts; `flat` images of all but the last concept are held out, and one `round` image."""
     root = tmp_path_factory.mktemp("icons")
     cells = []
     for style, colour in COLOURS.items():
         for number, concept in enumerate(CONCEPTS):
-            held_out = style == "flat" and number < 3
+            held_out = (style == "flat" and number < 3) or (style == "round" and number == 2)
             folder = root / ("held_out" if held_out else "train") / style
             folder.mkdir(parents=True, exist_ok=True)
             image = Image.new("RGB", (32, 32), colour)
@@ -55,23 +55,25 @@ def test_truths_come_once_at_their_largest_size_in_all_languages(icons: Path) ->
     assert not list(icons.glob("*.cache"))
 
 
-def test_a_copy_is_the_same_concept_in_the_nearest_style(icons: Path) -> None:
+def test_a_copy_is_the_same_concept_in_the_nearest_style_that_is_not_held_out(icons: Path) -> None:
     truths = load_truths(icons / "held_out.toml", 10)
     copies = style_copies(truths, embed([truth.pixels for truth in truths]), icons / "cells.json", embed)
     assert list(copies) == [0, 1, 2]
     for row, (pixels, vector) in copies.items():
-        assert tuple(pixels[0, 0]) == COLOURS["round"]
+        assert tuple(pixels[0, 0]) == COLOURS["ink" if CONCEPTS[2] in truths[row].caption else "round"]
         assert pixels[12, 12].tolist() == truths[row].pixels[12, 12].tolist()
         assert torch.equal(vector, embed([pixels])[0])
 
 
-def test_held_out_cells_are_not_copied(icons: Path, tmp_path: Path) -> None:
-    cells = json.loads((icons / "cells.json").read_text())
-    rows = [{**row, "file": str(icons / ("held_out" if row["held_out"] else "train") / row["file"])} for row in cells]
-    held = [row for row in rows if row["style"] != "round" or row["concept"] == CONCEPTS[1]]
-    (tmp_path / "some.json").write_text(json.dumps([{**row, "held_out": row["style"] == "flat"} for row in held]))
+def test_each_concept_has_its_own_nearest_style(icons: Path) -> None:
+    """Files may also be relative to the list itself, without a split."""
+    rows = json.loads((icons / "cells.json").read_text())
+    for row in rows:
+        row["file"] = f"{'held_out' if row.pop('held_out') else 'train'}/{row['file']}"
+    some = [row for row in rows if row["style"] != "round" or row["concept"] == CONCEPTS[1]]
+    (icons / "some.json").write_text(json.dumps(some))
     truths = load_truths(icons / "held_out.toml", 10)
-    copies = style_copies(truths, embed([truth.pixels for truth in truths]), tmp_path / "some.json", embed)
+    copies = style_copies(truths, embed([truth.pixels for truth in truths]), icons / "some.json", embed)
     colours = {truths[row].caption.split(",")[0].split("，")[0]: tuple(copy[0][0, 0]) for row, copy in copies.items()}
     assert colours == {name: COLOURS["round" if name == CONCEPTS[1] else "ink"] for name in CONCEPTS[:3]}
 
@@ -80,7 +82,9 @@ def test_held_out_cells_are_not_copied(icons: Path, tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("[", "cannot be read"),
-        ('[{"file": "a.png"}]', "is not a list of objects with file, concept and style"),
+        ('[{"file": "a.png"}]', "is not a list of objects with concept, style and a file"),
+        ('[{"file": "../a.png", "concept": "a", "style": "b"}]', "is not a list of objects with concept, style"),
+        ('[{"file": "a\\u0000", "concept": "a", "style": "b"}]', "is not a list of objects with concept, style"),
         ("[]", "has no other style of any image"),
     ],
 )
