@@ -26,7 +26,7 @@ from sd3_light.world import draw_scene, draw_square_image, render_scene
 SEED = 7
 IMAGE_SIZES = {(64, 64): 0.5, (80, 48): 0.25, (48, 80): 0.25}  # with their share of the images
 HARD_SIZES = {(128, 128): 1.0}
-HELD_OUT_PART = 50  # one image of so many measures the quality
+HELD_OUT_PART = 50  # one image in 50 measures the quality
 JOB = 500  # images that a process draws at once
 
 

@@ -23,9 +23,9 @@ from sd3_light.world.dataset import draw_prompts
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 MAX_BYTES = 200_000
-WIDTH, HEIGHT, SHOWN_WIDTH = 1280, 1500, 800
+WIDTH, HEIGHT, SHOWN_WIDTH = 1280, 880, 800
 PROMPTS = '["two red stars on a white background", "a blue circle left of a green square on a white background"]'
-NUM_GRID_PROMPTS = 12
+NUM_GRID_PROMPTS = 16
 PLAIN_PAGE = """
 document.documentElement.style.overflow = "hidden";
 const lastTwo = path => path.split("/").slice(-2).join("/");
