@@ -7,6 +7,7 @@ Nothing is padded after that convolution, so the folded VAE equals the normalise
 
 import copy
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,6 +273,8 @@ def compiled(module: nn.Module, device: torch.device) -> Any:
     if problem := why_not_compiled(device):
         info(f"{problem}: training without it, which is slower")
         return module
+    warnings.filterwarnings("ignore", ".*functools.lru_cache", UserWarning)  # diffusers' checks of versions
+    info("the first step compiles the model, which takes a minute or two; --no-compile starts at once and is slower")
     return torch.compile(module, dynamic=False)
 
 
