@@ -18,7 +18,7 @@ from sd3_light.config.base import (
     Positive,
     Resolution,
     Table,
-    TomlPath,
+    TomlLocation,
     TomlString,
     as_resolution,
     check_sides,
@@ -192,10 +192,11 @@ class DirectoryConfig(DatasetDefaults):
 
     path: DataPath
     """Folder with images, tables, tars or Parquet files, or a single tar or Parquet file. Or a dataset on the Hugging
-    Face hub: `hf://datasets/OWNER/NAME`, also with `@REVISION` and a `/FOLDER` in it."""
-    mask_path: TomlPath | None = None
+    Face hub: `hf://datasets/OWNER/NAME`, also with `@REVISION` and a `/FOLDER` in it. Or a URL that fsspec supports,
+    such as `s3://bucket/folder` or `https://host/file.tar`; its credentials come from the environment."""
+    mask_path: TomlLocation | None = None
     """Folder of masks; a mask has the name of its image."""
-    default_mask_file: TomlPath | None = None
+    default_mask_file: TomlLocation | None = None
     """Mask for images without one."""
 
 

@@ -22,6 +22,7 @@ from sd3_light.data.building.decode import CRASHED_DECODE, Decoded, DecodeTask, 
 from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
+from sd3_light.data.sources.access import exists
 from sd3_light.encoders.frozen_parts import CaptionTokens, FrozenParts
 from sd3_light.files import write_atomically
 from sd3_light.runlog import Bar
@@ -206,7 +207,7 @@ class ShardBuilder:
     def _write(self, finished: _UnitInProgress, wait: Callable[[], None]) -> None:
         wait()
         path, root = self._shards / finished.unit.file, self._plan.source(finished.unit).root
-        if finished.rejected and not root.exists():
+        if finished.rejected and not exists(root):
             raise UserError(
                 f"{root} disappeared while it was being cached; restore it and run again: finished shards are kept"
             )
