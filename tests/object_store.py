@@ -74,7 +74,7 @@ class _Recorder:
 
 @contextmanager
 def object_store(bucket: str) -> Iterator[ObjectStore]:
-    """Run a server with an empty bucket, its endpoint and credentials in the environment. Skips without s3fs or moto."""
+    """Run a server with an empty bucket, its endpoint and credentials in the environment; skip without the packages."""
     s3fs = pytest.importorskip("s3fs", reason="the S3 tests need s3fs")
     moto = pytest.importorskip("moto.server", reason="the S3 tests need moto[server]")
     from werkzeug.serving import make_server

@@ -38,6 +38,10 @@ class RemoteForbidden(UserError):
     """A URL that this user may not read or write."""
 
 
+class RemoteConflict(UserError):
+    """An object was written by another process meanwhile."""
+
+
 class RemoteUnreachable(UserError):
     """A URL could not be read; a retry may succeed."""
 
@@ -57,7 +61,7 @@ def protocol_problem(url: str) -> str | None:
 
 
 @contextmanager
-def remote_filesystem(url: str) -> Iterator[tuple[Any, str]]:
+def remote_filesystem(url: str, action: str = "read") -> Iterator[tuple[Any, str]]:
     """Yield (file system, path) of a URL; convert errors of the network and its libraries to UserErrors."""
     if problem := protocol_problem(url):
         raise UserError(f"{url}: {problem}")
@@ -68,20 +72,20 @@ def remote_filesystem(url: str) -> Iterator[tuple[Any, str]]:
             f"nothing found at {url}; copy the whole cache folder there, or correct cache_dir"
         ) from error
     except PermissionError as error:
-        raise RemoteForbidden(f"no permission to read {url} ({_first_line(error)}); {_remedy(url)}") from error
+        raise RemoteForbidden(f"no permission to {action} {url} ({_first_line(error)}); {_remedy(url)}") from error
     except _network_errors() as error:
-        raise RemoteUnreachable(f"cannot read {url} ({_first_line(error)}); {_remedy(url)}") from error
+        raise RemoteUnreachable(f"cannot {action} {url} ({_first_line(error)}); {_remedy(url)}") from error
 
 
-def with_retries(url: str, call: Callable[[Any, str], _Result]) -> _Result:
+def with_retries(url: str, call: Callable[[Any, str], _Result], action: str = "read") -> _Result:
     """Return ``call(file system, path)``; repeat it after growing pauses while the store cannot be reached."""
     for pause in PAUSES_SEC:
         try:
-            with remote_filesystem(url) as (files, path):
+            with remote_filesystem(url, action) as (files, path):
                 return call(files, path)
         except RemoteUnreachable:
             time.sleep(pause)
-    with remote_filesystem(url) as (files, path):
+    with remote_filesystem(url, action) as (files, path):
         return call(files, path)
 
 

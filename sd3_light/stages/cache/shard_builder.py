@@ -123,7 +123,7 @@ def _stack_masks(masks: Sequence[NDArray[np.uint8] | None]) -> Tensor | None:
 
 
 class ShardBuilder:
-    """Encodes the units that no other process does, until all units are built."""
+    """Encodes the units that no other process does, until all are built; ``on_written`` gets each shard's name."""
 
     def __init__(
         self,
@@ -134,9 +134,10 @@ class ShardBuilder:
         bar: Bar,
         train: TrainConfig,
         regenerate: bool = False,
+        on_written: Callable[[str], None] = lambda file: None,
     ) -> None:
         self._plan, self._shards, self._claims, self._parts, self._bar = plan, shards, claims, parts, bar
-        self._train, self._regenerate = train, regenerate
+        self._train, self._regenerate, self._on_written = train, regenerate, on_written
         self.encoded = 0
 
     def build(self, units: Sequence[Unit], share: tuple[int, int]) -> None:
@@ -223,6 +224,7 @@ class ShardBuilder:
         else:
             write_atomically(path.with_suffix(".none"), b"")
             path.unlink(missing_ok=True)
+        self._on_written(finished.unit.file)
         damaged_mark(path).unlink(missing_ok=True)
         self._claims.release(finished.unit.file)
 

@@ -54,8 +54,8 @@ def check_disk(
         checks.adapter(start)
         checks.sampling(start.size)
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
-        # a cache at a URL is used as it is: a machine that trains from it need not have the images
-        if isinstance(dataset.cache_dir, Path):
+        # training uses a cache at a URL as it is: its machines need not have the images
+        if caching or isinstance(dataset.cache_dir, Path):
             checks.sources(dataset)
         if start is not None:
             checks.buckets(dataset, start.size)
