@@ -25,7 +25,6 @@ from sd3_light.config.base import (
     invalid_value,
 )
 from sd3_light.config.condition import ConditionError, parse_condition
-from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import DataPath, repo_or_name
 
 
@@ -214,13 +213,3 @@ class DatasetConfig:
     path: Path
     cache_dir: CacheLocation
     directories: tuple[DirectoryConfig, ...]
-
-    @property
-    def local_cache_dir(self) -> Path:
-        """The folder to build the cache in. Raises `UserError` if `cache_dir` is a URL."""
-        if isinstance(self.cache_dir, str):
-            raise UserError(
-                f"cache_dir: {self.cache_dir} is a URL, and a cache is built in a folder: give a local cache_dir, then "
-                "copy the folder to the URL"
-            )
-        return self.cache_dir

@@ -23,7 +23,7 @@ def load_remote_manifest(url: str) -> Manifest:
             data: bytes = files.cat_file(path)
     except RemoteNotFound as error:
         raise UserError(
-            f"no cache at {url}: {where} does not exist; build it with a local cache_dir, then copy the folder there"
+            f"no cache at {url}: {where} does not exist; build it with `sd3-light cache CONFIG`, or copy a folder there"
         ) from error
     return Manifest.from_json(data, where)
 

@@ -135,8 +135,8 @@ def _is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
 
 def _is_trusted(dataset: DatasetConfig, train: TrainConfig) -> bool:
     """Return whether a local cache has a manifest. It must match the config's encoders."""
-    folder = dataset.local_cache_dir
-    if not (folder / MANIFEST).is_file():
+    folder = dataset.cache_dir
+    if not isinstance(folder, Path) or not (folder / MANIFEST).is_file():
         return False
     expected = make_recipe(train, folder / "parts.json")
     _require_recipe(str(folder), Manifest.load(folder), expected, "run without --trust-cache to encode it again")
