@@ -155,7 +155,12 @@ class RemoteBuildFolder(BuildFolder):
                 self._delete([name])
         if entry is None:
             return
-        verify_remote(f"{self.url}/{SHARDS}/{file}", entry)
+        try:
+            verify_remote(f"{self.url}/{SHARDS}/{file}", entry)
+        except UserError:
+            with suppress(UserError):
+                self._delete([f"{SHARDS}/{file}"])  # the next run encodes it again
+            raise
         for name in (f"{SHARDS}/{file}", f"{SHARDS}/{stem}.arrow"):
             _make_hollow(self.folder / name, (self.folder / name).stat().st_size)
             self._record[name] = self._record[name][0], ""

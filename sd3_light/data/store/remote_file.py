@@ -50,7 +50,13 @@ def remote_entry(url: str) -> RemoteEntry:
 
 def remote_is_folder(url: str) -> bool:
     """Return whether a URL is a folder: something is below it."""
-    return bool(_request(url, lambda files, path: files.isdir(path)))
+    try:
+        # HTTP has no folders, only pages of links; elsewhere this would list the whole folder
+        if url.startswith(("http://", "https://")):
+            return bool(_request(url, lambda files, path: files.isdir(path)))
+        return remote_entry(url).is_folder
+    except FileNotFoundError:
+        return False
 
 
 def read_remote(url: str) -> bytes:

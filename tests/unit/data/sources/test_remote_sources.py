@@ -1,8 +1,13 @@
 """Sources at a URL: a bucket is scanned like the folder that it was copied from, with few requests."""
 
 import json
+import os
 import random
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -197,6 +202,32 @@ def test_a_vanished_object_is_rejected_and_tried_again(store: ObjectStore, tmp_p
         catalogue.probe_images(listings, 0, lambda _: None)
         rows = [row for part in listings[0].parts for row in catalogue.rows(part)]
     assert {row.reason for row in rows if row.key == "gone#0/a.png"} == {"unreadable"}
+
+
+def test_files_and_folders_on_the_web(store: ObjectStore, tmp_path: Path) -> None:
+    local = write_sources(tmp_path / "web")
+    store.put(local)
+    store.files.chmod(f"{store.url}/web/00000.tar", "public-read")
+    store.files.chmod(f"{store.url}/web/rows.parquet", "public-read")
+    for file in ("00000.tar", "rows.parquet"):
+        url = f"{os.environ['AWS_ENDPOINT_URL']}/sources/web/{file}"
+        assert facts(DirectoryConfig(path=url)) == facts(DirectoryConfig(path=local / file)) != []
+    with web_server(tmp_path) as web:  # it lists folders, and ignores ranges
+        assert facts(DirectoryConfig(path=f"{web}/web/table")) == facts(DirectoryConfig(path=local / "table"))
+        with pytest.raises(UserError, match=r"web/00000\.tar: its server ignores requests for a range; copy the file"):
+            facts(DirectoryConfig(path=f"{web}/web/00000.tar"))
+
+
+@contextmanager
+def web_server(folder: Path) -> Iterator[str]:
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def test_problems_of_a_url_are_one_line(store: ObjectStore, tmp_path: Path) -> None:
