@@ -104,6 +104,8 @@ def cache(
     from sd3_light.stages.cache import CacheOptions
 
     share = parse_part(part)
+    if share and (finish or prune):
+        raise UserError("--part builds a part of the cache; --finish and --prune come after all parts")
     options = CacheOptions(trust_cache, regenerate_cache, verify, prune, dry_run, part=share, finish=finish)
     parts = [*(["--part", part] if share else []), *(["--finish"] if finish else [])]
     with continued_by(command_line("cache", config, *_set_options(set_), *parts)):

@@ -38,7 +38,7 @@ def list_remote(url: str) -> Iterator[RemoteEntry]:
     for info in _request(url, _list):
         name = str(info["name"]).rstrip("/").rpartition("/")[2]
         entry = _entry(f"{url}/{name}", info)
-        # stores without folders may have an empty object that stands for one
+        # stores without folders may have an empty object in place of one
         if name and (entry.is_folder or not str(info["name"]).endswith("/")):
             yield entry
 

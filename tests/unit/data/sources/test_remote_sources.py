@@ -105,7 +105,7 @@ def test_an_unchanged_bucket_is_not_read_again(store: ObjectStore, tmp_path: Pat
     store.requests.clear()
     assert refresh(tmp_path / "cache", url)[1] == listings
     assert store.objects_read() == []
-    assert {method for method, _ in store.requests} == {"GET"}  # listings only, no HEAD per object
+    assert {path for method, path in store.requests if method == "HEAD"} <= {"/sources/again"}  # no HEAD per object
     before = signature(DirectoryConfig(path=url), 0)
     store.files.pipe_file(f"{url}/a.txt", b"uno")  # of the same size: the ETag tells
     assert signature(DirectoryConfig(path=url), 0) != before
@@ -122,7 +122,7 @@ def test_a_listing_takes_few_requests(store: ObjectStore, tmp_path: Path) -> Non
     url = store.put(tmp_path / "many")
     store.requests.clear()
     refresh(tmp_path / "cache", url, probe=False)
-    assert len(store.requests) < 10
+    assert len(store.requests) < 20
 
 
 def test_parquet_and_tars_are_read_by_range(store: ObjectStore, tmp_path: Path) -> None:
@@ -214,8 +214,9 @@ def test_files_and_folders_on_the_web(store: ObjectStore, tmp_path: Path) -> Non
         assert facts(DirectoryConfig(path=url)) == facts(DirectoryConfig(path=local / file)) != []
     with web_server(tmp_path) as web:  # it lists folders, and ignores ranges
         assert facts(DirectoryConfig(path=f"{web}/web/table")) == facts(DirectoryConfig(path=local / "table"))
-        with pytest.raises(UserError, match=r"web/00000\.tar: its server ignores requests for a range; copy the file"):
-            facts(DirectoryConfig(path=f"{web}/web/00000.tar"))
+        write_tar(tmp_path / "large.tar", [("a.png", bytes(1 << 18)), ("a.txt", b"a")])
+        with pytest.raises(UserError, match=r"/large\.tar: its server ignores requests for a range; copy the file"):
+            facts(DirectoryConfig(path=f"{web}/large.tar"))
 
 
 @contextmanager
