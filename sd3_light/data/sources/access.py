@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from sd3_light.config.base import DataLocation, is_url
+from sd3_light.config.faults import UserError
 from sd3_light.data.store.remote_file import (
     RemoteEntry,
     RemoteFile,
@@ -30,13 +31,15 @@ def suffix_of(path: DataLocation) -> str:
 
 
 def exists(path: DataLocation) -> bool:
-    """Return whether a file or folder exists."""
+    """Return whether a file or folder exists. A URL that this user may not read is a UserError."""
     if isinstance(path, Path):
         return path.exists()
     try:
         return is_folder(path) or bool(remote_entry(path))
     except FileNotFoundError:
         return False
+    except PermissionError as error:
+        raise UserError(str(error.strerror)) from error
 
 
 def is_folder(path: DataLocation) -> bool:

@@ -5,8 +5,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from sd3_light.config import DirectoryConfig
+from sd3_light.config.base import DataLocation
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.access import folder_entries
+from sd3_light.data.sources.access import folder_entries, version_of
 from sd3_light.data.sources.captions import Columns, is_utf8, prepare_captions
 from sd3_light.data.sources.listing import IMAGES, Media, is_image_name, listed_version, mask_paths
 from sd3_light.data.sources.name_store import NameStore
@@ -103,7 +104,7 @@ class _Masks:
 
     def __init__(self, directory: DirectoryConfig, name_store: NameStore) -> None:
         self._root = directory.mask_path
-        self._default = FileBytes(str(directory.default_mask_file)) if directory.default_mask_file else None
+        self._default = _default_mask(directory.default_mask_file)
         self._folder: str | None = None
         self._names = name_store.names()
 
@@ -132,6 +133,11 @@ class _Masks:
             # the mask may exist, so the image must not be used without it
             raise Reject("unreadable", str(error)) from error
         self._folder = folder
+
+
+def _default_mask(mask: DataLocation | None) -> FileBytes | None:
+    # the version of one at a URL is asked for once, not for every sample
+    return None if mask is None else FileBytes(str(mask), version_of(mask) if isinstance(mask, str) else "")
 
 
 def _printable(text: str) -> str:

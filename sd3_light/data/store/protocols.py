@@ -28,6 +28,7 @@ _LIBRARY_ERRORS = (
     ("gcsfs.retry", "HttpError"),
     ("azure.core.exceptions", "AzureError"),
 )
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
 
 
 class RemoteNotFound(UserError):
@@ -74,7 +75,8 @@ def remote_filesystem(url: str, action: str = "read") -> Iterator[tuple[Any, str
     except PermissionError as error:
         raise RemoteForbidden(f"no permission to {action} {url} ({_first_line(error)}); {_remedy(url)}") from error
     except _network_errors() as error:
-        raise RemoteUnreachable(f"cannot {action} {url} ({_first_line(error)}); {_remedy(url)}") from error
+        kind = RemoteForbidden if type(error).__name__ in _NO_CREDENTIALS else RemoteUnreachable
+        raise kind(f"cannot {action} {url} ({_first_line(error)}); {_remedy(url)}") from error
 
 
 def with_retries(url: str, call: Callable[[Any, str], _Result], action: str = "read") -> _Result:

@@ -158,7 +158,7 @@ def _request(url: str, call: Callable[[Any, str], _Result]) -> _Result:
     except RemoteNotFound as error:
         raise FileNotFoundError(ENOENT, "no such object", url) from error
     except RemoteForbidden as error:
-        raise PermissionError(EACCES, "no permission to read it", url) from error
+        raise PermissionError(EACCES, str(error)) from error
 
 
 def _list(files: Any, path: str) -> list[dict[str, Any]]:

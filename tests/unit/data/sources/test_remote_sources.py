@@ -20,7 +20,7 @@ from sd3_light.config import DirectoryConfig, UserError, load_config
 from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.records import Record, Rejected
+from sd3_light.data.sources.records import Record, Rejected, location_version
 from sd3_light.data.sources.scan import scan
 from sd3_light.data.sources.signature import signature
 from sd3_light.data.store import protocols, remote_file
@@ -122,6 +122,10 @@ def test_a_listing_takes_few_requests(store: ObjectStore, tmp_path: Path) -> Non
     url = store.put(tmp_path / "many")
     store.requests.clear()
     refresh(tmp_path / "cache", url, probe=False)
+    assert len(store.requests) < 20
+    store.requests.clear()
+    items = list(scan(DirectoryConfig(path=url, default_mask_file=f"{url}/000.png"), 0))
+    assert len({location_version(item.mask) for item in items if isinstance(item, Record) and item.mask}) == 1
     assert len(store.requests) < 20
 
 
@@ -231,11 +235,19 @@ def web_server(folder: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_problems_of_a_url_are_one_line(store: ObjectStore, tmp_path: Path) -> None:
+def test_problems_of_a_url_are_one_line(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"path: s3://sources/none does not exist; correct it"):
         scan(DirectoryConfig(path="s3://sources/none"), 0)
     with pytest.raises(UserError, match=r"fsspec does not support the protocol 'nowhere'"):
         scan(DirectoryConfig(path="nowhere://sources/none"), 0)
+    with monkeypatch.context() as patch:  # asked once: a retry would not help
+        patch.setattr(protocols, "PAUSES_SEC", (1e9,))
+        patch.delenv("AWS_ACCESS_KEY_ID")
+        patch.setenv("HOME", str(tmp_path))
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        with pytest.raises(UserError, match=r"cannot read s3://sources/none .*credentials.*; check the network and"):
+            scan(DirectoryConfig(path="s3://sources/none"), 0)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     (tmp_path / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "s3://key:hush@bucket/set"\n')
     (tmp_path / "train.toml").write_text('output_dir = "run"\ndataset = "data.toml"\n')
     with pytest.raises(UserError, match="a URL must not contain a user or password") as caught:
