@@ -118,10 +118,11 @@ def _count_stale_and_missing(state: CacheState, folder: Path, plan: CachePlan, r
         _count_causes(state, folder / SHARDS, replaced, plan)
 
 
-def replaced_files(folder: Path, plan: CachePlan) -> list[str]:
-    """Return the shards of the last manifest that are not in the plan: staleness is counted from their tables."""
+def replaced_files(folder: Path, plan: CachePlan) -> Iterator[str]:
+    """Yield the shards of the last manifest that are not in the plan: staleness is counted from their tables."""
     manifest, planned = _last_manifest(folder), {unit.file for unit in plan.units}
-    return [] if manifest is None else [entry.file for entry in manifest.shards if entry.file not in planned]
+    if manifest is not None:
+        yield from (entry.file for entry in manifest.shards if entry.file not in planned)
 
 
 def _last_manifest(folder: Path) -> Manifest | None:
