@@ -113,6 +113,7 @@ def test_a_broken_build_continues_where_it_stopped(
     assert content(store.get(project.url)) == local_content(cached_project)
 
 
+@pytest.mark.slow
 def test_damaged_shards_are_repaired(project: RemoteProject, cached_project: Project, store: ObjectStore) -> None:
     project.build()
     shards = sorted(name for name in store.get(project.url) if name.endswith(".safetensors") and "empty" not in name)
@@ -126,6 +127,7 @@ def test_damaged_shards_are_repaired(project: RemoteProject, cached_project: Pro
     assert content(store.get(project.url)) == local_content(cached_project)
 
 
+@pytest.mark.slow
 def test_a_changed_bucket_updates_the_cache(
     project: RemoteProject, cached_project: Project, store: ObjectStore, tmp_path: Path
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_changed_bucket_updates_the_cache(
     assert content(store.get(project.url)) == local_content(local)
 
 
+@pytest.mark.slow
 def test_a_manifest_of_another_run_is_not_overwritten(
     project: RemoteProject, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
