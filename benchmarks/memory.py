@@ -175,7 +175,7 @@ def run_part(part: str, folder: Path) -> None:
 
 def prepare(part: str, loaded: LoadedConfig) -> None:
     """List, probe or plan; earlier parts are already done."""
-    folder, train = loaded.dataset.local_cache_dir, loaded.train
+    folder, train = Path(loaded.dataset.cache_dir), loaded.train
     folder.mkdir(parents=True, exist_ok=True)
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)

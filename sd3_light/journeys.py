@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -40,9 +41,9 @@ def cache_then_train(
 
 
 def build_caches(loaded: LoadedConfig, launch: Launch, options: cache.CacheOptions | None = None) -> list[Path]:
-    """Encode what is missing and return the local cache folders."""
+    """Encode what is missing, also at URLs, and return the local cache folders."""
     check.require(loaded, caching=True)
-    cache.run(loaded, launch, options)
+    cache.run(loaded, launch, replace(options or cache.CacheOptions(), at_url=True))
     locations = [dataset.cache_dir for dataset in (loaded.dataset, *loaded.eval_datasets.values())]
     return [location for location in locations if isinstance(location, Path)]
 

@@ -8,32 +8,31 @@ from rich.console import Console
 
 from sd3_light.cli.app import Command, app
 from sd3_light.cli.process import echo, init_process, suggest
-from sd3_light.config.faults import UserError
 
 
 @app.command(cls=Command)
 def inspect(
-    cache: Annotated[str, typer.Argument(metavar="CACHE", help="A cache folder.")],
+    cache: Annotated[str, typer.Argument(metavar="CACHE", help="A cache folder or URL.")],
     out: Annotated[Path | None, typer.Option(help="Write a page with images to this HTML file.")] = None,
     samples: Annotated[int, typer.Option(min=0, max=1000, help="Number of samples on the page.")] = 48,
     seed: Annotated[int, typer.Option(help="Seed of the sample selection.")] = 0,
     vae: Annotated[Path | None, typer.Option(help="Diffusers folder with the cache's VAE, if it has moved.")] = None,
 ) -> None:
     """Show the content of a cache: counts, buckets, captions, rejects. --out adds samples next to their originals."""
-    from sd3_light.config.base import is_url
     from sd3_light.stages import inspect as stage
+    from sd3_light.stages.inspect.fetched import opened
 
-    if is_url(cache):
-        raise UserError(f"{cache}: inspect reads local folders only; copy the cache to one")
     if out is None:
-        Console().print(stage.render(stage.run(Path(cache), seed)))
-        suggest(("inspect", Path(cache), "--out", "cache.html"))
+        with opened(cache, 0, seed) as (folder, counted):
+            Console().print(stage.render(stage.run(folder, seed, counted), cache))
+        suggest(("inspect", cache, "--out", "cache.html"))
         return
     init_process()
     from sd3_light.stages.inspect.cache_page import write_cache_page
 
-    for note in write_cache_page(Path(cache), out, samples, seed, vae).notes:
-        echo(f"note: {note}")
+    with opened(cache, samples, seed) as (folder, counted):
+        for note in write_cache_page(folder, out, samples, seed, vae, counted).notes:
+            echo(f"note: {note}")
     echo(f"wrote {out}")
 
 

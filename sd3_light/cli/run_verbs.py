@@ -91,6 +91,10 @@ def cache(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Report what is fresh, stale or missing without encoding.")
     ] = False,
+    part: Annotated[
+        str, typer.Option(metavar="I/N", help="Build part I (from 0) of N, for array jobs; then use --finish.")
+    ] = "",
+    finish: Annotated[bool, typer.Option("--finish", help="Write the manifest when all parts are built.")] = False,
     set_: Overrides = None,
 ) -> None:
     """Report what is fresh, stale, missing or orphaned, then encode what is stale or missing."""
@@ -99,13 +103,29 @@ def cache(
     from sd3_light.stages import inspect as stage
     from sd3_light.stages.cache import CacheOptions
 
-    options = CacheOptions(trust_cache, regenerate_cache, verify, prune, dry_run)
-    with continued_by(command_line("cache", config, *_set_options(set_))):
+    share = parse_part(part)
+    if share and (finish or prune):
+        raise UserError("--part builds a part of the cache; --finish and --prune come after all parts")
+    options = CacheOptions(trust_cache, regenerate_cache, verify, prune, dry_run, part=share, finish=finish)
+    parts = [*(["--part", part] if share else []), *(["--finish"] if finish else [])]
+    with continued_by(command_line("cache", config, *_set_options(set_), *parts)):
         folders = build_caches(loaded, launch, options)
-    for folder in () if dry_run else folders:
+    folders = [] if dry_run or share else folders
+    for folder in folders:
         Console().print(stage.render(stage.run(folder)))
-    pages = (("inspect", folder, "--out", folder.with_suffix(".html")) for folder in folders[:1] if not dry_run)
-    suggest(*pages, ("cache" if dry_run else "train", config, *_set_options(set_)))
+    pages = (("inspect", folder, "--out", folder.with_suffix(".html")) for folder in folders[:1])
+    following = ("cache", config) if dry_run else ("cache", config, "--finish") if share else ("train", config)
+    suggest(*pages, (*following, *_set_options(set_)))
+
+
+def parse_part(text: str) -> tuple[int, int] | None:
+    """Return (I, N) of ``I/N``, None of "". Raises a UserError unless 0 <= I < N."""
+    if not text:
+        return None
+    index, _, count = text.partition("/")
+    if index.isdecimal() and count.isdecimal() and int(index) < int(count):
+        return int(index), int(count)
+    raise UserError(f"--part {text}: write I/N with I from 0 to N - 1, such as 0/8")
 
 
 @app.command(cls=Command)

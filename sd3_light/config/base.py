@@ -173,6 +173,8 @@ CountOrZero = Annotated[int, Strict(), Ge(0), Le(LARGEST_INTEGER)]
 TomlPath = Annotated[Path, BeforeValidator(parse_path), Allowed("a path")]
 CacheLocation = Path | str
 """The location of a cache: a Path is a folder, a str is a URL that fsspec supports."""
+DataLocation = Path | str
+"""The location of images or masks: a Path is a file or folder, a str is a URL that fsspec supports."""
 TomlLocation = Annotated[
     CacheLocation,
     BeforeValidator(parse_location),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ValidationInfo
 
-from sd3_light.config.base import Allowed, invalid_value, parse_path
+from sd3_light.config.base import Allowed, DataLocation, invalid_value, parse_location, parse_path
 
 SCHEME = "hf://"
 _SHAPE = re.compile(r"(datasets/)?([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?")
@@ -39,13 +39,17 @@ def parse_hub_id(text: str) -> HubId | None:
     return HubId(match[2], "dataset" if match[1] else "model", match[3], match[4] or "")
 
 
-def hub_id_of(path: Path) -> HubId | None:
-    """Return the id that a path of a config stands for; None for a path on this machine."""
+def hub_id_of(path: DataLocation) -> HubId | None:
+    """Return the id that a path of a config stands for; None for a path on this machine or another URL."""
+    if isinstance(path, str):
+        return None
     return parse_hub_id(SCHEME + "/".join(path.parts[1:])) if path.parts[:1] == (SCHEME[:3],) else None
 
 
-def repo_or_name(path: Path) -> str:
+def repo_or_name(path: DataLocation) -> str:
     """Return OWNER/NAME of a repository's folder in the hub's cache (its own name is a commit), or a path's name."""
+    if isinstance(path, str):
+        return path.rpartition("/")[2]
     kind, _, repo = path.parent.parent.name.partition("--")
     is_snapshot = path.parent.name == "snapshots" and kind in ("models", "datasets")
     return repo.replace("--", "/", 1) if is_snapshot else path.name
@@ -65,10 +69,10 @@ def _parse_model(value: Any, info: ValidationInfo) -> Path:
     return path
 
 
-def _parse_data(value: Any, info: ValidationInfo) -> Path:
-    """Return the absolute path of a folder or file, or an id with `hf://datasets/`."""
+def _parse_data(value: Any, info: ValidationInfo) -> DataLocation:
+    """Return the absolute path of a folder or file, an id with `hf://datasets/`, or a URL."""
     if not isinstance(value, str) or not value.startswith(SCHEME):
-        return parse_path(value, info)
+        return parse_location(value, info)
     data = parse_hub_id(value)
     if data is None or data.kind != "dataset":
         raise invalid_value("not a dataset on the hub: write hf://datasets/OWNER/NAME, perhaps with a /FOLDER")
@@ -79,5 +83,7 @@ ModelFolder = Annotated[
     Path, BeforeValidator(_parse_model), Allowed("a path, or the id of a model on the Hugging Face hub: OWNER/NAME")
 ]
 DataPath = Annotated[
-    Path, BeforeValidator(_parse_data), Allowed("a path, or hf://datasets/OWNER/NAME, perhaps with a /FOLDER")
+    DataLocation,
+    BeforeValidator(_parse_data),
+    Allowed("a path, a URL such as s3://bucket/folder, or hf://datasets/OWNER/NAME, perhaps with a /FOLDER"),
 ]

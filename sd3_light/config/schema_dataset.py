@@ -18,14 +18,13 @@ from sd3_light.config.base import (
     Positive,
     Resolution,
     Table,
-    TomlPath,
+    TomlLocation,
     TomlString,
     as_resolution,
     check_sides,
     invalid_value,
 )
 from sd3_light.config.condition import ConditionError, parse_condition
-from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import DataPath, repo_or_name
 
 
@@ -192,10 +191,11 @@ class DirectoryConfig(DatasetDefaults):
 
     path: DataPath
     """Folder with images, tables, tars or Parquet files, or a single tar or Parquet file. Or a dataset on the Hugging
-    Face hub: `hf://datasets/OWNER/NAME`, also with `@REVISION` and a `/FOLDER` in it."""
-    mask_path: TomlPath | None = None
+    Face hub: `hf://datasets/OWNER/NAME`, also with `@REVISION` and a `/FOLDER` in it. Or a URL that fsspec supports,
+    such as `s3://bucket/folder` or `https://host/file.tar`; its credentials come from the environment."""
+    mask_path: TomlLocation | None = None
     """Folder of masks; a mask has the name of its image."""
-    default_mask_file: TomlPath | None = None
+    default_mask_file: TomlLocation | None = None
     """Mask for images without one."""
 
 
@@ -213,13 +213,3 @@ class DatasetConfig:
     path: Path
     cache_dir: CacheLocation
     directories: tuple[DirectoryConfig, ...]
-
-    @property
-    def local_cache_dir(self) -> Path:
-        """The folder to build the cache in. Raises `UserError` if `cache_dir` is a URL."""
-        if isinstance(self.cache_dir, str):
-            raise UserError(
-                f"cache_dir: {self.cache_dir} is a URL, and a cache is built in a folder: give a local cache_dir, then "
-                "copy the folder to the URL"
-            )
-        return self.cache_dir

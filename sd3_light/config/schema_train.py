@@ -99,8 +99,9 @@ class TrainConfig(Table):
     eval_datasets: tuple[EvalDatasetRef, ...] = ()
     """Dataset TOMLs for the validation loss: paths (named after the file), or {name, config} tables."""
     cache_dir: TomlLocation | None = None
-    """Folder of the cache, or the read-only URL of a finished cache (`s3://...`, `https://...`, any fsspec protocol).
-    Eval sets use `<cache_dir>-eval-<name>`. Absent: `<name of the dataset TOML>.cache` next to each dataset TOML."""
+    """Folder of the cache, or its URL (`s3://...`, `gs://...`, any fsspec protocol): `sd3-light cache` builds it there,
+    training reads it. Eval sets use `<cache_dir>-eval-<name>`. Absent: `<name of the dataset TOML>.cache` next to each
+    dataset TOML."""
     seed: Annotated[int, Strict(), Ge(0), Le(2**63 - 1)] = 0
     """Seed of all randomness."""
 

@@ -79,3 +79,18 @@ def test_make_installs_the_torch_of_the_machine(tmp_path: Path, tool: str, backe
     (line,) = (line for line in printed.splitlines() if pinned_torch() in line)
     assert line.startswith("uv pip install") if tool == "uv" else "-m pip" in line
     assert (f"--torch-backend {backend}" in line) == (tool == "uv")
+
+
+@pytest.mark.parametrize("page", ["docs/multi-node.md", "docs/zh/multi-node.md"])
+def test_the_job_files_of_the_pages_are_valid(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    scripts = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", text, re.DOTALL)
+    assert len(scripts) >= 2
+    for script in scripts:
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    kinds = [
+        part["kind"]
+        for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+        for part in yaml.safe_load_all(block)
+    ]
+    assert kinds == ["Service", "Job", "Job"]

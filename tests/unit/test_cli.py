@@ -427,6 +427,16 @@ def test_every_flag_of_the_cache_verb_is_passed_on(
     assert options == CacheOptions(*[True] * 5)
 
 
+def test_the_parts_of_a_cache(verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]) -> None:
+    result = verb("cache", raw_project.train_toml, "--part", "2/3")
+    assert suggested(result) == [f"sd3-light cache {raw_project.train_toml} --finish"]
+    assert verb("cache", raw_project.train_toml, "--finish").code == 0
+    assert [call[3] for call in journey_calls] == [CacheOptions(part=(2, 3)), CacheOptions(finish=True)]
+    for part in ("3/3", "1", "-1/3", "a/b"):
+        assert "write I/N with I from 0 to N - 1" in error_line(verb("cache", raw_project.train_toml, f"--part={part}"))
+    assert "come after all parts" in error_line(verb("cache", raw_project.train_toml, "--part=0/3", "--prune"))
+
+
 def test_keys_can_be_set_from_the_command_line(
     train_py: Callable[..., Result], verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]
 ) -> None:

@@ -25,6 +25,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
+from sd3_light.config.base import DataLocation
 from sd3_light.data.buckets import Bucket, fits, limits_sizes, misfit
 from sd3_light.data.building.catalogue import (
     PART_ROWS,
@@ -317,7 +318,7 @@ def make_member(row: InputRow, directory: DirectoryConfig, recipe: str) -> Membe
     return Member(row, sample_id(row.key), captions, _digest(row.key, row.digest, repr(captions), recipe))
 
 
-def decode_task(member: Member, root: Path, unit: Unit) -> DecodeTask:
+def decode_task(member: Member, root: DataLocation, unit: Unit) -> DecodeTask:
     """Return the task of decoding a sample of a unit; ``root`` is the folder of its source."""
     row = member.row
     return DecodeTask(sample_location(row, root), Probe(row.width, row.height, row.digest), unit.bucket)

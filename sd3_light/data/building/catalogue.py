@@ -28,12 +28,13 @@ import pyarrow.compute as pc
 import pyarrow.feather as feather
 
 from sd3_light.config import DirectoryConfig, UserError
+from sd3_light.config.base import DataLocation
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import CRASHED_PROBE, Probe, SampleLocation, probe_images
 from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.preprocess import PREPROCESS_VERSION, Reject
 from sd3_light.data.sources.locations import location_from_text, location_text
-from sd3_light.data.sources.records import Record, Rejected, file_version
+from sd3_light.data.sources.records import Record, Rejected, location_version
 from sd3_light.data.sources.scan import occurrences, scan
 from sd3_light.data.sources.signature import signature
 from sd3_light.files import atomic_file, sweep_files, write_atomically
@@ -75,8 +76,8 @@ class Source:
     directory: DirectoryConfig
 
     @property
-    def root(self) -> Path:
-        """The folder that locations are relative to."""
+    def root(self) -> DataLocation:
+        """The folder or URL that locations are relative to."""
         return self.directory.path
 
     @property
@@ -214,7 +215,7 @@ class Catalogue:
         write_atomically(path, json.dumps(listing).encode())
 
     def _probe_part(
-        self, part: str, root: Path, pool: WorkerPool[SampleLocation, Probe], on_probed: Callable[[int], None]
+        self, part: str, root: DataLocation, pool: WorkerPool[SampleLocation, Probe], on_probed: Callable[[int], None]
     ) -> None:
         rows = _from_table(_read_part(self._rows_file(part)))
         samples = [row for row in rows if not row.reason]
@@ -290,19 +291,20 @@ def rotate_to_share(items: Sequence[T], share: tuple[int, int]) -> list[T]:
     return [*items[start:], *items[:start]]
 
 
-def sample_location(row: InputRow, root: Path) -> SampleLocation:
+def sample_location(row: InputRow, root: DataLocation) -> SampleLocation:
     """Return the locations of a row's image and mask."""
     image = location_from_text(row.image, root)
     assert image is not None, row.key
     return SampleLocation(image, location_from_text(row.mask, root))
 
 
-def _as_row(entry: Record | Rejected, root: Path) -> InputRow:
+def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:
     image = location_text(entry.image, root)
     if isinstance(entry, Rejected):
         return InputRow(entry.key, image, reason=entry.reason, detail=entry.detail)
     try:
-        version = file_version(entry.image.path) + ("" if entry.mask is None else f"+{file_version(entry.mask.path)}")
+        version = location_version(entry.image)
+        version += "" if entry.mask is None else f"+{location_version(entry.mask)}"
     except Reject as reject:
         return InputRow(entry.key, image, reason=reject.reason, detail=reject.detail)
     mask = location_text(entry.mask, root)

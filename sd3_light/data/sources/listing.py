@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from sd3_light.config import DirectoryConfig
+from sd3_light.config.base import is_url
+from sd3_light.data.sources.access import FolderEntry, folder_entries
+from sd3_light.data.store.remote_file import RemoteEntry
 
 _Item = TypeVar("_Item")
 _Subfolder = TypeVar("_Subfolder")
@@ -57,15 +60,32 @@ def mask_paths(directory: DirectoryConfig) -> frozenset[str]:
     return frozenset(str(path) for path in (directory.mask_path, directory.default_mask_file) if path)
 
 
-def visible(path: str, excluded: frozenset[str]) -> Iterator["os.DirEntry[str]"]:
+def visible(path: str, excluded: frozenset[str]) -> Iterator[FolderEntry]:
     """Yield the entries of a folder in any order, without hidden and excluded ones. Raises OSError."""
-    with os.scandir(path) as entries:
+    with folder_entries(path) as entries:
         for entry in entries:
             if not (entry.name.startswith(".") or entry.path in excluded or entry.name == "__MACOSX"):
                 yield entry
 
 
-def is_folder(entry: "os.DirEntry[str]") -> bool:
+FolderIdentity = tuple[int, int] | str
+"""Device and inode of a folder on disk, the URL of one at a URL: links cannot loop there."""
+
+
+def folder_identity(path: str) -> FolderIdentity:
+    """Return what distinguishes a folder from all others. Raises OSError."""
+    if is_url(path):
+        return path
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
+
+
+def listed_version(entry: FolderEntry) -> str:
+    """Return the version of a file as far as its listing has it: at a URL, where asking for each takes a request."""
+    return entry.version if isinstance(entry, RemoteEntry) else ""
+
+
+def is_folder(entry: FolderEntry) -> bool:
     """Return whether the entry is a folder or a link to one; a broken link is not."""
     try:
         return entry.is_dir()

@@ -5,14 +5,14 @@ A path below the dataset's root is written relative to it, so that the texts sta
 
 import json
 import os
-from pathlib import Path
 
+from sd3_light.config.base import DataLocation, is_url
 from sd3_light.data.sources.captions import is_utf8
 from sd3_light.data.sources.parquet import ParquetCell
 from sd3_light.data.sources.records import FileBytes, FileRange, Location
 
 
-def location_text(location: Location | None, root: Path) -> str:
+def location_text(location: Location | None, root: DataLocation) -> str:
     """Return a location as compact JSON, ``""`` for None. `location_from_text` with the same root is the inverse."""
     match location:
         case None:
@@ -29,7 +29,7 @@ def location_text(location: Location | None, root: Path) -> str:
     return json.dumps(fields, separators=(",", ":"), ensure_ascii=not is_plain)
 
 
-def location_from_text(text: str, root: Path) -> Location | None:
+def location_from_text(text: str, root: DataLocation) -> Location | None:
     """Parse a text written by `location_text`; None for ``""``."""
     if not text:
         return None
@@ -43,7 +43,7 @@ def location_from_text(text: str, root: Path) -> Location | None:
     raise ValueError(f"{text:.200} is not a location")
 
 
-def _shorten(path: str, root: Path) -> str:
+def _shorten(path: str, root: DataLocation) -> str:
     """Return the path relative to the root, "" for the root itself, an absolute path outside of it."""
     if path == str(root):
         return ""
@@ -51,8 +51,8 @@ def _shorten(path: str, root: Path) -> str:
     # the rest of a path that contains "//" would look like an absolute path
     if rest != path and rest and not rest.startswith("/"):
         return rest
-    return path if os.path.isabs(path) else os.path.abspath(path)
+    return path if os.path.isabs(path) or is_url(path) else os.path.abspath(path)
 
 
-def _lengthen(path: str, root: Path) -> str:
-    return os.path.join(root, path) if path else str(root)
+def _lengthen(path: str, root: DataLocation) -> str:
+    return path if is_url(path) else os.path.join(root, path) if path else str(root)

@@ -30,7 +30,9 @@ class NameStore:
 
     def __init__(self) -> None:
         self._database = temporary_database()
-        self._database.execute("CREATE TABLE names (number INT, name BLOB, PRIMARY KEY (number, name)) WITHOUT ROWID")
+        self._database.execute(
+            "CREATE TABLE names (number INT, name BLOB, note TEXT, PRIMARY KEY (number, name)) WITHOUT ROWID"
+        )
         self._numbers = itertools.count()
 
     def names(self) -> "NameSet":
@@ -47,11 +49,11 @@ class NameSet:
 
     def __init__(self, database: sqlite3.Connection, number: int) -> None:
         self._database, self._number = database, number
-        self._pending: list[tuple[int, bytes]] = []
+        self._pending: list[tuple[int, bytes, str]] = []
 
-    def add(self, name: str) -> None:
-        """Add a name."""
-        self._pending.append((self._number, _encode(name)))
+    def add(self, name: str, note: str = "") -> None:
+        """Add a name and a short text about it."""
+        self._pending.append((self._number, _encode(name), note))
         if len(self._pending) >= _WRITE:
             self._flush()
 
@@ -59,12 +61,19 @@ class NameSet:
         """Add a name; return whether it was new."""
         self._flush()
         row = self._number, _encode(name)
-        return self._database.execute("INSERT OR IGNORE INTO names VALUES (?, ?)", row).rowcount > 0
+        return self._database.execute("INSERT OR IGNORE INTO names VALUES (?, ?, '')", row).rowcount > 0
 
     def __contains__(self, name: str) -> bool:
+        return bool(self._notes(name))
+
+    def note(self, name: str) -> str:
+        """Return the text that was added with a name, "" if there is none."""
+        return next((note for (note,) in self._notes(name)), "")
+
+    def _notes(self, name: str) -> list[tuple[str]]:
         self._flush()
-        row = self._number, _encode(name)
-        return bool(self._database.execute("SELECT 1 FROM names WHERE number = ? AND name = ?", row).fetchall())
+        query = "SELECT note FROM names WHERE number = ? AND name = ?"
+        return self._database.execute(query, (self._number, _encode(name))).fetchall()
 
     def __iter__(self) -> Iterator[str]:
         yield from self._from(b"", None)
@@ -99,7 +108,7 @@ class NameSet:
     def _flush(self) -> None:
         if self._pending:
             self._pending.sort()
-            self._database.executemany("INSERT OR IGNORE INTO names VALUES (?, ?)", self._pending)
+            self._database.executemany("INSERT OR IGNORE INTO names VALUES (?, ?, ?)", self._pending)
             self._pending.clear()
 
 

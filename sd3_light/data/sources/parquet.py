@@ -16,7 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from sd3_light.config.base import is_url
 from sd3_light.data.preprocess import Reject
+from sd3_light.data.sources.access import open_container, open_file
 from sd3_light.data.sources.captions import TEXT_NAMES, Columns, decode_text, texts
 from sd3_light.data.sources.records import ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
@@ -65,7 +67,7 @@ class ParquetCell:
 def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bool) -> Iterator[ScanItem]:
     """Yield the samples of a Parquet file in order; their names are their row numbers."""
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(open_container(path) if is_url(path) else path) as file:
             try:
                 image, captions = _columns(file.schema_arrow, context.columns)
             except Reject as reject:
@@ -124,7 +126,9 @@ def _rows(
     for group in range(file.num_row_groups):
         row, limit = 0, _limit(file, image, group, context.max_image_bytes)
         batch_rows = _batch_rows(file, columns, group, _CAPTION_ROWS)
-        for batch in file.iter_batches(batch_rows, row_groups=[group], columns=list(columns)):
+        # a file at a URL is not for several threads
+        threads, names = not is_url(path), list(columns)
+        for batch in file.iter_batches(batch_rows, row_groups=[group], columns=names, use_threads=threads):
             values = {column: batch.column(column).to_pylist() for column in columns}
             for at in range(len(batch)):
                 cell = ParquetCell(path, image, group, row, limit)
@@ -197,15 +201,18 @@ class _Cursor:
 
     def __init__(self, path: str, column: str) -> None:
         # a buffered stream of pages instead of whole column chunks
-        self._file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-        self._column = column
+        self._source = open_file(path) if is_url(path) else None
+        self._file = pq.ParquetFile(self._source or path, buffer_size=1 << 20, pre_buffer=False)
+        self._column, self._threads = column, self._source is None
         self._start(0)
 
     def _start(self, group: int) -> None:
         self._group, self._first = group, 0
         self._values: Any = ()
         rows = _batch_rows(self._file, [self._column], group, _IMAGE_ROWS)
-        self._batches = self._file.iter_batches(rows, row_groups=[group], columns=[self._column])
+        self._batches = self._file.iter_batches(
+            rows, row_groups=[group], columns=[self._column], use_threads=self._threads
+        )
 
     def value(self, group: int, row: int) -> Any:
         """Return a buffer with the bytes of a row, None for a null."""
@@ -222,6 +229,8 @@ class _Cursor:
 
     def close(self) -> None:
         self._file.close()
+        if self._source is not None:
+            self._source.close()
 
 
 _current = threading.local()

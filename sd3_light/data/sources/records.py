@@ -3,12 +3,11 @@
 A record is small: it has the location of the bytes and reads them on demand.
 """
 
-import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from sd3_light.data.preprocess import Reject
-from sd3_light.inputs import open_regular
+from sd3_light.data.sources.access import file_size, read_file, read_range, version_of
 
 
 class Location(Protocol):
@@ -25,34 +24,37 @@ class Location(Protocol):
         """Read the bytes; raises Reject if that is not possible."""
 
 
+def location_version(location: Location) -> str:
+    """Return the version of the file that contains the bytes. Raises Reject("unreadable") if it is missing."""
+    return (isinstance(location, FileBytes) and location.listed) or file_version(location.path)
+
+
 def file_version(path: str) -> str:
-    """Return ``SIZE-MTIME_NS`` of a file. Raises Reject("unreadable") if it is missing."""
-    # not cached: a stat takes a microsecond or two, and a cached result could hide a change
+    """Return ``SIZE-MTIME_NS`` of a file, ``SIZE-ETAG`` at a URL. Raises Reject("unreadable") if it is missing."""
     try:
-        status = os.stat(path)
+        return version_of(path)
     except OSError as error:
         raise Reject("unreadable", str(error)) from error
-    return f"{status.st_size}-{status.st_mtime_ns}"
 
 
 @dataclass(frozen=True, slots=True)
 class FileBytes:
-    """A whole file."""
+    """A whole file. ``listed`` is its version in the listing of a store, which saves requests; "" if unknown."""
 
     path: str
+    listed: str = field(default="", compare=False)
 
     def num_bytes(self) -> int:
         """Return the file's size."""
         try:
-            return os.stat(self.path).st_size
+            return int(self.listed.partition("-")[0]) if self.listed else file_size(self.path)
         except OSError:
             return 0
 
     def read(self) -> bytes:
         """Read the file."""
         try:
-            with open_regular(self.path) as file:
-                return file.read()
+            return read_file(self.path)
         except OSError as error:
             raise Reject("unreadable", str(error)) from error
 
@@ -72,12 +74,9 @@ class FileRange:
     def read(self) -> bytes:
         """Read the range; nothing is allocated for bytes that the file does not have."""
         try:
-            with open_regular(self.path) as file:
-                missing = self.offset + self.size - os.fstat(file.fileno()).st_size
-                if missing > 0:
-                    raise Reject("truncated", f"{self.path!r} ends {missing} bytes before the end of its member")
-                file.seek(self.offset)
-                return file.read(self.size)
+            return read_range(self.path, self.offset, self.size)
+        except EOFError as error:
+            raise Reject("truncated", f"{self.path!r} ends {error} bytes before the end of its member") from error
         except OSError as error:
             raise Reject("unreadable", str(error)) from error
 

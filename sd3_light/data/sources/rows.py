@@ -3,15 +3,15 @@
 import csv
 from collections.abc import Iterator, Mapping
 from io import TextIOWrapper
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from sd3_light.data.preprocess import Reject
+from sd3_light.data.sources.access import open_file, suffix_of
 from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, named
 from sd3_light.data.sources.json_stream import MAX_MEMBER, members
 from sd3_light.data.sources.selection import Selection
-from sd3_light.inputs import open_regular, parse_json
+from sd3_light.inputs import parse_json
 
 FILE_NAMES = ("file_name", "filename", "file", "image", "path", "image_path", "file_path", "image_file", "image_name")
 """Column names of the image file in order of precedence, compared in lower case."""
@@ -35,9 +35,9 @@ class BrokenRow(NamedTuple):
 _Raw = tuple[str, Any]  # a row's position; then a dict, a TableRow or a Reject
 
 
-def read_rows(path: Path, columns: Columns, selection: Selection | None = None) -> Iterator[TableRow | BrokenRow]:
+def read_rows(path: str, columns: Columns, selection: Selection | None = None) -> Iterator[TableRow | BrokenRow]:
     """Yield all rows of a table in order. Raises Reject("broken_table"), possibly late, if the file is not a table."""
-    read = {".json": _document, ".jsonl": _json_lines, ".csv": _csv_rows}[path.suffix]
+    read = {".json": _document, ".jsonl": _json_lines, ".csv": _csv_rows}[suffix_of(path)]
     num_objects, missing = 0, {column: key for key, column in _configured(columns)}
     try:
         for position, raw in read(path, columns):
@@ -48,10 +48,10 @@ def read_rows(path: Path, columns: Columns, selection: Selection | None = None) 
                 row = _row(raw, columns)
                 cells = raw.value if isinstance(raw, TableRow) else raw
                 if selection is not None and isinstance(cells, dict):
-                    row = row._replace(columns=selection.take(cells, is_text=path.suffix == ".csv"))
+                    row = row._replace(columns=selection.take(cells, is_text=suffix_of(path) == ".csv"))
                 yield row
             except Reject as reject:
-                yield BrokenRow(f"{path.name}:{position}", reject.detail)
+                yield BrokenRow(f"{path.rpartition('/')[2]}:{position}", reject.detail)
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         raise Reject("broken_table", str(error)) from error
     if num_objects and missing:
@@ -81,15 +81,15 @@ def _configured(columns: Columns) -> list[tuple[str, str]]:
     return [(key, column) for key, column in pairs if column]
 
 
-def _document(path: Path, columns: Columns) -> Iterator[_Raw]:
+def _document(path: str, columns: Columns) -> Iterator[_Raw]:
     """Yield the rows of a JSON document: ``{file: caption(s)}``, ``{file: row}``, or a list of rows."""
-    with open_regular(path) as data, TextIOWrapper(data, encoding="utf-8-sig") as file:
+    with open_file(path) as data, TextIOWrapper(data, encoding="utf-8-sig") as file:
         for number, (key, value) in enumerate(members(file)):
             yield str(number), value if key is None else TableRow(key, value)
 
 
-def _json_lines(path: Path, columns: Columns) -> Iterator[_Raw]:
-    with open_regular(path) as file:
+def _json_lines(path: str, columns: Columns) -> Iterator[_Raw]:
+    with open_file(path) as file:
         lines = _LineReader(file)
         position = lines.position
         for line in lines:
@@ -101,10 +101,10 @@ def _json_lines(path: Path, columns: Columns) -> Iterator[_Raw]:
             position = lines.position
 
 
-def _csv_rows(path: Path, columns: Columns) -> Iterator[_Raw]:
+def _csv_rows(path: str, columns: Columns) -> Iterator[_Raw]:
     previous_limit = csv.field_size_limit(MAX_CAPTION_BYTES)
     try:
-        with open_regular(path) as file:
+        with open_file(path) as file:
             lines = _LineReader(file)
             header = [column.strip() for column in next(csv.reader(lines), [])]
             _check_header(header, columns)

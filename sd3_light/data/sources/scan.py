@@ -3,10 +3,11 @@
 import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 from sd3_light.config import DirectoryConfig
+from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
+from sd3_light.data.sources.access import CONTAINERS, exists, is_folder, suffix_of
 from sd3_light.data.sources.listing import IMAGES, Media
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.data.sources.parquet import scan_parquet
@@ -27,13 +28,13 @@ def scan(
     UserError immediately, before the first sample, if a configured path does not exist.
     """
     for key in ("path", "mask_path", "default_mask_file"):
-        configured: Path | None = getattr(directory, key)
-        if configured is not None and not configured.exists():
+        configured: DataLocation | None = getattr(directory, key)
+        if configured is not None and not exists(configured):
             raise UserError(f"{key}: {configured} does not exist; correct it in the [[directory]] table")
-    if directory.mask_path is not None and not directory.mask_path.is_dir():
+    if directory.mask_path is not None and not is_folder(directory.mask_path):
         raise UserError(f"mask_path: {directory.mask_path} is not a folder; for one common mask set default_mask_file")
     path = directory.path
-    if not path.is_dir() and path.suffix.lower() not in (".tar", ".parquet"):
+    if suffix_of(path) not in CONTAINERS and not is_folder(path):
         raise UserError(f"path: {path} is not a folder, .tar or .parquet file; give the folder that contains it")
     return _scan(directory, index, media, on_unmatched)
 
@@ -43,12 +44,13 @@ def _scan(directory: DirectoryConfig, index: int, media: Media, on_unmatched: Ca
     try:
         with closing(NameStore()) as name_store:
             context = ScanContext(directory, index, name_store, media, on_unmatched)
-            if path.is_dir():
+            name = str(path).rpartition("/")[2]
+            if is_folder(path):
                 yield from scan_folder(context, path)
-            elif path.suffix.lower() == ".tar":
-                yield from scan_tar(context, str(path), path.name)
+            elif suffix_of(path) == ".tar":
+                yield from scan_tar(context, str(path), name)
             else:
-                yield from scan_parquet(context, str(path), path.name, may_lack_images=False)
+                yield from scan_parquet(context, str(path), name, may_lack_images=False)
             if context.selection is not None:
                 context.selection.require_columns(path)
     except sqlite3.OperationalError as error:

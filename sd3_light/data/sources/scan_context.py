@@ -1,14 +1,15 @@
 """The context of a scan, shared by all kinds of sources: keys, subsampling, captions and masks."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from sd3_light.config import DirectoryConfig
+from sd3_light.config.base import DataLocation
 from sd3_light.data.preprocess import Reject
+from sd3_light.data.sources.access import folder_entries, version_of
 from sd3_light.data.sources.captions import Columns, is_utf8, prepare_captions
-from sd3_light.data.sources.listing import IMAGES, Media, is_image_name, mask_paths
+from sd3_light.data.sources.listing import IMAGES, Media, is_image_name, listed_version, mask_paths
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.data.sources.records import FileBytes, Location, Record, Rejected, ScanItem
 from sd3_light.data.sources.selection import Selection
@@ -103,7 +104,7 @@ class _Masks:
 
     def __init__(self, directory: DirectoryConfig, name_store: NameStore) -> None:
         self._root = directory.mask_path
-        self._default = FileBytes(str(directory.default_mask_file)) if directory.default_mask_file else None
+        self._default = _default_mask(directory.default_mask_file)
         self._folder: str | None = None
         self._names = name_store.names()
 
@@ -111,26 +112,32 @@ class _Masks:
         if self._root is None:
             return self._default
         image = PurePosixPath(name)
-        folder = os.path.join(self._root, image.parent)
+        parent = str(image.parent)
+        folder = str(self._root) if parent == "." else f"{self._root}/{parent}"
         # images come folder by folder, so only one listing is kept
         if folder != self._folder:
             self._list(folder)
         file = next(filter(is_image_name, self._names.with_stem(image.stem)), None)
-        return FileBytes(os.path.join(folder, file)) if file else self._default
+        return FileBytes(f"{folder}/{file}", self._names.note(file)) if file else self._default
 
     def _list(self, folder: str) -> None:
         self._folder = None
         self._names.clear()
         try:
-            with os.scandir(folder) as entries:
+            with folder_entries(folder) as entries:
                 for entry in entries:
-                    self._names.add(entry.name)
+                    self._names.add(entry.name, listed_version(entry))
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
             # the mask may exist, so the image must not be used without it
             raise Reject("unreadable", str(error)) from error
         self._folder = folder
+
+
+def _default_mask(mask: DataLocation | None) -> FileBytes | None:
+    # the version of one at a URL is asked for once, not for every sample
+    return None if mask is None else FileBytes(str(mask), version_of(mask) if isinstance(mask, str) else "")
 
 
 def _printable(text: str) -> str:

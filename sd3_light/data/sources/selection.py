@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 from decimal import Decimal
 from difflib import get_close_matches
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
+from sd3_light.config.base import DataLocation
 from sd3_light.config.condition import (
     BOOLEAN,
     BUILT_IN,
@@ -103,7 +103,7 @@ class Selection:
         kept = {name: values[name] for name in self._kept if name in values}
         return json.dumps(kept) if kept else ""
 
-    def require_columns(self, path: Path) -> None:
+    def require_columns(self, path: DataLocation) -> None:
         """Raise a UserError if a column appears nowhere in the directory; it must have samples."""
         if not self._unseen or not self._num_checked:
             return

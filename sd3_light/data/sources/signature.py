@@ -11,16 +11,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sd3_light.config import DirectoryConfig
+from sd3_light.config.base import DataLocation
+from sd3_light.data.sources import access
+from sd3_light.data.sources.access import FolderEntry, folder_entries
 from sd3_light.data.sources.listing import (
     IMAGE_SUFFIXES,
     TABLE_FILES,
     UNREAD_SUFFIXES,
+    FolderIdentity,
     depth_first,
+    folder_identity,
     is_folder,
     is_image_name,
     mask_paths,
     visible,
 )
+from sd3_light.data.store.remote_file import RemoteEntry, remote_entry
 
 SCAN_VERSION = 1
 """Increase it whenever a scan of the same files would yield different records or rejects."""
@@ -42,14 +48,14 @@ _RELEVANT_SUFFIXES = IMAGE_SUFFIXES | UNREAD_SUFFIXES | {".txt", ".tar", ".parqu
 _MODULUS = 1 << 128
 
 
-_Entries = Callable[[str], Iterator["os.DirEntry[str]"]]
+_Entries = Callable[[str], Iterator[FolderEntry]]
 """Lists the entries of a folder."""
 
 
 class _HashedFolder(NamedTuple):
     name: str
     path: str
-    above: frozenset[tuple[int, int]]
+    above: frozenset[FolderIdentity]
 
 
 def signature(directory: DirectoryConfig, index: int) -> str:
@@ -66,14 +72,19 @@ def signature(directory: DirectoryConfig, index: int) -> str:
         total += _hash(f"setting where\0{directory.where}")
     total += _hash_path("path", directory.path, partial(visible, excluded=excluded), _is_relevant)
     for key in ("mask_path", "default_mask_file"):
-        path: Path | None = getattr(directory, key)
-        total += 0 if path is None else _hash_path(key, path, os.scandir, is_image_name)
+        path: DataLocation | None = getattr(directory, key)
+        total += 0 if path is None else _hash_path(key, path, _all_entries, is_image_name)
     return f"{total % _MODULUS:032x}"
 
 
-def _hash_path(name: str, path: Path, entries: _Entries, is_relevant: Callable[[str], bool]) -> int:
-    if not path.is_dir():
-        return _hash_file(name, path.stat)
+def _all_entries(path: str) -> Iterator[FolderEntry]:
+    with folder_entries(path) as entries:
+        yield from entries
+
+
+def _hash_path(name: str, path: DataLocation, entries: _Entries, is_relevant: Callable[[str], bool]) -> int:
+    if not access.is_folder(path):
+        return _hash_file(name, path.stat) if isinstance(path, Path) else _hash_remote(name, path)
     visit = partial(_hash_folder, entries, is_relevant)
     return sum(depth_first(_HashedFolder(name, str(path), frozenset()), _HashedFolder, visit))
 
@@ -83,8 +94,7 @@ def _hash_folder(
 ) -> Iterator[int | _HashedFolder]:
     """Yield the hashes of a folder's files, and its folders. Link loops and unreadable folders are hashed too."""
     try:
-        status = os.stat(folder.path)
-        identity = status.st_dev, status.st_ino
+        identity = folder_identity(folder.path)
         if identity in folder.above:
             yield _hash(f"{folder.name}\0loop")
             return
@@ -94,7 +104,10 @@ def _hash_folder(
             if is_folder(entry):
                 yield _HashedFolder(name, entry.path, above)
             elif is_relevant(entry.name):
-                yield _hash_file(name, entry.stat) + _hash_sibling(name, entry.path)
+                if isinstance(entry, RemoteEntry):
+                    yield _hash_remote(name, entry.path, entry.version)
+                else:
+                    yield _hash_file(name, entry.stat) + _hash_sibling(name, entry.path)
     except OSError as error:
         yield _hash(f"{folder.name}\0unreadable {error.errno}")
 
@@ -105,6 +118,13 @@ def _hash_file(name: str, stat: Callable[[], os.stat_result]) -> int:
     except OSError as error:
         return _hash(f"{name}\0unreadable {error.errno}")
     return _hash(f"{name}\0{status.st_size}\0{status.st_mtime_ns}")
+
+
+def _hash_remote(name: str, url: str, version: str = "") -> int:
+    try:
+        return _hash(f"{name}\0{version or remote_entry(url).version}")
+    except OSError as error:
+        return _hash(f"{name}\0unreadable {error.errno}")
 
 
 def _hash_sibling(name: str, path: str) -> int:

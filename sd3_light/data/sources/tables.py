@@ -5,11 +5,9 @@ database, so a table of any length needs little memory.
 """
 
 import json
-import os
 import posixpath
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from sd3_light.data.preprocess import Reject
@@ -29,8 +27,8 @@ class ClaimedRows(NamedTuple):
 class CaptionTable:
     """Captions by file name, relative to the table's folder, one per row. Raises Reject if the file is not a table."""
 
-    def __init__(self, path: Path, columns: Columns, selection: Selection | None = None) -> None:
-        self._folder = os.fspath(path.parent)
+    def __init__(self, path: str, columns: Columns, selection: Selection | None = None) -> None:
+        self._folder = posixpath.dirname(path)
         self._column = columns.caption
         self._rows = temporary_database()
         try:

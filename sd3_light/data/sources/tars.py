@@ -3,20 +3,21 @@
 A scan reads only headers and captions; a record keeps the offset of its image, so later reads have random access.
 """
 
-import os
 import posixpath
 import tarfile
 from collections.abc import Iterator, Sequence
 from functools import partial
+from io import SEEK_END
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 from sd3_light.data.preprocess import Reject
+from sd3_light.data.sources.access import open_container
 from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, decode_text, texts
 from sd3_light.data.sources.name_store import NameSet
 from sd3_light.data.sources.records import FileRange, ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
-from sd3_light.inputs import open_regular, parse_json
+from sd3_light.inputs import parse_json
 
 _Group = dict[str, FileRange]
 _ERRORS = (tarfile.TarError, OSError, EOFError, ValueError, OverflowError)
@@ -121,7 +122,7 @@ def _bounded(file: BinaryIO) -> Any:
 
 
 def _members(path: str) -> Iterator[tuple[str, FileRange]]:
-    with open_regular(path) as file, tarfile.open(fileobj=_bounded(file), mode="r:") as tar:
+    with open_container(path) as file, tarfile.open(fileobj=_bounded(file), mode="r:") as tar:
         while (info := tar.next()) is not None:
             # tarfile keeps every member it has seen; a long tar would fill the memory
             tar.members = []  # type: ignore[attr-defined]
@@ -130,5 +131,5 @@ def _members(path: str) -> Iterator[tuple[str, FileRange]]:
         # tarfile mistakes garbage between members for the end of the tar, which has only zeros or nothing
         file.seek(tar.offset)
         if any(file.read(tarfile.BLOCKSIZE)):
-            size = os.fstat(file.fileno()).st_size
+            size = file.seek(0, SEEK_END)
             raise tarfile.ReadError(f"damaged at byte {tar.offset} of {size}")

@@ -4,15 +4,20 @@ No state is kept between calls. fsspec creates one file system object per proces
 """
 
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import fsspec
 from fsspec.registry import known_implementations, registry
 
 from sd3_light.config.faults import UserError
 
+PAUSES_SEC = (0.5, 2.0, 8.0, 30.0)
+"""Delays before a failed request is repeated; a store that throttles needs seconds."""
+
+_Result = TypeVar("_Result")
 _EXTRAS = {"s3": "s3", "s3a": "s3"}  # protocol -> the extra of sd3-light that installs its package
 # Exceptions of the protocols' libraries besides OSError, looked up in the modules that are already loaded.
 _LIBRARY_ERRORS = (
@@ -23,10 +28,19 @@ _LIBRARY_ERRORS = (
     ("gcsfs.retry", "HttpError"),
     ("azure.core.exceptions", "AzureError"),
 )
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
 
 
 class RemoteNotFound(UserError):
     """Nothing exists at a URL."""
+
+
+class RemoteForbidden(UserError):
+    """A URL that this user may not read or write."""
+
+
+class RemoteConflict(UserError):
+    """An object was written by another process meanwhile."""
 
 
 class RemoteUnreachable(UserError):
@@ -48,7 +62,7 @@ def protocol_problem(url: str) -> str | None:
 
 
 @contextmanager
-def remote_filesystem(url: str) -> Iterator[tuple[Any, str]]:
+def remote_filesystem(url: str, action: str = "read") -> Iterator[tuple[Any, str]]:
     """Yield (file system, path) of a URL; convert errors of the network and its libraries to UserErrors."""
     if problem := protocol_problem(url):
         raise UserError(f"{url}: {problem}")
@@ -59,15 +73,32 @@ def remote_filesystem(url: str) -> Iterator[tuple[Any, str]]:
             f"nothing found at {url}; copy the whole cache folder there, or correct cache_dir"
         ) from error
     except PermissionError as error:
-        raise UserError(f"no permission to read {url} ({_first_line(error)}); {_remedy(url)}") from error
+        raise RemoteForbidden(f"no permission to {action} {url} ({_first_line(error)}); {_remedy(url)}") from error
     except _network_errors() as error:
-        raise RemoteUnreachable(f"cannot read {url} ({_first_line(error)}); {_remedy(url)}") from error
+        kind = RemoteForbidden if type(error).__name__ in _NO_CREDENTIALS else RemoteUnreachable
+        raise kind(f"cannot {action} {url} ({_first_line(error)}); {_remedy(url)}") from error
+
+
+def with_retries(url: str, call: Callable[[Any, str], _Result], action: str = "read") -> _Result:
+    """Return ``call(file system, path)``; repeat it after growing pauses while the store cannot be reached."""
+    for pause in PAUSES_SEC:
+        try:
+            with remote_filesystem(url, action) as (files, path):
+                return call(files, path)
+        except RemoteUnreachable:
+            time.sleep(pause)
+    with remote_filesystem(url, action) as (files, path):
+        return call(files, path)
 
 
 def _open_filesystem(url: str) -> tuple[Any, str]:
     """Return (file system, path); a protocol that needs more than a URL, or another library, is a UserError."""
+    protocol = url.partition("://")[0]
     try:
-        return fsspec.core.url_to_fs(url)  # type: ignore[no-any-return]
+        # not `url_to_fs`, which takes "::" in a file name for a chain of protocols
+        implementation = fsspec.get_filesystem_class(protocol)
+        options = implementation._get_kwargs_from_urls(url)
+        return fsspec.filesystem(protocol, **options), implementation._strip_protocol(url)
     except (TypeError, ValueError, LookupError, AttributeError, ImportError, RuntimeError) as error:
         raise UserError(f"{url}: fsspec cannot open it ({_first_line(error)}); give another URL or a path") from error
 

@@ -1,6 +1,7 @@
 """A cache at a URL: read its manifest, download and verify its shards."""
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -22,7 +23,7 @@ def load_remote_manifest(url: str) -> Manifest:
             data: bytes = files.cat_file(path)
     except RemoteNotFound as error:
         raise UserError(
-            f"no cache at {url}: {where} does not exist; build it with a local cache_dir, then copy the folder there"
+            f"no cache at {url}: {where} does not exist; build it with `sd3-light cache CONFIG`, or copy a folder there"
         ) from error
     return Manifest.from_json(data, where)
 
@@ -46,9 +47,16 @@ def download(url: str, entry: ShardEntry, file: BinaryIO) -> None:
     raise failure
 
 
+def verify_remote(url: str, entry: ShardEntry) -> None:
+    """Read a shard, with retries; a UserError unless size and hash are those of ``entry``."""
+    with open(os.devnull, "wb") as nowhere:
+        download(url, entry, nowhere)
+
+
 def _copy(url: str, file: BinaryIO, limit: int) -> tuple[int, str]:
     """Copy a URL to a file and return (size, sha256); stop after more than ``limit`` bytes."""
-    file.seek(0)
+    if file.seekable():
+        file.seek(0)
     size, digest = 0, hashlib.sha256()
     for chunk in _chunks(url):
         size += len(chunk)

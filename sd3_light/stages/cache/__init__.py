@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
+from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Unit, make_cache_plan
 from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
@@ -35,8 +36,8 @@ from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.data.preprocess import PREPROCESS_VERSION
 from sd3_light.data.shards import Origin, write_shard
 from sd3_light.data.store import private_temp_folder
+from sd3_light.data.store.build_folder import BuildFolder, open_build_folder, work_name
 from sd3_light.data.store.remote import load_remote_manifest
-from sd3_light.data.verify import is_intact
 from sd3_light.encoders.fingerprint import parts_fingerprint
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
@@ -45,7 +46,14 @@ from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress, show
 from sd3_light.stages.cache.advice import measure_reconstructions, warn_of_cut_captions, warn_of_extreme_fits
 from sd3_light.stages.cache.cached_prompts import add_orphans, cache_prompts, missing_prompts, wait_for_prompts
-from sd3_light.stages.cache.freshness import CacheState, check_freshness, is_readable, mark_damaged, render_state
+from sd3_light.stages.cache.freshness import (
+    CacheState,
+    check_freshness,
+    is_readable,
+    mark_damaged,
+    render_state,
+    replaced_files,
+)
 from sd3_light.stages.cache.manifest_writer import REJECTS, is_manifest_current, write_manifest
 from sd3_light.stages.cache.shard_builder import ShardBuilder, empty_content, wait_for_main
 
@@ -60,7 +68,9 @@ class CacheOptions:
 
     ``trust``: use a cache that has a manifest without checking it against the sources. ``regenerate``: encode
     everything again. ``verify``: hash every shard and encode damaged ones again. ``prune``: delete unused files.
-    ``dry_run``: report the state of the cache and write only the catalogue.
+    ``dry_run``: report the state of the cache and write only the catalogue. ``at_url``: build caches at URLs too, which
+    are otherwise used as they are. ``part``: (I, N) builds only every N-th shard from the I-th, and no manifest.
+    ``finish``: encode no image; write the manifest of the parts.
     """
 
     trust: bool = False
@@ -68,6 +78,9 @@ class CacheOptions:
     verify: bool = False
     prune: bool = False
     dry_run: bool = False
+    at_url: bool = False
+    part: tuple[int, int] | None = None
+    finish: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ def run(loaded: LoadedConfig, launch: Launch | None = None, options: CacheOption
     """Build or complete the caches of the dataset and of every evaluation set, then free the encoders."""
     launch, options = launch or Launch(), options or CacheOptions()
     datasets = {"": loaded.dataset, **loaded.eval_datasets}
-    if not options.regenerate:
+    if not options.regenerate and (options.trust or not options.at_url):
         datasets = {name: data for name, data in datasets.items() if not _is_remote(data, loaded.train)}
     if options.trust and not options.regenerate:
         datasets = {name: data for name, data in datasets.items() if not _is_trusted(data, loaded.train)}
@@ -109,12 +122,12 @@ def make_recipe(train: TrainConfig, memo: Path | None = None) -> dict[str, Any]:
 
 
 def _is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
-    """Return whether the cache is at a URL. Such a cache must match the config's encoders and is never built there."""
+    """Return whether the cache is at a URL. Such a cache must match the config's encoders and is used as it is."""
     url = dataset.cache_dir
     if isinstance(url, Path):
         return False
     memo = (train.stream_cache_dir or private_temp_folder(url)) / "parts.json"
-    hint = "correct [model], or build the cache again with a local cache_dir and copy the folder there"
+    hint = "correct [model], or build the cache again with `sd3-light cache CONFIG`"
     _require_recipe(url, load_remote_manifest(url), make_recipe(train, memo), hint)
     info(f"using the cache at {url} as it is")
     return True
@@ -122,8 +135,8 @@ def _is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
 
 def _is_trusted(dataset: DatasetConfig, train: TrainConfig) -> bool:
     """Return whether a local cache has a manifest. It must match the config's encoders."""
-    folder = dataset.local_cache_dir
-    if not (folder / MANIFEST).is_file():
+    folder = dataset.cache_dir
+    if not isinstance(folder, Path) or not (folder / MANIFEST).is_file():
         return False
     expected = make_recipe(train, folder / "parts.json")
     _require_recipe(str(folder), Manifest.load(folder), expected, "run without --trust-cache to encode it again")
@@ -174,7 +187,20 @@ class _Stage:
 
     def build(self, name: str, dataset: DatasetConfig) -> CacheReport:
         """Build or complete one dataset's cache."""
-        title, folder = f"cache {name}".strip(), dataset.local_cache_dir
+        with open_build_folder(dataset.cache_dir, self._work_folder(dataset.cache_dir)) as place:
+            return self._build(name, dataset, place)
+
+    def _work_folder(self, location: CacheLocation) -> Path:
+        """Return the folder in which a cache is built, for a URL that of its local image."""
+        if isinstance(location, Path):
+            return location
+        if self._launch.world > 1:
+            raise UserError(f"cache_dir: {location} is built by one process, or by several with --part I/N each")
+        folder = self._train.stream_cache_dir or private_temp_folder(location)
+        return folder / work_name(location, self._options.part)
+
+    def _build(self, name: str, dataset: DatasetConfig, place: BuildFolder) -> CacheReport:
+        title, folder = f"cache {name}".strip(), place.folder
         shards = folder / SHARDS
         with Claims(folder / "claims") as claims:
             shards.mkdir(parents=True, exist_ok=True)
@@ -182,31 +208,53 @@ class _Stage:
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._list_inputs(title, catalogue, dataset)
             plan = make_cache_plan(catalogue, listings, recipe, self._train.sd3_shard_size)
+            place.push_catalogue()
             if not plan.units:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
                 if plan.counts.unmatched:
                     reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
                 raise UserError(f"{dataset.path}: no usable sample found ({reasons or 'the directories are empty'})")
             prompts = () if name else self._train.sampling.texts
-            state = self._check(folder, plan, recipe, prompts)
+            state = self._check(dataset, place, plan, recipe, prompts)
             if self._options.dry_run:
                 return CacheReport(folder, reused=state.fresh)
-            units = plan.units if self._options.regenerate else state.todo
-            reused = sum(unit.count for unit in plan.units) - sum(unit.count for unit in units)
+            units = self._in_part(plan.units if self._options.regenerate else state.todo)
+            if self._options.finish and units:
+                remedy = "run the parts (--part I/N) that failed again"
+                raise UserError(f"{len(units):,} shards are missing, such as {units[0].file}; {remedy}")
+            reused = sum(unit.count for unit in self._in_part(plan.units)) - sum(unit.count for unit in units)
             if units and self._launch.is_main:
                 warn_of_cut_captions(title, plan, self._train.model)
                 warn_of_extreme_fits(title, plan)
                 measure_reconstructions(title, plan, self.parts)
-            encoded = self._encode(title, folder, plan, units, reused, claims)
-            empty = self._encode_empty(shards, recipe)
+            encoded = self._encode(title, place, plan, units, reused, claims)
+            if self._options.part and self._options.part[0] > 0:
+                return self._report_part(title, CacheReport(folder, {}, encoded, reused))
+            empty = self._encode_empty(place, recipe)
             self._encode_prompts(title, folder, recipe, prompts)
-            counts = self._finish(dataset, plan, recipe, empty, listings, catalogue)
+            if self._options.part:
+                place.publish()
+                return self._report_part(title, CacheReport(folder, {}, encoded, reused))
+            counts = self._finish(dataset, place, plan, recipe, empty, listings, catalogue)
         if self._options.prune and self._launch.is_main:
-            _prune(state)
+            _prune(state, place)
         # evaluation fills up its last batches and drops nothing
         small_buckets = {} if name else self._small_buckets(plan.units, dataset)
         report = CacheReport(folder, counts, encoded, reused, small_buckets)
-        _log_report(title, report, self._train.small_buckets)
+        _log_report(title, report, self._train.small_buckets, f"{dataset.cache_dir}/{REJECTS}")
+        return report
+
+    def _in_part(self, units: Sequence[Unit]) -> list[Unit]:
+        """Return the units that this run builds: all, or those of its part."""
+        index, count = self._options.part or (0, 1)
+        return [unit for unit in units if unit.number % count == index]
+
+    def _report_part(self, title: str, report: CacheReport) -> CacheReport:
+        index, count = self._options.part or (0, 1)
+        info(
+            f"{title}: part {index} of {count} is complete, {report.encoded:,} samples encoded; when all parts are, "
+            "`--finish` writes the manifest"
+        )
         return report
 
     def _list_inputs(self, title: str, catalogue: Catalogue, dataset: DatasetConfig) -> list[Listing]:
@@ -219,18 +267,26 @@ class _Stage:
                 catalogue.probe_images(listings, workers if num_unprobed > 500 else 0, bar.advance)
         return listings
 
-    def _check(self, folder: Path, plan: CachePlan, recipe: Mapping[str, Any], prompts: Sequence[str]) -> CacheState:
+    def _check(
+        self,
+        dataset: DatasetConfig,
+        place: BuildFolder,
+        plan: CachePlan,
+        recipe: Mapping[str, Any],
+        prompts: Sequence[str],
+    ) -> CacheState:
         if self._options.verify:
-            _verify(folder / SHARDS, plan.units[self._launch.rank :: self._launch.world])
-        state = check_freshness(folder, plan, recipe)
+            _verify(place, self._in_part(plan.units)[self._launch.rank :: self._launch.world])
+        place.fetch_tables(replaced_files(place.folder, plan))
+        state = check_freshness(place.folder, plan, recipe)
         add_orphans(state, prompts, recipe)
-        show(render_state(state))
+        show(render_state(state, dataset.cache_dir))
         if not self._options.dry_run:
             mark_damaged(state)
         return state
 
     def _encode(
-        self, title: str, folder: Path, plan: CachePlan, units: Sequence[Unit], reused: int, claims: Claims
+        self, title: str, place: BuildFolder, plan: CachePlan, units: Sequence[Unit], reused: int, claims: Claims
     ) -> int:
         """Build the units together with other processes. Return the number of samples that this process encoded."""
         total = reused + sum(unit.count for unit in units)
@@ -238,22 +294,25 @@ class _Stage:
             info(f"{title}: {reused:,} of {total:,} samples are already cached")
         with progress(title, total, "images", done=reused) as bar:
             regenerate = self._options.regenerate
-            builder = ShardBuilder(plan, folder / SHARDS, claims, self.parts, bar, self._train, regenerate)
+            shards = place.folder / SHARDS
+            builder = ShardBuilder(plan, shards, claims, self.parts, bar, self._train, regenerate, place.push_unit)
             builder.build(units, (self._launch.rank, self._launch.world))
         return builder.encoded
 
-    def _encode_empty(self, shards: Path, recipe: Mapping[str, Any]) -> ShardEntry:
+    def _encode_empty(self, place: BuildFolder, recipe: Mapping[str, Any]) -> ShardEntry:
         """Return the entry of the empty caption's shard, encoded if it is missing or damaged."""
+        shards = place.folder / SHARDS
         fingerprint = sample_id(repr(sorted(recipe.items())))
         entry = ShardEntry(f"empty-{fingerprint:016x}.safetensors", "empty", (0, 0), "", 0, 0, "", f"{fingerprint:x}")
         mark = damaged_mark(shards / entry.file)
         existing = read_entry(shards, entry.file)
-        if existing is not None and self._options.verify and not is_intact(shards / entry.file, existing):
+        if existing is not None and self._options.verify and not place.is_intact(existing):
             mark.touch()
         if existing is not None and not mark.exists():
             return existing
         written = write_shard(shards, entry, empty_content(self.parts), [Origin("", "", 0, 0, ("",))])
         mark.unlink(missing_ok=True)
+        place.push_unit(entry.file)
         return written
 
     def complete_prompts(self, dataset: DatasetConfig) -> None:
@@ -272,6 +331,7 @@ class _Stage:
     def _finish(
         self,
         dataset: DatasetConfig,
+        place: BuildFolder,
         plan: CachePlan,
         recipe: dict[str, Any],
         empty: ShardEntry,
@@ -279,12 +339,14 @@ class _Stage:
         catalogue: Catalogue,
     ) -> dict[str, int]:
         """Write the manifest in the main process; wait for it in the others. Return its counts."""
-        folder = dataset.local_cache_dir
+        folder = place.folder
         if self._launch.is_main:
             paths = {"diffusers_path": str(self._train.model.diffusers_path)}
             paths |= {f"directory:{listing.source.label}": str(listing.source.root) for listing in listings}
-            counts = write_manifest(dataset, plan, recipe, empty, paths)
+            counts = write_manifest(dataset, folder, plan, recipe, empty, paths)
+            place.publish()
             catalogue.prune_except(listings)
+            place.push_catalogue()
             sweep_files(folder)
             sweep_files(folder / SHARDS)
             return counts
@@ -311,7 +373,7 @@ class _Stage:
         return small
 
 
-def _log_report(title: str, report: CacheReport, policy: str) -> None:
+def _log_report(title: str, report: CacheReport, policy: str, rejects: str) -> None:
     """Log how many inputs were used, rejected and dropped."""
     counts = report.counts
     rejected = {name.removeprefix("rejected: "): counts[name] for name in counts if name.startswith("rejected: ")}
@@ -326,26 +388,26 @@ def _log_report(title: str, report: CacheReport, policy: str) -> None:
         info(f"{title}: {counts[UNMATCHED]:,} samples do not match `where` and are left out")
     if rejected:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
-        info(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {report.folder / REJECTS}")
+        info(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {rejects}")
     for bucket, count in report.small_buckets.items():
         result = "dropped" if policy == "drop" else "repeated to fill one"
         info(f"{title}: bucket {bucket} has {count:,} samples, fewer than one global batch: they are {result}")
 
 
-def _verify(shards: Path, units: Sequence[Unit]) -> None:
+def _verify(place: BuildFolder, units: Sequence[Unit]) -> None:
     """Hash every existing shard and mark the damaged ones."""
+    shards = place.folder / SHARDS
     with progress("hashing shards", len(units), "shards") as bar:
         for unit in units:
             entry = read_entry(shards, unit.file)
             path = shards / unit.file
-            if entry is not None and not (is_intact(path, entry) and is_readable(path.with_suffix(".arrow"))):
+            if entry is not None and not (place.is_intact(entry) and is_readable(path.with_suffix(".arrow"))):
                 damaged_mark(path).touch()
             bar.advance()
 
 
-def _prune(state: CacheState) -> None:
+def _prune(state: CacheState, place: BuildFolder) -> None:
     # shards first: the files beside a shard are useless without it, and pruning may be killed
-    for path in sorted(state.orphans, key=lambda path: path.suffix != ".safetensors"):
-        path.unlink(missing_ok=True)
+    place.delete(sorted(state.orphans, key=lambda path: path.suffix != ".safetensors"))
     if state.orphans:
         info(f"deleted {len(state.orphans):,} orphaned files, {state.orphan_bytes / 1e9:,.3f} GB")

@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 from rich.table import Table
 
+from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
@@ -117,6 +118,13 @@ def _count_stale_and_missing(state: CacheState, folder: Path, plan: CachePlan, r
         _count_causes(state, folder / SHARDS, replaced, plan)
 
 
+def replaced_files(folder: Path, plan: CachePlan) -> Iterator[str]:
+    """Yield the shards of the last manifest that are not in the plan: staleness is counted from their tables."""
+    manifest, planned = _last_manifest(folder), {unit.file for unit in plan.units}
+    if manifest is not None:
+        yield from (entry.file for entry in manifest.shards if entry.file not in planned)
+
+
 def _last_manifest(folder: Path) -> Manifest | None:
     """Return the existing manifest; None if it is missing or invalid, because this run replaces it."""
     try:
@@ -170,9 +178,9 @@ def _cause(is_known: bool, is_same: bool, has_same_captions: bool) -> str:
     return "the image or its mask changed" if has_same_captions else "the caption changed"
 
 
-def render_state(state: CacheState) -> Table:
-    """Return the state as a table for the terminal."""
-    table = Table("samples", "count", "meaning", title=f"cache {state.folder}")
+def render_state(state: CacheState, location: CacheLocation | None = None) -> Table:
+    """Return the state as a table for the terminal; ``location`` is the cache's if it is not the folder."""
+    table = Table("samples", "count", "meaning", title=f"cache {location or state.folder}")
     table.add_row("fresh", f"{state.fresh:,}", f"in {state.shards:,} shards, reused")
     table.add_row("stale", f"{state.stale:,}", "cached from other inputs or settings: encoded again")
     for cause, count in state.causes.most_common():

@@ -20,10 +20,15 @@ REJECTS = "rejects.jsonl"
 
 
 def write_manifest(
-    dataset: DatasetConfig, plan: CachePlan, recipe: dict[str, Any], empty: ShardEntry, paths: Mapping[str, str]
+    dataset: DatasetConfig,
+    folder: Path,
+    plan: CachePlan,
+    recipe: dict[str, Any],
+    empty: ShardEntry,
+    paths: Mapping[str, str],
 ) -> dict[str, int]:
-    """Write rejects.jsonl, then the manifest of a plan whose units are all built. Return the counts."""
-    folder, shards = dataset.local_cache_dir, dataset.local_cache_dir / SHARDS
+    """Write rejects.jsonl, then the manifest of a plan whose units are all built, to ``folder``. Return the counts."""
+    shards = folder / SHARDS
     entries = _entries(plan.units, shards)
     rejected: Counter[str] = Counter()
     with atomic_file(folder / REJECTS) as temporary, open(temporary, "w", encoding="utf-8") as file:

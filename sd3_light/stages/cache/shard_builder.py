@@ -22,6 +22,7 @@ from sd3_light.data.building.decode import CRASHED_DECODE, Decoded, DecodeTask, 
 from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
+from sd3_light.data.sources.access import exists
 from sd3_light.encoders.frozen_parts import CaptionTokens, FrozenParts
 from sd3_light.files import write_atomically
 from sd3_light.runlog import Bar
@@ -122,7 +123,7 @@ def _stack_masks(masks: Sequence[NDArray[np.uint8] | None]) -> Tensor | None:
 
 
 class ShardBuilder:
-    """Encodes the units that no other process does, until all units are built."""
+    """Encodes the units that no other process does, until all are built; ``on_written`` gets each shard's name."""
 
     def __init__(
         self,
@@ -133,9 +134,10 @@ class ShardBuilder:
         bar: Bar,
         train: TrainConfig,
         regenerate: bool = False,
+        on_written: Callable[[str], None] = lambda file: None,
     ) -> None:
         self._plan, self._shards, self._claims, self._parts, self._bar = plan, shards, claims, parts, bar
-        self._train, self._regenerate = train, regenerate
+        self._train, self._regenerate, self._on_written = train, regenerate, on_written
         self.encoded = 0
 
     def build(self, units: Sequence[Unit], share: tuple[int, int]) -> None:
@@ -206,7 +208,7 @@ class ShardBuilder:
     def _write(self, finished: _UnitInProgress, wait: Callable[[], None]) -> None:
         wait()
         path, root = self._shards / finished.unit.file, self._plan.source(finished.unit).root
-        if finished.rejected and not root.exists():
+        if finished.rejected and not exists(root):
             raise UserError(
                 f"{root} disappeared while it was being cached; restore it and run again: finished shards are kept"
             )
@@ -222,6 +224,7 @@ class ShardBuilder:
         else:
             write_atomically(path.with_suffix(".none"), b"")
             path.unlink(missing_ok=True)
+        self._on_written(finished.unit.file)
         damaged_mark(path).unlink(missing_ok=True)
         self._claims.release(finished.unit.file)
 

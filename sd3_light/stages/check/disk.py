@@ -7,11 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
+from sd3_light.config.base import DataLocation
 from sd3_light.config.cross_checks import text_recon_problem, token_problems
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST, Manifest
+from sd3_light.data.sources.access import CONTAINERS, exists
 from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model import pipeline_folder
 from sd3_light.model.linears import match_targets
@@ -27,7 +29,6 @@ from sd3_light.model.start import (
 from sd3_light.runlog import missing_trackers
 
 PATH_HINT = "relative paths start at the folder of the TOML"
-_SOURCE_FILES = (".tar", ".parquet")
 _STEP_TOLERANCE = 0.01  # of a step that is read from a table in bfloat16
 
 
@@ -56,8 +57,8 @@ def check_disk(
         checks.sampling(start.size)
     checks.metrics(None if start is None else start.size)
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
-        # a cache at a URL is used as it is: a machine that trains from it need not have the images
-        if isinstance(dataset.cache_dir, Path):
+        # training uses a cache at a URL as it is: its machines need not have the images
+        if caching or isinstance(dataset.cache_dir, Path):
             checks.sources(dataset)
         if start is not None:
             checks.buckets(dataset, start.size)
@@ -308,9 +309,14 @@ def _text_problems(folder: Path, t5_max_length: int, size: ModelSize | None) -> 
         yield f"its pooled text is {text.pooled_width} wide and the denoiser ({size.name}) needs {size.pooled_width}"
 
 
-def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, Path]]:
-    path, masks, mask = directory.path, directory.mask_path, directory.default_mask_file
-    if path.exists() and not path.is_dir() and not (path.is_file() and path.suffix.lower() in _SOURCE_FILES):
+def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataLocation]]:
+    sources = {key: getattr(directory, key) for key in ("path", "mask_path", "default_mask_file")}
+    for key, url in sources.items():
+        if isinstance(url, str) and (problem := _url_problem(url)):
+            yield key, problem, url
+    path, masks, mask = (None if isinstance(source, str) else source for source in sources.values())
+    is_container = path is not None and path.is_file() and path.suffix.lower() in CONTAINERS
+    if path is not None and path.exists() and not path.is_dir() and not is_container:
         yield "path", "neither a folder nor a .tar or .parquet file", path
     if masks is not None and masks.exists() and not masks.is_dir():
         yield "mask_path", "not a folder (use default_mask_file for one mask for all)", masks
@@ -321,6 +327,14 @@ def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, Path]
             yield key, "no such file or folder", source
         elif source is not None and not os.access(source, os.R_OK | (os.X_OK if source.is_dir() else 0)):
             yield key, "not readable by this user", source
+
+
+def _url_problem(url: str) -> str | None:
+    """Return why a source at a URL cannot be read; None if something is there."""
+    try:
+        return protocol_problem(url) or (None if exists(url) else "nothing found there")
+    except (UserError, OSError) as error:
+        return str(error)
 
 
 def _cannot_create(folder: Path) -> str | None:

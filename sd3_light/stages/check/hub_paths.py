@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from sd3_light.config import ConfigFaults, DatasetConfig, Fault, LoadedConfig, UserError
+from sd3_light.config.base import DataLocation
 from sd3_light.config.hub_ids import SCHEME, HubId, hub_id_of
 from sd3_light.downloads import download
 from sd3_light.model.pipeline_folder import REQUIRED_PARTS, TRANSFORMER
@@ -45,7 +46,7 @@ def with_local_paths(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def _replaced(loaded: LoadedConfig, folders: dict[HubId, Path]) -> LoadedConfig:
-    def local(path: Path) -> Path:
+    def local(path: DataLocation) -> DataLocation:
         hub_id = hub_id_of(path)
         return path if hub_id is None else folders[hub_id]
 

@@ -12,6 +12,7 @@ from sd3_light.config import DEFAULT_GUIDANCE, DirectoryConfig, LoadedConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.toml_file import read_toml
+from sd3_light.data.sources.access import exists
 from sd3_light.data.sources.records import Record
 from sd3_light.data.sources.scan import scan
 from sd3_light.encoders.vae import LatentScale
@@ -84,7 +85,7 @@ def require_demo_world(model: Path) -> None:
 
 def _shows_demo_world(directory: DirectoryConfig) -> bool:
     """Return whether the first captions of a directory are of the demo world; a missing directory shows nothing."""
-    if not directory.path.exists():
+    if not exists(directory.path):
         return False
     records = (entry for entry in scan(directory, 0) if isinstance(entry, Record))
     captions = [caption for record in islice(records, _CAPTIONS_TRIED) for caption in record.captions]

@@ -19,15 +19,15 @@ _MOST_REASONS = 12
 _BAR_WIDTH = 24
 
 
-def run(cache: Path, seed: int = 0) -> Inspection:
+def run(cache: Path, seed: int = 0, samples: int | None = None) -> Inspection:
     """Read the manifest of a cache, and the captions of random shards. Raises UserError where there is no cache."""
-    return inspect_cache(cache, TABLE_SAMPLES, seed)
+    return inspect_cache(cache, samples or TABLE_SAMPLES, seed)
 
 
-def render(cache: Inspection) -> Table:
-    """Return a table that fits one screen."""
+def render(cache: Inspection, location: str = "") -> Table:
+    """Return a table that fits one screen; ``location`` is the cache's if it was fetched to its folder."""
     columns = ("field", Column("value", justify="right"), Column("", overflow="fold"))
-    table = Table(*columns, title=_plain(cache.folder), box=SIMPLE)
+    table = Table(*columns, title=_plain(location or cache.folder), box=SIMPLE)
     for add_rows in (_add_counts, _add_buckets, _add_rejects, _add_captions, _add_settings):
         add_rows(cache, table)
         table.add_section()

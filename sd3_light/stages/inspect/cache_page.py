@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
+from sd3_light.config.base import is_url
+from sd3_light.data.sources.access import exists
 from sd3_light.encoders.vae import LOW_PSNR
 from sd3_light.pages import check_output_path, render_template, save_page
 from sd3_light.pages.formats import byte_size
@@ -45,13 +47,15 @@ class CachePage:
     notes: list[str] = field(default_factory=list)
 
 
-def write_cache_page(cache: Path, out: Path, samples: int = 48, seed: int = 0, vae: Path | None = None) -> CachePage:
-    """Write the page of a cache with ``samples`` random samples.
+def write_cache_page(
+    cache: Path, out: Path, samples: int = 48, seed: int = 0, vae: Path | None = None, counted: int | None = None
+) -> CachePage:
+    """Write the page of a cache with ``samples`` random samples and statistics of ``counted`` ones.
 
     Missing sources or a missing VAE are noted on the page. Raises UserError where there is no cache, ``out`` cannot be
     written, or ``vae`` cannot be used.
     """
-    inspection = inspect_cache(cache, PAGE_SAMPLES, seed)
+    inspection = inspect_cache(cache, counted or PAGE_SAMPLES, seed)
     check_output_path(out)
     content = collect_content(inspection, samples, seed, vae)
     save_page(out, render_page(content))
@@ -64,7 +68,7 @@ def collect_content(cache: Inspection, samples: int, seed: int, vae: Path | None
     notes = [f"A shard cannot be read: {problem}" for problem in cache.stats.unreadable]
     for label in cache.directories:
         folder = manifest.places.get(f"directory:{label}")
-        if folder is None or not Path(folder).exists():
+        if folder is None or not exists(folder if is_url(folder) else Path(folder)):
             problem = "the cache does not record its folder" if folder is None else f"{folder} does not exist"
             notes.append(f"The originals of {label} cannot be shown: {problem}.")
     opened_vae, problem = open_vae(manifest.places, vae) if samples else (None, "")

@@ -7,7 +7,7 @@ number of samples.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -116,11 +116,17 @@ def inspect_cache(folder: Path, samples: int, seed: int) -> Inspection:
     manifest = Manifest.load(folder)
     stats = ShardStats()
     real = manifest.recipe.get("text_tokens") == "real"
-    for index in stream(seed, "inspect shards", 0, 0, 0).permutation(len(manifest.shards)).tolist():
+    for entry in shard_order(manifest, seed):
         if stats.samples >= samples:
             break
-        _add_shard(folder / SHARDS / manifest.shards[index].file, real, stats)
+        _add_shard(folder / SHARDS / entry.file, real, stats)
     return Inspection(folder, manifest, stats, _count_cut(manifest, stats))
+
+
+def shard_order(manifest: Manifest, seed: int) -> Iterator[ShardEntry]:
+    """Yield the shards in the random order in which statistics read them."""
+    order = stream(seed, "inspect shards", 0, 0, 0).permutation(len(manifest.shards))
+    return (manifest.shards[index] for index in order.tolist())
 
 
 def _count_cut(manifest: Manifest, stats: ShardStats) -> CutCaptions | None:

@@ -1,7 +1,6 @@
 """Source images for the page: finding, opening and tinting them."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageFile
@@ -29,7 +28,7 @@ def image_location(places: Mapping[str, str], directory: str, text: str) -> Loca
     if not text or root is None:
         raise Reject("missing_file", "the cache does not record where it is")
     try:
-        location = location_from_text(text, Path(root))
+        location = location_from_text(text, root)
     except ValueError as error:
         raise Reject("missing_file", str(error)) from error
     assert location is not None, "only an empty text has no location"

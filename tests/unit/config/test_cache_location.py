@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sd3_light.config import Fault, UserError, load_config, resolved_toml
+from sd3_light.config import Fault, load_config, resolved_toml
 from sd3_light.config.base import is_url, without_secrets
 
 OnlyFault = Callable[..., Fault]
@@ -87,9 +87,3 @@ def test_hiding_secrets_in_text() -> None:
     assert without_secrets("s3://bucket/x") == "s3://bucket/x"
     assert without_secrets("mail@host") == "mail@host"
     assert without_secrets('"https://a:b@host/x?sig=1"') == '"https://(hidden)@host/x?(hidden)"'
-
-
-def test_a_cache_is_built_in_a_folder(files: Any) -> None:
-    assert files.load('cache_dir = "cache"').dataset.local_cache_dir == files.folder / "cache"
-    with pytest.raises(UserError, match="s3://bucket/x is a URL, and a cache is built in a folder"):
-        _ = files.load('cache_dir = "s3://bucket/x"').dataset.local_cache_dir

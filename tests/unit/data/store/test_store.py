@@ -503,7 +503,7 @@ def test_a_missing_object_is_reported(s3: S3, cache: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("place", ["s3://bucket/none", "s3://no-such-bucket/none"])
 def test_a_missing_cache_is_reported(s3: S3, tmp_path: Path, place: str) -> None:
-    with pytest.raises(UserError, match=f"^no cache at {place}: .* build it with a local cache_dir, then copy"):
+    with pytest.raises(UserError, match=f"^no cache at {place}: .* build it with `sd3-light cache CONFIG`, or copy"):
         load_remote_manifest(place)
     with pytest.raises(UserError, match=r"^no cache at"):
         open_store(place, tmp_path / "kept", 10**6)

@@ -1,0 +1,300 @@
+"""The folder that a cache is built in: the cache itself, or for a cache at a URL a local image of it.
+
+The image has the layout of the cache. Small files are copies. Shards and their Arrow files are hollow: sparse files of
+the right size, so that everything that lists and compares files works on both. The store alone is the truth: the image
+is compared with its listing when a build starts, and every file is uploaded when it is written, a shard last of its
+files and the manifest last of all. So a build can be killed at any time and continues on any machine.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b, file_digest
+from pathlib import Path
+from typing import Any
+
+from sd3_light.config.base import CacheLocation
+from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import MANIFEST, SHARDS, ShardEntry, read_entry
+from sd3_light.data.store.protocols import RemoteConflict, RemoteForbidden, RemoteUnreachable, with_retries
+from sd3_light.data.store.remote import verify_remote
+from sd3_light.data.store.remote_file import RemoteEntry, list_remote, read_remote, remote_entry
+from sd3_light.data.verify import is_intact
+from sd3_light.inputs import read_json_file
+
+UNIT_SUFFIXES = (".rejects.jsonl", ".none", ".arrow", ".json", ".safetensors")
+"""Files of a unit in the order of their upload: a shard never exists without the others."""
+_REJECTED_SUFFIXES = (".rejects.jsonl", ".none")
+_CATALOGUE = ("catalogue/parts", "catalogue")  # a listing never exists without its parts
+_PROMPTS, _REJECTS = "prompts", "rejects.jsonl"
+_FOLDERS = (SHARDS, _PROMPTS, *_CATALOGUE)
+_RECORD, _LOCK, _MARK = "store.json", "store.lock", ".damaged"
+_DOWNLOADS = 256  # files per request to the library, which reads them concurrently
+
+
+class BuildFolder:
+    """A local cache folder: nothing has to be fetched or uploaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def push_unit(self, file: str) -> None:
+        """Upload what was written for the unit of a shard."""
+
+    def push_catalogue(self) -> None:
+        """Upload what changed in the catalogue."""
+
+    def publish(self) -> None:
+        """Upload the prompts, the rejects and the manifest, in this order."""
+
+    def fetch_tables(self, files: Iterable[str]) -> None:
+        """Make the Arrow files of shards readable."""
+
+    def delete(self, paths: Sequence[Path]) -> None:
+        """Delete files of the cache."""
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    def is_intact(self, entry: ShardEntry) -> bool:
+        """Return whether a shard has the size and hash of its entry."""
+        return is_intact(self.folder / SHARDS / entry.file, entry)
+
+
+class RemoteBuildFolder(BuildFolder):
+    """The local image of a cache at a URL. One process uses it at a time."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        super().__init__(folder)
+        self.url = url
+        # name -> (version in the store, digest of the local copy; "" if it is hollow)
+        self._record: dict[str, tuple[str, str]] = _read_record(folder / _RECORD)
+        self._pull()
+
+    # --- from the store -----------------------------------------------------------------------
+
+    def _pull(self) -> None:
+        """Make the image equal to the store; only what changed is read."""
+        listed = dict(self._listed())
+        for name in self._local_names() - listed.keys():
+            (self.folder / name).unlink()
+        self._record = {name: known for name, known in self._record.items() if name in listed}
+        changed = []
+        for name, entry in listed.items():
+            path = self.folder / name
+            is_known = self._record.get(name, ("", ""))[0] == entry.version and path.is_file()
+            if _is_hollow(name):
+                if not is_known or path.stat().st_size != entry.size:
+                    _make_hollow(path, entry.size)
+                    self._record[name] = entry.version, ""
+            elif not is_known:
+                changed.append(name)
+        for first in range(0, len(changed), _DOWNLOADS):
+            self._download(changed[first : first + _DOWNLOADS], listed)
+        self._save_record()
+
+    def _listed(self) -> Iterator[tuple[str, RemoteEntry]]:
+        for entry in _list(self.url):
+            if entry.name in (MANIFEST, _REJECTS):
+                yield entry.name, entry
+        for folder in _FOLDERS:
+            for entry in _list(f"{self.url}/{folder}"):
+                if not entry.is_folder:
+                    yield f"{folder}/{entry.name}", entry
+
+    def _local_names(self) -> set[str]:
+        """Return the names of files that the store should have; marks of damage and temporary files are local."""
+        names = {name for name in (MANIFEST, _REJECTS) if (self.folder / name).is_file()}
+        for folder in _FOLDERS:
+            (self.folder / folder).mkdir(parents=True, exist_ok=True)
+            names |= {f"{folder}/{file.name}" for file in os.scandir(self.folder / folder) if file.is_file()}
+        return {name for name in names if not name.endswith(_MARK) and not os.path.basename(name).startswith(".")}
+
+    def _download(self, names: Sequence[str], listed: dict[str, RemoteEntry]) -> None:
+        def read_all(files: Any, path: str) -> dict[str, bytes]:
+            contents: dict[str, bytes] = files.cat([f"{path}/{name}" for name in names])
+            return {key.removeprefix(f"{path}/"): data for key, data in contents.items()}
+
+        for name, data in with_retries(self.url, read_all).items():
+            (self.folder / name).write_bytes(data)
+            self._record[name] = listed[name].version, _digest(self.folder / name)
+
+    def fetch_tables(self, files: Iterable[str]) -> None:
+        """Download the Arrow files of shards where the image has hollow ones."""
+        names = [f"{SHARDS}/{Path(file).with_suffix('.arrow')}" for file in files]
+        for name in names:
+            if name in self._record and not self._record[name][1]:
+                (self.folder / name).write_bytes(read_remote(f"{self.url}/{name}"))
+                self._record[name] = self._record[name][0], _digest(self.folder / name)
+
+    def is_intact(self, entry: ShardEntry) -> bool:
+        """Read a shard from the store and compare its size and hash."""
+        self.fetch_tables([entry.file])
+        try:
+            verify_remote(f"{self.url}/{SHARDS}/{entry.file}", entry)
+        except (RemoteUnreachable, RemoteForbidden):
+            raise
+        except UserError:  # missing, or other bytes
+            return False
+        return True
+
+    # --- to the store -------------------------------------------------------------------------
+
+    def push_unit(self, file: str) -> None:
+        """Upload the files of a unit and verify the shard; then the image has hollow ones."""
+        stem, entry = file.removesuffix(".safetensors"), read_entry(self.folder / SHARDS, file)
+        for suffix in UNIT_SUFFIXES:
+            name = f"{SHARDS}/{stem}{suffix}"
+            path = self.folder / name
+            if entry is None and suffix not in _REJECTED_SUFFIXES:  # left from the time when it had samples
+                path.unlink(missing_ok=True)
+            if path.is_file():
+                self._upload(name)
+            elif name in self._record:
+                self._delete([name])
+        if entry is None:
+            return
+        try:
+            verify_remote(f"{self.url}/{SHARDS}/{file}", entry)
+        except UserError:
+            with suppress(UserError):
+                self._delete([f"{SHARDS}/{file}"])  # the next run encodes it again
+            raise
+        for name in (f"{SHARDS}/{file}", f"{SHARDS}/{stem}.arrow"):
+            _make_hollow(self.folder / name, (self.folder / name).stat().st_size)
+            self._record[name] = self._record[name][0], ""
+
+    def push_catalogue(self) -> None:
+        """Upload new files of the catalogue; delete those that the image has no more."""
+        local = self._local_names()
+        for folder in _CATALOGUE:
+            for name in sorted(name for name in local if os.path.dirname(name) == folder):
+                self._upload(name)
+        self._delete([name for name in self._record if name.startswith(_CATALOGUE[1]) and name not in local])
+        self._save_record()
+
+    def publish(self) -> None:
+        """Upload prompts and rejects, and the manifest last: only if no other run has replaced it."""
+        local = self._local_names()
+        for name in (*sorted(name for name in local if name.startswith(f"{_PROMPTS}/")), _REJECTS):
+            if name in local:
+                self._upload(name)
+        if MANIFEST in local and self._record.get(MANIFEST, ("", ""))[1] != _digest(self.folder / MANIFEST):
+            self._replace_manifest()
+        self._save_record()
+
+    def _replace_manifest(self) -> None:
+        data, url = (self.folder / MANIFEST).read_bytes(), f"{self.url}/{MANIFEST}"
+        previous = self._record.get(MANIFEST, ("", ""))[0].partition("-")[2]
+        try:
+            with_retries(url, lambda files, path: _put_if_same(files, path, data, previous), "write")
+        except RemoteConflict as error:
+            if read_remote(url) != data:  # else an answer was lost, and this run has written it
+                raise UserError(
+                    f"{url} was replaced by another run meanwhile; run the command again: finished shards are kept"
+                ) from error
+        self._record[MANIFEST] = remote_entry(url).version, _digest(self.folder / MANIFEST)
+
+    def delete(self, paths: Sequence[Path]) -> None:
+        """Delete files from the store, then from the image."""
+        self._delete([name for path in paths if (name := str(path.relative_to(self.folder))) in self._record])
+        super().delete(paths)
+        self._save_record()
+
+    def _upload(self, name: str) -> None:
+        path, url = self.folder / name, f"{self.url}/{name}"
+        digest = _digest(path)
+        if self._record.get(name, ("", ""))[1] == digest:
+            return
+        with_retries(url, lambda files, target: files.put_file(str(path), target), "write")
+        entry = remote_entry(url)
+        if entry.size != path.stat().st_size:
+            raise UserError(f"{url} has {entry.size} bytes after an upload of {path.stat().st_size}; run again")
+        self._record[name] = entry.version, digest
+
+    def _delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            with_retries(f"{self.url}/{name}", _remove, "delete")
+            del self._record[name]
+
+    def _save_record(self) -> None:
+        # losing it costs requests only
+        (self.folder / _RECORD).write_text(json.dumps(self._record), encoding="utf-8")
+
+
+@contextmanager
+def open_build_folder(location: CacheLocation, work: Path) -> Iterator[BuildFolder]:
+    """Yield the folder to build a cache in: a local cache itself, or for a URL the folder ``work``, locked."""
+    if isinstance(location, Path):
+        yield BuildFolder(location)
+        return
+    if location.startswith(("file://", "local://", "http://", "https://")):
+        raise UserError(
+            f"cache_dir: a cache cannot be built at {location}; give a path, or a store such as s3://bucket"
+        )
+    work.mkdir(parents=True, exist_ok=True)
+    with open(work / _LOCK, "ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another process of this machine builds {location} in {work}; wait for it, or divide the work "
+                "(--part I/N)"
+            ) from error
+        yield RemoteBuildFolder(location, work)
+
+
+def work_name(url: str, part: tuple[int, int] | None = None) -> str:
+    """Return the name of the folder in which a cache at a URL, or a part of it, is built."""
+    digest = blake2b(url.encode(), digest_size=8).hexdigest()
+    return f"build-{digest}" if part is None else f"build-{digest}-{part[0]}-of-{part[1]}"
+
+
+def _list(url: str) -> list[RemoteEntry]:
+    try:
+        return list(list_remote(url))
+    except FileNotFoundError:
+        return []
+
+
+def _put_if_same(files: Any, path: str, data: bytes, etag: str) -> None:
+    """Write an object if its ETag is still ``etag`` ("": if there is none), where the store supports that."""
+    if "s3" not in ((files.protocol,) if isinstance(files.protocol, str) else files.protocol):
+        files.pipe_file(path, data)
+        return
+    condition = {"IfMatch": etag} if etag else {"IfNoneMatch": "*"}
+    try:
+        files.pipe_file(path, data, chunksize=5 << 30, **condition)  # in one request: parts have no condition
+    except OSError as error:
+        if isinstance(error, FileExistsError) or "pre-condition" in str(error).lower():
+            raise RemoteConflict(str(error)) from error
+        if "not implemented" not in str(error).lower():
+            raise
+        files.pipe_file(path, data)
+
+
+def _remove(files: Any, path: str) -> None:
+    with suppress(FileNotFoundError):
+        files.rm_file(path)
+
+
+def _is_hollow(name: str) -> bool:
+    return name.startswith(f"{SHARDS}/") and name.endswith((".safetensors", ".arrow"))
+
+
+def _make_hollow(path: Path, size: int) -> None:
+    with open(path, "wb") as file:
+        file.truncate(size)
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
+def _read_record(path: Path) -> dict[str, tuple[str, str]]:
+    try:
+        return {name: (version, digest) for name, (version, digest) in read_json_file(path, 1 << 32).items()}
+    except (FileNotFoundError, ValueError, AttributeError, TypeError):
+        return {}
