@@ -59,7 +59,7 @@ def caches_page(folders: Folders) -> str:
 
 def cache_page(folders: Folders, cache_id: str, number: int = 1, text: str = "") -> str:
     """Return page ``number`` of a cache's samples; with ``text`` only of those with a caption that contains it."""
-    folder = _cache(folders, cache_id)
+    folder = folders.cache(cache_id)
     manifest, notes = Manifest.load(folder), list[str]()
     shards = sorted(manifest.shards, key=bucket_order)
     first = (max(1, number) - 1) * PAGE_SIZE
@@ -96,14 +96,14 @@ def inspect_page(folders: Folders, cache_id: str) -> str:
     from sd3_light.stages.inspect.cache_page import PAGE_SAMPLES, collect_content, render_page  # imports torch
     from sd3_light.stages.inspect.cache_stats import inspect_cache
 
-    inspection = inspect_cache(_cache(folders, cache_id), PAGE_SAMPLES, seed=0)
+    inspection = inspect_cache(folders.cache(cache_id), PAGE_SAMPLES, seed=0)
     return render_page(collect_content(inspection, _INSPECT_SAMPLES, 0, None), served="/data", live=False)
 
 
 def original_image(folders: Folders, cache_id: str, shard: str, row: int) -> bytes:
     """Return a sample's original as WebP, resized and cropped as for the cache. Raises UserError where it is not
     available."""
-    folder = _cache(folders, cache_id)
+    folder = folders.cache(cache_id)
     manifest = Manifest.load(folder)
     entry = next((each for each in manifest.shards if each.file == shard), None)
     if entry is None or not 0 <= row < entry.count:
@@ -118,13 +118,6 @@ def original_image(folders: Folders, cache_id: str, shard: str, row: int) -> byt
     buffer = io.BytesIO()
     cropped.save(buffer, "WEBP", quality=88)
     return buffer.getvalue()
-
-
-def _cache(folders: Folders, cache_id: str) -> Path:
-    folder = folders.caches().get(cache_id)
-    if folder is None:
-        raise UserError(f"there is no cache {cache_id}; see the list of caches")
-    return folder
 
 
 def _link(cache_id: str, number: int, text: str) -> str:

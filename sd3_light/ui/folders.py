@@ -54,6 +54,13 @@ class Folders:
             raise UserError(f"there is no run {run_id}; see the list of runs")
         return folder
 
+    def cache(self, cache_id: str) -> Path:
+        """Return the folder of a cache. Raises UserError for an unknown id."""
+        folder = self.caches().get(cache_id)
+        if folder is None:
+            raise UserError(f"there is no cache {cache_id}; see the list of caches")
+        return folder
+
     def report(self, folder: Path) -> RunReport:
         """Return what the log of a run says; it is read again only after it has changed."""
         try:

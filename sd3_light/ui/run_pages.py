@@ -139,7 +139,8 @@ def comparison_charts(reports: Mapping[str, RunReport], x: str) -> list[Chart]:
     charts = []
     for field, title in _STEP_CHARTS.items():
         curves = {name: report.steps[field] for name, report in reports.items() if field in report.steps}
-        charts += _chart(title, curves, reports, x, smooth=field != "lr", wide=field == "loss")
+        zero = field in ("lr", "samples_per_second")
+        charts += _chart(title, curves, reports, x, smooth=field != "lr", wide=field == "loss", include_zero=zero)
     keys = dict.fromkeys(key for report in reports.values() for key in report.evals)
     for key in keys:
         for field, span in (("flow", "all t"), ("fixed", "t = 0.1 to 0.9")):
@@ -157,8 +158,9 @@ def _chart(
     reports: Mapping[str, RunReport],
     x: str,
     smooth: bool = False,
-    wide: bool = False,
+    **options: bool,
 ) -> list[Chart]:
+    """Return the chart of a quantity, none where no run has values; a run has the same color in all charts."""
     lines = []
     for index, (name, report) in enumerate(reports.items()):
         if name in curves:
@@ -167,12 +169,8 @@ def _chart(
             scaled = [(step * factor, value) for step, value in points]
             last = scaled[-1][1] if scaled else None
             lines.append(ChartLine(name, scaled, f"c{index % _COLORS}", last))
-    zero = title.startswith(("Learning", "Samples"))
-    return (
-        [Chart(title, lines, x_name=X_AXES[x], wide=wide, include_zero=zero)]
-        if any(line.points for line in lines)
-        else []
-    )
+    has_points = any(line.points for line in lines)
+    return [Chart(title, lines, x_name=X_AXES[x], **options)] if has_points else []
 
 
 def _samples_per_step(report: RunReport) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlencode
+from urllib.parse import parse_qs, urlencode
 
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import parse_json
@@ -19,6 +19,7 @@ from sd3_light.runlog import set_main_process
 try:
     import uvicorn
     from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
     from starlette.requests import Request
     from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
@@ -138,9 +139,9 @@ class _Routes:
         return Response(image, media_type="image/png", headers={"Cache-Control": f"private, {age}"})
 
     async def start(self, request: Request) -> Response:
-        async with request.form() as form:
-            config, resume = str(form.get("config", "")).strip(), "resume" in form
-        return self._start(Path(config).expanduser(), resume)
+        form = parse_qs((await _body(request)).decode(errors="replace"))
+        config = Path(form.get("config", [""])[0].strip()).expanduser()
+        return await run_in_threadpool(self._start, config, "resume" in form)
 
     def resume(self, request: Request) -> Response:
         return self._start(self.site.folders.run(request.path_params["run"]) / "config.toml", resume=True)
@@ -158,10 +159,9 @@ class _Routes:
         return _page(request, self.site.playground.page(request.query_params.get("run", "")))
 
     async def draw(self, request: Request) -> Response:
-        if int(request.headers.get("content-length", 0)) > _LARGEST_BODY:
-            raise UserError("the request is too long")
+        body = await _body(request)
         try:
-            values = parse_json(await request.body())
+            values = parse_json(body)
         except ValueError:
             values = None
         if not isinstance(values, dict):
@@ -200,8 +200,19 @@ class _Routes:
         return Response(image, media_type="image/webp", headers={"Cache-Control": "private, max-age=3600"})
 
     def inspect(self, request: Request) -> Response:
+        cache_id = request.path_params["cache"]
+        self.site.folders.cache(cache_id)  # an unknown one needs no libraries
         self.site.playground.prepare()
-        return _page(request, inspect_page(self.site.folders, request.path_params["cache"]))
+        return _page(request, inspect_page(self.site.folders, cache_id))
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _LARGEST_BODY:
+            raise UserError("the request is too long")
+    return body
 
 
 def _page(request: Request, text: str) -> Response:

@@ -126,7 +126,7 @@ class RunReport:
 
     @property
     def seconds_left(self) -> float | None:
-        """The time to the last step at the speed since the last start; None if it does not run or has logged no step."""
+        """The time to the last step at the speed since the last start; None if it does not run or logged no step."""
         step, begin = self.last.get("step", {}), self.begin
         steps = step.get("step", 0) - begin.get("step", 0)
         seconds = step.get("time", 0.0) - begin.get("time", 0.0)

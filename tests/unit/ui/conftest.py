@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,9 @@ def write_run(folder: Path, steps: int = 40, total: int = 80, offset: float = 0.
         events.append({**record, "time": 1.8e9 + step, "samples_per_second": 4.0, "skipped": 0})
         if step % 10 == 0:
             file, time = f"samples/step-{step:08d}.png", 1.8e9 + step
-            events.append(
-                {"event": "eval", "step": step, "set": "held_out", "weights": "ema", "flow": loss, "time": time}
-            )
-            events.append({"event": "sample", "step": step, "weights": "ema", "file": file, "time": time})
+            common = {"step": step, "weights": "ema", "time": time}
+            events.append({"event": "eval", **common, "set": "held_out", "flow": loss})
+            events.append({"event": "sample", **common, "file": file})
             write_grid(folder / file, step, cells)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -50,6 +48,3 @@ def runs(tmp_path: Path) -> Path:
     write_run(tmp_path / "first")
     write_run(tmp_path / "deep" / "second", total=40, offset=0.1)
     return tmp_path
-
-
-WriteRun = Callable[..., Path]
