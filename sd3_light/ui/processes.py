@@ -57,10 +57,14 @@ class RunProcesses:
         except OSError:
             return ""
 
-    def failures(self, folder: Path) -> list[str]:
-        """Return a note if the run that was started here in a folder has failed."""
+    def notes(self, folder: Path) -> list[str]:
+        """Return a note if the run that was started here in a folder is not training yet, or has failed."""
         process = self._started.get(folder)
         code = None if process is None else process.poll()
+        if process is not None and code is None and not is_locked(folder):
+            return [
+                "The run is starting: it loads libraries, and caches what is missing. The console shows how far it is."
+            ]
         if code in (None, 0, 75):  # 75: stopped on request
             return []
         lines = self.console(folder).strip().splitlines()

@@ -119,7 +119,7 @@ class _Routes:
     def run(self, request: Request) -> Response:
         run_id, processes = request.path_params["run"], self.site.processes
         folder = self.site.folders.run(run_id)
-        console, notes = processes.console(folder), processes.failures(folder)
+        console, notes = processes.console(folder), processes.notes(folder)
         return _page(request, run_page(self.site.folders, run_id, console, notes))
 
     def compare(self, request: Request) -> Response:

@@ -1,5 +1,6 @@
 """The server of `sd3-light ui`: routes, who may use them, starting and stopping runs, drawing."""
 
+import os
 import subprocess
 import sys
 import time
@@ -140,7 +141,7 @@ def test_a_faulty_config_is_reported_and_nothing_starts(client: TestClient, tmp_
 
 @pytest.fixture
 def failing(tmp_path: Path) -> Path:
-    """A valid config of a run that fails soon: its images do not exist."""
+    """A valid config of a run."""
     (tmp_path / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "no_images"\n')
     model = '[model]\ndiffusers_path = "no_model"\ntrain_type = "sd3_light_pretrain"\nsize = "tiny2"\n'
     config = tmp_path / "train.toml"
@@ -148,16 +149,25 @@ def failing(tmp_path: Path) -> Path:
     return config
 
 
-def test_a_started_run_that_fails_shows_why(failing: Path) -> None:
+def test_a_started_run_that_fails_shows_why(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = failing.parent / "python"
+    fake.write_text('#!/bin/sh\nread -r _ < "$(dirname "$0")/go"\necho "$@"\necho "error: no model"\nexit 2\n')
+    fake.chmod(0o755)
+    os.mkfifo(failing.parent / "go")
+    monkeypatch.setattr(sys, "executable", str(fake))
     client = make_client(failing.parent)
-    reply = client.post("/start", data={"config": str(failing)})
-    assert reply.status_code == 303, reply.text
-    assert reply.headers["location"] == f"/runs/{folder_id(failing.parent / 'run')}"
+    reply = client.post("/start", data={"config": str(failing), "resume": "resume"})
+    page = f"/runs/{folder_id(failing.parent / 'run')}"
+    assert (reply.status_code, reply.headers["location"]) == (303, page)
+    assert "The run is starting" in client.get(page).text
+    again = client.post("/start", data={"config": str(failing)})
+    assert "a process trains in" in again.text
+    (failing.parent / "go").write_text("go\n")
     deadline = time.monotonic() + 120
-    while "exit code 2" not in (page := client.get(reply.headers["location"]).text):
-        assert time.monotonic() < deadline, page
-        time.sleep(0.2)
-    assert "no_model" in page
+    while "exit code 2: error: no model" not in (text := client.get(page).text):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+    assert f"-m sd3_light train {failing} --resume" in text
 
 
 def wait_for(client: TestClient, drawing: dict[str, Any]) -> dict[str, Any]:
