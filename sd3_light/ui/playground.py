@@ -96,7 +96,9 @@ class Playground:
         named = {folder_id(folder): (str(folder), folder) for folder in self._models}
         for run in self.folders.runs().values():
             for export in sorted((run / "exports").glob("step-*"), reverse=True):
-                named[folder_id(export)] = (f"{run.absolute().name}/{export.name}", export)
+                label = f"{run.name}/{export.name}"
+                is_taken = any(label == other for other, _ in named.values())
+                named[folder_id(export)] = (str(export) if is_taken else label, export)
         return named
 
     def submit(self, values: Mapping[str, Any]) -> Drawing:

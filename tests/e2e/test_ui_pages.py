@@ -16,7 +16,7 @@ from tests.unit.ui.conftest import write_run
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
 uvicorn = pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
-PATIENCE = 120.0  # seconds
+TIMEOUT = 120.0  # seconds
 
 
 class Address:
@@ -47,13 +47,13 @@ def server(runs: Path) -> Iterator[str]:
     started = uvicorn.Server(config)
     thread = threading.Thread(target=started.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not started.started:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     yield f"http://127.0.0.1:{started.servers[0].sockets[0].getsockname()[1]}"
     started.should_exit = True
-    thread.join(PATIENCE)
+    thread.join(TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def wait_until(browser: Browser, condition: str) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT
     while not browser.evaluate(condition):
         assert time.monotonic() < deadline, browser.evaluate("document.body.innerText")
         time.sleep(0.1)

@@ -47,8 +47,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = LlavaConfig(
-        CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=16, **shape),
-        LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, bos_token_id=1, eos_token_id=2, **shape),
+        vision_config=CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=16, **shape),
+        text_config=LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, bos_token_id=1, eos_token_id=2, **shape),
         image_token_index=4,
     )
     folder = tmp_path_factory.mktemp("captioner") / "model"

@@ -14,6 +14,7 @@ from sd3_light.checkpoint.lock import is_locked, locked_folder
 from sd3_light.config.faults import UserError
 from sd3_light.ui import folders as folders_module
 from sd3_light.ui.folders import Folders, folder_id
+from sd3_light.ui.playground import Playground
 from sd3_light.ui.run_pages import compare_page, comparison_charts, run_page, run_row, runs_page
 from sd3_light.ui.sample_pages import sample_image, samples_page
 from tests.unit.pages.parsed_page import ParsedPage
@@ -193,3 +194,12 @@ def test_hostile_cells_are_ignored(tmp_path: Path, cells: str) -> None:
     save_png(Image.new("RGB", (8, 8)), tmp_path / "grid.png", {"prompts": ["a"], "seeds": [0], "cells": cells})
     with pytest.raises(UserError, match="no image 0"):
         sample_image(tmp_path, "grid.png", 0)
+
+
+def test_exports_of_runs_with_one_name_have_different_labels(tmp_path: Path) -> None:
+    for name in "ab":
+        (write_run(tmp_path / name / "run") / "exports" / "step-00000010").mkdir(parents=True)
+    playground = Playground(Folders([tmp_path]), tmp_path / "out", [tmp_path], pytest.fail)
+    labels = [label for label, _ in playground.models().values()]
+    assert len(set(labels)) == 3
+    assert labels[:2] == [str(tmp_path), "run/step-00000010"]
