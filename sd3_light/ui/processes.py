@@ -1,4 +1,4 @@
-"""Start and stop runs. A started run is a process of its own: it continues when the server ends."""
+"""Start and stop runs. A started run is a separate process, which continues when the server ends."""
 
 import os
 import subprocess

@@ -158,7 +158,8 @@ def _chart(
     reports: Mapping[str, RunReport],
     x: str,
     smooth: bool = False,
-    **options: bool,
+    wide: bool = False,
+    include_zero: bool = False,
 ) -> list[Chart]:
     """Return the chart of a quantity, none where no run has values; a run has the same color in all charts."""
     lines = []
@@ -170,7 +171,7 @@ def _chart(
             last = scaled[-1][1] if scaled else None
             lines.append(ChartLine(name, scaled, f"c{index % _COLORS}", last))
     has_points = any(line.points for line in lines)
-    return [Chart(title, lines, x_name=X_AXES[x], **options)] if has_points else []
+    return [Chart(title, lines, x_name=X_AXES[x], wide=wide, include_zero=include_zero)] if has_points else []
 
 
 def _samples_per_step(report: RunReport) -> float:
