@@ -38,6 +38,7 @@ def write_run(folder: Path, steps: int = 40, total: int = 80, offset: float = 0.
             events.append({"event": "sample", **common, "file": file})
             write_grid(folder / file, step, cells)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.toml").write_text(f"[sampling]\nprompts = {json.dumps(PROMPTS)}\n")
     (folder / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return folder
 
