@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,13 +22,18 @@ _SKIPPED = frozenset(("checkpoints", "exports", "samples", "shards", "tensorboar
 
 @dataclass
 class Folders:
-    """The runs and caches below ``roots``, each by an id for URLs; the search is repeated from time to time."""
+    """The runs and caches below ``roots``, each by an id for URLs; the search is repeated from time to time.
+
+    Several threads may use it.
+    """
 
     roots: Sequence[Path]
     _runs: dict[str, Path] = field(default_factory=dict)
     _caches: dict[str, Path] = field(default_factory=dict)
     _reports: dict[Path, tuple[tuple[int, int], RunReport]] = field(default_factory=dict)
+    _added: dict[str, Path] = field(default_factory=dict)
     _searched: float = -math.inf
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.roots = [Path(os.path.abspath(root)) for root in self.roots]
@@ -35,7 +41,8 @@ class Folders:
     def runs(self) -> dict[str, Path]:
         """Return the run folders by id, the one that was logged to last first."""
         self._search()
-        return dict(sorted(self._runs.items(), key=lambda item: -_modified(item[1] / "log.jsonl")))
+        runs = {**self._runs, **self._added}
+        return dict(sorted(runs.items(), key=lambda item: -_modified(item[1] / "log.jsonl")))
 
     def caches(self) -> dict[str, Path]:
         """Return the cache folders by id."""
@@ -44,12 +51,12 @@ class Folders:
 
     def add_run(self, folder: Path) -> str:
         """Add a run, which may not have a log yet, and return its id."""
-        self._runs[folder_id(folder)] = folder
+        self._added = {**self._added, folder_id(folder): folder}
         return folder_id(folder)
 
     def run(self, run_id: str) -> Path:
         """Return the folder of a run. Raises UserError for an unknown id."""
-        folder = self._runs.get(run_id) or self.runs().get(run_id)
+        folder = self.runs().get(run_id)
         if folder is None:
             raise UserError(f"there is no run {run_id}; see the list of runs")
         return folder
@@ -74,12 +81,14 @@ class Folders:
         return known[1]
 
     def _search(self) -> None:
-        if time.monotonic() - self._searched < _SCAN_SECONDS:
-            return
-        for root in self.roots:
-            for folder, is_run in _search_below(root, _DEEPEST):
-                (self._runs if is_run else self._caches)[folder_id(folder)] = folder
-        self._searched = time.monotonic()
+        with self._lock:
+            if time.monotonic() - self._searched < _SCAN_SECONDS:
+                return
+            found = [item for root in self.roots for item in _search_below(root, _DEEPEST)]
+            # new dicts: other threads may be reading the old ones
+            self._runs = {folder_id(folder): folder for folder, is_run in found if is_run}
+            self._caches = {folder_id(folder): folder for folder, is_run in found if not is_run}
+            self._searched = time.monotonic()
 
 
 def folder_id(folder: Path) -> str:

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,10 @@ def test_new_runs_are_found_later(runs: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(folders.runs()) == 2
     monkeypatch.setattr(folders_module, "_SCAN_SECONDS", 0.0)
     assert len(folders.runs()) == 3
+    shutil.rmtree(runs / "third")
+    folders.add_run(runs / "starting")
+    assert {path.name for path in folders.runs().values()} == {"first", "second", "starting"}
+    assert run_row(folders, folder_id(runs / "starting")).status == "no step yet"
 
 
 def test_a_log_is_read_again_only_after_a_change(runs: Path) -> None:
