@@ -27,7 +27,8 @@ try:
 
     from sd3_light.ui.guard import LOCAL_HOSTS, Guard
 except ImportError as error:
-    raise UserError(f"sd3-light ui needs the package {error.name}: pip install 'sd3-light[ui]'") from error
+    package = (error.name or "starlette").partition(".")[0]
+    raise UserError(f"sd3-light ui needs the package {package}: pip install 'sd3-light[ui]'") from error
 
 from sd3_light.ui.data_pages import cache_page, caches_page, inspect_page, original_image
 from sd3_light.ui.folders import Folders

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def folders(cache: Path) -> Folders:
 
 def keys(page: str) -> list[str]:
     """Return the names of the samples on a page."""
-    return [key for key in ParsedPage(page).text.split() if key.startswith(f"{LABEL}/")]
+    return re.findall(rf"{LABEL}/\S+?\.png", ParsedPage(page).text)
 
 
 def test_the_list_shows_caches_and_notes_damaged_ones(folders: Folders, cache: Path) -> None:
