@@ -125,3 +125,8 @@ def test_images_appear_in_the_playground_and_their_settings_return(browser: Brow
     browser.evaluate("document.querySelector('.thumbs button').click()")
     assert browser.evaluate("document.querySelector('[name=prompt]').value") == "a red circle"
     assert browser.evaluate("document.querySelector('[name=steps]').value") == "2"
+
+
+def test_the_wide_chart_does_not_scroll_on_a_phone(browser: Browser, server: str, runs: Path) -> None:
+    browser.open(Address(f"{server}/runs/{folder_id(runs / 'first')}"), 390)  # type: ignore[arg-type]
+    assert browser.evaluate("getComputedStyle(document.querySelector('.chart.wide')).overflowX") == "visible"
