@@ -1,6 +1,7 @@
 """Open a model folder: its pipeline, and how its text was encoded in training."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import StableDiffusion3Pipeline
@@ -56,7 +57,7 @@ def read_text_policy(folder: Path) -> TextPolicy:
     """Return how a folder's text was encoded in training; if it does not say, stock SD3's policy with no more T5 tokens
     than the folder's tokenizer accepts."""
     length = min(256, tokenizer_length(folder / "tokenizer_3") or 256)
-    text = {"t5_max_length": length, "uncond_text": "empty", "text_tokens": "padded"}
+    text: dict[str, Any] = {"t5_max_length": length, "uncond_text": "empty", "text_tokens": "padded"}
     text |= read_facts(folder).get("text", {})
     invalid = [key for key, choices in _CHOICES.items() if text[key] not in choices]
     if type(text["t5_max_length"]) is not int or text["t5_max_length"] < 1:
