@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,3 +33,19 @@ def locked_folder(folder: Path, key: str = "output_dir") -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether another process trains in the folder; False where its file system has no locks."""
+    layout = "@hhqqi"  # struct flock: type, whence, start, length, process
+    try:
+        handle = os.open(folder / ".lock", os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        answer = fcntl.fcntl(handle, fcntl.F_GETLK, struct.pack(layout, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+    return bool(struct.unpack(layout, answer)[0] != fcntl.F_UNLCK)

@@ -5,10 +5,12 @@ import sys
 
 from sd3_light.cli import new_verb  # noqa: F401
 from sd3_light.cli import run_verbs  # noqa: F401
+from sd3_light.cli import caption_verb  # noqa: F401
 from sd3_light.cli import parts_verb  # noqa: F401
 from sd3_light.cli import model_verbs  # noqa: F401
 from sd3_light.cli import convert_verbs  # noqa: F401
 from sd3_light.cli import report_verbs  # noqa: F401
+from sd3_light.cli import ui_verb  # noqa: F401
 from sd3_light.cli.app import app
 from sd3_light.cli.process import RESUMABLE, run_guarded
 from sd3_light.cli.train_py import launch

@@ -26,7 +26,8 @@ _QUALITY = 88
 _LOSSLESS_AREA = 96 * 96  # pixels: up to here a PNG is hardly larger than a WebP
 
 # the browser blocks every request and every script that the page does not name by its hash
-_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_POLICY = "default-src 'none'; img-src {images}; style-src 'unsafe-inline'"
+_SERVED = "; connect-src 'self'; form-action 'self'; base-uri 'none'"
 
 
 def render_template(template: str, **values: Any) -> str:
@@ -50,7 +51,7 @@ def environment() -> Environment:
         "policy_of": _policy,
         "version": __version__,
     }
-    filters = ("byte_size", "language", "percent", "plural", "shorten", "thousands", "utc_time")
+    filters = ("byte_size", "duration", "language", "number", "percent", "plural", "shorten", "thousands", "utc_time")
     env.filters |= {name: getattr(formats, name) for name in filters}
     return env
 
@@ -91,9 +92,10 @@ def _inline(folder: str, names: Iterable[str]) -> Markup:
     return Markup(text)
 
 
-def _policy(script: str) -> str:
-    """Return the content security policy of a page with this script."""
+def _policy(script: str, served: bool = False) -> str:
+    """Return the content security policy of a page with this script; a served page may also request its own host."""
+    policy = _POLICY.format(images="'self' data:") + _SERVED if served else _POLICY.format(images="data:")
     if not script:
-        return _POLICY
+        return policy
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return f"{_POLICY}; script-src 'sha256-{digest}'"
+    return f"{policy}; script-src 'sha256-{digest}'"

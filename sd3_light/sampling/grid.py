@@ -55,6 +55,7 @@ def make_grid(
 
     `marks` adds a green (right) or crossed red (wrong) square before a caption, or none (None). If a caption is Chinese
     and the machine has no font for it, its fallback caption is shown instead, followed by " [zh]".
+    The result's `info["cells"]` has the box (left, top, right, bottom) of each image.
     """
     assert images and columns >= 1 and scale >= 1, (len(images), columns, scale)
     assert len(captions) == len(images), (len(captions), len(images))
@@ -81,7 +82,7 @@ def _draw(
     heading = [] if title is None else _wrap(title, font, sheet_width - 2 * _GAP)
     top = _GAP + len(heading) * (_TITLE_SIZE + 6)
     sheet = Image.new("RGB", (sheet_width, top + sum(heights)), _PAPER)
-    draw = ImageDraw.Draw(sheet)
+    draw, boxes = ImageDraw.Draw(sheet), []
     for number, line in enumerate(heading):
         draw.text((_GAP, _GAP + number * (_TITLE_SIZE + 6) - 2), line, font=font, fill=_INK)
     for row, row_height in zip(rows, heights, strict=True):
@@ -89,8 +90,10 @@ def _draw(
             left = _GAP + column * (width + _GAP)
             corner = (left + (width - cell.image.width) // 2, top + (height - cell.image.height) // 2)
             sheet.paste(cell.image, corner)
+            boxes.append((*corner, corner[0] + cell.image.width, corner[1] + cell.image.height))
             _draw_caption(draw, cell, left, top + height + _GAP // 2, indent)
         top += row_height
+    sheet.info["cells"] = boxes
     return sheet
 
 

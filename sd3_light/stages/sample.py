@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,21 +84,17 @@ def run(
     check_sampler(options.sampler)
     _check_options(rows, out, options)
     jobs = [(row, seed) for row in rows for seed in (seeds if row.seed is None else (row.seed,))]
-    first = _first_free_number(out) if launch.world == 1 else 0
+    first = first_free_number(out) if launch.world == 1 else 0
     share = [first + number for number in assign_rows([row for row, _ in jobs], launch.rank, launch.world)]
     shown = list(range(first, first + len(jobs)))[:_MAX_GRID_IMAGES] if options.grid and launch.is_main else []
     grid = out / (f"grid-{first:05d}.png" if first else GRID)
-    _refuse_to_overwrite([*(_name(out, number) for number in share), *([grid] if shown else [])])
+    _refuse_to_overwrite([*(image_path(out, number) for number in share), *([grid] if shown else [])])
     if share or shown:
-        chosen = choose_model(model, options.best)
-        if chosen.text_facts != model:
-            info(f"using {chosen.text_facts}")
-        pipe, policy = _open(chosen, options, launch)
-        requests = {first + at: _request(pipe, policy, row, seed, options) for at, (row, seed) in enumerate(jobs)}
-        common = _common_facts(pipe, policy, chosen, options)
-        slowest = _generate(pipe, policy, {number: requests[number] for number in share}, out, options, common)
+        opened = open_model(model, options, launch)
+        requests = {first + at: opened.request(row, seed) for at, (row, seed) in enumerate(jobs)}
+        slowest = _generate(opened, {number: requests[number] for number in share}, out)
         if shown:
-            _wait_for([_name(out, number) for number in shown], max(_MIN_TIMEOUT_SEC, 10 * slowest))
+            _wait_for([image_path(out, number) for number in shown], max(_MIN_TIMEOUT_SEC, 10 * slowest))
             _make_grid({number: requests[number] for number in shown}, len(jobs), out, grid)
     return grid if options.grid else out
 
@@ -127,11 +123,12 @@ def _check_options(rows: Sequence[PromptRow], out: Path, options: SampleOptions)
         raise UserError(f"--out {out}: {parent} is not a writable folder; choose another")
 
 
-def _name(out: Path, number: int) -> Path:
+def image_path(out: Path, number: int) -> Path:
+    """Return the path of an image by its number."""
     return out / f"{number:05d}.png"
 
 
-def _first_free_number(out: Path) -> int:
+def first_free_number(out: Path) -> int:
     """Return the number after the highest of the images in the folder."""
     numbers = [int(path.stem) for path in out.glob("*.png") if re.fullmatch(r"\d{5,}", path.stem)]
     return max(numbers, default=-1) + 1
@@ -143,76 +140,88 @@ def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
             raise UserError(f"{path} already exists; choose another folder with --out. Nothing was changed")
 
 
-def _open(chosen: ChosenModel, options: SampleOptions, launch: Launch) -> tuple[StableDiffusion3Pipeline, TextPolicy]:
+@dataclass(frozen=True)
+class OpenModel:
+    """A loaded model with its adapters; ``options`` are those of the images to draw next."""
+
+    pipe: StableDiffusion3Pipeline
+    policy: TextPolicy
+    chosen: ChosenModel
+    options: SampleOptions
+
+    def request(self, row: PromptRow, seed: int) -> ImageRequest:
+        """Return the complete request of a row; an error names the row's file and line."""
+        pipe, options = self.pipe, self.options
+        default = pipe.transformer.config.sample_size * pipe.vae_scale_factor
+        width, height = row.width or options.width or default, row.height or options.height or default
+        negative = options.negative_prompt if row.negative_prompt is None else row.negative_prompt
+        fault = size_fault(pipe, width, height)
+        if negative and self.policy.uncond_text == "zero":
+            fault = 'the model was trained with uncond_text = "zero" and takes no negative prompt; leave it out'
+        if fault:
+            raise UserError(f"{row.where}: {fault}" if row.where else fault)
+        steps = options.steps if row.steps is None else row.steps
+        guidance = options.guidance if row.guidance is None else row.guidance
+        return ImageRequest(row.prompt, seed, width, height, negative, steps, guidance)
+
+    def draw(self, requests: Mapping[int, ImageRequest], out: Path) -> Iterator[list[int]]:
+        """Generate the images and write each to ``out`` by its number; yield the numbers as they are written."""
+        numbers, options, common = list(requests), self.options, self._common_facts()
+        exact = self.pipe.device.type == "cpu"
+        images = list(requests.values())
+        batches = stream_images(
+            self.pipe, images, self.policy, batch_size=options.batch, exact=exact, threads=options.threads
+        )
+        with closing(batches):
+            for batch in batches:
+                for index, image in batch:
+                    path = image_path(out, numbers[index])
+                    _refuse_to_overwrite([path])
+                    facts = {name: getattr(images[index], name) for name in _REQUEST_FACTS} | common
+                    metadata = {"parameters": parameters(facts, SAMPLERS[options.sampler]), PNG_FACTS: facts}
+                    with write_errors(path):
+                        save_png(image, path, metadata)
+                yield [numbers[index] for index, _ in batch]
+
+    def _common_facts(self) -> dict[str, Any]:
+        """Return the metadata that all images share."""
+        scheduler, options, policy = self.pipe.scheduler.config, self.options, self.policy
+        shift = scheduler.get("flow_shift", scheduler.get("shift"))
+        loras = (*self.chosen.loras, *options.loras)
+        return {
+            "sampler": options.sampler,
+            "shift": "dynamic" if scheduler.get("use_dynamic_shifting") else shift,
+            "dtype": options.dtype,
+            "device": self.pipe.device.type,
+            "model": self.chosen.folder.resolve().name,
+            "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in loras],
+            "t5_max_length": policy.t5_max_length,
+            "uncond_text": policy.uncond_text,
+            "text_tokens": policy.text_tokens,
+            "made_by": f"sd3-light {__version__}, diffusers {diffusers.__version__}, torch {torch.__version__}",
+        }
+
+
+def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel:
+    """Load a model folder, or an export of a run folder (see `choose_model`), with the adapters of the options."""
+    chosen = choose_model(model, options.best)
+    if chosen.text_facts != model:
+        info(f"using {chosen.text_facts}")
     dtype = check_dtype(options.dtype)
     pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), chosen.text_facts)
     use_sampler(pipe, options.sampler)
     add_adapters(pipe, (*chosen.loras, *options.loras))
     compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
     pipe.vae.enable_slicing()  # one image at a time: its activations are the largest
-    return pipe.to(launch.device()), policy
+    return OpenModel(pipe.to(launch.device()), policy, chosen, options)
 
 
-def _request(
-    pipe: StableDiffusion3Pipeline, policy: TextPolicy, row: PromptRow, seed: int, options: SampleOptions
-) -> ImageRequest:
-    """Return the complete request of a row; an error names the row's file and line."""
-    default = pipe.transformer.config.sample_size * pipe.vae_scale_factor
-    width, height = row.width or options.width or default, row.height or options.height or default
-    negative = options.negative_prompt if row.negative_prompt is None else row.negative_prompt
-    fault = size_fault(pipe, width, height)
-    if negative and policy.uncond_text == "zero":
-        fault = 'the model was trained with uncond_text = "zero" and takes no negative prompt; leave it out'
-    if fault:
-        raise UserError(f"{row.where}: {fault}" if row.where else fault)
-    steps = options.steps if row.steps is None else row.steps
-    guidance = options.guidance if row.guidance is None else row.guidance
-    return ImageRequest(row.prompt, seed, width, height, negative, steps, guidance)
-
-
-def _common_facts(
-    pipe: StableDiffusion3Pipeline, policy: TextPolicy, chosen: ChosenModel, options: SampleOptions
-) -> dict[str, Any]:
-    """Return the metadata that all images share."""
-    scheduler = pipe.scheduler.config
-    shift = scheduler.get("flow_shift", scheduler.get("shift"))
-    return {
-        "sampler": options.sampler,
-        "shift": "dynamic" if scheduler.get("use_dynamic_shifting") else shift,
-        "dtype": options.dtype,
-        "device": pipe.device.type,
-        "model": chosen.folder.resolve().name,
-        "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in (*chosen.loras, *options.loras)],
-        "t5_max_length": policy.t5_max_length,
-        "uncond_text": policy.uncond_text,
-        "text_tokens": policy.text_tokens,
-        "made_by": f"sd3-light {__version__}, diffusers {diffusers.__version__}, torch {torch.__version__}",
-    }
-
-
-def _generate(
-    pipe: StableDiffusion3Pipeline,
-    policy: TextPolicy,
-    requests: dict[int, ImageRequest],
-    out: Path,
-    options: SampleOptions,
-    common: dict[str, Any],
-) -> float:
+def _generate(model: OpenModel, requests: Mapping[int, ImageRequest], out: Path) -> float:
     """Generate and write this process's images; return the longest time between two batches, in seconds."""
-    numbers, slowest, last = list(requests), 0.0, time.monotonic()
-    exact = pipe.device.type == "cpu"
-    images = list(requests.values())
-    batches = stream_images(pipe, images, policy, batch_size=options.batch, exact=exact, threads=options.threads)
-    with progress("sample", len(numbers), "images") as bar, closing(batches):
-        for batch in batches:
-            for index, image in batch:
-                path = _name(out, numbers[index])
-                _refuse_to_overwrite([path])
-                facts = {name: getattr(requests[numbers[index]], name) for name in _REQUEST_FACTS} | common
-                metadata = {"parameters": parameters(facts, SAMPLERS[options.sampler]), PNG_FACTS: facts}
-                with write_errors(path):
-                    save_png(image, path, metadata)
-            bar.advance(len(batch))
+    slowest, last = 0.0, time.monotonic()
+    with progress("sample", len(requests), "images") as bar:
+        for numbers in model.draw(requests, out):
+            bar.advance(len(numbers))
             slowest, last = max(slowest, time.monotonic() - last), time.monotonic()
     return slowest
 
@@ -246,7 +255,7 @@ def _make_grid(requests: dict[int, ImageRequest], total: int, out: Path, path: P
 
 def _thumbnails(requests: dict[int, ImageRequest], out: Path) -> Iterator[Image.Image]:
     for number, request in requests.items():
-        path = _name(out, number)
+        path = image_path(out, number)
         facts = read_png_facts(path)
         if (facts.get("prompt"), facts.get("seed")) != (request.prompt, request.seed):
             raise UserError(f"no grid: {path} was written by another command; choose another folder with --out")

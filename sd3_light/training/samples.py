@@ -127,7 +127,7 @@ class Sampler:
         settings = self.config.sampling
         about = {name: getattr(settings, name) for name in ("seeds", "steps", "guidance", "negative_prompt")}
         about |= {"prompts": [image.prompt for image in settings.images], "size": self._size}
-        about |= {"uncond_text": self.config.model.uncond_text}
+        about |= {"uncond_text": self.config.model.uncond_text, "cells": grid.info["cells"]}
         try:
             save_png(grid, path, {**facts, **about})
         except OSError as error:  # a full disk does not stop training

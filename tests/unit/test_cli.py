@@ -39,6 +39,7 @@ VERBS = (
     "check",
     "cache",
     "train",
+    "caption",
     "parts",
     "export",
     "sample",
@@ -46,6 +47,7 @@ VERBS = (
     "convert",
     "inspect",
     "report",
+    "ui",
 )
 FLAGS = (
     "--config",

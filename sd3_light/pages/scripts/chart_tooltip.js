@@ -1,5 +1,5 @@
 // Show the values under the pointer. They are read back from the drawing, so the page does not hold them twice.
-for (const plot of document.querySelectorAll('.plot')) {
+const attachTooltip = plot => {
   const VIEW = 1000;
   const area = plot.querySelector('.area');
   const [xLow, xHigh] = plot.dataset.x.split(' ').map(Number);
@@ -39,4 +39,7 @@ for (const plot of document.querySelectorAll('.plot')) {
     tip.style.right = share < .5 ? 'auto' : `calc(${(1 - share) * 100}% + .6rem)`;
   });
   area.addEventListener('pointerleave', () => { tip.hidden = cross.hidden = true; });
-}
+};
+const attachTooltips = () => document.querySelectorAll('.plot:not(:has(.tip))').forEach(attachTooltip);
+addEventListener('updated', attachTooltips);
+attachTooltips();

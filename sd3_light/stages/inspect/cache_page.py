@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from sd3_light.config.base import is_url
 from sd3_light.data.sources.access import exists
@@ -80,8 +81,8 @@ def collect_content(cache: Inspection, samples: int, seed: int, vae: Path | None
     return CachePage(cache, rejects, cards, notes)
 
 
-def render_page(content: CachePage) -> str:
-    """Return the page as HTML."""
+def render_page(content: CachePage, **values: Any) -> str:
+    """Return the page as HTML; ``values`` are those of pages that `sd3-light ui` serves."""
     cache, rejects, places = content.cache, content.rejects, content.cache.manifest.places
     reasons = dict(rejects.counts.most_common()) or cache.rejects
     recipe = {"diffusers_path": places.get("diffusers_path", "not recorded"), **cache.manifest.recipe}
@@ -108,6 +109,7 @@ def render_page(content: CachePage) -> str:
             for label, count in cache.directories.items()
         ],
         recipe=[(name, "", str(value)) for name, value in recipe.items()],
+        **values,
     )
 
 

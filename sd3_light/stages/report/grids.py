@@ -1,6 +1,6 @@
 """The sample grids of a run, loaded for the page."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -42,13 +42,18 @@ class GridSeries:
     grids: list[SampleGrid]
 
 
-def load_grids(report: RunReport, notes: list[str]) -> list[GridSeries]:
-    """Load the grids that the log names, by weights; files that cannot be shown are added to ``notes``."""
+def load_grids(
+    report: RunReport, notes: list[str], uri_of: Callable[[Path, Image.Image], str] = lambda _, image: _embed(image)
+) -> list[GridSeries]:
+    """Load the grids that the log names, by weights; files that cannot be shown are added to ``notes``.
+
+    ``uri_of`` returns the source of an image, from its path inside the run folder and the opened file.
+    """
     if not report.samples:
         return []
     num_series = len(report.samples)
     most = MOST_GRIDS // num_series
-    chosen = {weights: _evenly(_distinct(events), most) for weights, events in report.samples.items()}
+    chosen = {weights: evenly(distinct_grids(events), most) for weights, events in report.samples.items()}
     problems: list[str] = []
     loaded = []
     with progress("report", sum(map(len, chosen.values())), "grids") as bar:
@@ -56,7 +61,7 @@ def load_grids(report: RunReport, notes: list[str]) -> list[GridSeries]:
             grids = []
             for event in events:
                 try:
-                    grids.append(_load(report.folder, event))
+                    grids.append(_load(report.folder, event, uri_of))
                 except (OSError, ValueError, Image.DecompressionBombError) as error:
                     reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
                     problems.append(f"{event.get('file', '')} {reason}")
@@ -69,7 +74,7 @@ def load_grids(report: RunReport, notes: list[str]) -> list[GridSeries]:
     return [series for series in loaded if series.grids]
 
 
-def _distinct(events: EvenSample) -> list[LogEvent]:
+def distinct_grids(events: EvenSample) -> list[LogEvent]:
     """Return one event per file, in the order of steps: a repeated step overwrote its file."""
     files = {str(event.get("file", "")): event for event in events}
     return sorted(files.values(), key=lambda event: event.get("step", 0))
@@ -77,31 +82,41 @@ def _distinct(events: EvenSample) -> list[LogEvent]:
 
 def _num_grids(events: EvenSample) -> int:
     complete = len(list(events)) == events.seen
-    return len(_distinct(events)) if complete else events.seen
+    return len(distinct_grids(events)) if complete else events.seen
 
 
-def _load(folder: Path, event: LogEvent) -> SampleGrid:
+def sample_file(event: LogEvent) -> Path:
+    """Return the path of a grid inside the run folder; raise ValueError where it is outside."""
     file = Path(str(event.get("file", "")))
     if file.is_absolute() or ".." in file.parts:  # links inside the folder are the user's own
         raise ValueError("it is outside the run folder")
+    return file
+
+
+def _load(folder: Path, event: LogEvent, uri_of: Callable[[Path, Image.Image], str]) -> SampleGrid:
+    file = sample_file(event)
     with Image.open(folder / file) as opened:
-        image = opened.convert("RGB")
-    image.thumbnail((_SIDE, _SIDE), Image.Resampling.LANCZOS)  # never enlarges
+        size, uri = opened.size, uri_of(file, opened)
     step = event.get("step", 0)
     samples = f" · {event['samples']:,} samples seen" if event.get("samples") is not None else ""
     caption = f"step {step:,}{samples} · {utc_time(event['time'])}"
-    return SampleGrid(step, caption, data_uri(image, _SIDE), *image.size)
+    shrink = min(1.0, _SIDE / max(size))
+    return SampleGrid(step, caption, uri, *(max(1, round(side * shrink)) for side in size))
+
+
+def _embed(image: Image.Image) -> str:
+    return data_uri(image.convert("RGB"), _SIDE)
 
 
 def _within_budget(grids: list[SampleGrid], budget: int) -> list[SampleGrid]:
     """Return as many grids as fit into ``budget`` bytes, spread evenly."""
     chosen = grids
     while len(chosen) > 1 and sum(len(grid.uri) for grid in chosen) > budget:
-        chosen = _evenly(grids, len(chosen) - 1)
+        chosen = evenly(grids, len(chosen) - 1)
     return chosen
 
 
-def _evenly(items: Sequence[_T], most: int) -> list[_T]:
+def evenly(items: Sequence[_T], most: int) -> list[_T]:
     """Return at most ``most`` items, spread evenly and including the first and the last."""
     if len(items) <= most:
         return list(items)

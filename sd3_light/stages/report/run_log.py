@@ -86,6 +86,8 @@ class RunReport:
     """A run according to its log. Steps that a resumed run repeated count once, as last logged."""
 
     folder: Path
+    is_running: bool | None = None
+    """Whether a process trains in the folder now; None where that is not known."""
     segments: list[RunSegment] = field(default_factory=list)
     last: dict[str, LogEvent] = field(default_factory=dict)
     """The last valid event of each kind."""
@@ -123,6 +125,24 @@ class RunReport:
         return sum(float(segment.end - segment.begin["time"]) for segment in self.segments)
 
     @property
+    def seconds_left(self) -> float | None:
+        """The time to the last step at the speed since the last start; None if it does not run or logged no step."""
+        step, begin = self.last.get("step", {}), self.begin
+        steps = step.get("step", 0) - begin.get("step", 0)
+        seconds = step.get("time", 0.0) - begin.get("time", 0.0)
+        if self.is_running is False or self.has_ended or "total" not in begin or steps <= 0 or seconds <= 0:
+            return None
+        return float(seconds / steps * max(0, begin["total"] - step["step"]))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last process logged that it stopped, or reached the last step."""
+        stop, step = self.last.get("stop"), self.last.get("step")
+        if stop is not None and stop["time"] >= self.begin.get("time", -math.inf):
+            return True
+        return step is not None and bool(step["step"] >= self.begin.get("total", math.inf))
+
+    @property
     def skipped(self) -> int:
         """The number of steps skipped because they were not finite."""
         return int(self.last.get("step", {}).get("skipped", 0))
@@ -139,7 +159,8 @@ class RunReport:
             return "no step yet"
         if step["step"] >= self.begin.get("total", math.inf):
             return f"finished at step {step['step']:,}"
-        return f"at step {step['step']:,}; running, or killed"
+        state = {None: "running, or killed", True: "running", False: "not running"}[self.is_running]
+        return f"at step {step['step']:,}; {state}"
 
 
 def read_run(folder: Path) -> RunReport:

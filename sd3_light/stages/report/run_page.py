@@ -2,11 +2,12 @@
 
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from sd3_light.pages import check_output_path, render_template, save_page
 from sd3_light.pages.formats import duration, number, plural, utc_time
 from sd3_light.stages.report.events import event_rows
-from sd3_light.stages.report.grids import load_grids
+from sd3_light.stages.report.grids import GridSeries, load_grids
 from sd3_light.stages.report.run_charts import (
     loss_charts,
     memory_charts,
@@ -26,9 +27,16 @@ def write_run_page(folder: Path, out: Path) -> list[str]:
     report = read_run(folder)
     notes: list[str] = []
     grids = load_grids(report, notes)
+    save_page(out, render_run_page(report, grids, notes))
+    return notes
+
+
+def render_run_page(report: RunReport, grids: list[GridSeries], notes: list[str], **values: Any) -> str:
+    """Return the page of a run; ``values`` are those of pages that `sd3-light ui` serves."""
+    folder = report.folder
     config = _read_config(folder, notes)
     events, omitted = event_rows(report)
-    page = render_template(
+    return render_template(
         "report.html",
         name=folder.resolve().name,
         folder=folder,
@@ -47,9 +55,8 @@ def write_run_page(folder: Path, out: Path) -> list[str]:
         events=events,
         omitted=omitted,
         config=config,
+        **values,
     )
-    save_page(out, page)
-    return notes
 
 
 def _tiles(report: RunReport) -> list[tuple[str, str, str]]:
@@ -59,6 +66,8 @@ def _tiles(report: RunReport) -> list[tuple[str, str, str]]:
     if "step" in step:
         total = f" of {report.begin['total']:,}" if "total" in report.begin else ""
         tiles.append((f"{step['step']:,}", f"steps{total}", ""))
+    if report.seconds_left is not None:
+        tiles.append((duration(report.seconds_left), "left", "at the speed since the last start"))
     if "samples" in step:
         epoch = f"epoch {float(step['epoch']):.3g}" if "epoch" in step else ""
         tiles.append((f"{step['samples']:,}", "samples seen", epoch))

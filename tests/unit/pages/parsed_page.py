@@ -3,7 +3,7 @@
 from html.parser import HTMLParser
 from pathlib import Path
 
-VOID = ("img", "input", "meta", "br")
+VOID = ("img", "input", "link", "meta", "br")
 URL_ATTRIBUTES = ("src", "href", "srcset", "action", "data")
 
 

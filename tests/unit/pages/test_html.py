@@ -64,6 +64,19 @@ def components(text: str) -> dict[str, str]:
         "notes.html": macro("notes", "note_box")([text]),
         "reject_card.html": macro("reject_card", "reject_group")(group)
         + macro("reject_card", "reject_group")(plain_group),
+        "run_controls.html": "".join(
+            macro("run_controls", "run_controls")(
+                SimpleNamespace(
+                    path="/runs/a",
+                    is_running=running,
+                    is_stopping=True,
+                    can_resume=True,
+                    links=[("/", text)],
+                    console=text,
+                )
+            )
+            for running in (True, False)
+        ),
         "sample_card.html": macro("sample_card", "sample_card")(sample) + macro("sample_card", "sample_card")(long),
         "section.html": macro("section", "section")(text, text, caller=str),
         "table.html": macro("table", "facts_table")([(text, text, text)]),

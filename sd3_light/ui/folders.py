@@ -1,0 +1,122 @@
+"""The runs and caches below the folders that the user named."""
+
+import hashlib
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from sd3_light.config.faults import UserError
+from sd3_light.stages.report import RunReport
+from sd3_light.stages.report import run as read_run
+
+_DEEPEST = 3  # levels below a named folder
+_MOST_ENTRIES = 2000  # of a folder that are looked at: folders of images have many more
+_SCAN_SECONDS = 10.0  # between two searches
+_SKIPPED = frozenset(("checkpoints", "exports", "samples", "shards", "tensorboard", "transformer"))
+
+
+@dataclass
+class Folders:
+    """The runs and caches below ``roots``, each by an id for URLs; the search is repeated from time to time.
+
+    Several threads may use it.
+    """
+
+    roots: Sequence[Path]
+    _runs: dict[str, Path] = field(default_factory=dict)
+    _caches: dict[str, Path] = field(default_factory=dict)
+    _reports: dict[Path, tuple[tuple[int, int], RunReport]] = field(default_factory=dict)
+    _added: dict[str, Path] = field(default_factory=dict)
+    _searched: float = -math.inf
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self.roots = [Path(os.path.abspath(root)) for root in self.roots]
+
+    def runs(self) -> dict[str, Path]:
+        """Return the run folders by id, the one that was logged to last first."""
+        self._search()
+        runs = {**self._runs, **self._added}
+        return dict(sorted(runs.items(), key=lambda item: -_modified(item[1] / "log.jsonl")))
+
+    def caches(self) -> dict[str, Path]:
+        """Return the cache folders by id."""
+        self._search()
+        return dict(sorted(self._caches.items()))
+
+    def add_run(self, folder: Path) -> str:
+        """Add a run, which may not have a log yet, and return its id."""
+        self._added = {**self._added, folder_id(folder): folder}
+        return folder_id(folder)
+
+    def run(self, run_id: str) -> Path:
+        """Return the folder of a run. Raises UserError for an unknown id."""
+        folder = self.runs().get(run_id)
+        if folder is None:
+            raise UserError(f"there is no run {run_id}; see the list of runs")
+        return folder
+
+    def cache(self, cache_id: str) -> Path:
+        """Return the folder of a cache. Raises UserError for an unknown id."""
+        folder = self.caches().get(cache_id)
+        if folder is None:
+            raise UserError(f"there is no cache {cache_id}; see the list of caches")
+        return folder
+
+    def report(self, folder: Path) -> RunReport:
+        """Return what the log of a run says; it is read again only after it has changed."""
+        try:
+            status = (folder / "log.jsonl").stat()
+        except FileNotFoundError:
+            return RunReport(folder)
+        version = status.st_size, status.st_mtime_ns
+        known = self._reports.get(folder)
+        if known is None or known[0] != version:
+            known = self._reports[folder] = version, read_run(folder)
+        return known[1]
+
+    def _search(self) -> None:
+        with self._lock:
+            if time.monotonic() - self._searched < _SCAN_SECONDS:
+                return
+            found = [item for root in self.roots for item in _search_below(root, _DEEPEST)]
+            # new dicts: other threads may be reading the old ones
+            self._runs = {folder_id(folder): folder for folder, is_run in found if is_run}
+            self._caches = {folder_id(folder): folder for folder, is_run in found if not is_run}
+            self._searched = time.monotonic()
+
+
+def folder_id(folder: Path) -> str:
+    """Return an id for URLs: the folder's name, and a hash of its whole path."""
+    path = os.path.abspath(folder)
+    name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in Path(path).name)
+    return f"{name[:60]}-{hashlib.sha256(os.fsencode(path)).hexdigest()[:8]}"
+
+
+def _search_below(folder: Path, levels: int) -> Iterator[tuple[Path, bool]]:
+    """Yield the runs (True) and caches (False) in a folder and ``levels`` below it."""
+    try:
+        with os.scandir(folder) as entries:
+            content = {entry.name: entry.is_dir() for entry in islice(entries, _MOST_ENTRIES)}
+    except OSError:  # not readable, or removed meanwhile
+        return
+    if "log.jsonl" in content and "config.json" not in content:  # a denoiser's folder may keep the log of its training
+        yield folder, True
+    elif "manifest.json" in content and content.get("shards", False):
+        yield folder, False
+    elif levels and "model_index.json" not in content:
+        for name in sorted(name for name, is_folder in content.items() if is_folder and name[0] != "."):
+            if name not in _SKIPPED:
+                yield from _search_below(folder / name, levels - 1)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

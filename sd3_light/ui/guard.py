@@ -1,0 +1,75 @@
+"""Who may use the server: this machine's browser, or a client that knows the token."""
+
+import hmac
+from collections.abc import Sequence
+from urllib.parse import urlencode, urlsplit
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+"""Hosts that only programs on this machine can reach."""
+COOKIE = "sd3_light_token"
+
+_HEADERS = (
+    (b"x-frame-options", b"DENY"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"same-origin"),
+)
+
+
+class Guard:
+    """Refuses requests without the token, if there is one, and requests that another website makes.
+
+    Without a token, only names of this machine are valid in `Host`: another website whose name resolves to 127.0.0.1
+    is refused. A browser sends `Origin` with every POST; it must be this server.
+    """
+
+    def __init__(self, app: ASGIApp, token: str | None) -> None:
+        self.app, self.token = app, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a refused request, or pass it on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        answer = self._answer(Request(scope))
+        await (answer or self.app)(scope, receive, _with_headers(send, _HEADERS))
+
+    def _answer(self, request: Request) -> Response | None:
+        host = request.headers.get("host", "")
+        origin = request.headers.get("origin")
+        if request.method not in ("GET", "HEAD") and origin is not None and urlsplit(origin).netloc != host:
+            return PlainTextResponse("refused: the request comes from another website\n", 403)
+        if self.token is None:
+            if urlsplit(f"//{host}").hostname in LOCAL_HOSTS:
+                return None
+            return PlainTextResponse(f"refused: open the page as http://127.0.0.1, not as {host}\n", 403)
+        return self._check_token(request, self.token)
+
+    def _check_token(self, request: Request, token: str) -> Response | None:
+        given = request.query_params.get("token")
+        if given is not None and _equal(given, token) and request.method == "GET":
+            # move the token from the address, which ends up in histories, to a cookie
+            rest = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
+            response = RedirectResponse(request.url.path + (f"?{urlencode(rest)}" if rest else ""), 303)
+            response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            return response
+        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if _equal(request.cookies.get(COOKIE, ""), token) or _equal(bearer, token):
+            return None
+        return PlainTextResponse("refused: open the address that `sd3-light ui` printed, with its token\n", 401)
+
+
+def _equal(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+def _with_headers(send: Send, headers: Sequence[tuple[bytes, bytes]]) -> Send:
+    async def send_more(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), *headers]
+        await send(message)
+
+    return send_more

@@ -1,0 +1,75 @@
+"""Start and stop runs. A started run is a separate process, which continues when the server ends."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sd3_light.checkpoint.lock import is_locked
+from sd3_light.config import load_config
+from sd3_light.config.faults import UserError
+from sd3_light.files import write_errors
+from sd3_light.training.requests import SAVE_QUIT
+
+CONSOLE = "console.txt"
+"""What a started run prints, in its folder."""
+
+_TAIL_BYTES = 8000
+
+
+@dataclass
+class RunProcesses:
+    """The runs that this server has started, by their folders."""
+
+    _started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start(self, config: Path, resume: bool) -> Path:
+        """Start `sd3-light train CONFIG` and return the run folder. Raises UserError for faults of the config."""
+        if not config.is_file():
+            raise UserError(f"{config} does not exist; give the path of a train TOML on this machine")
+        folder = Path(os.path.abspath(load_config(config).train.output_dir))
+        if self._is_active(folder):
+            raise UserError(f"a process trains in {folder} already; stop it first, or choose another output_dir")
+        command = [sys.executable, "-m", "sd3_light", "train", str(config), *(["--resume"] if resume else [])]
+        with write_errors(folder / CONSOLE):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / SAVE_QUIT).unlink(missing_ok=True)  # a request that an earlier process did not see
+            with (folder / CONSOLE).open("wb") as console:
+                self._started[folder] = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True
+                )
+        return folder
+
+    def stop(self, folder: Path) -> None:
+        """Ask the run in a folder to save a checkpoint and quit."""
+        if not is_locked(folder):
+            raise UserError(f"no process trains in {folder}")
+        with write_errors(folder / SAVE_QUIT):
+            (folder / SAVE_QUIT).touch()
+
+    def console(self, folder: Path) -> str:
+        """Return the end of what a run that was started here has printed; "" for other runs."""
+        try:
+            with (folder / CONSOLE).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                return file.read(_TAIL_BYTES).decode(errors="replace")
+        except OSError:
+            return ""
+
+    def notes(self, folder: Path) -> list[str]:
+        """Return a note if the run that was started here in a folder is not training yet, or has failed."""
+        process = self._started.get(folder)
+        code = None if process is None else process.poll()
+        if process is not None and code is None and not is_locked(folder):
+            return [
+                "The run is starting: it loads libraries, and caches what is missing. The console shows how far it is."
+            ]
+        if code in (None, 0, 75):  # 75: stopped on request
+            return []
+        lines = self.console(folder).strip().splitlines()
+        return [f"The run ended with exit code {code}: {lines[-1] if lines else 'it printed nothing'}"]
+
+    def _is_active(self, folder: Path) -> bool:
+        process = self._started.get(folder)
+        return is_locked(folder) or (process is not None and process.poll() is None)

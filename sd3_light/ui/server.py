@@ -1,0 +1,234 @@
+"""The routes, and the server itself."""
+
+import contextlib
+import hashlib
+import re
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qs, urlencode
+
+from sd3_light.config.faults import UserError
+from sd3_light.inputs import parse_json
+from sd3_light.pages import render_template
+from sd3_light.runlog import set_main_process
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.middleware import Middleware
+    from starlette.requests import Request
+    from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
+    from starlette.routing import Route
+
+    from sd3_light.ui.guard import LOCAL_HOSTS, Guard
+except ImportError as error:
+    package = (error.name or "starlette").partition(".")[0]
+    raise UserError(f"sd3-light ui needs the package {package}: pip install 'sd3-light[ui]'") from error
+
+from sd3_light.ui.data_pages import cache_page, caches_page, inspect_page, original_image
+from sd3_light.ui.folders import Folders
+from sd3_light.ui.playground import Playground
+from sd3_light.ui.processes import RunProcesses
+from sd3_light.ui.run_pages import compare_page, run_page, runs_page
+from sd3_light.ui.sample_pages import sample_image, samples_page
+
+if TYPE_CHECKING:
+    from sd3_light.engines import Launch
+
+_LARGEST_BODY = 1 << 20  # bytes of a request
+
+
+@dataclass
+class Site:
+    """What the pages show and change."""
+
+    folders: Folders
+    playground: Playground
+    processes: RunProcesses
+
+    @staticmethod
+    def of_folders(roots: Sequence[Path], models: Sequence[Path], out: Path, prepare: Callable[[], "Launch"]) -> "Site":
+        """Return the site of the runs and caches below ``roots``; see `Playground` for the other arguments."""
+        folders = Folders(roots)
+        return Site(folders, Playground(folders, out, models, prepare), RunProcesses())
+
+
+def serve(site: Site, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:
+    """Serve the site until Ctrl-C; ``announce`` is called with its address. Other hosts than this one need a token."""
+    if host not in LOCAL_HOSTS:
+        token = token or secrets.token_urlsafe(24)
+    set_main_process(False)  # the stages' progress bars have no place on this terminal
+    listening = _listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    query = f"/?{urlencode({'token': token})}" if token else "/"
+    announce(f"http://{shown}:{listening.getsockname()[1]}{query}")
+    config = uvicorn.Config(make_app(site, token), log_level="warning", timeout_graceful_shutdown=2)
+    with contextlib.suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port or --host") from error
+
+
+def make_app(site: Site, token: str | None = None) -> Starlette:
+    """Return the application."""
+    routes = _Routes(site)
+    return Starlette(
+        routes=[
+            Route("/", routes.runs),
+            Route("/start", routes.start, methods=["POST"]),
+            Route("/compare", routes.compare),
+            Route("/samples", routes.samples),
+            Route("/runs/{run}", routes.run),
+            Route("/runs/{run}/sample", routes.sample),
+            Route("/runs/{run}/stop", routes.stop, methods=["POST"]),
+            Route("/runs/{run}/resume", routes.resume, methods=["POST"]),
+            Route("/playground", routes.playground),
+            Route("/playground/drawings", routes.draw, methods=["POST"]),
+            Route("/playground/drawings/{number:int}", routes.drawing),
+            Route("/playground/drawings/{number:int}/cancel", routes.cancel, methods=["POST"]),
+            Route("/playground/images/{name}", routes.image),
+            Route("/data", routes.caches),
+            Route("/data/{cache}", routes.cache),
+            Route("/data/{cache}/image", routes.original),
+            Route("/data/{cache}/inspect", routes.inspect),
+        ],
+        middleware=[Middleware(Guard, token=token)],
+        exception_handlers={UserError: _show_error},
+    )
+
+
+class _Routes:
+    """One method per route. Starlette calls those that are not async in threads."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+
+    def runs(self, request: Request) -> Response:
+        return _page(request, runs_page(self.site.folders))
+
+    def run(self, request: Request) -> Response:
+        run_id, processes = request.path_params["run"], self.site.processes
+        folder = self.site.folders.run(run_id)
+        console, notes = processes.console(folder), processes.notes(folder)
+        return _page(request, run_page(self.site.folders, run_id, console, notes))
+
+    def compare(self, request: Request) -> Response:
+        query = request.query_params
+        return _page(request, compare_page(self.site.folders, query.getlist("run"), query.get("x", "step")))
+
+    def samples(self, request: Request) -> Response:
+        query = request.query_params
+        return _page(request, samples_page(self.site.folders, query.getlist("run"), query.get("text", "")))
+
+    def sample(self, request: Request) -> Response:
+        folder, query = self.site.folders.run(request.path_params["run"]), request.query_params
+        cell = query.get("cell", "")
+        image = sample_image(folder, query.get("file", ""), int(cell) if cell.isdecimal() else None)
+        # an address with the version of its file never changes its content
+        age = "max-age=31536000, immutable" if "version" in query else "no-cache"
+        return Response(image, media_type="image/png", headers={"Cache-Control": f"private, {age}"})
+
+    async def start(self, request: Request) -> Response:
+        form = parse_qs((await _body(request)).decode(errors="replace"))
+        config = Path(form.get("config", [""])[0].strip()).expanduser()
+        return await run_in_threadpool(self._start, config, "resume" in form)
+
+    def resume(self, request: Request) -> Response:
+        return self._start(self.site.folders.run(request.path_params["run"]) / "config.toml", resume=True)
+
+    def _start(self, config: Path, resume: bool) -> Response:
+        folder = self.site.processes.start(config, resume)
+        return RedirectResponse(f"/runs/{self.site.folders.add_run(folder)}", 303)
+
+    def stop(self, request: Request) -> Response:
+        run_id = request.path_params["run"]
+        self.site.processes.stop(self.site.folders.run(run_id))
+        return RedirectResponse(f"/runs/{run_id}", 303)
+
+    def playground(self, request: Request) -> Response:
+        return _page(request, self.site.playground.page(request.query_params.get("run", "")))
+
+    async def draw(self, request: Request) -> Response:
+        body = await _body(request)
+        try:
+            values = parse_json(body)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict):
+            raise UserError("the request is not a JSON object")
+        return JSONResponse(self.site.playground.submit(values).as_json())
+
+    def drawing(self, request: Request) -> Response:
+        return JSONResponse(self.site.playground.drawing(request.path_params["number"]).as_json())
+
+    def cancel(self, request: Request) -> Response:
+        drawing = self.site.playground.drawing(request.path_params["number"])
+        drawing.cancelled.set()
+        return JSONResponse(drawing.as_json())
+
+    def image(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        path = self.site.playground.out / name
+        if not re.fullmatch(r"\d{5,}\.png", name) or not path.is_file():
+            raise UserError(f"there is no image {name}")
+        return FileResponse(path)
+
+    def caches(self, request: Request) -> Response:
+        return _page(request, caches_page(self.site.folders))
+
+    def cache(self, request: Request) -> Response:
+        query = request.query_params
+        page = query.get("page", "1")
+        number, cache_id = int(page) if page.isdecimal() else 1, request.path_params["cache"]
+        return _page(request, cache_page(self.site.folders, cache_id, number, query.get("text", "")))
+
+    def original(self, request: Request) -> Response:
+        query = request.query_params
+        row = query.get("row", "")
+        number = int(row) if row.isdecimal() else -1
+        image = original_image(self.site.folders, request.path_params["cache"], query.get("shard", ""), number)
+        return Response(image, media_type="image/webp", headers={"Cache-Control": "private, max-age=3600"})
+
+    def inspect(self, request: Request) -> Response:
+        cache_id = request.path_params["cache"]
+        self.site.folders.cache(cache_id)  # an unknown one needs no libraries
+        self.site.playground.prepare()
+        return _page(request, inspect_page(self.site.folders, cache_id))
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _LARGEST_BODY:
+            raise UserError("the request is too long")
+    return body
+
+
+def _page(request: Request, text: str) -> Response:
+    """Return a page, or only that it has not changed since the browser fetched it."""
+    body = text.encode("utf-8", "backslashreplace")
+    tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+    headers = {"ETag": tag, "Cache-Control": "no-cache"}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    return HTMLResponse(body, headers=headers)
+
+
+def _show_error(request: Request, error: Exception) -> Response:
+    """Show a UserError: as JSON to scripts, as a page to readers."""
+    code = 404 if request.method == "GET" else 400
+    if request.url.path.startswith("/playground/"):
+        return JSONResponse({"error": str(error)}, code)
+    return HTMLResponse(render_template("error.html", notes=[str(error)], served=request.url.path, live=False), code)

@@ -1,0 +1,132 @@
+"""The pages of `sd3-light ui` in a real browser, served by the real server."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sd3_light.assets import DEMO
+from sd3_light.ui.folders import folder_id
+from tests.e2e.browser import Browser, assert_readable_in_both_schemes, start_browser
+from tests.unit.ui.conftest import write_run
+
+pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
+uvicorn = pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
+
+TIMEOUT = 120.0  # seconds
+
+
+class Address:
+    """An address of the server, with the method of a path that `Browser.open` calls."""
+
+    def __init__(self, uri: str) -> None:
+        self.uri = uri
+
+    def as_uri(self) -> str:
+        return self.uri
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "first")
+    write_run(folder / f"second_{'long' * 30}", total=40, offset=0.1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(runs: Path) -> Iterator[str]:
+    from sd3_light.engines import Launch
+    from sd3_light.ui.server import Site, make_app
+
+    site = Site.of_folders([runs], [DEMO], runs / "playground", Launch)
+    config = uvicorn.Config(make_app(site), port=0, log_level="warning", timeout_graceful_shutdown=1)
+    started = uvicorn.Server(config)
+    thread = threading.Thread(target=started.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + TIMEOUT
+    while not started.started:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{started.servers[0].sockets[0].getsockname()[1]}"
+    started.should_exit = True
+    thread.join(TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    started = start_browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
+
+
+def wait_until(browser: Browser, condition: str) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not browser.evaluate(condition):
+        assert time.monotonic() < deadline, browser.evaluate("document.body.innerText")
+        time.sleep(0.1)
+
+
+def paths(runs: Path) -> list[str]:
+    ids = [folder_id(path) for path in sorted(runs.glob("*")) if (path / "log.jsonl").exists()]
+    query = "&".join(f"run={run_id}" for run_id in ids)
+    return ["/", f"/runs/{ids[1]}", f"/compare?{query}", f"/samples?{query}", "/playground", "/data", "/runs/none"]
+
+
+def test_pages_request_only_their_server_fit_and_are_readable(browser: Browser, server: str, runs: Path) -> None:
+    for path in paths(runs):
+        for width in (390, 1280):
+            browser.open(Address(server + path), width)  # type: ignore[arg-type]
+            browser.evaluate("document.querySelectorAll('details').forEach(node => { node.open = true; })")
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width, path
+        urls = [event["request"]["url"] for event in browser.events_of("Network.requestWillBeSent")]
+        assert [url for url in urls if not url.startswith((server, "data:"))] == []
+        assert browser.events_of("Runtime.exceptionThrown") == []
+        if path != "/runs/none":
+            assert browser.events_of("Log.entryAdded") == []
+        assert_readable_in_both_schemes(browser, Address(server + path))  # type: ignore[arg-type]
+
+
+def test_a_run_updates_itself_and_keeps_what_the_reader_set(browser: Browser, server: str, runs: Path) -> None:
+    browser.open(Address(f"{server}/runs/{folder_id(runs / 'first')}"))  # type: ignore[arg-type]
+    assert browser.evaluate("document.querySelector('.tile b').textContent") == "40"
+    browser.evaluate(
+        "(() => { const slider = document.querySelector('.slider input'); slider.value = 1;"
+        " slider.dispatchEvent(new Event('input')); document.querySelector('#samples details').open = true;"
+        " window.notReloaded = true; })()"
+    )
+    assert "step 20" in browser.evaluate("document.querySelector('.slider output').textContent")
+    write_run(runs / "first", steps=60)
+    wait_until(browser, "document.querySelector('.tile b').textContent === '60'")
+    assert browser.evaluate("window.notReloaded") is True
+    assert "step 20" in browser.evaluate("document.querySelector('.slider output').textContent")
+    assert browser.evaluate("document.querySelectorAll('.area > .tip').length") == browser.evaluate(
+        "document.querySelectorAll('.area').length"
+    )
+    assert browser.evaluate("document.querySelectorAll('.grids figure').length") == 6
+    assert browser.evaluate("document.querySelector('#samples details').open") is True
+
+
+def test_images_appear_in_the_playground_and_their_settings_return(browser: Browser, server: str) -> None:
+    browser.open(Address(f"{server}/playground"))  # type: ignore[arg-type]
+    browser.evaluate(
+        "(() => { const form = document.querySelector('#draw').elements; form.prompt.value = 'a red circle';"
+        " form.seeds.value = '4-5'; form.steps.value = 2; document.querySelector('#draw button').click(); })()"
+    )
+    wait_until(browser, "document.querySelector('#state').textContent.startsWith('done')")
+    wait_until(browser, "[...document.querySelectorAll('.drawn img')].every(image => image.naturalWidth > 0)")
+    alts = json.loads(browser.evaluate("JSON.stringify([...document.querySelectorAll('.drawn img')].map(i => i.alt))"))
+    assert [alt.rpartition(", ")[2] for alt in alts] == ["seed 4", "seed 5"]
+    browser.open(Address(f"{server}/playground"))  # type: ignore[arg-type]
+    assert browser.evaluate("document.querySelectorAll('.thumbs button').length") == 2
+    browser.evaluate("document.querySelector('.thumbs button').click()")
+    assert browser.evaluate("document.querySelector('[name=prompt]').value") == "a red circle"
+    assert browser.evaluate("document.querySelector('[name=steps]').value") == "2"
+
+
+def test_the_wide_chart_does_not_scroll_on_a_phone(browser: Browser, server: str, runs: Path) -> None:
+    browser.open(Address(f"{server}/runs/{folder_id(runs / 'first')}"), 390)  # type: ignore[arg-type]
+    assert browser.evaluate("getComputedStyle(document.querySelector('.chart.wide')).overflowX") == "visible"

@@ -1,0 +1,214 @@
+"""Captions by a tiny random Llava: batches, several captions, resuming, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from sd3_light.config.faults import UserError
+from sd3_light.config.load_dataset import load_directories
+from sd3_light.data.sources.records import Record
+from sd3_light.data.sources.scan import scan
+from sd3_light.stages import caption
+from sd3_light.stages.caption import Captioner, CaptionOptions
+from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
+
+WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "<image>", "USER", "ASSISTANT", *(f"word{n}" for n in range(40))]
+PART = "{% if c['type'] == 'image' %}<image> {% else %}{{ c['text'] }}{% endif %}"
+CHAT = f"{{% for m in messages %}}USER {{% for c in m['content'] %}}{PART}{{% endfor %}} ASSISTANT{{% endfor %}}"
+
+
+def make_tokenizer() -> Any:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, "<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=words, extra_special_tokens={"image_token": "<image>"}, **special)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llava of a few thousand random weights, as transformers saves it."""
+    from transformers import (
+        CLIPImageProcessor,
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaConfig,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+    )
+
+    tokenizer = make_tokenizer()
+    sides = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    processor = LlavaProcessor(
+        CLIPImageProcessor(**sides), tokenizer, 8, "default", chat_template=CHAT, num_additional_image_tokens=1
+    )
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(image_size=16, patch_size=8, projection_dim=16, **shape),
+        text_config=LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, bos_token_id=1, eos_token_id=2, **shape),
+        image_token_index=4,
+    )
+    folder = tmp_path_factory.mktemp("captioner") / "model"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlavaForConditionalGeneration(config).save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A dataset of six images, some with captions, one that is not an image."""
+    (tmp_path / "images" / "more").mkdir(parents=True)
+    for number in range(6):
+        name = f"more/{number}.png" if number > 3 else f"{number}.png"
+        Image.new("RGB", (20 + number, 18), (40 * number, 90, 200)).save(tmp_path / "images" / name)
+    (tmp_path / "images" / "0.txt").write_text("an old caption")
+    (tmp_path / "images" / "broken.png").write_text("not an image")
+    (tmp_path / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
+    return tmp_path / "data.toml"
+
+
+def read_table(data: Path) -> dict[str, list[str]]:
+    table: dict[str, list[str]] = json.loads((data.parent / "images" / caption.TABLE).read_text())
+    return table
+
+
+NAMES = ["0.png", "1.png", "2.png", "3.png", "more/4.png", "more/5.png"]
+SHORT = CaptionOptions(max_tokens=4, batch=4)
+
+
+def test_every_image_gets_the_captions_that_the_dataset_reads(model: Path, data: Path) -> None:
+    page = data.parent / "page.html"
+    options = CaptionOptions(("word1 word2", "word3"), captions=2, max_tokens=4, batch=4)
+    assert caption.run(data, str(model), options, page) == [data.parent / "images" / caption.TABLE]
+    table = read_table(data)
+    assert list(table) == NAMES
+    assert all(len(texts) == 4 for texts in table.values())
+    assert max(len(text.split()) for texts in table.values() for text in texts) <= 4  # without the prompt
+    (directory,), _ = load_directories(data)
+    records = {item.key.partition("/")[2]: item.captions for item in scan(directory, 0) if isinstance(item, Record)}
+    assert {name: records[name] for name in NAMES} == {name: tuple(texts) for name, texts in table.items()}
+    parsed = ParsedPage(page)
+    assert_self_contained(parsed)
+    assert "6 of 6 captioned images" in parsed.text
+    assert len(parsed.attributes("img")) == 6
+
+
+def test_captions_do_not_depend_on_the_batch(model: Path, data: Path) -> None:
+    caption.run(data, str(model), SHORT)
+    table = read_table(data)
+    caption.run(data, str(model), CaptionOptions(max_tokens=4, batch=1), restart=True)
+    assert read_table(data) == table
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of the batches that a model describes."""
+    sizes: list[int] = []
+    original: Callable[..., list[list[str]]] = Captioner.describe
+
+    def describe(self: Captioner, images: list[Image.Image]) -> list[list[str]]:
+        sizes.append(len(images))
+        return original(self, images)
+
+    monkeypatch.setattr(Captioner, "describe", describe)
+    return sizes
+
+
+def test_an_interrupted_run_continues(model: Path, data: Path, described: list[int]) -> None:
+    caption.run(data, str(model), SHORT)
+    table = read_table(data)
+    done = data.parent / "images" / caption.DONE
+    lines = done.read_bytes().splitlines(keepends=True)
+    done.write_bytes(b"".join(lines[:4]) + lines[4][:7])  # killed while it wrote the fourth image
+    (data.parent / "images" / caption.TABLE).unlink()
+    described.clear()
+    caption.run(data, str(model), SHORT)
+    assert sum(described) == 3
+    assert read_table(data) == table
+    described.clear()
+    caption.run(data, str(model), SHORT)
+    assert described == []
+
+
+def test_new_images_are_added_and_removed_ones_dropped(model: Path, data: Path, described: list[int]) -> None:
+    caption.run(data, str(model), SHORT)
+    Image.new("RGB", (30, 30)).save(data.parent / "images" / "new.png")
+    (data.parent / "images" / "1.png").unlink()
+    described.clear()
+    caption.run(data, str(model), SHORT)
+    assert described == [1]
+    assert set(read_table(data)) == {*NAMES, "new.png"} - {"1.png"}
+
+
+def test_other_settings_need_a_restart(model: Path, data: Path) -> None:
+    caption.run(data, str(model), SHORT)
+    with pytest.raises(
+        UserError, match=r"has captions with another prompts, max_tokens; use the same, or pass --restart"
+    ):
+        caption.run(data, str(model), CaptionOptions(("other",), max_tokens=5))
+
+
+def test_a_table_of_the_user_is_not_overwritten(model: Path, data: Path) -> None:
+    table = data.parent / "images" / caption.TABLE
+    table.write_text('{"0.png": "mine"}')
+    with pytest.raises(UserError, match="exists and is not by this command"):
+        caption.run(data, str(model), SHORT)
+    assert table.read_text() == '{"0.png": "mine"}'
+
+
+def test_pickles_and_other_folders_are_refused(model: Path, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        caption.run(data, str(tmp_path), SHORT)
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"no \.safetensors file; other formats are not read"):
+        caption.run(data, str(tmp_path), SHORT)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match="not a usable image-text-to-text model"):
+        caption.run(data, str(tmp_path), SHORT)
+    assert not (data.parent / "images" / caption.DONE).exists()
+
+
+def test_tars_and_columns_are_refused_before_a_model_is_loaded(data: Path) -> None:
+    data.write_text('resolutions = [64]\ncaption_column = ["a", "b"]\n[[directory]]\npath = "images"\n')
+    with pytest.raises(UserError, match="caption_column names several columns"):
+        caption.run(data, "no model", SHORT)
+    (data.parent / "a.tar").touch()
+    data.write_text('resolutions = [64]\n[[directory]]\npath = "a.tar"\n')
+    with pytest.raises(UserError, match="captions are written for folders of images"):
+        caption.run(data, "no model", SHORT)
+
+
+@pytest.fixture(scope="module")
+def blip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random BLIP: a model without a chat template."""
+    from transformers import BlipConfig, BlipForConditionalGeneration, BlipImageProcessor, BlipProcessor
+
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
+    config = BlipConfig(
+        text_config={"vocab_size": len(WORDS), "encoder_hidden_size": 16, "projection_dim": 16, **ids, **shape},
+        vision_config={"image_size": 16, "patch_size": 8, "projection_dim": 16, **shape},
+    )
+    folder = tmp_path_factory.mktemp("captioner") / "blip"
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        BlipForConditionalGeneration(config).save_pretrained(folder)
+    BlipProcessor(BlipImageProcessor(size={"height": 16, "width": 16}), make_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("prompt", ["", "word1 word2"])
+def test_a_model_without_a_chat_template_continues_the_prompt_or_gets_none(blip: Path, data: Path, prompt: str) -> None:
+    caption.run(data, str(blip), CaptionOptions((prompt,), max_tokens=4, batch=4))
+    assert {len(texts) for texts in read_table(data).values()} == {1}
+    assert list(read_table(data)) == NAMES

@@ -1,0 +1,210 @@
+"""The pages of `sd3-light ui` without a server: runs, comparisons, samples."""
+
+import fcntl
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from sd3_light.checkpoint.lock import is_locked, locked_folder
+from sd3_light.config.faults import UserError
+from sd3_light.ui import folders as folders_module
+from sd3_light.ui.folders import Folders, folder_id
+from sd3_light.ui.playground import Playground
+from sd3_light.ui.run_pages import compare_page, comparison_charts, run_page, run_row, runs_page
+from sd3_light.ui.sample_pages import sample_image, samples_page
+from tests.unit.pages.parsed_page import ParsedPage
+from tests.unit.ui.conftest import PROMPTS, write_grid, write_run
+
+HOLD = "import sys, time; from pathlib import Path; from sd3_light.checkpoint.lock import locked_folder\n"
+HOLD += "with locked_folder(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+
+
+def test_runs_and_caches_are_found_and_models_are_not(runs: Path) -> None:
+    for name in ("model/transformer", "first/exports/step-1"):
+        (runs / name).mkdir(parents=True)
+        (runs / name / "log.jsonl").touch()
+    (runs / "deep" / "denoiser").mkdir()
+    for name in ("log.jsonl", "config.json"):
+        (runs / "deep" / "denoiser" / name).touch()
+    (runs / "cache" / "shards").mkdir(parents=True)
+    (runs / "cache" / "manifest.json").touch()
+    write_run(runs / "1" / "2" / "3" / "4")
+    folders = Folders([runs])
+    assert {path.name for path in folders.runs().values()} == {"first", "second"}
+    assert [path.name for path in folders.caches().values()] == ["cache"]
+    assert list(Folders([runs / "first"]).runs().values()) == [runs / "first"]
+
+
+def test_new_runs_are_found_later(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = Folders([runs])
+    assert len(folders.runs()) == 2
+    write_run(runs / "third")
+    assert len(folders.runs()) == 2
+    monkeypatch.setattr(folders_module, "_SCAN_SECONDS", 0.0)
+    assert len(folders.runs()) == 3
+    shutil.rmtree(runs / "third")
+    folders.add_run(runs / "starting")
+    assert {path.name for path in folders.runs().values()} == {"first", "second", "starting"}
+    assert run_row(folders, folder_id(runs / "starting")).status == "no step yet"
+
+
+def test_a_log_is_read_again_only_after_a_change(runs: Path) -> None:
+    folders = Folders([runs])
+    report = folders.report(runs / "first")
+    assert folders.report(runs / "first") is report
+    with (runs / "first" / "log.jsonl").open("a") as log:
+        log.write(json.dumps({"event": "stop", "step": 40, "reason": "save_quit", "time": 1.8e9 + 41}) + "\n")
+    assert folders.report(runs / "first").status == "stopped at step 40: save_quit"
+
+
+def test_equal_names_have_different_ids(tmp_path: Path) -> None:
+    first, second = (folder_id(tmp_path / name / "run ä/") for name in "ab")
+    assert first != second
+    assert first.startswith("run---")
+
+
+def test_the_lock_tells_whether_a_run_is_running(runs: Path) -> None:
+    folders, first = Folders([runs]), runs / "first"
+    assert not is_locked(first)
+    assert run_row(folders, folder_id(first)).status == "at step 40; not running"
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(first)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"held\n"
+        assert is_locked(first)
+        row = run_row(folders, folder_id(first))
+        assert row.status == "at step 40; running"
+        assert row.report.seconds_left == pytest.approx(40)
+        assert "40 s left" in ParsedPage(runs_page(folders)).text
+        assert "Save and stop" in ParsedPage(run_page(folders, folder_id(first))).text
+    finally:
+        process.kill()
+        process.wait()
+    assert not is_locked(first)
+
+
+def test_asking_for_the_lock_does_not_take_it(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    assert not is_locked(tmp_path)
+    with locked_folder(tmp_path):
+        pass
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_the_list_shows_a_damaged_log_beside_the_other_runs(runs: Path) -> None:
+    (runs / "first" / "log.jsonl").write_text("not JSON\n{}\n")
+    text = ParsedPage(runs_page(Folders([runs]))).text
+    assert "log.jsonl" in text
+    assert "finished at step 40" in text
+
+
+def test_a_run_has_the_sections_of_its_report_and_links_instead_of_data(runs: Path) -> None:
+    run_id = folder_id(runs / "first")
+    page = ParsedPage(run_page(Folders([runs]), run_id, "the console", ["a note"]))
+    for text in ("Loss", "Validation", "Events", "the console", "a note", "steps of 80"):
+        assert text in page.text
+    sources = [attributes["src"] for tag, attributes in page.elements if tag == "img"]
+    assert sources == [f"/runs/{run_id}/sample?file=samples/step-{step:08d}.png" for step in (10, 20, 30, 40)]
+    assert "data:image" not in page.source
+    assert "connect-src 'self'" in page.policy
+
+
+def test_runs_are_compared_line_by_line(runs: Path) -> None:
+    folders = Folders([runs])
+    reports = {name: folders.report(runs / path) for name, path in (("a", "first"), ("b", "deep/second"))}
+    charts = {chart.title: chart for chart in comparison_charts(reports, "step")}
+    loss, validation = charts["Loss, smoothed"], charts["held_out, ema weights: mean over all t"]
+    for chart in (loss, validation):
+        assert [(line.name, line.color) for line in chart.lines] == [("a", "c0"), ("b", "c1")]
+    for first, second in zip(validation.lines[0].points, validation.lines[1].points, strict=True):
+        assert second == (first[0], pytest.approx(first[1] + 0.1))
+    by_samples = comparison_charts(reports, "samples")[0]
+    assert [x for x, _ in by_samples.lines[0].points] == [4 * x for x, _ in loss.lines[0].points]
+
+
+def test_a_run_without_a_quantity_keeps_its_color_elsewhere(runs: Path) -> None:
+    folders = Folders([runs])
+    first, second = folders.report(runs / "first"), folders.report(runs / "deep" / "second")
+    del first.steps["lr"]
+    charts = {chart.title: chart for chart in comparison_charts({"a": first, "b": second}, "step")}
+    assert [(line.name, line.color) for line in charts["Learning rate"].lines] == [("b", "c1")]
+
+
+def test_compared_runs_of_one_name_show_their_parents(tmp_path: Path) -> None:
+    ids = [folder_id(write_run(tmp_path / name / "run")) for name in "ab"]
+    text = ParsedPage(compare_page(Folders([tmp_path]), ids)).text
+    assert "a/run" in text
+    assert "b/run" in text
+
+
+def test_faults_of_requests_are_user_errors(runs: Path) -> None:
+    folders, run_id = Folders([runs]), folder_id(runs / "first")
+    for page in (compare_page, samples_page):
+        with pytest.raises(UserError, match="no run is chosen"):
+            page(folders, [])
+        with pytest.raises(UserError, match="no run nothing"):
+            page(folders, ["nothing"])
+    with pytest.raises(UserError, match="unknown x axis 'y'; use one of step, samples"):
+        compare_page(folders, [run_id], "y")
+
+
+def test_samples_of_a_prompt_and_seed_are_one_row_per_run(runs: Path) -> None:
+    folders = Folders([runs])
+    ids = [folder_id(runs / path) for path in ("first", "deep/second")]
+    page = ParsedPage(samples_page(folders, ids))
+    images = [attributes for tag, attributes in page.elements if tag == "img"]
+    assert len(images) == 2 * 4 * 4  # runs, steps, prompts with seeds
+    assert [image["alt"] for image in images[:4]] == [f"step {step}" for step in (10, 20, 30, 40)]
+    assert all(ids[0] in image["src"] for image in images[:4])
+    assert all(ids[1] in image["src"] for image in images[4:8])
+    filtered = ParsedPage(samples_page(folders, ids[:1], "RED"))
+    assert PROMPTS[0] in filtered.text
+    assert PROMPTS[1] not in filtered.text
+
+
+def test_a_cell_is_the_image_of_its_prompt_and_seed(runs: Path) -> None:
+    for number in range(4):
+        with Image.open(io.BytesIO(sample_image(runs / "first", "samples/step-00000020.png", number))) as image:
+            assert image.size == (128, 96)  # the grid enlarges twice
+            assert image.convert("RGB").getcolors() == [(128 * 96, (20, 10 * number, 0))]
+
+
+def test_grids_of_earlier_versions_are_noted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "old", cells=False)
+    (run / "samples" / "step-00000010.png").unlink()
+    write_grid(run / "samples" / "step-00000040.png", 40)
+    page = ParsedPage(samples_page(Folders([tmp_path]), [folder_id(run)]))
+    assert "old: 3 grids are missing, or an earlier version wrote them" in page.text
+    assert len([tag for tag, _ in page.elements if tag == "img"]) == 4
+
+
+@pytest.mark.parametrize("file", ["../secret.png", "/etc/passwd", "log.jsonl", "", "samples/none.png", "samples"])
+def test_only_grids_inside_the_run_are_served(runs: Path, file: str) -> None:
+    Image.new("RGB", (4, 4)).save(runs / "secret.png")
+    with pytest.raises(UserError):
+        sample_image(runs / "first", file, None)
+
+
+@pytest.mark.parametrize("cells", ["[[0, 0, 9999, 9999]]", "[[0, 0, -1, 5]]", '["a"]', "[[[]]]", "{}", "[" * 500])
+def test_hostile_cells_are_ignored(tmp_path: Path, cells: str) -> None:
+    from sd3_light.sampling.png import save_png
+
+    save_png(Image.new("RGB", (8, 8)), tmp_path / "grid.png", {"prompts": ["a"], "seeds": [0], "cells": cells})
+    with pytest.raises(UserError, match="no image 0"):
+        sample_image(tmp_path, "grid.png", 0)
+
+
+def test_exports_of_runs_with_one_name_have_different_labels(tmp_path: Path) -> None:
+    for name in "ab":
+        (write_run(tmp_path / name / "run") / "exports" / "step-00000010").mkdir(parents=True)
+    playground = Playground(Folders([tmp_path]), tmp_path / "out", [tmp_path], pytest.fail)
+    labels = [label for label, _ in playground.models().values()]
+    assert len(set(labels)) == 3
+    assert labels[:2] == [str(tmp_path), "run/step-00000010"]

@@ -1,0 +1,265 @@
+"""The server of `sd3-light ui`: routes, who may use them, starting and stopping runs, drawing."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.assets import DEMO
+from sd3_light.config.faults import UserError
+from sd3_light.training.requests import SAVE_QUIT
+from sd3_light.ui.folders import folder_id
+from tests.unit.ui.conftest import write_run
+from tests.unit.ui.test_pages import HOLD
+
+pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
+pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
+
+from starlette.testclient import TestClient
+
+from sd3_light.ui.server import Site, make_app, serve
+
+HERE = "http://127.0.0.1:7860"
+
+
+def make_client(folder: Path, token: str | None = None, base_url: str = HERE) -> TestClient:
+    site = Site.of_folders([folder], [], folder / "playground", lambda: pytest.fail("no library is needed"))
+    return TestClient(make_app(site, token), base_url=base_url, follow_redirects=False)
+
+
+@pytest.fixture
+def client(runs: Path) -> TestClient:
+    return make_client(runs)
+
+
+def test_every_page_answers(client: TestClient, runs: Path) -> None:
+    run_id = folder_id(runs / "first")
+    paths = ("/", f"/runs/{run_id}", f"/compare?run={run_id}", f"/samples?run={run_id}", "/playground", "/data")
+    for path in paths:
+        reply = client.get(path)
+        assert reply.status_code == 200, path
+        assert reply.headers["x-frame-options"] == "DENY"
+        assert "sd3-light" in reply.text
+    image = client.get(f"/runs/{run_id}/sample?file=samples/step-00000010.png&cell=1&version=1")
+    assert image.headers["content-type"] == "image/png"
+    assert "immutable" in image.headers["cache-control"]
+
+
+def test_an_unchanged_page_is_not_sent_again(client: TestClient, runs: Path) -> None:
+    path = f"/runs/{folder_id(runs / 'first')}"
+    headers = {"If-None-Match": client.get(path).headers["etag"]}
+    reply = client.get(path, headers=headers)
+    assert (reply.status_code, reply.text) == (304, "")
+    write_run(runs / "first", steps=41)
+    assert client.get(path, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/runs/none",
+        "/compare",
+        "/samples?run=none",
+        "/data/none",
+        "/playground/images/..%2Fx.png",
+        "/data/none/inspect",
+    ],
+)
+def test_unknown_things_are_not_found(client: TestClient, path: str) -> None:
+    reply = client.get(path)
+    assert reply.status_code == 404
+    assert "Traceback" not in reply.text
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", ""])
+def test_without_a_token_only_names_of_this_machine_are_served(runs: Path, host: str) -> None:
+    assert make_client(runs).get("/", headers={"host": host}).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["localhost:1234", "127.0.0.1", "[::1]:7860"])
+def test_names_of_this_machine_are_served(runs: Path, host: str) -> None:
+    assert make_client(runs).get("/", headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9", "https://127.0.0.1.evil"])
+def test_other_websites_cannot_change_anything(client: TestClient, origin: str) -> None:
+    for path in ("/start", "/playground/drawings"):
+        assert client.post(path, headers={"origin": origin}).status_code == 403
+    assert client.post("/playground/drawings", headers={"origin": HERE}, content=b"{}").status_code == 400
+
+
+def test_with_a_token_every_request_needs_it(runs: Path) -> None:
+    client = make_client(runs, "right", "http://gpu.example")
+    for path in ("/", "/?token=wrong", "/playground", "/runs/x/sample?file=a.png"):
+        assert client.get(path).status_code == 401
+    assert client.post("/start?token=right").status_code == 401
+    assert client.get("/", headers={"authorization": "Bearer right"}).status_code == 200
+    reply = client.get("/compare?run=a&token=right")
+    assert (reply.status_code, reply.headers["location"]) == (303, "/compare?run=a")
+    cookie = reply.headers["set-cookie"].lower()
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert client.get("/").status_code == 200  # the client keeps the cookie
+
+
+def test_a_port_in_use_is_a_user_error(runs: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another --port"):
+            serve(Site.of_folders([runs], [], runs, pytest.fail), "127.0.0.1", port, None, pytest.fail)
+
+
+def test_stop_asks_a_running_run_to_save_and_quit(client: TestClient, runs: Path) -> None:
+    first, path = runs / "first", f"/runs/{folder_id(runs / 'first')}"
+    assert client.post(f"{path}/stop").status_code == 400
+    assert not (first / SAVE_QUIT).exists()
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(first)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert client.post(f"{path}/stop").status_code == 303
+        assert (first / SAVE_QUIT).exists()
+        assert "Saving and stopping" in client.get(path).text
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_faulty_config_is_reported_and_nothing_starts(client: TestClient, tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text("max_stepz = 3\n")
+    for config, text in ((tmp_path / "train.toml", "max_stepz"), (tmp_path / "none.toml", "does not exist")):
+        reply = client.post("/start", data={"config": str(config)})
+        assert reply.status_code == 400
+        assert text in reply.text
+
+
+@pytest.fixture
+def failing(tmp_path: Path) -> Path:
+    """A valid config of a run."""
+    (tmp_path / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "no_images"\n')
+    model = '[model]\ndiffusers_path = "no_model"\ntrain_type = "sd3_light_pretrain"\nsize = "tiny2"\n'
+    config = tmp_path / "train.toml"
+    config.write_text(f'output_dir = "run"\ndataset = "data.toml"\nmax_steps = 2\nsave_every_n_steps = 2\n{model}')
+    return config
+
+
+def test_a_started_run_that_fails_shows_why(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = failing.parent / "python"
+    fake.write_text('#!/bin/sh\nread -r _ < "$(dirname "$0")/go"\necho "$@"\necho "error: no model"\nexit 2\n')
+    fake.chmod(0o755)
+    os.mkfifo(failing.parent / "go")
+    monkeypatch.setattr(sys, "executable", str(fake))
+    client = make_client(failing.parent)
+    reply = client.post("/start", data={"config": str(failing), "resume": "resume"})
+    page = f"/runs/{folder_id(failing.parent / 'run')}"
+    assert (reply.status_code, reply.headers["location"]) == (303, page)
+    assert "The run is starting" in client.get(page).text
+    again = client.post("/start", data={"config": str(failing)})
+    assert "a process trains in" in again.text
+    (failing.parent / "go").write_text("go\n")
+    deadline = time.monotonic() + 120
+    while "exit code 2: error: no model" not in (text := client.get(page).text):
+        assert time.monotonic() < deadline, text
+        time.sleep(0.05)
+    assert f"-m sd3_light train {failing} --resume" in text
+
+
+def wait_for(client: TestClient, drawing: dict[str, Any]) -> dict[str, Any]:
+    deadline = time.monotonic() + 240
+    while not drawing["done"]:
+        assert time.monotonic() < deadline, drawing
+        time.sleep(0.1)
+        drawing = client.get(f"/playground/drawings/{drawing['id']}").json()
+    return drawing
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two names of the demo's model."""
+    other = tmp_path_factory.mktemp("models") / "other"
+    other.symlink_to(DEMO)
+    return [DEMO, other]
+
+
+@pytest.fixture(scope="module")
+def painter(tmp_path_factory: pytest.TempPathFactory, models: list[Path]) -> TestClient:
+    """A client of a playground with both models."""
+    from sd3_light.engines import Launch
+
+    folder = tmp_path_factory.mktemp("playground")
+    return TestClient(make_app(Site.of_folders([folder], models, folder / "out", Launch)), base_url=HERE)
+
+
+def test_images_of_two_models_are_drawn_with_their_settings(
+    painter: TestClient, models: list[Path], tmp_path: Path
+) -> None:
+    from sd3_light.sampling.png import read_png_facts
+
+    ids, large = list(map(folder_id, models)), str(2**62 + 1)
+    values = {"models": ids, "prompt": "a red circle", "seeds": f"3 {large}", "steps": 2, "guidance": "1.5"}
+    drawing = wait_for(painter, painter.post("/playground/drawings", json=values).json())
+    assert (drawing["error"], drawing["status"], drawing["total"]) == ("", "done", 4)
+    assert drawing["seeds"] == ["3", large]
+    content = {}
+    for image in drawing["images"]:
+        content[image["model"], image["seed"]] = painter.get(f"/playground/images/{image['name']}").content
+        (tmp_path / "image.png").write_bytes(content[image["model"], image["seed"]])
+        facts = read_png_facts(tmp_path / "image.png")
+        settings = [facts[name] for name in ("prompt", "seed", "steps", "guidance")]
+        assert settings == ["a red circle", int(image["seed"]), 2, 1.5]
+    assert set(content) == {(str(model), seed) for model in models for seed in ("3", large)}
+    page = painter.get("/playground").text
+    assert page.count('data-facts="') == 4
+
+
+def test_a_drawing_that_fails_says_why_and_the_next_one_works(painter: TestClient, models: list[Path]) -> None:
+    values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0", "steps": 1}
+    failed = painter.post("/playground/drawings", json={**values, "width": 7}).json()
+    assert "multiples of" in wait_for(painter, failed)["error"]
+    no_lora = painter.post("/playground/drawings", json={**values, "loras": "none.safetensors:0.5"}).json()
+    assert "none.safetensors does not exist" in wait_for(painter, no_lora)["error"]
+    assert wait_for(painter, painter.post("/playground/drawings", json=values).json())["error"] == ""
+
+
+def test_a_drawing_can_be_cancelled_while_it_waits(painter: TestClient, models: list[Path]) -> None:
+    values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0-3", "steps": 4}
+    first, second = (painter.post("/playground/drawings", json=values).json() for _ in range(2))
+    assert painter.post(f"/playground/drawings/{second['id']}/cancel").status_code == 200
+    assert len(wait_for(painter, first)["images"]) == 4
+    cancelled = wait_for(painter, second)
+    assert (cancelled["status"], cancelled["images"]) == ("stopped", [])
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"models": []}, "no model is chosen"),
+        ({"models": "all"}, "no model is chosen"),
+        ({"prompt": " "}, "the prompt is empty"),
+        ({"seeds": "-1"}, "'-1' is not a seed"),
+        ({"seeds": "0-999999999999"}, "is not a seed"),
+        ({"seeds": "9223372036854775808"}, "2**63 - 1"),
+        ({"seeds": "0-200 300-400"}, "302 images are too many"),
+        ({"steps": "0"}, "steps is '0'; it must be a number from 1 to 1000"),
+        ({"guidance": "nan"}, "guidance is 'nan'"),
+        ({"sampler": "magic"}, "unknown sampler"),
+    ],
+)
+def test_values_that_are_not_valid_are_refused(
+    painter: TestClient, models: list[Path], values: dict[str, Any], text: str
+) -> None:
+    valid = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0"}
+    reply = painter.post("/playground/drawings", json={**valid, **values})
+    assert reply.status_code == 400
+    assert text in reply.json()["error"]
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"[" * 2000, b"\xff"])
+def test_a_body_that_is_not_an_object_is_refused(painter: TestClient, body: bytes) -> None:
+    assert painter.post("/playground/drawings", content=body).status_code == 400
