@@ -70,11 +70,13 @@ def run(data: Path, model: str, options: CaptionOptions, page: Path | None = Non
         raise ConfigFaults(faults)
     if page is not None:
         check_output_path(page)
-    for directory in directories:
-        _require_folder(directory)
+    folders = [_require_folder(directory) for directory in directories]
     settings = {"model": model, **asdict(options)}
     del settings["batch"]  # it changes the last bits only
-    works = [_DirectoryWork.open(directory, json.loads(json.dumps(settings)), restart) for directory in directories]
+    works = [
+        _DirectoryWork.open(directory, folder, json.loads(json.dumps(settings)), restart)
+        for directory, folder in zip(directories, folders, strict=True)
+    ]
     if any(work.missing for work in works):
         captioner = Captioner.open(model, options)
         for work in works:
@@ -85,11 +87,15 @@ def run(data: Path, model: str, options: CaptionOptions, page: Path | None = Non
     return tables
 
 
-def _require_folder(directory: DirectoryConfig) -> None:
+def _require_folder(directory: DirectoryConfig) -> Path:
+    """Return the folder of a directory; captions cannot be written elsewhere."""
     if len(directory.caption_columns) > 1:
         raise UserError(f"{directory.path}: caption_column names several columns; remove it to use a list of captions")
+    if isinstance(directory.path, str):
+        raise UserError(f"{directory.path}: captions are written for folders on disk; copy the images to one")
     if not directory.path.is_dir():
         raise UserError(f"{directory.path}: captions are written for folders of images; unpack it, or remove it")
+    return directory.path
 
 
 @dataclass
@@ -106,8 +112,7 @@ class _DirectoryWork:
         return [name for name in self.images if name not in self.captions]
 
     @staticmethod
-    def open(directory: DirectoryConfig, settings: dict[str, Any], restart: bool) -> "_DirectoryWork":
-        folder = directory.path
+    def open(directory: DirectoryConfig, folder: Path, settings: dict[str, Any], restart: bool) -> "_DirectoryWork":
         if (folder / TABLE).exists() and not (folder / DONE).exists():
             raise UserError(
                 f"{folder / TABLE} exists and is not by this command; rename it to metadata.json, or move it"

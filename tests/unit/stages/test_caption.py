@@ -186,6 +186,9 @@ def test_tars_and_columns_are_refused_before_a_model_is_loaded(data: Path) -> No
     data.write_text('resolutions = [64]\n[[directory]]\npath = "a.tar"\n')
     with pytest.raises(UserError, match="captions are written for folders of images"):
         caption.run(data, "no model", SHORT)
+    data.write_text('resolutions = [64]\n[[directory]]\npath = "s3://bucket/photos"\n')
+    with pytest.raises(UserError, match="captions are written for folders on disk"):
+        caption.run(data, "no model", SHORT)
 
 
 @pytest.fixture(scope="module")
