@@ -4,8 +4,9 @@ The captions of a directory are written to `captions.json` in its folder, which 
 other tables. `.captions.jsonl` beside it has what is done, one image per line: the same command continues there.
 """
 
+import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +14,14 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    LogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from sd3_light.config import ConfigFaults, DirectoryConfig
 from sd3_light.config.faults import UserError
@@ -33,6 +41,7 @@ TABLE = "captions.json"
 DONE = ".captions.jsonl"
 """Hidden, so that no scan reads it as data."""
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROMPT = "Describe this image in one sentence."
 _NOT_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.msgpack", "*.h5")
 _NO_CAPTION = ("no_caption", "empty_caption", "bad_caption", "caption_not_utf8", "caption_too_long")
@@ -65,23 +74,25 @@ class CaptionedImage:
 
 def run(data: Path, model: str, options: CaptionOptions, page: Path | None = None, restart: bool = False) -> list[Path]:
     """Caption every image of a dataset TOML that has no caption of this model yet; return the tables."""
+    if options.dtype not in DTYPES:
+        raise UserError(f"--dtype {options.dtype}: use auto, float32, bfloat16 or float16")
     directories, faults = load_directories(data)
     if faults:
         raise ConfigFaults(faults)
     if page is not None:
         check_output_path(page)
-    folders = [_require_folder(directory) for directory in directories]
+    by_folder: dict[Path, list[DirectoryConfig]] = {}
+    for directory in directories:
+        by_folder.setdefault(_require_folder(directory).resolve(), []).append(directory)
     settings = {"model": model, **asdict(options)}
     del settings["batch"]  # it changes the last bits only
-    works = [
-        _DirectoryWork.open(directory, folder, json.loads(json.dumps(settings)), restart)
-        for directory, folder in zip(directories, folders, strict=True)
-    ]
+    settings = json.loads(json.dumps(settings))
+    works = [_DirectoryWork.open(folder, sources, settings, restart) for folder, sources in by_folder.items()]
     if any(work.missing for work in works):
         captioner = Captioner.open(model, options)
         for work in works:
             _caption(work, captioner)
-    tables = [work.write_table() for work in works]
+    tables = [work.write_table() for work in works if (work.folder / DONE).exists()]
     if page is not None:
         save_page(page, _render(data, model, options, works))
     return tables
@@ -100,7 +111,7 @@ def _require_folder(directory: DirectoryConfig) -> Path:
 
 @dataclass
 class _DirectoryWork:
-    """A directory of the dataset: its images without captions, and the captions by image."""
+    """A folder of the dataset: the images of all its `[[directory]]` tables, and the captions by image."""
 
     folder: Path
     settings: dict[str, Any]
@@ -112,23 +123,23 @@ class _DirectoryWork:
         return [name for name in self.images if name not in self.captions]
 
     @staticmethod
-    def open(directory: DirectoryConfig, folder: Path, settings: dict[str, Any], restart: bool) -> "_DirectoryWork":
+    def open(
+        folder: Path, sources: Sequence[DirectoryConfig], settings: dict[str, Any], restart: bool
+    ) -> "_DirectoryWork":
         if (folder / TABLE).exists() and not (folder / DONE).exists():
             raise UserError(
                 f"{folder / TABLE} exists and is not by this command; rename it to metadata.json, or move it"
             )
         done = {} if restart else _read_done(folder / DONE, settings)
-        images, others = [], 0
+        is_file: dict[str, bool] = {}
         with progress("listing", None, "images") as bar:
-            for item in scan(directory, 0):
+            for item in (item for directory in sources for item in scan(directory, 0)):
                 if isinstance(item, Rejected) and item.reason not in _NO_CAPTION:
                     continue
-                if isinstance(item.image, FileBytes):
-                    images.append(item.key.partition("/")[2])
-                else:
-                    others += 1
+                is_file[item.key.partition("/")[2]] = isinstance(item.image, FileBytes)
                 bar.advance()
-        if others:
+        images = [name for name, is_own in is_file.items() if is_own]
+        if others := len(is_file) - len(images):
             info(f"caption: {folder}: {others:,} images in tars and Parquet files are left out; unpack them")
         return _DirectoryWork(folder, settings, images, done)
 
@@ -175,7 +186,7 @@ def _caption(work: _DirectoryWork, captioner: "Captioner") -> None:
     ):
         for names, images in _decoded(work.folder, missing, size):
             rejected += len(names) - len(images)
-            texts = captioner.describe(list(images.values())) if images else []
+            texts = captioner.describe(images) if images else []
             new = dict(zip(images, texts, strict=True))
             work.captions |= new
             rows = (json.dumps({"file": name, "captions": each}, ensure_ascii=False) for name, each in new.items())
@@ -205,6 +216,24 @@ def _decoded(folder: Path, names: Sequence[str], size: int) -> Iterator[tuple[Se
             yield batch, images
 
 
+class SeededDraws(LogitsProcessor):
+    """Draws the next token of row i with ``numbers[i, step]`` in (0, 1], whatever other rows are in the batch.
+
+    All other tokens become impossible, so `generate` takes the drawn one.
+    """
+
+    def __init__(self, numbers: torch.Tensor, warpers: Sequence[Callable[..., torch.Tensor]]) -> None:
+        self._numbers, self._warpers = iter(numbers.unbind(1)), warpers
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores with which only the drawn tokens are possible."""
+        for warper in self._warpers:
+            scores = warper(input_ids, scores)
+        sums = scores.double().softmax(-1).cumsum(-1)
+        tokens = (sums < next(self._numbers)[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens, 0.0)
+
+
 class Captioner:
     """An image-text-to-text model with its processor."""
 
@@ -214,15 +243,12 @@ class Captioner:
         tokenizer.padding_side = "left"  # a decoder continues at the end of each row
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
-        self._num_batches = 0
 
     @staticmethod
     def open(model: str, options: CaptionOptions) -> "Captioner":
         """Load a folder or a model of the Hugging Face hub; weights are read from safetensors only."""
         folder, device = model_folder(model), Launch().device()
         dtype = options.dtype if options.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise UserError(f"--dtype {dtype}: use auto, float32, bfloat16 or float16")
         own = {"local_files_only": True, "trust_remote_code": False}
         try:
             processor = AutoProcessor.from_pretrained(folder, **own)
@@ -235,25 +261,19 @@ class Captioner:
         return Captioner(loaded, processor, options, device)
 
     @torch.no_grad()
-    def describe(self, images: Sequence[Image.Image]) -> list[list[str]]:
-        """Return the captions of each image: all of the first prompt, then of the next."""
+    def describe(self, images: Mapping[str, Image.Image]) -> list[list[str]]:
+        """Return the captions of each named image: all of the first prompt, then of the next."""
         texts: list[list[str]] = [[] for _ in images]
         for prompt in self.options.prompts:
             for own, new in zip(texts, self._describe(images, prompt), strict=True):
                 own += new
         return texts
 
-    def _describe(self, images: Sequence[Image.Image], prompt: str) -> list[list[str]]:
-        inputs = self._inputs(images, prompt)
+    def _describe(self, images: Mapping[str, Image.Image], prompt: str) -> list[list[str]]:
+        inputs = self._inputs(list(images.values()), prompt)
         count = self.options.captions
-        drawn = {"do_sample": True, "temperature": self.options.temperature} if count > 1 else {"do_sample": False}
-        self._num_batches += 1
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(self.options.seed * 1_000_003 + self._num_batches)
-            tokens = self.model.generate(
-                **inputs, max_new_tokens=self.options.max_tokens, num_return_sequences=count, **drawn
-            )
+        how = self._drawn(images, prompt) if count > 1 else {"do_sample": False}
+        tokens = self.model.generate(**inputs, max_new_tokens=self.options.max_tokens, **how)
         prompt_tokens = inputs.get("input_ids")
         if prompt_tokens is not None:  # decoders return the prompt too, encoder-decoders do not
             repeated, length = prompt_tokens.repeat_interleave(count, 0), prompt_tokens.shape[1]
@@ -261,6 +281,28 @@ class Captioner:
                 tokens = tokens[:, length:]
         texts = [" ".join(text.split()) for text in self.processor.batch_decode(tokens, skip_special_tokens=True)]
         return [texts[start : start + count] for start in range(0, len(texts), count)]
+
+    def _drawn(self, names: Iterable[str], prompt: str) -> dict[str, Any]:
+        """Return the arguments of `generate` for several captions per image, which depend on the image's name only."""
+        config, options = self.model.generation_config, self.options
+        warpers = [TemperatureLogitsWarper(options.temperature)]
+        if top_k := 50 if config.top_k is None else config.top_k:  # 50 is the default of transformers
+            warpers.append(TopKLogitsWarper(top_k))
+        if config.top_p is not None and config.top_p < 1:
+            warpers.append(TopPLogitsWarper(config.top_p))
+        numbers = []
+        for name in names:
+            digest = hashlib.sha256(json.dumps([options.seed, name, prompt]).encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+            shape = options.captions, options.max_tokens
+            numbers.append(1 - torch.rand(shape, generator=generator, dtype=torch.float64))
+        draws = SeededDraws(torch.cat(numbers).to(self.device), warpers)
+        return {
+            "do_sample": True,
+            "num_beams": 1,
+            "num_return_sequences": options.captions,
+            "logits_processor": [draws],
+        }
 
     def _inputs(self, images: Sequence[Image.Image], prompt: str) -> Any:
         """Return the inputs of the model; a model without a chat template gets the prompt as it is, or none."""

@@ -144,6 +144,8 @@ class RemoteBuildFolder(BuildFolder):
     def push_unit(self, file: str) -> None:
         """Upload the files of a unit and verify the shard; then the image has hollow ones."""
         stem, entry = file.removesuffix(".safetensors"), read_entry(self.folder / SHARDS, file)
+        if (shard := f"{SHARDS}/{file}") in self._record:  # else a killed run leaves it with the hash of another
+            self._delete([shard])
         for suffix in UNIT_SUFFIXES:
             name = f"{SHARDS}/{stem}{suffix}"
             path = self.folder / name

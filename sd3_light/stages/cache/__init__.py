@@ -311,8 +311,8 @@ class _Stage:
         if existing is not None and not mark.exists():
             return existing
         written = write_shard(shards, entry, empty_content(self.parts), [Origin("", "", 0, 0, ("",))])
-        mark.unlink(missing_ok=True)
         place.push_unit(entry.file)
+        mark.unlink(missing_ok=True)
         return written
 
     def complete_prompts(self, dataset: DatasetConfig) -> None:

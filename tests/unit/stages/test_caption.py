@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +103,26 @@ def test_every_image_gets_the_captions_that_the_dataset_reads(model: Path, data:
     assert len(parsed.attributes("img")) == 6
 
 
-def test_captions_do_not_depend_on_the_batch(model: Path, data: Path) -> None:
-    caption.run(data, str(model), SHORT)
+@pytest.mark.parametrize("captions", [1, 3])
+def test_captions_do_not_depend_on_the_batch_or_on_interruptions(model: Path, data: Path, captions: int) -> None:
+    options = replace(SHORT, captions=captions)
+    caption.run(data, str(model), options)
     table = read_table(data)
-    caption.run(data, str(model), CaptionOptions(max_tokens=4, batch=1), restart=True)
+    assert len({tuple(texts) for texts in table.values()}) > 1 or captions == 1
+    caption.run(data, str(model), replace(options, batch=1), restart=True)
     assert read_table(data) == table
+    done = data.parent / "images" / caption.DONE
+    done.write_bytes(b"".join(done.read_bytes().splitlines(keepends=True)[:4]))
+    caption.run(data, str(model), options)
+    assert read_table(data) == table
+
+
+def test_tokens_are_drawn_with_the_probabilities_of_the_model() -> None:
+    scores = torch.tensor([0.1, 0.2, 0.0, 0.7]).log().expand(1000, 4)
+    numbers = (torch.arange(1, 1001, dtype=torch.float64) / 1000)[:, None]
+    drawn = caption.SeededDraws(numbers, [])(torch.empty(0), scores).softmax(-1)
+    assert drawn.max(-1).values.eq(1).all()
+    assert drawn.sum(0).tolist() == pytest.approx([100, 200, 0, 700], abs=1)
 
 
 @pytest.fixture
@@ -147,6 +163,29 @@ def test_new_images_are_added_and_removed_ones_dropped(model: Path, data: Path, 
     caption.run(data, str(model), SHORT)
     assert described == [1]
     assert set(read_table(data)) == {*NAMES, "new.png"} - {"1.png"}
+
+
+def test_directories_of_one_folder_share_its_table(model: Path, data: Path) -> None:
+    data.write_text(data.read_text() + '[[directory]]\npath = "more/../images"\nsubsample_ratio = 0.5\n')
+    (data.parent / "more").mkdir()
+    tables = caption.run(data, str(model), SHORT)
+    assert list(read_table(data)) == NAMES
+    assert tables == [data.parent / "images" / caption.TABLE]
+
+
+def test_a_folder_without_images_can_be_captioned_later(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    data = tmp_path / "data.toml"
+    data.write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
+    assert caption.run(data, str(model), SHORT) == []
+    Image.new("RGB", (30, 30)).save(tmp_path / "images" / "new.png")
+    caption.run(data, str(model), SHORT)
+    assert list(read_table(data)) == ["new.png"]
+
+
+def test_an_unknown_dtype_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--dtype int8: use auto, float32, bfloat16 or float16"):
+        caption.run(tmp_path / "none.toml", "no model", CaptionOptions(dtype="int8"))
 
 
 def test_other_settings_need_a_restart(model: Path, data: Path) -> None:

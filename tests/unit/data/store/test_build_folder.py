@@ -74,6 +74,26 @@ def test_a_unit_whose_samples_were_all_rejected_has_no_shard(store: ObjectStore,
     assert names(store) == {Path(FILE).with_suffix(".none").name}
 
 
+def test_a_killed_upload_of_a_rebuilt_unit_leaves_no_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, upload = f"memory://{tmp_path.name}/cache", build_folder.RemoteBuildFolder._upload
+
+    def killed(place: build_folder.RemoteBuildFolder, name: str) -> None:
+        if name.endswith(FILE):
+            raise KeyboardInterrupt
+        upload(place, name)
+
+    with open_build_folder(url, tmp_path / "a") as place:
+        write_unit(place.folder)
+        place.push_unit(FILE)
+        monkeypatch.setattr(build_folder.RemoteBuildFolder, "_upload", killed)
+        write_unit(place.folder, b"rebuilt" * 100)
+        with pytest.raises(KeyboardInterrupt):
+            place.push_unit(FILE)
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        with open_build_folder(url, folder):
+            assert read_entry(folder / SHARDS, FILE) is None, "the new hash with the old bytes"
+
+
 def test_a_shard_that_arrives_damaged_is_not_kept(
     store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
