@@ -16,7 +16,7 @@ _FOLDER = "connect, or give a folder that was copied from another machine"
 def download(hub_id: HubId, only: Sequence[str] | None = None, without: Sequence[str] | None = None) -> Path:
     """Return the local folder or file of ``hub_id``, downloaded if the hub's cache does not contain all of it.
 
-    ``only`` and ``without`` are patterns of file names. Nothing is asked of the hub if the cache is complete, so a
+    ``only`` and ``without`` are patterns of file names. A complete cache needs no request to the hub, so a
     branch stays at the commit that was downloaded first (`hf download` updates it).
     """
     only = [hub_id.inner, f"{hub_id.inner}/*"] if hub_id.inner else only

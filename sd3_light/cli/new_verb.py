@@ -9,8 +9,8 @@ import typer
 
 from sd3_light.cli.app import Command, app
 from sd3_light.cli.process import command_line, echo, suggest
+from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
-from sd3_light.config.hub_ids import SCHEME
 from sd3_light.runlog import info
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ def new(
         typer.Argument(metavar="KIND", help="`lora`, `finetune`, `pretrain` or `icons`.", show_default=False),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Captioned images, or hf://datasets/OWNER/NAME.")
+        str | None,
+        typer.Option(metavar="FOLDER", help="Captioned images; also s3://BUCKET/FOLDER or hf://datasets/OWNER/NAME."),
     ] = None,
     model: Annotated[
         str | None,
@@ -103,7 +104,7 @@ def _kind_problem(kind: str) -> str | None:
 
 
 def _data_problem(data: str) -> str | None:
-    exists = data.startswith(SCHEME) or Path(data).expanduser().exists()
+    exists = is_url(data) or Path(data).expanduser().exists()
     return None if exists else f"no such file or folder: {data}"
 
 

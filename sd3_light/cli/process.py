@@ -132,7 +132,8 @@ def _path_error(error: OSError) -> str | None:
     """Return one line about a path that is too long or protected; None for other errors."""
     if error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM):
         return None
-    return f"{str(error.filename)[:200]}: {error.strerror}; check the path and its permissions"
+    place = "" if error.filename is None else f"{str(error.filename)[:200]}: "
+    return f"{place}{error.strerror}; check the path and its permissions"
 
 
 def _fail_by_bug(error: Exception) -> int:

@@ -265,8 +265,8 @@ def test_a_model_is_scored(export_folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_is_measured_against_true_images(finished: Project, export_folder: Path, tmp_path: Path) -> None:
-    options = AgainstOptions(steps=1, guidance=1.0, batch=2)
-    measured = against.run([finished.run], finished.folder / "eval.toml", write_clip(tmp_path), options)
+    options, page = AgainstOptions(steps=1, guidance=1.0, batch=2), tmp_path / "page.html"
+    measured = against.run([finished.run], finished.folder / "eval.toml", write_clip(tmp_path), options, page=page)
     scores = measured.scores[str(finished.run)]
     assert scores.count == 8
     assert all(estimate is not None for estimate in scores.estimates.values())

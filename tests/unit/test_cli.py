@@ -591,3 +591,11 @@ def test_evaluate_scores_only_models_of_the_demo(
     assert verb("evaluate", model).code == 0
     assert verb("evaluate", DEMO).code == 0
     assert scored == [model, model, DEMO]
+
+
+def test_an_error_about_no_file_names_none(capsys: pytest.CaptureFixture[str]) -> None:
+    def forbidden() -> None:
+        raise PermissionError(errno.EACCES, "no permission to read s3://bucket/cache")
+
+    assert process.run_guarded(forbidden) == 2
+    assert capsys.readouterr().err.startswith("error: no permission to read s3://bucket/cache")

@@ -1,7 +1,7 @@
-"""The folder that a cache is built in: the cache itself, or for a cache at a URL a local image of it.
+"""The folder that a cache is built in: the cache itself, or for a cache at a URL a local mirror of it.
 
-The image has the layout of the cache. Small files are copies. Shards and their Arrow files are hollow: sparse files of
-the right size, so that everything that lists and compares files works on both. The store alone is the truth: the image
+The mirror has the layout of the cache. Small files are copies. Shards and their Arrow files are hollow: sparse files of
+the right size, so that everything that lists and compares files works on both. The store alone is the truth: the mirror
 is compared with its listing when a build starts, and every file is uploaded when it is written, a shard last of its
 files and the manifest last of all. So a build can be killed at any time and continues on any machine.
 """
@@ -9,11 +9,11 @@ files and the manifest last of all. So a build can be killed at any time and con
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
@@ -23,6 +23,8 @@ from sd3_light.data.store.remote import verify_remote
 from sd3_light.data.store.remote_file import RemoteEntry, list_remote, read_remote, remote_entry
 from sd3_light.data.verify import is_intact
 from sd3_light.inputs import read_json_file
+
+_Result = TypeVar("_Result")
 
 UNIT_SUFFIXES = (".rejects.jsonl", ".none", ".arrow", ".json", ".safetensors")
 """Files of a unit in the order of their upload: a shard never exists without the others."""
@@ -63,7 +65,7 @@ class BuildFolder:
 
 
 class RemoteBuildFolder(BuildFolder):
-    """The local image of a cache at a URL. One process uses it at a time."""
+    """The local mirror of a cache at a URL. One process uses it at a time."""
 
     def __init__(self, url: str, folder: Path) -> None:
         super().__init__(folder)
@@ -75,7 +77,7 @@ class RemoteBuildFolder(BuildFolder):
     # --- from the store -----------------------------------------------------------------------
 
     def _pull(self) -> None:
-        """Make the image equal to the store; only what changed is read."""
+        """Make the mirror equal to the store; only what changed is read."""
         listed = dict(self._listed())
         for name in self._local_names() - listed.keys():
             (self.folder / name).unlink()
@@ -121,11 +123,11 @@ class RemoteBuildFolder(BuildFolder):
             self._record[name] = listed[name].version, _digest(self.folder / name)
 
     def fetch_tables(self, files: Iterable[str]) -> None:
-        """Download the Arrow files of shards where the image has hollow ones."""
+        """Download the Arrow files of shards where the mirror has hollow ones."""
         names = [f"{SHARDS}/{Path(file).with_suffix('.arrow')}" for file in files]
         for name in names:
             if name in self._record and not self._record[name][1]:
-                (self.folder / name).write_bytes(read_remote(f"{self.url}/{name}"))
+                (self.folder / name).write_bytes(_request(read_remote, f"{self.url}/{name}"))
                 self._record[name] = self._record[name][0], _digest(self.folder / name)
 
     def is_intact(self, entry: ShardEntry) -> bool:
@@ -142,7 +144,7 @@ class RemoteBuildFolder(BuildFolder):
     # --- to the store -------------------------------------------------------------------------
 
     def push_unit(self, file: str) -> None:
-        """Upload the files of a unit and verify the shard; then the image has hollow ones."""
+        """Upload the files of a unit and verify the shard; then the mirror has hollow ones."""
         stem, entry = file.removesuffix(".safetensors"), read_entry(self.folder / SHARDS, file)
         if (shard := f"{SHARDS}/{file}") in self._record:  # else a killed run leaves it with the hash of another
             self._delete([shard])
@@ -168,7 +170,7 @@ class RemoteBuildFolder(BuildFolder):
             self._record[name] = self._record[name][0], ""
 
     def push_catalogue(self) -> None:
-        """Upload new files of the catalogue; delete those that the image has no more."""
+        """Upload new files of the catalogue; delete those that the mirror no longer has."""
         local = self._local_names()
         for folder in _CATALOGUE:
             for name in sorted(name for name in local if os.path.dirname(name) == folder):
@@ -192,14 +194,14 @@ class RemoteBuildFolder(BuildFolder):
         try:
             with_retries(url, lambda files, path: _put_if_same(files, path, data, previous), "write")
         except RemoteConflict as error:
-            if read_remote(url) != data:  # else an answer was lost, and this run has written it
+            if _request(read_remote, url) != data:  # else an answer was lost, and this run has written it
                 raise UserError(
                     f"{url} was replaced by another run meanwhile; run the command again: finished shards are kept"
                 ) from error
-        self._record[MANIFEST] = remote_entry(url).version, _digest(self.folder / MANIFEST)
+        self._record[MANIFEST] = _request(remote_entry, url).version, _digest(self.folder / MANIFEST)
 
     def delete(self, paths: Sequence[Path]) -> None:
-        """Delete files from the store, then from the image."""
+        """Delete files from the store, then from the mirror."""
         self._delete([name for path in paths if (name := str(path.relative_to(self.folder))) in self._record])
         super().delete(paths)
         self._save_record()
@@ -210,7 +212,7 @@ class RemoteBuildFolder(BuildFolder):
         if self._record.get(name, ("", ""))[1] == digest:
             return
         with_retries(url, lambda files, target: files.put_file(str(path), target), "write")
-        entry = remote_entry(url)
+        entry = _request(remote_entry, url)
         if entry.size != path.stat().st_size:
             raise UserError(f"{url} has {entry.size} bytes after an upload of {path.stat().st_size}; run again")
         self._record[name] = entry.version, digest
@@ -255,9 +257,17 @@ def work_name(url: str, part: tuple[int, int] | None = None) -> str:
 
 def _list(url: str) -> list[RemoteEntry]:
     try:
-        return list(list_remote(url))
+        return _request(lambda folder: list(list_remote(folder)), url)
     except FileNotFoundError:
         return []
+
+
+def _request(read: Callable[[str], _Result], url: str) -> _Result:
+    """Return ``read(url)``. A URL that this user may not read is a UserError."""
+    try:
+        return read(url)
+    except PermissionError as error:
+        raise RemoteForbidden(str(error.strerror)) from error
 
 
 def _put_if_same(files: Any, path: str, data: bytes, etag: str) -> None:

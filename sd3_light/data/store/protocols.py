@@ -69,6 +69,9 @@ def remote_filesystem(url: str, action: str = "read") -> Iterator[tuple[Any, str
     try:
         yield _open_filesystem(url)
     except FileNotFoundError as error:
+        if action != "read":
+            problem = "the bucket does not exist or is not visible; create it, or correct cache_dir"
+            raise RemoteNotFound(f"cannot {action} {url}: {problem}") from error
         raise RemoteNotFound(
             f"nothing found at {url}; copy the whole cache folder there, or correct cache_dir"
         ) from error

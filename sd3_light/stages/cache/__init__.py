@@ -191,7 +191,7 @@ class _Stage:
             return self._build(name, dataset, place)
 
     def _work_folder(self, location: CacheLocation) -> Path:
-        """Return the folder in which a cache is built, for a URL that of its local image."""
+        """Return the folder in which a cache is built, for a URL that of its local mirror."""
         if isinstance(location, Path):
             return location
         if self._launch.world > 1:

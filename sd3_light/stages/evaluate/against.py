@@ -58,7 +58,7 @@ class AgainstOptions:
 
 @dataclass
 class Measured:
-    """The scores by row of the table, and the images of the rows that have some, by number of the truth."""
+    """The scores by row of the table, and the images that the page shows, by number of the truth."""
 
     truths: Sequence[Truth]
     among: int
@@ -92,7 +92,7 @@ def run(
     judge = load_judge(features, device)
     options = replace(options, cells=_cells(data, options.cells))
     truths = load_truths(data, options.count)
-    measured = _measure(chosen, truths, judge, options)
+    measured = _measure(chosen, truths, judge, options, shown=0 if page is None else _MOST_SHOWN)
     facts = {"against": str(data), "features": str(features), "version": __version__, **_drawn_with(options)}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -125,6 +125,7 @@ def _measure(
     truths: Sequence[Truth],
     judge: Judge,
     options: AgainstOptions,
+    shown: int,
 ) -> Measured:
     captions = [truth.caption for truth in truths]
     embed = partial(image_features, judge)
@@ -136,17 +137,17 @@ def _measure(
     )
     measured = Measured(truths, comparison.among)
     measured.scores[TRUE] = comparison.of_truths()
-    measured.images[TRUE] = {row: truth.pixels for row, truth in enumerate(truths)}
+    measured.images[TRUE] = {row: truth.pixels for row, truth in enumerate(truths[:shown])}
     measured.scores[SHUFFLED] = comparison.of_shuffled_truths()
     if options.cells is not None:
         copies = style_copies(truths, comparison.truths, options.cells, embed)
         vectors = torch.stack([vector for _, vector in copies.values()])
         measured.scores[COPY] = comparison.of_images(vectors, list(copies))
-        measured.images[COPY] = {row: pixels for row, (pixels, _) in copies.items()}
+        measured.images[COPY] = {row: pixels for row, (pixels, _) in copies.items() if row < shown}
     for name, model in chosen.items():
         images = draw(model, truths, judge.device, options)
         measured.scores[name] = comparison.of_images(embed(images))
-        measured.images[name] = dict(enumerate(images))
+        measured.images[name] = dict(enumerate(images[:shown]))
     return measured
 
 

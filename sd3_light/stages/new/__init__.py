@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from sd3_light.config import ConfigFaults, LoadedConfig
+from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import SCHEME, parse_hub_id
 from sd3_light.data.sources.records import Rejected
@@ -84,9 +85,9 @@ def run(
 
 
 def _located(value: str) -> str:
-    """Return an absolute path; ids of the hub stay as they are."""
+    """Return an absolute path; URLs and ids of the hub stay as they are."""
     is_name = value.count("/") == 1 and value[0] not in "./~" and parse_hub_id(SCHEME + value) is not None
-    if value.startswith(SCHEME) or (is_name and not Path(value).exists()):
+    if is_url(value) or (is_name and not Path(value).exists()):
         return value
     return os.path.abspath(Path(value).expanduser())
 

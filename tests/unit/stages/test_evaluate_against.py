@@ -81,6 +81,17 @@ def test_a_vision_model_measures_without_texts(folder: Path, tmp_path: Path) -> 
     assert all(scores[metric] is not None for metric in METRICS if metric != "retrieval")
 
 
+def test_only_images_for_the_page_stay_in_memory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(against, "_MOST_SHOWN", 3)
+    judge, page = write_vision(tmp_path), tmp_path / "page.html"
+    measured = against.run([folder / "noise"], folder / "data.toml", judge, page=page)
+    assert list(measured.images) == [TRUE, COPY, str(folder / "noise")]
+    assert all(list(images) == [0, 1, 2] for images in measured.images.values())
+    assert len(ParsedPage(page).attributes("img")) == 3 * 3
+    measured = against.run([folder / "noise"], folder / "data.toml", judge)
+    assert not any(measured.images.values())
+
+
 def test_a_missing_model_is_reported_before_anything_is_read(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a diffusers folder"):
         against.run([folder / "good", tmp_path], tmp_path / "missing.toml", tmp_path)

@@ -5,6 +5,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
+import fsspec
 import pytest
 from typer.testing import CliRunner
 
@@ -107,6 +108,17 @@ def test_paths_below_the_folder_are_relative(fresh_project: Project) -> None:
     data = tomllib.loads(project.data_toml.read_text(encoding="utf-8"))
     assert data["directory"] == [{"path": "images"}]
     assert tomllib.loads(project.train_toml.read_text(encoding="utf-8"))["model"]["diffusers_path"] == str(DEMO)
+
+
+def test_a_url_stays_as_it_is(tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://{tmp_path.name}/images"
+    fsspec.filesystem("memory").put(images, url, recursive=True)
+    project = new.run("icons", url, str(DEMO), tmp_path / "out")
+    assert project.images == 40
+    assert tomllib.loads(project.data_toml.read_text(encoding="utf-8"))["directory"] == [{"path": url}]
+    monkeypatch.setattr("sd3_light.cli.new_verb.is_terminal", lambda: True)
+    asked = CliRunner().invoke(app, ["new", "icons", "--out", str(tmp_path / "asked")], input=f"{url}\n{DEMO}\n")
+    assert asked.exit_code == 0, asked.output
 
 
 def test_nothing_is_written_if_something_is_wrong(tmp_path: Path, images: str) -> None:

@@ -1,12 +1,13 @@
-"""The local image of a cache at a URL: what it uploads, in which order, and what another machine sees."""
+"""The local mirror of a cache at a URL: what it uploads, in which order, and what another machine sees."""
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, SHARDS, ShardEntry, read_entry
@@ -110,6 +111,41 @@ def test_a_shard_that_arrives_damaged_is_not_kept(
         with pytest.raises(UserError, match="is damaged: expected 700 bytes"):
             place.push_unit(FILE)
     assert FILE not in names(store)
+
+
+def push_rebuilt(place: BuildFolder) -> None:
+    write_unit(place.folder, b"rebuilt" * 100)
+    place.push_unit(FILE)
+
+
+@pytest.mark.parametrize(
+    ("method", "work"),
+    [
+        ("ls", lambda place: build_folder.RemoteBuildFolder(place.url, place.folder)),
+        ("cat_file", lambda place: place.fetch_tables([FILE])),
+        ("info", push_rebuilt),
+    ],
+)
+def test_a_store_that_may_not_be_read_is_a_user_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, work: Callable[[BuildFolder], object]
+) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise PermissionError("Access Denied")
+
+    url = f"memory://{tmp_path.name}/cache"
+    with open_build_folder(url, tmp_path / "a") as place:
+        write_unit(place.folder)
+        place.push_unit(FILE)
+        monkeypatch.setattr(MemoryFileSystem, method, forbidden)
+        with pytest.raises(UserError, match=rf"^no permission to read {url}.*Access Denied.*; check the network"):
+            work(place)
+
+
+def test_a_missing_bucket_is_named(store: ObjectStore, tmp_path: Path) -> None:
+    with open_build_folder("s3://no-such-bucket/cache", tmp_path / "a") as place:
+        write_unit(place.folder)
+        with pytest.raises(UserError, match=r"^cannot write s3://no-such-bucket/.*; create it, or correct cache_dir$"):
+            place.push_unit(FILE)
 
 
 def test_a_manifest_is_replaced_only_if_it_is_the_known_one(store: ObjectStore, tmp_path: Path) -> None:
