@@ -27,6 +27,7 @@ PAGE_SIZE = 24
 _SEARCH_SECONDS = 5.0
 _INSPECT_SAMPLES = 24
 _LARGEST_SIDE = 512  # pixels of a served image
+_UNREADABLE = (OSError, pa.ArrowException, LookupError, ValueError, TypeError)  # a missing or damaged Arrow file
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,11 @@ def original_image(folders: Folders, cache_id: str, shard: str, row: int) -> byt
     entry = next((each for each in manifest.shards if each.file == shard), None)
     if entry is None or not 0 <= row < entry.count:
         raise UserError(f"{folder} has no sample {row} in {shard}")
-    origin = read_origins(folder / SHARDS / entry.file)[row]
+    try:
+        origin = read_origins(folder / SHARDS / entry.file)[row]
+    except _UNREADABLE as error:
+        message = f"shard {entry.file} cannot be read: {error}; run `sd3-light cache --verify` to repair it"
+        raise UserError(message) from error
     try:
         image = decode(image_location(manifest.places, entry.directory, origin.image).read())
     except Reject as error:
@@ -159,6 +164,6 @@ def _search(folder: Path, shards: Sequence[ShardEntry], text: str, most: int, no
 def _origins(folder: Path, entry: ShardEntry, notes: list[str]) -> list[Origin]:
     try:
         return read_origins(folder / SHARDS / entry.file)
-    except (OSError, pa.ArrowException, LookupError, ValueError, TypeError) as error:
+    except _UNREADABLE as error:
         notes.append(f"The samples of shard {entry.file} are not shown, it cannot be read: {error}")
         return []

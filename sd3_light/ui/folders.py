@@ -56,7 +56,8 @@ class Folders:
 
     def run(self, run_id: str) -> Path:
         """Return the folder of a run. Raises UserError for an unknown id."""
-        folder = self.runs().get(run_id)
+        self._search()
+        folder = self._added.get(run_id) or self._runs.get(run_id)
         if folder is None:
             raise UserError(f"there is no run {run_id}; see the list of runs")
         return folder
@@ -84,10 +85,10 @@ class Folders:
         with self._lock:
             if time.monotonic() - self._searched < _SCAN_SECONDS:
                 return
-            found = [item for root in self.roots for item in _search_below(root, _DEEPEST)]
+            folders = [item for root in self.roots for item in _search_below(root, _DEEPEST)]
             # new dicts: other threads may be reading the old ones
-            self._runs = {folder_id(folder): folder for folder, is_run in found if is_run}
-            self._caches = {folder_id(folder): folder for folder, is_run in found if not is_run}
+            self._runs = {folder_id(folder): folder for folder, is_run in folders if is_run}
+            self._caches = {folder_id(folder): folder for folder, is_run in folders if not is_run}
             self._searched = time.monotonic()
 
 

@@ -1,4 +1,4 @@
-"""Who may use the server: this machine's browser, or a client that knows the token."""
+"""Restricts the server to browsers on this machine, or to clients that know the token."""
 
 import hmac
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 """Hosts that only programs on this machine can reach."""
 COOKIE = "sd3_light_token"
+"""Start of the cookie's name. The port follows: browsers send a host's cookies to all its ports."""
 
 _HEADERS = (
     (b"x-frame-options", b"DENY"),
@@ -40,30 +41,36 @@ class Guard:
     def _answer(self, request: Request) -> Response | None:
         host = request.headers.get("host", "")
         origin = request.headers.get("origin")
-        if request.method not in ("GET", "HEAD") and origin is not None and urlsplit(origin).netloc != host:
+        try:
+            address = urlsplit(f"//{host}")
+            name, port = address.hostname, address.port or 80
+            is_foreign = origin is not None and urlsplit(origin).netloc != host
+        except ValueError:
+            return PlainTextResponse("refused: Host or Origin is not a valid address\n", 403)
+        if request.method not in ("GET", "HEAD") and is_foreign:
             return PlainTextResponse("refused: the request comes from another website\n", 403)
         if self.token is None:
-            if urlsplit(f"//{host}").hostname in LOCAL_HOSTS:
+            if name in LOCAL_HOSTS:
                 return None
             return PlainTextResponse(f"refused: open the page as http://127.0.0.1, not as {host}\n", 403)
-        return self._check_token(request, self.token)
+        return self._check_token(request, self.token, f"{COOKIE}_{port}")
 
-    def _check_token(self, request: Request, token: str) -> Response | None:
-        given = request.query_params.get("token")
-        if given is not None and _equal(given, token) and request.method == "GET":
+    def _check_token(self, request: Request, token: str, cookie: str) -> Response | None:
+        in_address = request.query_params.get("token")
+        if in_address is not None and _equal(in_address, token) and request.method == "GET":
             # move the token from the address, which ends up in histories, to a cookie
             rest = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
             response = RedirectResponse(request.url.path + (f"?{urlencode(rest)}" if rest else ""), 303)
-            response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            response.set_cookie(cookie, token, httponly=True, samesite="strict")
             return response
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if _equal(request.cookies.get(COOKIE, ""), token) or _equal(bearer, token):
+        if _equal(request.cookies.get(cookie, ""), token) or _equal(bearer, token):
             return None
         return PlainTextResponse("refused: open the address that `sd3-light ui` printed, with its token\n", 401)
 
 
-def _equal(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(), token.encode())
+def _equal(candidate: str, token: str) -> bool:
+    return hmac.compare_digest(candidate.encode(), token.encode())
 
 
 def _with_headers(send: Send, headers: Sequence[tuple[bytes, bytes]]) -> Send:

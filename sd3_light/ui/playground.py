@@ -26,6 +26,7 @@ DTYPES = ("float32", "bfloat16")
 
 _MOST_RECENT = 48
 _KEPT_DRAWINGS = 100
+_LONGEST_SEED = 19  # digits of 2**63
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Playground:
         with self._lock:
             if self._launch is None:
                 self._launch = self._prepare()
-                set_main_process(False)  # the stages' progress bars have no place on the server's terminal
+                set_main_process(False)  # hides the stages' progress bars on the server's terminal
             return self._launch
 
     def page(self, run_id: str = "") -> str:
@@ -197,8 +198,9 @@ class Playground:
 
     def _load(self, folder: Path, options: "SampleOptions", launch: "Launch") -> "OpenModel":
         from sd3_light.stages.sample import open_model
+        from sd3_light.training.run_exports import choose_model
 
-        key = (folder, options.loras, options.sampler, options.dtype)
+        key = (choose_model(folder), options.loras, options.sampler, options.dtype)
         if self._open is None or self._open[0] != key:
             self._open = None  # the old model leaves memory before the new one is loaded
             self._open = key, open_model(folder, options, launch)
@@ -244,9 +246,10 @@ def _seeds(text: str) -> tuple[int, ...]:
     seeds: list[int] = []
     for part in text.replace(",", " ").split():
         first, _, last = part.partition("-")
-        if not first.isdecimal() or (last and not last.isdecimal()) or int(last or first) - int(first) >= MOST_IMAGES:
-            raise UserError(f"seeds: {part!r} is not a seed; write integers from 0, such as 0, 1, 5-8")
-        seeds += range(int(first), int(last or first) + 1)
+        ends = [int(end) for end in (first, last or first) if end.isdecimal() and len(end) <= _LONGEST_SEED]
+        if len(ends) < 2 or not 0 <= ends[1] - ends[0] < MOST_IMAGES:
+            raise UserError(f"seeds: {part[:60]!r} is not a seed; write integers from 0, such as 0, 1, 5-8")
+        seeds += range(ends[0], ends[1] + 1)
     if not seeds or max(seeds) >= 2**63:
         raise UserError("seeds: write at least one integer from 0 to 2**63 - 1")
     return tuple(dict.fromkeys(seeds))

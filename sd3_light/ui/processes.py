@@ -1,8 +1,11 @@
 """Start and stop runs. A started run is a separate process, which continues when the server ends."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,12 +27,22 @@ class RunProcesses:
 
     _started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
 
-    def start(self, config: Path, resume: bool) -> Path:
-        """Start `sd3-light train CONFIG` and return the run folder. Raises UserError for faults of the config."""
-        if not config.is_file():
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def start(self, config: Path, resume: bool, run: Path | None = None) -> Path:
+        """Start `sd3-light train CONFIG` and return the run folder. Raises UserError for faults of the config, and if
+        its folder is not ``run``."""
+        if not os.path.isfile(config):  # False also for names that are too long
             raise UserError(f"{config} does not exist; give the path of a train TOML on this machine")
         folder = Path(os.path.abspath(load_config(config).train.output_dir))
-        if self._is_active(folder):
+        if run is not None and folder.resolve() != run.resolve():
+            raise UserError(f"{config}: output_dir is {folder}, the run was copied or moved; set it to {run} first")
+        with self._lock:
+            self._start(config, resume, folder)
+        return folder
+
+    def _start(self, config: Path, resume: bool, folder: Path) -> None:
+        if is_locked(folder) or self._is_alive(folder):
             raise UserError(f"a process trains in {folder} already; stop it first, or choose another output_dir")
         command = [sys.executable, "-m", "sd3_light", "train", str(config), *(["--resume"] if resume else [])]
         with write_errors(folder / CONSOLE):
@@ -39,12 +52,15 @@ class RunProcesses:
                 self._started[folder] = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True
                 )
-        return folder
 
     def stop(self, folder: Path) -> None:
-        """Ask the run in a folder to save a checkpoint and quit."""
+        """Ask the run in a folder to save a checkpoint and quit; end one that is starting."""
+        if self.is_starting(folder):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(self._started[folder].pid, signal.SIGTERM)  # also its workers
+            return
         if not is_locked(folder):
-            raise UserError(f"no process trains in {folder}")
+            raise UserError(f"no process trains in {folder}; it has ended already")
         with write_errors(folder / SAVE_QUIT):
             (folder / SAVE_QUIT).touch()
 
@@ -59,17 +75,21 @@ class RunProcesses:
 
     def notes(self, folder: Path) -> list[str]:
         """Return a note if the run that was started here in a folder is not training yet, or has failed."""
-        process = self._started.get(folder)
-        code = None if process is None else process.poll()
-        if process is not None and code is None and not is_locked(folder):
+        if self.is_starting(folder):
             return [
                 "The run is starting: it loads libraries, and caches what is missing. The console shows how far it is."
             ]
-        if code in (None, 0, 75):  # 75: stopped on request
+        process = self._started.get(folder)
+        code = None if process is None else process.poll()
+        if code in (None, 0, 75, -signal.SIGTERM):  # 75 and SIGTERM: stopped on request
             return []
         lines = self.console(folder).strip().splitlines()
         return [f"The run ended with exit code {code}: {lines[-1] if lines else 'it printed nothing'}"]
 
-    def _is_active(self, folder: Path) -> bool:
+    def is_starting(self, folder: Path) -> bool:
+        """Return whether a run that was started here does not train yet: it loads libraries or caches."""
+        return self._is_alive(folder) and not is_locked(folder)
+
+    def _is_alive(self, folder: Path) -> bool:
         process = self._started.get(folder)
-        return is_locked(folder) or (process is not None and process.poll() is None)
+        return process is not None and process.poll() is None

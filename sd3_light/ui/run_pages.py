@@ -72,11 +72,15 @@ class RunControls:
     can_resume: bool
     links: Sequence[tuple[str, str]]
     console: str = ""
+    is_starting: bool = False
 
 
 def run_row(folders: Folders, run_id: str) -> RunRow:
     """Return the row of a run; a log that cannot be read becomes the row's problem."""
-    folder = folders.run(run_id)
+    return _row(folders, run_id, folders.run(run_id))
+
+
+def _row(folders: Folders, run_id: str, folder: Path) -> RunRow:
     problem = ""
     try:
         report = folders.report(folder)
@@ -88,12 +92,14 @@ def run_row(folders: Folders, run_id: str) -> RunRow:
 
 def runs_page(folders: Folders, notes: Sequence[str] = ()) -> str:
     """Return the list of all runs."""
-    rows = [run_row(folders, run_id) for run_id in folders.runs()]
+    rows = [_row(folders, run_id, folder) for run_id, folder in folders.runs().items()]
     roots = ", ".join(map(str, folders.roots))
     return render_template("runs.html", rows=rows, roots=roots, notes=list(notes), served="/", live=True)
 
 
-def run_page(folders: Folders, run_id: str, console: str = "", notes: Sequence[str] = ()) -> str:
+def run_page(
+    folders: Folders, run_id: str, console: str = "", notes: Sequence[str] = (), is_starting: bool = False
+) -> str:
     """Return the page of a run: that of `sd3-light report`, with links to the grids instead of the grids themselves."""
     row = run_row(folders, run_id)
     if row.problem:
@@ -107,6 +113,7 @@ def run_page(folders: Folders, run_id: str, console: str = "", notes: Sequence[s
         any((row.folder / "checkpoints").glob("step-*")) and (row.folder / "config.toml").is_file(),
         links,
         console,
+        is_starting,
     )
     grids = load_grids(row.report, own_notes, lambda file, _: f"{path}/sample?file={quote(file.as_posix())}")
     return render_run_page(row.report, grids, own_notes, served="/", live=True, controls=controls)

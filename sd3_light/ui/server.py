@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import os
 import re
 import secrets
 import socket
@@ -32,7 +33,7 @@ except ImportError as error:
 
 from sd3_light.ui.data_pages import cache_page, caches_page, inspect_page, original_image
 from sd3_light.ui.folders import Folders
-from sd3_light.ui.playground import Playground
+from sd3_light.ui.playground import Drawing, Playground
 from sd3_light.ui.processes import RunProcesses
 from sd3_light.ui.run_pages import compare_page, run_page, runs_page
 from sd3_light.ui.sample_pages import sample_image, samples_page
@@ -45,7 +46,7 @@ _LARGEST_BODY = 1 << 20  # bytes of a request
 
 @dataclass
 class Site:
-    """What the pages show and change."""
+    """The folders, models and processes that the pages show and change."""
 
     folders: Folders
     playground: Playground
@@ -60,9 +61,11 @@ class Site:
 
 def serve(site: Site, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:
     """Serve the site until Ctrl-C; ``announce`` is called with its address. Other hosts than this one need a token."""
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise UserError("--token: use printable ASCII characters; cookies cannot hold others")
     if host not in LOCAL_HOSTS:
         token = token or secrets.token_urlsafe(24)
-    set_main_process(False)  # the stages' progress bars have no place on this terminal
+    set_main_process(False)  # hides the stages' progress bars on this terminal
     listening = _listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     query = f"/?{urlencode({'token': token})}" if token else "/"
@@ -95,8 +98,8 @@ def make_app(site: Site, token: str | None = None) -> Starlette:
             Route("/runs/{run}/resume", routes.resume, methods=["POST"]),
             Route("/playground", routes.playground),
             Route("/playground/drawings", routes.draw, methods=["POST"]),
-            Route("/playground/drawings/{number:int}", routes.drawing),
-            Route("/playground/drawings/{number:int}/cancel", routes.cancel, methods=["POST"]),
+            Route("/playground/drawings/{number}", routes.drawing),
+            Route("/playground/drawings/{number}/cancel", routes.cancel, methods=["POST"]),
             Route("/playground/images/{name}", routes.image),
             Route("/data", routes.caches),
             Route("/data/{cache}", routes.cache),
@@ -120,8 +123,8 @@ class _Routes:
     def run(self, request: Request) -> Response:
         run_id, processes = request.path_params["run"], self.site.processes
         folder = self.site.folders.run(run_id)
-        console, notes = processes.console(folder), processes.notes(folder)
-        return _page(request, run_page(self.site.folders, run_id, console, notes))
+        console, notes, is_starting = processes.console(folder), processes.notes(folder), processes.is_starting(folder)
+        return _page(request, run_page(self.site.folders, run_id, console, notes, is_starting))
 
     def compare(self, request: Request) -> Response:
         query = request.query_params
@@ -133,22 +136,22 @@ class _Routes:
 
     def sample(self, request: Request) -> Response:
         folder, query = self.site.folders.run(request.path_params["run"]), request.query_params
-        cell = query.get("cell", "")
-        image = sample_image(folder, query.get("file", ""), int(cell) if cell.isdecimal() else None)
+        image = sample_image(folder, query.get("file", ""), _integer(query.get("cell", "")))
         # an address with the version of its file never changes its content
         age = "max-age=31536000, immutable" if "version" in query else "no-cache"
         return Response(image, media_type="image/png", headers={"Cache-Control": f"private, {age}"})
 
     async def start(self, request: Request) -> Response:
         form = parse_qs((await _body(request)).decode(errors="replace"))
-        config = Path(form.get("config", [""])[0].strip()).expanduser()
+        config = Path(os.path.expanduser(form.get("config", [""])[0].strip()))  # keeps the ~ of an unknown user
         return await run_in_threadpool(self._start, config, "resume" in form)
 
     def resume(self, request: Request) -> Response:
-        return self._start(self.site.folders.run(request.path_params["run"]) / "config.toml", resume=True)
+        folder = self.site.folders.run(request.path_params["run"])
+        return self._start(folder / "config.toml", True, folder)
 
-    def _start(self, config: Path, resume: bool) -> Response:
-        folder = self.site.processes.start(config, resume)
+    def _start(self, config: Path, resume: bool, run: Path | None = None) -> Response:
+        folder = self.site.processes.start(config, resume, run)
         return RedirectResponse(f"/runs/{self.site.folders.add_run(folder)}", 303)
 
     def stop(self, request: Request) -> Response:
@@ -170,17 +173,20 @@ class _Routes:
         return JSONResponse(self.site.playground.submit(values).as_json())
 
     def drawing(self, request: Request) -> Response:
-        return JSONResponse(self.site.playground.drawing(request.path_params["number"]).as_json())
+        return JSONResponse(self._drawing(request).as_json())
 
     def cancel(self, request: Request) -> Response:
-        drawing = self.site.playground.drawing(request.path_params["number"])
+        drawing = self._drawing(request)
         drawing.cancelled.set()
         return JSONResponse(drawing.as_json())
+
+    def _drawing(self, request: Request) -> Drawing:
+        return self.site.playground.drawing(_integer(request.path_params["number"]) or 0)
 
     def image(self, request: Request) -> Response:
         name = request.path_params["name"]
         path = self.site.playground.out / name
-        if not re.fullmatch(r"\d{5,}\.png", name) or not path.is_file():
+        if not re.fullmatch(r"\d{5,20}\.png", name) or not path.is_file():
             raise UserError(f"there is no image {name}")
         return FileResponse(path)
 
@@ -189,15 +195,14 @@ class _Routes:
 
     def cache(self, request: Request) -> Response:
         query = request.query_params
-        page = query.get("page", "1")
-        number, cache_id = int(page) if page.isdecimal() else 1, request.path_params["cache"]
+        number, cache_id = _integer(query.get("page", "")) or 1, request.path_params["cache"]
         return _page(request, cache_page(self.site.folders, cache_id, number, query.get("text", "")))
 
     def original(self, request: Request) -> Response:
         query = request.query_params
-        row = query.get("row", "")
-        number = int(row) if row.isdecimal() else -1
-        image = original_image(self.site.folders, request.path_params["cache"], query.get("shard", ""), number)
+        row = _integer(query.get("row", ""))
+        cache_id, shard = request.path_params["cache"], query.get("shard", "")
+        image = original_image(self.site.folders, cache_id, shard, -1 if row is None else row)
         return Response(image, media_type="image/webp", headers={"Cache-Control": "private, max-age=3600"})
 
     def inspect(self, request: Request) -> Response:
@@ -205,6 +210,11 @@ class _Routes:
         self.site.folders.cache(cache_id)  # an unknown one needs no libraries
         self.site.playground.prepare()
         return _page(request, inspect_page(self.site.folders, cache_id))
+
+
+def _integer(text: str) -> int | None:
+    """Return the integer from 0 that a text is, None for other texts and for more than 18 digits."""
+    return int(text) if text.isdecimal() and len(text) <= 18 else None
 
 
 async def _body(request: Request) -> bytes:

@@ -102,6 +102,8 @@ def test_a_damaged_shard_is_noted_and_the_others_are_shown(cache: Path, tmp_path
     page = cache_page(Folders([tmp_path]), folder_id(copied), 1)
     assert "The samples of shard 32x32.safetensors are not shown" in ParsedPage(page).text
     assert all("48x32" in key for key in keys(page))
+    with pytest.raises(UserError, match=r"32x32\.safetensors cannot be read: .*; run `sd3-light cache --verify`"):
+        original_image(Folders([tmp_path]), folder_id(copied), "32x32.safetensors", 0)
 
 
 def test_the_original_is_cropped_as_for_the_cache(folders: Folders, cache: Path) -> None:

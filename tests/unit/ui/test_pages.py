@@ -54,6 +54,16 @@ def test_new_runs_are_found_later(runs: Path, monkeypatch: pytest.MonkeyPatch) -
     assert run_row(folders, folder_id(runs / "starting")).status == "no step yet"
 
 
+def test_a_run_that_disappears_does_not_hide_the_others(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = Folders([runs])
+    known = folders.runs()
+    shutil.rmtree(runs / "first")
+    monkeypatch.setattr(folders_module, "_SCAN_SECONDS", 0.0)
+    answers = iter([known])
+    monkeypatch.setattr(folders, "runs", lambda: next(answers, {}))
+    assert "second" in runs_page(folders)
+
+
 def test_a_log_is_read_again_only_after_a_change(runs: Path) -> None:
     folders = Folders([runs])
     report = folders.report(runs / "first")

@@ -4,7 +4,9 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
 from sd3_light.training.requests import SAVE_QUIT
 from sd3_light.ui.folders import folder_id
+from sd3_light.ui.processes import RunProcesses
 from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_pages import HOLD
 
@@ -24,6 +27,7 @@ from starlette.testclient import TestClient
 from sd3_light.ui.server import Site, make_app, serve
 
 HERE = "http://127.0.0.1:7860"
+DIGITS = "9" * 5000  # more than `int` parses
 
 
 def make_client(folder: Path, token: str | None = None, base_url: str = HERE) -> TestClient:
@@ -67,6 +71,11 @@ def test_an_unchanged_page_is_not_sent_again(client: TestClient, runs: Path) -> 
         "/data/none",
         "/playground/images/..%2Fx.png",
         "/data/none/inspect",
+        f"/data/none?page={DIGITS}",
+        f"/data/none/image?row={DIGITS}",
+        f"/runs/none/sample?cell={DIGITS}",
+        f"/playground/drawings/{DIGITS}",
+        f"/playground/images/{DIGITS}.png",
     ],
 )
 def test_unknown_things_are_not_found(client: TestClient, path: str) -> None:
@@ -75,7 +84,9 @@ def test_unknown_things_are_not_found(client: TestClient, path: str) -> None:
     assert "Traceback" not in reply.text
 
 
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", ""])
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", "", "[", "127.0.0.1:x"]
+)
 def test_without_a_token_only_names_of_this_machine_are_served(runs: Path, host: str) -> None:
     assert make_client(runs).get("/", headers={"host": host}).status_code == 403
 
@@ -85,7 +96,9 @@ def test_names_of_this_machine_are_served(runs: Path, host: str) -> None:
     assert make_client(runs).get("/", headers={"host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://127.0.0.1:9", "https://127.0.0.1.evil"])
+@pytest.mark.parametrize(
+    "origin", ["http://evil.example", "null", "http://127.0.0.1:9", "https://127.0.0.1.evil", "http://["]
+)
 def test_other_websites_cannot_change_anything(client: TestClient, origin: str) -> None:
     for path in ("/start", "/playground/drawings"):
         assert client.post(path, headers={"origin": origin}).status_code == 403
@@ -104,6 +117,28 @@ def test_with_a_token_every_request_needs_it(runs: Path) -> None:
     assert "httponly" in cookie
     assert "samesite=strict" in cookie
     assert client.get("/").status_code == 200  # the client keeps the cookie
+
+
+def test_numbers_that_are_too_long_are_ignored(client: TestClient, runs: Path) -> None:
+    path = f"/runs/{folder_id(runs / 'first')}/sample?file=samples/step-00000010.png"
+    assert client.get(f"{path}&cell={DIGITS}").content == client.get(path).content
+
+
+def test_servers_on_other_ports_keep_their_cookies(runs: Path) -> None:
+    clients = [make_client(runs, token, f"http://127.0.0.1:{port}") for port, token in ((1, "a"), (2, "b"))]
+    cookies = [
+        client.get(f"/?token={token}").headers["set-cookie"] for client, token in zip(clients, "ab", strict=True)
+    ]
+    jar = "; ".join(cookie.partition(";")[0] for cookie in cookies)
+    for client in clients:
+        client.cookies.clear()
+        assert client.get("/", headers={"cookie": jar}).status_code == 200
+
+
+@pytest.mark.parametrize("token", ["密码", "a\nb"])
+def test_a_token_that_no_cookie_can_hold_is_refused(runs: Path, token: str) -> None:
+    with pytest.raises(UserError, match="--token: use printable ASCII characters"):
+        serve(Site.of_folders([runs], [], runs, pytest.fail), "127.0.0.1", 0, token, pytest.fail)
 
 
 def test_a_port_in_use_is_a_user_error(runs: Path) -> None:
@@ -133,7 +168,12 @@ def test_stop_asks_a_running_run_to_save_and_quit(client: TestClient, runs: Path
 
 def test_a_faulty_config_is_reported_and_nothing_starts(client: TestClient, tmp_path: Path) -> None:
     (tmp_path / "train.toml").write_text("max_stepz = 3\n")
-    for config, text in ((tmp_path / "train.toml", "max_stepz"), (tmp_path / "none.toml", "does not exist")):
+    for config, text in (
+        (tmp_path / "train.toml", "max_stepz"),
+        ("none.toml", "does not exist"),
+        ("a" * 5000, "exist"),
+        ("~no-user/a", "no-user"),
+    ):
         reply = client.post("/start", data={"config": str(config)})
         assert reply.status_code == 400
         assert text in reply.text
@@ -168,6 +208,70 @@ def test_a_started_run_that_fails_shows_why(failing: Path, monkeypatch: pytest.M
         assert time.monotonic() < deadline, text
         time.sleep(0.05)
     assert f"-m sd3_light train {failing} --resume" in text
+
+
+def test_a_copied_run_is_not_resumed_in_the_original(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it was started"))
+    copied = write_run(failing.parent / "copied", steps=1)
+    text = failing.read_text().replace('"run"', f'"{failing.parent / "run"}"')
+    (copied / "config.toml").write_text(text.replace('"data.toml"', f'"{failing.parent / "data.toml"}"'))
+    reply = make_client(failing.parent).post(f"/runs/{folder_id(copied)}/resume")
+    assert reply.status_code == 400
+    assert "output_dir is" in reply.text
+    assert not (failing.parent / "run").exists()
+
+
+def test_a_run_that_is_starting_can_be_stopped(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = failing.parent / "python"
+    fake.write_text("#!/bin/sh\nexec sleep 60\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    client = make_client(failing.parent)
+    page = client.post("/start", data={"config": str(failing)}).headers["location"]
+    assert "<button>Stop</button>" in client.get(page).text
+    assert client.post(f"{page}/stop").status_code == 303
+    deadline = time.monotonic() + 60
+    while "The run is starting" in (text := client.get(page).text):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert "exit code" not in text
+
+
+def test_two_clicks_start_one_process(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    process = SimpleNamespace(poll=lambda: None)
+
+    def start(*_: object, **__: object) -> object:
+        time.sleep(0.1)
+        started.append(process)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    processes = RunProcesses()
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(processes.start, failing, False) for _ in range(2)]
+    assert [job.exception() is None for job in jobs].count(True) == len(started) == 1
+
+
+def test_a_run_folder_as_model_is_loaded_again_after_a_new_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sd3_light.stages import sample
+
+    loaded: list[Path] = []
+
+    def open_model(folder: Path, options: sample.SampleOptions, launch: Any) -> sample.OpenModel:
+        loaded.append(folder)
+        return sample.OpenModel(None, None, None, options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sample, "open_model", open_model)
+    playground = Site.of_folders([tmp_path], [tmp_path / "run"], tmp_path, pytest.fail).playground
+    for name in ("step-1", "step-1", "step-2"):
+        export = tmp_path / "run" / "exports" / name
+        export.mkdir(parents=True, exist_ok=True)
+        (export / "model_index.json").touch()
+        playground._load(tmp_path / "run", sample.SampleOptions(), None)  # type: ignore[arg-type]
+    assert len(loaded) == 2
 
 
 def wait_for(client: TestClient, drawing: dict[str, Any]) -> dict[str, Any]:
@@ -243,6 +347,8 @@ def test_a_drawing_can_be_cancelled_while_it_waits(painter: TestClient, models: 
         ({"models": "all"}, "no model is chosen"),
         ({"prompt": " "}, "the prompt is empty"),
         ({"seeds": "-1"}, "'-1' is not a seed"),
+        ({"seeds": "1, 8-5"}, "'8-5' is not a seed"),
+        ({"seeds": DIGITS}, "is not a seed"),
         ({"seeds": "0-999999999999"}, "is not a seed"),
         ({"seeds": "9223372036854775808"}, "2**63 - 1"),
         ({"seeds": "0-200 300-400"}, "302 images are too many"),
