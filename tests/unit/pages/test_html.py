@@ -69,13 +69,14 @@ def components(text: str) -> dict[str, str]:
                 SimpleNamespace(
                     path="/runs/a",
                     is_running=running,
+                    is_starting=starting,
                     is_stopping=True,
                     can_resume=True,
                     links=[("/", text)],
                     console=text,
                 )
             )
-            for running in (True, False)
+            for running, starting in ((True, False), (False, True), (False, False))
         ),
         "sample_card.html": macro("sample_card", "sample_card")(sample) + macro("sample_card", "sample_card")(long),
         "section.html": macro("section", "section")(text, text, caller=str),
