@@ -28,8 +28,8 @@ def header(name: str) -> str:
 
 
 def test_the_recipes_are_found() -> None:
-    assert {"demo/pretrain.toml", "demo/continue.toml", "demo/base.toml", "sd3_light_256.toml"} <= set(TRAIN)
-    assert {"lora.toml", "finetune.toml"} <= set(TRAIN)
+    assert {"demo/pretrain.toml", "demo/continue.toml", "demo/base.toml", "lora.toml", "finetune.toml"} <= set(TRAIN)
+    assert {"sd3_light_256.toml", "sd3_light_256_seed.toml", "one_gpu_256.toml"} <= set(TRAIN)
 
 
 @pytest.mark.parametrize("name", TRAIN)
@@ -87,21 +87,26 @@ def test_a_demo_recipe_runs(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, 
     assert list((loaded.train.output_dir / "exports").iterdir())
 
 
-def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["sd3_light_256", "sd3_light_256_seed"])
+def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path: Path, name: str) -> None:
     """All keys as shipped except size, paths and counts, through cache, training and verified export."""
     from sd3_light.journeys import cache_then_train
 
-    data = (FOLDER / "sd3_light_256_data.toml").read_text(encoding="utf-8")
-    (tmp_path / "sd3_light_256_data.toml").write_text(data.replace("[256]", "[128]"), encoding="utf-8")
-    shutil.copy(FOLDER / "sd3_light_256.toml", tmp_path)
-    for number in range(2):
-        write_dataset(tmp_path / f"data/train/0000{number}", 6, seed=number)
+    for data in ("sd3_light_256_data.toml", "sd3_light_256_val.toml"):
+        text = (FOLDER / data).read_text(encoding="utf-8")
+        (tmp_path / data).write_text(text.replace("[256]", "[128]"), encoding="utf-8")
+    shutil.copy(FOLDER / f"{name}.toml", tmp_path)
+    for number, folder in enumerate(("train/00000", "train/00001", "val")):
+        write_dataset(tmp_path / "data" / folder, 6, seed=number)
     overrides = ["max_steps=2", "micro_batch_size_per_gpu=2", "num_dataloader_workers=1", "model.t5_max_length=16"]
-    overrides += ["model.size=tiny2", "model.num_layers=2", f'model.diffusers_path="{demo_folder / "model"}"']
-    loaded = load_config(tmp_path / "sd3_light_256.toml", overrides)
+    overrides += ["model.size=tiny2", f'model.diffusers_path="{demo_folder / "model"}"', "eval_every_n_steps=2"]
+    overrides += ["model.num_layers=2"] if name.endswith("seed") else ["sampling.every_n_steps=2", "sampling.steps=2"]
+    loaded = load_config(tmp_path / f"{name}.toml", overrides)
     progress = cache_then_train(loaded, Launch())
     assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)
     assert (loaded.train.output_dir / "exports" / "step-00000002" / "proof.json").is_file()
+    events = {event["event"] for event in read_log(loaded.train.output_dir / "log.jsonl")}
+    assert ({"eval", "sample"} <= events) == (name == "sd3_light_256")
 
 
 @pytest.mark.parametrize(("name", "data"), [("lora", "concept"), ("finetune", "train")])

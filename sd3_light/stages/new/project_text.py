@@ -51,6 +51,7 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     plan, steps = values.plan, kind.steps(values.epoch_steps)
     text = _without_edits(_without_head((FOLDER / f"{kind.recipe}.toml").read_text(encoding="utf-8")))
     text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
+    text = re.sub(r"^eval_.*\n", "", text, flags=re.MULTILINE)  # a new project has no validation images
     text = _HEAD.format(description=kind.description, name=values.name) + text
     for key, (value, comment) in {**_changes(values, text), **_lengths(values, text, steps)}.items():
         text = _set(text, key, value, comment)
