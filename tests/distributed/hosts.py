@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -16,13 +15,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
+from tests.waiting import HANG_SECONDS, wait_until
+
 DEVICE = "eth0"
 NAMES = ("alpha", "beta")
 ADDRESSES = ("10.203.0.1", "10.203.0.2")
 UNUSED_ADDRESS = "10.203.0.77"
 """An address of the same network that no host has."""
 
-TIMEOUT = 120.0
 _PREFIX = "sd3-light-test"
 _UNUSED_MAC = "02:00:00:00:00:77"
 _TOOLS = ("ip", "unshare")
@@ -37,7 +37,6 @@ class Job:
         self.output = output
         with output.open("wb") as file:
             self.process = subprocess.Popen(command, stdout=file, stderr=file, env=environment, start_new_session=True)
-        self.started = time.monotonic()
 
     @property
     def text(self) -> str:
@@ -46,19 +45,21 @@ class Job:
 
     def until(self, probe: Callable[[], T | None]) -> T:
         """Return the first true result of ``probe``; the job must be alive until then."""
-        deadline = time.monotonic() + TIMEOUT
-        while not (result := probe()):
-            assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.text}"
-            assert time.monotonic() < deadline, f"timed out:\n{self.text}"
-            time.sleep(0.02)
-        return result
 
-    def end(self, within: float = TIMEOUT) -> int:
+        def probe_alive() -> T | None:
+            ended = self.process.poll() is not None
+            if not (result := probe()):
+                assert not ended, f"it ended with {self.process.returncode}:\n{self.text}"
+            return result
+
+        return wait_until(probe_alive, lambda: self.text)
+
+    def end(self) -> int:
         """Wait until it exits by itself; return its exit code."""
         try:
-            return self.process.wait(within)
+            return self.process.wait(HANG_SECONDS)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"still there after {within:.0f} s:\n{self.text}") from None
+            raise AssertionError(f"still there after {HANG_SECONDS:.0f} s:\n{self.text}") from None
 
     def kill(self) -> None:
         """Kill it like a power cut: the kernel ends the host's whole process space with its first process."""

@@ -98,7 +98,7 @@ class Job:
         return [f'output_dir="{self.run}"', *self.layout.keys, *self.keys]
 
 
-def launch(jobs: Sequence[Job], folder: Path, timeout: int = 280) -> None:
+def launch(jobs: Sequence[Job], folder: Path, timeout: int = 1500) -> None:
     """Launch jobs of one world size together, with torchrun, or with plain python for a single process."""
     (world,) = {job.layout.world for job in jobs}
     folder.mkdir(parents=True, exist_ok=True)

@@ -41,7 +41,7 @@ class Worker:
 
     def __init__(self, rank: int, folder: Path) -> None:
         self.rank, self.folder = rank, folder
-        timeout = timedelta(seconds=60)
+        timeout = timedelta(seconds=240)
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2, timeout=timeout
         )
@@ -68,7 +68,7 @@ class Worker:
         """Rank 1's part is late: rank 0's thread waits for it in a collective, and both main threads run their own."""
         gate, write = threading.Event(), background.write_part
         if self.rank == 1:
-            background.write_part = lambda *args: gate.wait(60) and write(*args)  # type: ignore[assignment]
+            background.write_part = lambda *args: gate.wait(240) and write(*args)  # type: ignore[assignment]
         self.keeper.save(1, halves(self.rank, 1), {"step": 1})
         total = torch.ones(1)
         for _ in range(50):
@@ -182,7 +182,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         subprocess.Popen([sys.executable, __file__, str(rank), str(folder)], env=environment, stderr=subprocess.PIPE)
         for rank in (0, 1)
     ]
-    errors = [process.communicate(timeout=120)[1].decode() for process in processes]
+    errors = [process.communicate(timeout=240)[1].decode() for process in processes]
     assert [process.returncode for process in processes] == [0, 7], "\n".join(errors)
     return Outcome(folder)
 

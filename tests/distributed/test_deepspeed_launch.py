@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,13 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port below those that the kernel gives to other processes, which could take it before it is used."""
+    first = 10_000 + os.getpid() % 10_000
+    for port in range(first, first + 1000):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def start(command: list[str]) -> "subprocess.Popen[str]":

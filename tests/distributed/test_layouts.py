@@ -46,6 +46,7 @@ from tests.distributed.layouts import (
 )
 from tests.project import Project
 
+pytestmark = pytest.mark.timeout(1800)  # the first test runs all jobs
 needs_deepspeed = pytest.mark.skipif(not HAS_DEEPSPEED, reason="DeepSpeed is not installed")
 STEPS, SAVED = 5, 2
 BIAS = "proj_out.bias"
@@ -385,7 +386,6 @@ FEATURES = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @needs_deepspeed
 def test_torch_layouts_are_tested_without_deepspeed() -> None:
     """Runs this file as if DeepSpeed were not installed."""

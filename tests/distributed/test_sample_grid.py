@@ -17,6 +17,7 @@ from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.samples import Sampler
 from tests.project import Project
+from tests.waiting import HANG_SECONDS
 
 PROMPTS = ["a large red circle", "two small blue squares", "a star"]
 SAMPLING = (f"sampling.prompts={json.dumps(PROMPTS)}", "sampling.every_n_steps=1", "sampling.steps=2")
@@ -54,7 +55,7 @@ def test_two_processes_sample_the_grid_of_one(project: Project, tmp_path: Path) 
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(timeout=100)
+        process.join(HANG_SECONDS)
     for process in ranks:
         process.kill()
     assert [process.exitcode for process in ranks] == [10, 11]

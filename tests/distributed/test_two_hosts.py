@@ -110,12 +110,12 @@ def test_two_hosts_cache_and_train_until_one_dies(
 ) -> None:
     """Both fill the shared cache, then train; the second dies; the first reports it and exits; the run resumes."""
     project = fresh_project
-    first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=60)
+    first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=1000)
     saved = reach(first, project, "checkpoint", 3)
     reach(first, project, "step", saved + 1)
     second.kill()
     assert shards(project) == shards(cached_project)
-    assert first.end(30) != 0, "a closed connection is noticed at once, not after dist_timeout_sec"
+    assert first.end() != 0, "a closed connection is noticed at once, not after dist_timeout_sec"
     assert re.search(r"Connection (closed|reset) by peer", lost_reason(first))
     assert project.events("stop")[-1]["reason"].startswith("alpha lost another process")
     newest = newest_checkpoint(project)
@@ -126,10 +126,10 @@ def test_two_hosts_cache_and_train_until_one_dies(
 @pytest.mark.slow
 def test_two_hosts_resume_after_one_died(hosts: Hosts, project: Project) -> None:
     """Both machines are relaunched, on a free port."""
-    first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=60)
+    first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=1000)
     reach(first, project, "checkpoint", 3)
     second.kill()
-    assert first.end(30) != 0
+    assert first.end() != 0
     newest = newest_checkpoint(project)
     flags = ("--trust_cache", "--resume_from_checkpoint")
     finish(on_both(hosts, project, *flags, port=PORT + 1, **{**ENDLESS, "max_steps": newest + 4}))
@@ -150,10 +150,10 @@ def test_two_hosts_train_like_one_process(hosts: Hosts, project: Project, parall
 @pytest.mark.slow
 def test_the_first_host_dies(hosts: Hosts, project: Project) -> None:
     """It has the launcher's store and the log; a single process resumes from its checkpoint exactly."""
-    first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=60)
+    first, second = on_both(hosts, project, **ENDLESS, dist_timeout_sec=1000)
     reach(first, project, "checkpoint", 3)
     first.kill()
-    assert second.end(30) != 0
+    assert second.end() != 0
     lost_reason(second)
     newest = newest_checkpoint(project)
     assert resume_here(project, newest + 3) == newest
@@ -171,7 +171,7 @@ def test_a_cut_cable_stops_both_hosts_within_the_timeout(hosts: Hosts, project: 
     cut_at = time.monotonic()
     hosts.cut_cable()
     for job in jobs:
-        assert job.end(timeout_sec + 30) != 0
+        assert job.end() != 0
         assert f"Timed out waiting {timeout_sec * 1000}ms" in lost_reason(job)
     assert time.monotonic() - cut_at > timeout_sec - 2, "the timeout ended them"
     newest = newest_checkpoint(project)
@@ -212,7 +212,7 @@ def test_a_cable_cut_during_the_last_save_is_noticed(hosts: Hosts, project: Proj
     assert jobs[1].process.poll() is None, "a slow save is not a lost process"
     hosts.cut_cable()
     for job in jobs:
-        assert job.end(timeout_sec + 30) == 75, job.text
+        assert job.end() == 75, job.text
         assert f"Timed out waiting {timeout_sec * 1000}ms" in lost_reason(job)
 
 
@@ -226,7 +226,7 @@ def test_torchrun_stops_at_its_timeout(hosts: Hosts, project: Project) -> None:
         for node in (0, 1)
     ]
     for job in jobs:
-        assert job.end(60) != 0
+        assert job.end() != 0
         assert f"({UNUSED_ADDRESS}, {PORT})" in job.text.splitlines()[-1]
     assert not project.run.exists()
 
@@ -246,7 +246,7 @@ def variables(node: int, address: str) -> dict[str, str]:
 def test_our_rendezvous_times_out_and_names_the_address(hosts: Hosts, project: Project, address: str) -> None:
     """An unused address, an unknown name, and the address of a machine that was not started."""
     job = hosts.start(1, plain(project, dist_timeout_sec=6), **variables(1, address))
-    assert job.end(60) == 2
+    assert job.end() == 2
     last = job.text.splitlines()[-1]
     assert last.startswith(
         f"error: rank 1 of 2 on beta could not connect to the other ranks at {address}:{PORT} within"
@@ -265,7 +265,7 @@ def test_a_wrong_network_device_is_reported(hosts: Hosts, project: Project, devi
         )
         for node in (0, 1)
     ]
-    exit_codes = [job.end(100) for job in jobs]
+    exit_codes = [job.end() for job in jobs]
     assert 2 in exit_codes
     assert 0 not in exit_codes
     messages = [job.text for job in jobs if "could not connect to the other ranks" in job.text]
@@ -322,7 +322,7 @@ def test_the_deepspeed_engine_loses_a_host(hosts: Hosts, project: Project, stage
     else:
         hosts.cut_cable()
     for job in jobs:
-        assert job.end(timeout_sec + 30) != 0
+        assert job.end() != 0
         lost_reason(job)
     newest = newest_checkpoint(project)
     assert resume_here(project, newest + 2) == newest

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import HANG_SECONDS
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
     "--headless=new",
@@ -23,7 +25,6 @@ FLAGS = (
     "--disable-sync",
     "--remote-debugging-pipe",
 )
-TIMEOUT = 60.0  # seconds per reply of the browser
 LOWEST_CONTRAST = """
 (() => {
   const luminance = color => {
@@ -108,12 +109,12 @@ class Browser:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(TIMEOUT)
+        self.process.wait(HANG_SECONDS)
         os.close(self._read)
         os.close(self._write)
 
     def _message(self) -> dict[str, Any]:
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + HANG_SECONDS
         while b"\0" not in self._buffer:
             assert select.select([self._read], [], [], deadline - time.monotonic())[0], "the browser does not reply"
             data = os.read(self._read, 1 << 20)

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,9 +14,9 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from tests.project import Project
+from tests.waiting import HANG_SECONDS, wait_until
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 120.0  # long, because a busy machine is slow
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 T = TypeVar("T")
 
@@ -93,12 +92,14 @@ class TrainProcess:
 
     def wait_for(self, check: Callable[[], T | None], pause: float = 0.01) -> T:
         """Return the first true result of ``check``; fail if the process ends before that."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while not (result := check()):
-            assert self.process.poll() is None, f"the process ended with {self.process.returncode}:\n{self.output}"
-            assert time.monotonic() < deadline, f"timed out:\n{self.output}"
-            time.sleep(pause)
-        return result
+
+        def check_alive() -> T | None:
+            ended = self.process.poll() is not None
+            if not (result := check()):
+                assert not ended, f"the process ended with {self.process.returncode}:\n{self.output}"
+            return result
+
+        return wait_until(check_alive, lambda: self.output, pause)
 
     def wait_for_start(self) -> int:
         """Wait until the run starts or resumes; return its first step."""
@@ -122,7 +123,7 @@ class TrainProcess:
 
     def end(self) -> int:
         """Wait until the process ends; return its exit code."""
-        return self.process.wait(TIMEOUT_SECONDS)
+        return self.process.wait(HANG_SECONDS)
 
     def stop(self, number: signal.Signals, group: bool = False) -> int:
         """Send a signal and wait for the end; return the exit code."""

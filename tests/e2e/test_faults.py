@@ -28,6 +28,7 @@ from sd3_light.stages.train import Resume
 from sd3_light.training.requests import RunRequests
 from tests.faults import ERRORS, Call, faulty_disk
 from tests.project import Project
+from tests.waiting import HANG_SECONDS
 
 KEYS = (
     *("sd3_shard_size=2", "caching_num_workers=0", "micro_batch_size_per_gpu=2", "max_steps=2"),
@@ -35,7 +36,6 @@ KEYS = (
     *("sampling.every_n_steps=1", "sampling.prompts=['a red circle']", "sampling.steps=1"),
 )
 POWER_TRACK = '\n[[ema.track]]\nname = "long"\npower_width = 0.1\n'
-HANGS_AFTER_SECONDS = 120.0
 FINAL = "/step-00000002/"  # not those that a resumed run sets aside
 
 
@@ -192,7 +192,7 @@ def run_in_child(work: Callable[[], object], output: Path) -> int:
                 code = run_guarded(work)
         finally:
             os._exit(code)
-    deadline = time.monotonic() + HANGS_AFTER_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while True:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:

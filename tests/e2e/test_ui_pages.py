@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +11,10 @@ from sd3_light.assets import DEMO
 from sd3_light.ui.folders import folder_id
 from tests.e2e.browser import Browser, assert_readable_in_both_schemes, start_browser
 from tests.unit.ui.conftest import write_run
+from tests.waiting import HANG_SECONDS, wait_until
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
 uvicorn = pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
-
-TIMEOUT = 120.0  # seconds
 
 
 class Address:
@@ -47,13 +45,10 @@ def server(runs: Path) -> Iterator[str]:
     started = uvicorn.Server(config)
     thread = threading.Thread(target=started.run, daemon=True)
     thread.start()
-    deadline = time.monotonic() + TIMEOUT
-    while not started.started:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: started.started)
     yield f"http://127.0.0.1:{started.servers[0].sockets[0].getsockname()[1]}"
     started.should_exit = True
-    thread.join(TIMEOUT)
+    thread.join(HANG_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +58,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     started.close()
 
 
-def wait_until(browser: Browser, condition: str) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not browser.evaluate(condition):
-        assert time.monotonic() < deadline, browser.evaluate("document.body.innerText")
-        time.sleep(0.1)
+def wait_for(browser: Browser, condition: str) -> None:
+    wait_until(lambda: browser.evaluate(condition), lambda: browser.evaluate("document.body.innerText"), pause=0.1)
 
 
 def paths(runs: Path) -> list[str]:
@@ -100,7 +92,7 @@ def test_a_run_updates_itself_and_keeps_what_the_reader_set(browser: Browser, se
     )
     assert "step 20" in browser.evaluate("document.querySelector('.slider output').textContent")
     write_run(runs / "first", steps=60)
-    wait_until(browser, "document.querySelector('.tile b').textContent === '60'")
+    wait_for(browser, "document.querySelector('.tile b').textContent === '60'")
     assert browser.evaluate("window.notReloaded") is True
     assert "step 20" in browser.evaluate("document.querySelector('.slider output').textContent")
     assert browser.evaluate("document.querySelectorAll('.area > .tip').length") == browser.evaluate(
@@ -116,8 +108,8 @@ def test_images_appear_in_the_playground_and_their_settings_return(browser: Brow
         "(() => { const form = document.querySelector('#draw').elements; form.prompt.value = 'a red circle';"
         " form.seeds.value = '4-5'; form.steps.value = 2; document.querySelector('#draw button').click(); })()"
     )
-    wait_until(browser, "document.querySelector('#state').textContent.startsWith('done')")
-    wait_until(browser, "[...document.querySelectorAll('.drawn img')].every(image => image.naturalWidth > 0)")
+    wait_for(browser, "document.querySelector('#state').textContent.startsWith('done')")
+    wait_for(browser, "[...document.querySelectorAll('.drawn img')].every(image => image.naturalWidth > 0)")
     alts = json.loads(browser.evaluate("JSON.stringify([...document.querySelectorAll('.drawn img')].map(i => i.alt))"))
     assert [alt.rpartition(", ")[2] for alt in alts] == ["seed 4", "seed 5"]
     browser.open(Address(f"{server}/playground"))  # type: ignore[arg-type]

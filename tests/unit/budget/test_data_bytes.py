@@ -210,7 +210,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], 
     # torch's builds for ARM use mimalloc
     exact |= {"MIMALLOC_PURGE_DELAY": "0", "MIMALLOC_ARENA_EAGER_COMMIT": "0"}
     command = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **exact}, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **exact}, timeout=240)
     return dict(zip((*LOADERS, ()), json.loads(done.stdout), strict=True))
 
 

@@ -5,6 +5,7 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,7 @@ from sd3_light.checkpoint.host_buffers import HostBuffers
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.engines.protocol import TensorPiece
-
-TIMEOUT = 30  # seconds
+from tests.waiting import HANG_SECONDS
 
 
 def pieces(value: float, count: int = 6) -> list[TensorPiece]:
@@ -85,16 +85,24 @@ def test_blocks_are_reused_and_surplus_blocks_freed(monkeypatch: pytest.MonkeyPa
 # --- the worker thread -------------------------------------------------------------------------
 
 
-def test_jobs_run_in_order_in_a_thread() -> None:
-    worker, gate, calls = BackgroundWorker(), threading.Event(), list[Any]()
-    worker.submit("first", lambda: (gate.wait(TIMEOUT), calls.append(1), threading.current_thread().name)[-1])
+def test_jobs_run_in_order_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, gate, calls, now = BackgroundWorker(), threading.Event(), list[Any](), [10.0]
+    monkeypatch.setattr(background, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def work() -> str:
+        gate.wait(HANG_SECONDS)
+        calls.append(1)
+        now[0] += 2.5
+        return threading.current_thread().name
+
+    worker.submit("first", work)
     worker.submit("second", lambda: calls.append(2))
     assert (worker.poll(), worker.is_idle(), calls) == ([], False, [])
     gate.set()
     first, second = worker.wait()
     assert calls == [1, 2]
     assert (first.name, first.result, second.name) == ("first", "background", "second")
-    assert first.seconds >= second.seconds >= 0
+    assert (first.seconds, second.seconds) == (2.5, 0)
     assert worker.wait() == worker.poll() == []
 
 
@@ -113,14 +121,14 @@ def test_idle_means_that_all_jobs_are_finished() -> None:
     worker.submit("held", gate.wait)
     assert not worker.is_idle(0.01)
     gate.set()
-    assert worker.is_idle(60)
+    assert worker.is_idle(HANG_SECONDS)
     assert [job.name for job in worker.poll()] == ["held"]
 
 
 def test_close_waits_and_keeps_the_results() -> None:
     worker = BackgroundWorker("closing")
     gate = threading.Event()
-    worker.submit("slow", lambda: gate.wait(TIMEOUT))
+    worker.submit("slow", lambda: gate.wait(HANG_SECONDS))
     threading.Timer(0.05, gate.set).start()
     worker.close()
     worker.close()  # a second close does nothing
@@ -136,7 +144,7 @@ def test_close_waits_and_keeps_the_results() -> None:
 def test_a_save_captures_the_state_at_that_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training continues while the thread writes."""
     gate, write = threading.Event(), background.write_part
-    monkeypatch.setattr(background, "write_part", lambda *args: (gate.wait(TIMEOUT), write(*args))[1])
+    monkeypatch.setattr(background, "write_part", lambda *args: (gate.wait(HANG_SECONDS), write(*args))[1])
     keeper = CheckpointKeeper(tmp_path / "new-folder", 0)
     live, facts = pieces(1), {"progress": {"step": 1}}
     stall = keeper.save(1, live, facts)
@@ -160,7 +168,7 @@ def test_a_second_save_waits_for_the_first(tmp_path: Path, monkeypatch: pytest.M
     write, copy = background.write_part, HostBuffers.copy
 
     def slow_write(*args: Any) -> int:
-        gate.wait(TIMEOUT)
+        gate.wait(HANG_SECONDS)
         calls.append("write")
         return write(*args)
 

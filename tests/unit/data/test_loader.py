@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader, _end_workers
 from sd3_light.data.stream import CachedDataset, MicroBatches
+from tests.waiting import HANG_SECONDS, wait_until
 
 MakeCache = Callable[..., CachedDataset]
 ONCE = {"toy#0": 1.0}
@@ -144,9 +145,7 @@ class Counting(Dataset[Any]):
 
 def count_when_idle(dataset: Counting, at_least: int) -> int:
     """Return the number of items made when all workers are idle."""
-    deadline = time.monotonic() + 30
-    while dataset.made.value < at_least and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: dataset.made.value >= at_least)
     time.sleep(0.2)  # an extra item would be made now
     return int(dataset.made.value)
 
@@ -372,7 +371,9 @@ def test_the_program_of_the_memory_note_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM + TAIL, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["default prefetch_factor = 2", "limited prefetch_factor = 1", "16", "16"]
 
@@ -409,7 +410,7 @@ del held  # still alive: only the garbage collector would free it
 def test_a_program_with_an_unclosed_iteration_ends() -> None:
     """Workers ignore the SIGTERM that Python sends to its children, and Python would wait for them."""
     done = subprocess.run(
-        [sys.executable, "-c", _HELD], capture_output=True, text=True, check=False, timeout=60, cwd=ROOT
+        [sys.executable, "-c", _HELD], capture_output=True, text=True, check=False, timeout=HANG_SECONDS, cwd=ROOT
     )
     assert (done.stdout.strip(), done.stderr.strip(), done.returncode) == ("2", "", 0)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sd3_light.data.slots import Packed, Packer, SlotPool, carve
+from tests.waiting import HANG_SECONDS
 
 
 def packed_into(pool: SlotPool, value: Any) -> Packed:
@@ -136,7 +137,7 @@ def test_a_forked_process_fills_a_slot_of_its_parent() -> None:
     process = context.Process(target=work)
     process.start()
     for slot in slots:
-        unpacked = pool.unpack(queue.get(timeout=30))
+        unpacked = pool.unpack(queue.get(timeout=HANG_SECONDS))
         assert (unpacked["x"] == float(slot or 0)).all()
     process.join()
     assert process.exitcode == 0

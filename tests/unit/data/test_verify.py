@@ -17,6 +17,7 @@ from sd3_light.data import verify as verify_module
 from sd3_light.data.manifest import SHARDS, Manifest
 from sd3_light.data.stream import CachedDataset
 from sd3_light.data.verify import ShardFile, Verifier
+from tests.waiting import HANG_SECONDS
 
 FORK = multiprocessing.get_context("fork")
 
@@ -115,7 +116,7 @@ def test_the_shard_of_a_process_killed_while_hashing_is_hashed_by_another(
     monkeypatch.setattr(verify_module, "file_sha256", hang)
     victim = FORK.Process(target=lambda: verifier(folder, launched=True).require(shard_files(folder)[:1]), daemon=True)
     victim.start()
-    assert hashing.wait(30)
+    assert hashing.wait(HANG_SECONDS)
     monkeypatch.setattr(verify_module, "file_sha256", real)
     waiting = FORK.Process(target=lambda: verifier(folder, launched=True).require(shard_files(folder)), daemon=True)
     waiting.start()
@@ -124,7 +125,7 @@ def test_the_shard_of_a_process_killed_while_hashing_is_hashed_by_another(
     assert victim.pid is not None
     os.kill(victim.pid, signal.SIGKILL)
     victim.join()
-    waiting.join(30)
+    waiting.join(HANG_SECONDS)
     assert waiting.exitcode == 0
 
 

@@ -23,6 +23,7 @@ from sd3_light.engines.processes import (
     start_process_group,
 )
 from sd3_light.training.errors import explain_runtime_errors
+from tests.waiting import HANG_SECONDS
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[3]
@@ -170,7 +171,7 @@ def test_all_ranks_know_the_first_problem(tmp_path: Path) -> None:
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(HANG_SECONDS)
         assert rank.exitcode == 0
     assert [answers.get() for _ in ranks] == [[None, "problem of rank 1"]] * 3
     assert ProcessGroups().first_problem("own") == "own"
@@ -198,5 +199,5 @@ def test_a_process_destroys_its_group_at_exit_unless_it_failed(
     script.write_text(_EXIT_SCRIPT + end)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_SECONDS)
     assert (done.stdout.strip(), done.returncode) == (output, code), done.stderr

@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sd3_light.pages import Chart, ChartLine, ChartMark
@@ -16,6 +16,7 @@ from sd3_light.pages.html import environment
 NUMBERS = st.floats(-1e12, 1e12).filter(lambda value: value == 0 or abs(value) > 1e-12)
 
 
+@settings(deadline=None)  # the time of one example says nothing on a busy machine
 @given(st.lists(NUMBERS, min_size=1), st.booleans())
 def test_an_axis_covers_its_values_and_has_a_few_ticks(values: list[float], include_zero: bool) -> None:
     axis = fit_axis(values, include_zero)

@@ -14,6 +14,7 @@ from PIL import Image
 from sd3_light.config import MonitoringConfig, UserError
 from sd3_light.runlog import RunLog, open_trackers, set_main_process
 from sd3_light.runlog.trackers import TRACKER_IDS
+from tests.waiting import HANG_SECONDS
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 CONFIG = {"seed": 1, "model": {"size": "tiny2"}}
@@ -302,6 +303,7 @@ def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     real = pytest.importorskip("wandb", reason="needs wandb: pip install 'sd3-light[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_X_SERVICE_WAIT", str(HANG_SECONDS))
     real.teardown()  # its settings are read once per process
     folder = tmp_path / "my_run"
     train(folder, monitoring_config(enable_wandb=True, wandb_api_key=SECRET), 1, 3)

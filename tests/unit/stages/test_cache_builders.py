@@ -22,6 +22,7 @@ from sd3_light.files import file_sha256
 from sd3_light.stages import cache as stage
 from sd3_light.training.data import open_cache
 from tests.project import Project
+from tests.waiting import HANG_SECONDS, wait_until
 
 WORKERS = "caching_num_workers=2"
 
@@ -49,7 +50,7 @@ def build(project: Project, rank: int = 0, world: int = 1, *overrides: str) -> N
 
 def join(processes: list[BaseProcess]) -> None:
     for process in processes:
-        process.join(120)
+        process.join(HANG_SECONDS)
         assert process.exitcode == 0
 
 
@@ -114,8 +115,7 @@ def test_a_builder_killed_at_ten_random_times_produces_the_same_shards(
 def test_the_units_of_a_killed_builder_are_taken_over(fresh_project: Project, cached_project: Project) -> None:
     first, second = start(build, fresh_project, 0, 2), start(build, fresh_project, 1, 2)
     folder = fresh_project.cache / "shards"
-    while not list(folder.glob("*.safetensors")):
-        time.sleep(0.01)
+    wait_until(lambda: list(folder.glob("*.safetensors")))
     os.kill(second.pid, signal.SIGKILL)
     second.join()
     join([first])
@@ -124,14 +124,10 @@ def test_the_units_of_a_killed_builder_are_taken_over(fresh_project: Project, ca
 
 def test_worker_processes_exit_with_a_killed_builder(fresh_project: Project) -> None:
     process = start(build, fresh_project)
-    while not (children := _children(process.pid)):
-        time.sleep(0.01)
+    children = wait_until(lambda: _children(process.pid))
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    deadline = time.monotonic() + 20
-    while any(_is_running(child) for child in children):
-        assert time.monotonic() < deadline, "orphaned workers are left"
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(_is_running, children)), lambda: "orphaned workers are left")
 
 
 def _children(pid: int) -> list[int]:

@@ -23,6 +23,7 @@ from sd3_light.optim.ema import Averages
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.loop import Run, every
 from sd3_light.training.measurement import Measurement
+from tests.waiting import HANG_SECONDS
 
 
 class Result:
@@ -147,7 +148,7 @@ def test_the_last_export_is_announced_while_it_is_written(tmp_path: Path, monkey
         announced.set()
 
     def export(*_: object) -> Path:
-        assert announced.wait(20), "nothing was printed while it is written"
+        assert announced.wait(HANG_SECONDS), "nothing was printed while it is written"
         return tmp_path / "exports" / "step-6"
 
     monkeypatch.setattr("sd3_light.training.driver.info", info)

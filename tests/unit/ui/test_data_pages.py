@@ -4,6 +4,8 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +57,14 @@ def folders(cache: Path) -> Folders:
     return Folders([cache.parent])
 
 
+@pytest.fixture(autouse=True)
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of searches, which stands still."""
+    now = [0.0]
+    monkeypatch.setattr(data_pages, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
+
 def keys(page: str) -> list[str]:
     """Return the names of the samples on a page."""
     return re.findall(rf"{LABEL}/\S+?\.png", ParsedPage(page).text)
@@ -89,9 +99,17 @@ def test_the_search_ignores_case_and_pages_too(folders: Folders, cache: Path) ->
     assert "No sample matches" in cache_page(folders, folder_id(cache), 1, "dog")
 
 
-def test_a_long_search_stops_and_says_so(folders: Folders, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_pages, "_SEARCH_SECONDS", -1.0)
-    assert "The search stopped after 0 samples" in cache_page(folders, folder_id(cache), 1, "cat")
+def test_a_long_search_stops_and_says_so(
+    folders: Folders, cache: Path, now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = data_pages._origins
+
+    def read_slowly(*args: Any) -> Any:
+        now[0] += 5.1
+        return read(*args)
+
+    monkeypatch.setattr(data_pages, "_origins", read_slowly)
+    assert "The search stopped after 20 samples" in cache_page(folders, folder_id(cache), 1, "cat")
 
 
 def test_a_damaged_shard_is_noted_and_the_others_are_shown(cache: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from PIL import Image
@@ -42,12 +43,16 @@ def test_runs_and_caches_are_found_and_models_are_not(runs: Path) -> None:
 
 
 def test_new_runs_are_found_later(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(folders_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     folders = Folders([runs])
     assert len(folders.runs()) == 2
     write_run(runs / "third")
+    now[0] += 9.9
     assert len(folders.runs()) == 2
-    monkeypatch.setattr(folders_module, "_SCAN_SECONDS", 0.0)
+    now[0] += 0.2
     assert len(folders.runs()) == 3
+    now[0] += 20
     shutil.rmtree(runs / "third")
     folders.add_run(runs / "starting")
     assert {path.name for path in folders.runs().values()} == {"first", "second", "starting"}

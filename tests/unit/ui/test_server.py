@@ -18,6 +18,7 @@ from sd3_light.ui.folders import folder_id
 from sd3_light.ui.processes import RunProcesses
 from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_pages import HOLD
+from tests.waiting import wait_until
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
@@ -203,11 +204,8 @@ def test_a_started_run_that_fails_shows_why(failing: Path, monkeypatch: pytest.M
     again = client.post("/start", data={"config": str(failing)})
     assert "a process trains in" in again.text
     (failing.parent / "go").write_text("go\n")
-    deadline = time.monotonic() + 120
-    while "exit code 2: error: no model" not in (text := client.get(page).text):
-        assert time.monotonic() < deadline, text
-        time.sleep(0.05)
-    assert f"-m sd3_light train {failing} --resume" in text
+    wait_until(lambda: "exit code 2: error: no model" in client.get(page).text, lambda: client.get(page).text)
+    assert f"-m sd3_light train {failing} --resume" in client.get(page).text
 
 
 def test_a_copied_run_is_not_resumed_in_the_original(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,18 +221,15 @@ def test_a_copied_run_is_not_resumed_in_the_original(failing: Path, monkeypatch:
 
 def test_a_run_that_is_starting_can_be_stopped(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = failing.parent / "python"
-    fake.write_text("#!/bin/sh\nexec sleep 60\n")
+    fake.write_text("#!/bin/sh\nexec sleep 600\n")
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
     client = make_client(failing.parent)
     page = client.post("/start", data={"config": str(failing)}).headers["location"]
     assert "<button>Stop</button>" in client.get(page).text
     assert client.post(f"{page}/stop").status_code == 303
-    deadline = time.monotonic() + 60
-    while "The run is starting" in (text := client.get(page).text):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    assert "exit code" not in text
+    wait_until(lambda: "The run is starting" not in client.get(page).text)
+    assert "exit code" not in client.get(page).text
 
 
 def test_two_clicks_start_one_process(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,12 +270,11 @@ def test_a_run_folder_as_model_is_loaded_again_after_a_new_export(
 
 
 def wait_for(client: TestClient, drawing: dict[str, Any]) -> dict[str, Any]:
-    deadline = time.monotonic() + 240
-    while not drawing["done"]:
-        assert time.monotonic() < deadline, drawing
-        time.sleep(0.1)
-        drawing = client.get(f"/playground/drawings/{drawing['id']}").json()
-    return drawing
+    def finished() -> dict[str, Any] | None:
+        now: dict[str, Any] = client.get(f"/playground/drawings/{drawing['id']}").json()
+        return now if now["done"] else None
+
+    return wait_until(finished, pause=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from sd3_light.data.building.cache_plan import make_cache_plan
 from sd3_light.data.building.catalogue import Catalogue, InputRow, Listing, make_sources
 from sd3_light.data.building.claims import Claims
 from tests.unit.data.building.catalogues import RECIPE, directory, plan_for, sample_names, unit_files, write_image
+from tests.waiting import HANG_SECONDS
 
 FORK = multiprocessing.get_context("fork")
 
@@ -115,7 +116,7 @@ def test_the_work_of_a_killed_planner_is_taken_over(images: Path, cache: Path) -
     ours, theirs = FORK.Pipe()
     process = FORK.Process(target=plan_and_hang, args=(cache, images, theirs))
     process.start()
-    assert ours.poll(60)
+    assert ours.poll(HANG_SECONDS)
     assert list((cache / "claims").glob("plan-*.claim"))
     process.kill()
     process.join()

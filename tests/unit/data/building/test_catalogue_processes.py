@@ -20,6 +20,7 @@ from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import Probe, SampleLocation
 from sd3_light.data.sources.records import FileBytes
 from tests.unit.data.building.catalogues import COUNT, directory, ignore, list_and_probe, open_catalogue
+from tests.waiting import HANG_SECONDS
 
 FORK = multiprocessing.get_context("fork")
 
@@ -56,7 +57,7 @@ def share_work(cache: Path, config: DirectoryConfig, rank: int, barrier: Any) ->
     def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
         nonlocal first
         if first:
-            barrier.wait(60)
+            barrier.wait(HANG_SECONDS)
             first = False
         with open(cache / f"log{rank}", "a") as log:
             log.write("".join(f"{name_of(location)}\n" for location in locations))
@@ -75,7 +76,7 @@ def test_two_processes_divide_the_work(images: Path, cache: Path) -> None:
     barrier = FORK.Barrier(2)
     processes = [start(share_work, cache, directory(images), rank, barrier) for rank in range(2)]
     for process in processes:
-        process.join(60)
+        process.join(HANG_SECONDS)
         assert process.exitcode == 0
     logs = [(cache / f"log{rank}").read_text().split() for rank in range(2)]
     assert all(logs)
@@ -108,7 +109,7 @@ def hang(cache: Path, config: DirectoryConfig, name: str, ready: Any) -> None:
 def test_the_work_of_a_killed_process_is_taken_over(images: Path, cache: Path, name: str) -> None:
     ours, theirs = FORK.Pipe()
     process = start(hang, cache, directory(images), name, theirs)
-    assert ours.poll(60)
+    assert ours.poll(HANG_SECONDS)
     process.kill()
     process.join()
     assert list((cache / "claims").glob("*.claim")), "it had claimed an item"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sd3_light.data.building.workers import WorkerPool
+from tests.waiting import HANG_SECONDS, wait_until
 
 FORK = multiprocessing.get_context("fork")
 DEADLY = (7, 8, 23)
@@ -136,21 +137,30 @@ _turns = FORK.Semaphore(0)
 
 
 def touch_when_released(paths: Sequence[Path]) -> list[Path]:
-    """Touch the files when the semaphore is released, or after a timeout."""
-    _turns.acquire(timeout=2)
+    """Touch the files when the semaphore is released."""
+    assert _turns.acquire(timeout=HANG_SECONDS)
     for path in paths:
         path.touch()
     return list(paths)
 
 
-def test_closing_drops_batches_that_were_not_started(tmp_path: Path) -> None:
+def test_closing_drops_batches_that_were_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process works on one batch and has two more in its queue that cannot be cancelled."""
     workers = WorkerPool(1, touch_when_released, tmp_path, ahead=20)
     _turns.release()
     results = workers.map([tmp_path / str(number)] for number in range(20))
     assert next(results) == [tmp_path / "0"]
-    for _ in range(3):
-        _turns.release()
+    pool: Any = workers._pool
+    shut_down = pool.shutdown
+
+    def shut_down_then_release(wait: bool, cancel_futures: bool) -> None:
+        manager = pool._executor_manager_thread
+        shut_down(wait=False, cancel_futures=cancel_futures)
+        for _ in range(20):
+            _turns.release()
+        manager.join()
+
+    monkeypatch.setattr(pool, "shutdown", shut_down_then_release)
     workers.close()
     done = len(os.listdir(tmp_path))
     assert done <= 4
@@ -169,16 +179,13 @@ def test_workers_exit_with_a_killed_parent() -> None:
     ours, theirs = FORK.Pipe()
     parent = FORK.Process(target=keep_two_busy, args=(theirs,))
     parent.start()
-    assert ours.poll(60)
+    assert ours.poll(HANG_SECONDS)
     pids = ours.recv()
     assert len(pids) == 2
     assert all(is_running(pid) for pid in pids)
     parent.kill()
     parent.join()
-    deadline = time.monotonic() + 20
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "orphaned workers are left"
-        time.sleep(0.01)
+    wait_until(lambda: not any(is_running(pid) for pid in pids), lambda: "orphaned workers are left")
 
 
 def is_running(pid: int) -> bool:

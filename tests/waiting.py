@@ -1,0 +1,19 @@
+"""Waiting for other processes and threads: events and polling, with a limit that only a hang reaches."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+HANG_SECONDS = 240.0
+"""Much longer than any step of a test takes on a slow or busy machine; below the time limit of a test."""
+
+T = TypeVar("T")
+
+
+def wait_until(check: Callable[[], T | None], message: Callable[[], object] = lambda: "", pause: float = 0.01) -> T:
+    """Return the first true result of ``check``; fail with ``message`` if there is none for a long time."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while not (result := check()):
+        assert time.monotonic() < deadline, f"timed out: {message()}"
+        time.sleep(pause)
+    return result
