@@ -227,7 +227,7 @@ def test_a_run_that_quit_by_file_does_not_quit_again(sessions: list[Session]) ->
 
 
 def test_checkpoints_are_written_by_time(sessions: list[Session]) -> None:
-    """The last one is written for the signal. The interval is tested in test_requests.py, with a clock of its own."""
+    """The last one is written for the signal. The interval is tested in test_requests.py, with a simulated clock."""
     *by_clock, by_signal = (event["step"] for event in sessions[1].of("checkpoint"))
     assert len(by_clock) >= 2
     assert all(before < after for before, after in pairwise([*by_clock, by_signal]))
