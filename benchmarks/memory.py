@@ -44,6 +44,7 @@ from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.stream import MicroBatches
 from sd3_light.engines import Launch
 from sd3_light.stages import cache
+from sd3_light.stages.cache import local_builder
 from sd3_light.training.data import make_order, open_cache
 
 SAMPLES_PER_TAR = 10_000
@@ -169,7 +170,7 @@ def run_part(part: str, folder: Path) -> None:
     elif part.startswith("read"):
         read(loaded, int(part.removeprefix("read")))
     else:
-        cache.FrozenParts = ZeroEncoders  # type: ignore[assignment, attr-defined]
+        local_builder.FrozenParts = ZeroEncoders  # type: ignore[assignment, misc]
         cache.run(loaded, options=cache.CacheOptions(dry_run=part == "stale"))
 
 

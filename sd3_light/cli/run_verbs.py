@@ -1,8 +1,10 @@
 """Verbs of a run: demo, init, check, cache, train."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,6 +15,8 @@ from sd3_light.config.faults import UserError
 
 if TYPE_CHECKING:
     from sd3_light.stages.train import Resume
+
+_RAY_ADDRESS = re.compile(r"auto|local|(ray://)?[^/\s]+:\d+")
 
 
 @app.command(cls=Command)
@@ -81,7 +85,16 @@ def check(
     suggest(("cache", config, *_set_options(set_)), ("train", config, *_set_options(set_)))
 
 
-@app.command(cls=Command)
+class _CacheCommand(Command):
+    """`--ray` takes an address if one follows."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        pairs = zip(args, [*args[1:], ""], strict=True)
+        bare = [arg == "--ray" and not _RAY_ADDRESS.fullmatch(following) for arg, following in pairs]
+        return super().parse_args(ctx, ["--ray=" if is_bare else arg for arg, is_bare in zip(args, bare, strict=True)])
+
+
+@app.command(cls=_CacheCommand)
 def cache(
     config: ConfigFile,
     trust_cache: TrustCache = False,
@@ -95,6 +108,13 @@ def cache(
         str, typer.Option(metavar="I/N", help="Build part I (from 0) of N, for array jobs; then use --finish.")
     ] = "",
     finish: Annotated[bool, typer.Option("--finish", help="Write the manifest when all parts are built.")] = False,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="[HOST:PORT]", help="Encode on a Ray cluster (default: RAY_ADDRESS, or the local one)."),
+    ] = None,
+    ray_actors: Annotated[
+        int | None, typer.Option(min=1, help="Encoders on the Ray cluster (default: one per GPU, or per CPU).")
+    ] = None,
     set_: Overrides = None,
 ) -> None:
     """Report what is fresh, stale, missing or orphaned, then encode what is stale or missing."""
@@ -106,8 +126,13 @@ def cache(
     share = parse_part(part)
     if share and (finish or prune):
         raise UserError("--part builds a part of the cache; --finish and --prune come after all parts")
+    if ray is None and ray_actors is not None:
+        raise UserError("--ray-actors needs --ray")
+    if ray is not None and (share or finish):
+        raise UserError("--ray divides the work and writes the manifest itself; give it without --part and --finish")
     options = CacheOptions(trust_cache, regenerate_cache, verify, prune, dry_run, part=share, finish=finish)
-    parts = [*(["--part", part] if share else []), *(["--finish"] if finish else [])]
+    options = replace(options, ray=ray, ray_actors=ray_actors)
+    parts = [*(["--part", part] if share else []), *(["--finish"] if finish else []), *_ray_options(ray, ray_actors)]
     with continued_by(command_line("cache", config, *_set_options(set_), *parts)):
         folders = build_caches(loaded, launch, options)
     folders = [] if dry_run or share else folders
@@ -116,6 +141,12 @@ def cache(
     pages = (("inspect", folder, "--out", folder.with_suffix(".html")) for folder in folders[:1])
     following = ("cache", config) if dry_run else ("cache", config, "--finish") if share else ("train", config)
     suggest(*pages, (*following, *_set_options(set_)))
+
+
+def _ray_options(address: str | None, actors: int | None) -> list[str]:
+    if address is None:
+        return []
+    return ["--ray", *([address] if address else []), *(["--ray-actors", str(actors)] if actors else [])]
 
 
 def parse_part(text: str) -> tuple[int, int] | None:

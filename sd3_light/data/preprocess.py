@@ -46,6 +46,7 @@ REASONS = {
     # files
     "unreadable": "the file or folder could not be read",
     "changed_meanwhile": "the file changed while it was being cached; the next run uses the new version",
+    "shard_failed": "its shard could not be built on the Ray cluster in several tries; the next run tries again",
     "unsupported_format": "the image or archive format is not supported",
     "name_not_utf8": "the file's name is not UTF-8",
     "missing_file": "captions refer to it, but it does not exist",

@@ -93,4 +93,4 @@ def test_the_job_files_of_the_pages_are_valid(page: str) -> None:
         for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
         for part in yaml.safe_load_all(block)
     ]
-    assert kinds == ["Service", "Job", "Job"]
+    assert kinds == ["Service", "Job", "Job", "RayJob"]

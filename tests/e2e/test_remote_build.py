@@ -1,7 +1,6 @@
 """Caches built at a URL, from images at a URL, equal those of a folder: resumed, repaired, updated and in parts."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from sd3_light.stages.inspect.cache_stats import draw_samples
 from sd3_light.stages.inspect.fetched import opened
 from tests.object_store import ObjectStore, object_store
 from tests.project import Project
+from tests.remote_project import RemoteProject, content, local_content
 
 
 @pytest.fixture(scope="module")
@@ -33,41 +33,9 @@ def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Obje
     server.reset()
 
 
-class RemoteProject(Project):
-    """A project whose images and cache are in a bucket; ``machine`` names the folder for the build's local mirror."""
-
-    def __init__(self, local: Project, store: ObjectStore, folder: Path) -> None:
-        shutil.copytree(local.folder, folder, ignore=shutil.ignore_patterns("images", "cache"))
-        super().__init__(folder, local.model)
-        self.source = store.put(local.images, f"{folder.parent.name}/images")
-        self.url = self.source.replace("/images", "/cache")
-        self.data(self.data_toml.read_text().replace('path = "images"', f'path = "{self.source}"'))
-        text = self.train_toml.read_text().replace('cache_dir = "cache"', f'cache_dir = "{self.url}"')
-        self.train_toml.write_text(f'stream_cache_dir = "machine"\n{text}')
-
-    def build(self, machine: str = "machine", **flags: object) -> int:
-        """Run the cache stage as `sd3-light cache` does; return the number of encoded samples."""
-        options = (f"stream_cache_dir={machine}", "caching_num_workers=0")
-        (report,) = self.build_cache(*options, at_url=True, **flags)  # type: ignore[arg-type]
-        return report.encoded
-
-
 @pytest.fixture
 def project(tmp_path: Path, cached_project: Project, store: ObjectStore) -> RemoteProject:
     return RemoteProject(cached_project, store, tmp_path / "project")
-
-
-def content(files: dict[str, bytes]) -> dict[str, object]:
-    """Return shards with their side files, rejects and the manifest without the paths of sources."""
-    manifest = json.loads(files[MANIFEST])
-    del manifest["places"]
-    shards = {name: data for name, data in files.items() if name.startswith("shards/")}
-    return {**shards, "manifest": manifest, "rejects": files["rejects.jsonl"]}
-
-
-def local_content(project: Project) -> dict[str, object]:
-    paths = [path for path in project.cache.rglob("*") if path.is_file()]
-    return content({str(path.relative_to(project.cache)): path.read_bytes() for path in paths})
 
 
 def writes(store: ObjectStore) -> list[str]:
@@ -146,16 +114,16 @@ def test_a_changed_bucket_updates_the_cache(
 def test_a_manifest_of_another_run_is_not_overwritten(
     project: RemoteProject, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd3_light.stages import cache
+    from sd3_light.stages.cache import dataset_build
 
-    write = cache.write_manifest
+    write = dataset_build.write_manifest
 
     def slow_write(*arguments: object) -> dict[str, int]:
         store.files.pipe_file(f"{project.url}/{MANIFEST}", b"{}")
         return write(*arguments)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(cache, "write_manifest", slow_write)
+        patch.setattr(dataset_build, "write_manifest", slow_write)
         with pytest.raises(UserError, match=r"manifest\.json was replaced by another run meanwhile; run the command"):
             project.build()
     assert store.files.cat_file(f"{project.url}/{MANIFEST}") == b"{}"

@@ -439,6 +439,23 @@ def test_the_parts_of_a_cache(verb: Callable[..., Result], raw_project: Project,
     assert "come after all parts" in error_line(verb("cache", raw_project.train_toml, "--part=0/3", "--prune"))
 
 
+def test_the_cache_on_ray(verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]) -> None:
+    config = raw_project.train_toml
+    for options, expected in (
+        (["--ray"], CacheOptions(ray="")),
+        (["--ray", "head:6379", "--ray_actors", "4"], CacheOptions(ray="head:6379", ray_actors=4)),
+        (["--ray", "auto", "--verify", "--prune"], CacheOptions(ray="auto", verify=True, prune=True)),
+        (["--ray", "--dry_run"], CacheOptions(ray="", dry_run=True)),
+    ):
+        assert verb("cache", config, *options).code == 0
+        assert journey_calls.pop()[3] == expected
+    assert verb("cache", "--ray", config).code == 0  # a config is not an address
+    assert journey_calls.pop()[3] == CacheOptions(ray="")
+    for other in ("--part=0/2", "--finish"):
+        assert "give it without --part and --finish" in error_line(verb("cache", config, "--ray", other))
+    assert "--ray-actors needs --ray" in error_line(verb("cache", config, "--ray-actors=2"))
+
+
 def test_keys_can_be_set_from_the_command_line(
     train_py: Callable[..., Result], verb: Callable[..., Result], raw_project: Project, journey_calls: list[Any]
 ) -> None:

@@ -31,7 +31,7 @@ from sd3_light.config import DirectoryConfig, UserError
 from sd3_light.config.base import DataLocation
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import CRASHED_PROBE, Probe, SampleLocation, probe_images
-from sd3_light.data.building.workers import WorkerPool
+from sd3_light.data.building.workers import BatchPool, WorkerPool
 from sd3_light.data.preprocess import PREPROCESS_VERSION, Reject
 from sd3_light.data.sources.locations import location_from_text, location_text
 from sd3_light.data.sources.records import Record, Rejected, location_version
@@ -151,14 +151,23 @@ class Catalogue:
         parts = [part for listing in listings for part in listing.parts if not self._is_probed(part)]
         return sum(_num_rows(self._rows_file(part)) for part in parts)
 
-    def probe_images(self, listings: Sequence[Listing], workers: int, on_probed: Callable[[int], None]) -> None:
-        """Read every new image: store its size and content hash, or the reason why it cannot be used."""
+    def probe_images(
+        self,
+        listings: Sequence[Listing],
+        workers: int,
+        on_probed: Callable[[int], None],
+        pool: BatchPool[SampleLocation, Probe] | None = None,
+    ) -> None:
+        """Read every new image: store its size and content hash, or the reason why it cannot be used.
+
+        ``pool`` reads them; without it, ``workers`` processes of this machine.
+        """
         roots = {part: listing.source.root for listing in listings for part in listing.parts}
-        with WorkerPool(workers, probe_images, CRASHED_PROBE) as pool:
+        with WorkerPool(0 if pool else workers, probe_images, CRASHED_PROBE) as own:
             self.claims.divide(
                 rotate_to_share(list(roots), self._share),
                 self._is_probed,
-                lambda part: self._probe_part(part, roots[part], pool, on_probed),
+                lambda part: self._probe_part(part, roots[part], pool or own, on_probed),
             )
 
     def rows(self, part: str, numbers: Sequence[int] | None = None) -> list[InputRow]:
@@ -215,7 +224,7 @@ class Catalogue:
         write_atomically(path, json.dumps(listing).encode())
 
     def _probe_part(
-        self, part: str, root: DataLocation, pool: WorkerPool[SampleLocation, Probe], on_probed: Callable[[int], None]
+        self, part: str, root: DataLocation, pool: BatchPool[SampleLocation, Probe], on_probed: Callable[[int], None]
     ) -> None:
         rows = _from_table(_read_part(self._rows_file(part)))
         samples = [row for row in rows if not row.reason]

@@ -12,10 +12,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 Task = TypeVar("Task")
+Task_contra = TypeVar("Task_contra", contravariant=True)
 Result = TypeVar("Result")
+
+
+class BatchPool(Protocol[Task_contra, Result]):
+    """Runs batches of tasks elsewhere."""
+
+    def map(self, batches: Iterable[Sequence[Task_contra]]) -> Iterator[list[Result]]:
+        """Yield the results of each batch, in order; batches are taken from the iterable as they are needed."""
 
 
 class WorkerPool(Generic[Task, Result]):

@@ -9,10 +9,12 @@ files and the manifest last of all. So a build can be killed at any time and con
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b, file_digest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from sd3_light.config.base import CacheLocation
@@ -36,14 +38,31 @@ _RECORD, _LOCK, _MARK = "store.json", "store.lock", ".damaged"
 _DOWNLOADS = 256  # files per request to the library, which reads them concurrently
 
 
+@dataclass(frozen=True)
+class UnitFiles:
+    """What a store has of one unit, by name: the record, the bytes of small files, the sizes of the others."""
+
+    record: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    small: Mapping[str, bytes] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
 class BuildFolder:
     """A local cache folder: nothing has to be fetched or uploaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.location: CacheLocation = folder
 
     def push_unit(self, file: str) -> None:
         """Upload what was written for the unit of a shard."""
+
+    def unit_files(self, file: str) -> UnitFiles:
+        """Return what the store has of the unit of a shard, for the mirror of another process."""
+        return UnitFiles()
+
+    def adopt_unit(self, file: str, files: UnitFiles) -> None:
+        """Update the mirror with a unit that another process has pushed."""
 
     def push_catalogue(self) -> None:
         """Upload what changed in the catalogue."""
@@ -65,14 +84,17 @@ class BuildFolder:
 
 
 class RemoteBuildFolder(BuildFolder):
-    """The local mirror of a cache at a URL. One process uses it at a time."""
+    """The local mirror of a cache at a URL. One process uses it at a time. ``unit``: it mirrors one unit only."""
 
-    def __init__(self, url: str, folder: Path) -> None:
+    def __init__(self, url: str, folder: Path, unit: UnitFiles | None = None) -> None:
         super().__init__(folder)
-        self.url = url
+        self.url = self.location = url
         # name -> (version in the store, digest of the local copy; "" if it is hollow)
-        self._record: dict[str, tuple[str, str]] = _read_record(folder / _RECORD)
-        self._pull()
+        self._record: dict[str, tuple[str, str]] = dict(unit.record if unit else _read_record(folder / _RECORD))
+        if unit is None:
+            self._pull()
+        else:
+            (folder / SHARDS).mkdir(parents=True, exist_ok=True)
 
     # --- from the store -----------------------------------------------------------------------
 
@@ -148,10 +170,9 @@ class RemoteBuildFolder(BuildFolder):
         stem, entry = file.removesuffix(".safetensors"), read_entry(self.folder / SHARDS, file)
         if (shard := f"{SHARDS}/{file}") in self._record:  # else a killed run leaves it with the hash of another
             self._delete([shard])
-        for suffix in UNIT_SUFFIXES:
-            name = f"{SHARDS}/{stem}{suffix}"
+        for name in _unit_names(file):
             path = self.folder / name
-            if entry is None and suffix not in _REJECTED_SUFFIXES:  # left from the time when it had samples
+            if entry is None and not name.endswith(_REJECTED_SUFFIXES):  # left from the time when it had samples
                 path.unlink(missing_ok=True)
             if path.is_file():
                 self._upload(name)
@@ -168,6 +189,25 @@ class RemoteBuildFolder(BuildFolder):
         for name in (f"{SHARDS}/{file}", f"{SHARDS}/{stem}.arrow"):
             _make_hollow(self.folder / name, (self.folder / name).stat().st_size)
             self._record[name] = self._record[name][0], ""
+
+    def unit_files(self, file: str) -> UnitFiles:
+        """Return the record and the files of a unit that the mirror has."""
+        names = _unit_names(file)
+        record = {name: self._record[name] for name in names if name in self._record}
+        paths = {name: self.folder / name for name in record if (self.folder / name).is_file()}
+        small = {name: path.read_bytes() for name, path in paths.items() if not _is_hollow(name)}
+        return UnitFiles(record, small, {name: path.stat().st_size for name, path in paths.items() if _is_hollow(name)})
+
+    def adopt_unit(self, file: str, files: UnitFiles) -> None:
+        """Make the mirror's files of a unit equal to those that another process has pushed."""
+        for name in _unit_names(file):
+            self._record.pop(name, None)
+            (self.folder / name).unlink(missing_ok=True)
+        for name, data in files.small.items():
+            (self.folder / name).write_bytes(data)
+        for name, size in files.sizes.items():
+            _make_hollow(self.folder / name, size)
+        self._record.update(files.record)
 
     def push_catalogue(self) -> None:
         """Upload new files of the catalogue; delete those that the mirror no longer has."""
@@ -249,6 +289,16 @@ def open_build_folder(location: CacheLocation, work: Path) -> Iterator[BuildFold
         yield RemoteBuildFolder(location, work)
 
 
+@contextmanager
+def open_unit_folder(location: CacheLocation, unit: UnitFiles, scratch: Path) -> Iterator[BuildFolder]:
+    """Yield the folder to build one unit in: a local cache itself, or for a URL a new folder in ``scratch``."""
+    if isinstance(location, Path):
+        yield BuildFolder(location)
+        return
+    with TemporaryDirectory(dir=scratch) as folder:
+        yield RemoteBuildFolder(location, Path(folder), unit)
+
+
 def work_name(url: str, part: tuple[int, int] | None = None) -> str:
     """Return the name of the folder in which a cache at a URL, or a part of it, is built."""
     digest = blake2b(url.encode(), digest_size=8).hexdigest()
@@ -289,6 +339,10 @@ def _put_if_same(files: Any, path: str, data: bytes, etag: str) -> None:
 def _remove(files: Any, path: str) -> None:
     with suppress(FileNotFoundError):
         files.rm_file(path)
+
+
+def _unit_names(file: str) -> list[str]:
+    return [f"{SHARDS}/{file.removesuffix('.safetensors')}{suffix}" for suffix in UNIT_SUFFIXES]
 
 
 def _is_hollow(name: str) -> bool:

@@ -3,7 +3,7 @@
 Of a large dataset they look at a part that is spread over all units.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import islice, zip_longest
 from statistics import median
 
@@ -12,12 +12,13 @@ import numpy as np
 from sd3_light.config import ModelConfig
 from sd3_light.data.buckets import plan as plan_resize
 from sd3_light.data.building.cache_plan import CachePlan, Member, Unit, decode_task
-from sd3_light.data.building.decode import decode_images
+from sd3_light.data.building.decode import DecodeTask, decode_images
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.encoders.caption_lengths import MAX_CAPTIONS, count_cut_captions
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.vae import LOW_PSNR, psnr
 from sd3_light.runlog import info
+from sd3_light.stages.cache.local_builder import Builder
 
 _RECONSTRUCTED = {"cuda": 16, "cpu": 8}  # images by device: decoding one takes about as long as encoding two
 
@@ -39,14 +40,11 @@ def warn_of_extreme_fits(title: str, plan: CachePlan) -> None:
         info(f"{title}: warning: images fit their buckets badly: {sentence}")
 
 
-def measure_reconstructions(title: str, plan: CachePlan, parts: FrozenParts) -> None:
+def measure_reconstructions(title: str, plan: CachePlan, builder: Builder) -> None:
     """Print how well the VAE reconstructs some images, with a warning where it does not."""
-    scores: dict[str, float] = {}
-    for unit, member in _few(plan, _RECONSTRUCTED[parts.device.type]):
-        (decoded,) = decode_images([decode_task(member, plan.source(unit).root, unit)])
-        if decoded.pixels is not None:
-            (reconstruction,) = parts.reconstruct(decoded.pixels[np.newaxis])
-            scores[member.row.key] = psnr(decoded.pixels, reconstruction)
+    samples = _few(plan, _RECONSTRUCTED[builder.device_type])
+    tasks = {member.row.key: decode_task(member, plan.source(unit).root, unit) for unit, member in samples}
+    scores = builder.call(_reconstruction_scores, tasks)
     if not scores:
         return
     worst, low = min(scores, key=lambda key: scores[key]), sum(value < LOW_PSNR for value in scores.values())
@@ -56,6 +54,17 @@ def measure_reconstructions(title: str, plan: CachePlan, parts: FrozenParts) -> 
         remedy = "choose a VAE that fits them, and see `sd3-light inspect CACHE --out page.html`"
         text = f"warning: {text}; {low} are below {LOW_PSNR:g} dB: what they show is lost before training; {remedy}"
     info(f"{title}: {text}")
+
+
+def _reconstruction_scores(parts: FrozenParts, tasks: Mapping[str, DecodeTask]) -> dict[str, float]:
+    """Return the PSNR of each image that can be decoded."""
+    scores: dict[str, float] = {}
+    for key, task in tasks.items():
+        (decoded,) = decode_images([task])
+        if decoded.pixels is not None:
+            (reconstruction,) = parts.reconstruct(decoded.pixels[np.newaxis])
+            scores[key] = psnr(decoded.pixels, reconstruction)
+    return scores
 
 
 def _spread(plan: CachePlan, most: int) -> Iterator[tuple[Unit, Member]]:

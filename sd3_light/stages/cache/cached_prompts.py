@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.files import sweep_files
 from sd3_light.runlog import info
-from sd3_light.sampling.prompt_features import PROMPTS_FOLDER, encode_prompts, prompt_file, read_prompt, write_prompt
+from sd3_light.sampling.prompt_features import PROMPTS_FOLDER, PromptFeatures, prompt_file, read_prompt, write_prompt
 from sd3_light.stages.cache.freshness import CacheState
 from sd3_light.stages.cache.shard_builder import wait_for_main
 
@@ -27,12 +26,16 @@ def add_orphans(state: CacheState, prompts: Sequence[str], recipe: Mapping[str, 
 
 
 def cache_prompts(
-    cache: Path, prompts: Sequence[str], recipe: Mapping[str, Any], parts: Callable[[], FrozenParts], title: str
+    cache: Path,
+    prompts: Sequence[str],
+    recipe: Mapping[str, Any],
+    encode: Callable[[Sequence[str]], list[PromptFeatures]],
+    title: str,
 ) -> None:
     """Encode prompts into the cache. Called in the main process only, because they are few."""
     if prompts:
         info(f"{title}: encoding {len(prompts)} prompt(s) of [sampling]")
-        for prompt, features in zip(prompts, encode_prompts(parts(), prompts), strict=True):
+        for prompt, features in zip(prompts, encode(prompts), strict=True):
             write_prompt(cache, prompt, recipe, features)
         sweep_files(cache / PROMPTS_FOLDER)
 

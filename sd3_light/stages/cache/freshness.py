@@ -20,8 +20,9 @@ from sd3_light.data.shards import read_origins
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info
 from sd3_light.stages.cache.number_set import NumberSet
-from sd3_light.stages.cache.shard_builder import is_done
+from sd3_light.stages.cache.unit_builder import is_done
 
+_TRANSIENT = ("unreadable", "changed_meanwhile", "shard_failed")
 _RECIPE_LABELS = {
     "format": "the cache format",
     "preprocess": "the image preprocessing",
@@ -86,7 +87,7 @@ def _has_transient_rejects(path: Path) -> bool:
     """Return whether images of a shard were rejected for a reason that can pass without a change of their files."""
     rejects = path.with_suffix(".rejects.jsonl")
     text = rejects.read_text(encoding="utf-8") if rejects.is_file() else ""
-    return any(f'"reason": "{reason}"' in text for reason in ("unreadable", "changed_meanwhile"))
+    return any(f'"reason": "{reason}"' in text for reason in _TRANSIENT)
 
 
 def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:

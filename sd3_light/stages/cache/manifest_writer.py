@@ -14,7 +14,7 @@ from sd3_light.data.building.cache_plan import CachePlan, PlanCounts, Unit
 from sd3_light.data.manifest import DUPLICATES, REJECTED, SHARDS, UNMATCHED, Manifest, ShardEntry, read_entry
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.files import atomic_file
-from sd3_light.stages.cache.shard_builder import reject_line
+from sd3_light.stages.cache.unit_builder import reject_line
 
 REJECTS = "rejects.jsonl"
 

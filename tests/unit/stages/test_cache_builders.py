@@ -17,6 +17,7 @@ import torch
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import MANIFEST, Manifest
+from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.files import file_sha256
 from sd3_light.stages import cache as stage
@@ -221,14 +222,14 @@ def test_the_encoders_are_freed_before_training(fresh_project: Project, monkeypa
     import weakref
 
     modules: list[Any] = []
-    real = stage.FrozenParts.part
+    real = FrozenParts.part
 
     def part(self: Any, name: str) -> Any:
         module = real(self, name)
         modules.append(weakref.ref(module))
         return module
 
-    monkeypatch.setattr(stage.FrozenParts, "part", part)
+    monkeypatch.setattr(FrozenParts, "part", part)
     fresh_project.build_cache()
     assert modules
     assert all(reference() is None for reference in modules)

@@ -16,6 +16,7 @@ import pytest
 
 from sd3_light.data.building import cache_plan, catalogue
 from sd3_light.stages import cache
+from sd3_light.stages.cache import dataset_build, local_builder
 from sd3_light.stages.cache.number_set import NumberSet
 from tests.modules import load_module
 
@@ -46,9 +47,10 @@ def peaks(memory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Itera
         for module in (catalogue, cache_plan):
             patch.setattr(module, "PART_ROWS", ROWS)
         patch.setattr(cache_plan, "_UNITS_PER_BATCH", 2)
-        patch.setattr(cache, "FrozenParts", memory.ZeroEncoders)
+        patch.setattr(local_builder, "FrozenParts", memory.ZeroEncoders)
         # hashing the encoders uses a buffer that would hide the memory of planning
-        patch.setattr(cache, "make_recipe", lambda *_: {"text_tokens": "real"})
+        for module in (cache, dataset_build):
+            patch.setattr(module, "make_recipe", lambda *_: {"text_tokens": "real"})
         folder = tmp_path_factory.mktemp("memory")
         measure(memory, folder / "warm", ROWS)  # warm-up: one-time allocations
         grow_intern_table()

@@ -1,0 +1,122 @@
+"""Where units are encoded: the interface, and its implementation by the encoders of this process."""
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+
+import torch
+
+from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.data.building.cache_plan import CachePlan, Unit
+from sd3_light.data.building.claims import Claims
+from sd3_light.data.building.decode import Probe, SampleLocation
+from sd3_light.data.building.workers import BatchPool
+from sd3_light.data.manifest import SHARDS
+from sd3_light.data.store.build_folder import BuildFolder
+from sd3_light.encoders.frozen_parts import FrozenParts
+from sd3_light.engines import Launch
+from sd3_light.runlog import Bar
+from sd3_light.stages.cache.shard_builder import ShardBuilder
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class BuildJob:
+    """One dataset's cache: its folder and plan. ``regenerate``: encode units again that are built."""
+
+    place: BuildFolder
+    plan: CachePlan
+    claims: Claims
+    regenerate: bool = False
+
+
+class Builder(Protocol):
+    """Encodes units. The encoders are loaded when something has to be encoded, and freed at the end."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that encodes: cuda or cpu."""
+
+    def probe_pool(self) -> BatchPool[SampleLocation, Probe] | None:
+        """Return the pool that probes new images; None: processes of this machine."""
+
+    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> int:
+        """Build units. Return the number of samples that this command encoded."""
+
+    def call(
+        self,
+        function: Callable[Concatenate[FrozenParts, _Params], _Result],
+        *args: _Params.args,
+        **kwargs: _Params.kwargs,
+    ) -> _Result:
+        """Return the result of a function of the encoders, which must be complete when it returns."""
+
+
+def open_parts(model: ModelConfig, device: torch.device, batch_size: int) -> FrozenParts:
+    """Return the encoders, in the config's dtype on GPUs and in float32 elsewhere."""
+    return FrozenParts(
+        model.diffusers_path,
+        device,
+        text_dtype=getattr(torch, model.dtype),
+        t5_max_length=model.t5_max_length,
+        text_tokens=model.text_tokens,
+        batch_size=batch_size,
+    )
+
+
+class LocalBuilder:
+    """Encodes in this process, together with the other processes of the launch."""
+
+    def __init__(self, train: TrainConfig, launch: Launch) -> None:
+        self._train, self._launch = train, launch
+        self._resources = ExitStack()
+        self._parts: FrozenParts | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+        self._parts = None
+        gc.collect()
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that encodes."""
+        return self._launch.device(self._train.caching_device).type
+
+    @property
+    def parts(self) -> FrozenParts:
+        """The encoders on this process's device."""
+        if self._parts is None:
+            device = self._launch.device(self._train.caching_device)
+            parts = open_parts(self._train.model, device, self._train.caching_batch_size)
+            self._parts = self._resources.enter_context(parts)
+        return self._parts
+
+    def probe_pool(self) -> None:
+        """Probe with processes of this machine."""
+
+    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> int:
+        """Build the units together with other processes. Return the number of samples that this process encoded."""
+        shards, push = job.place.folder / SHARDS, job.place.push_unit
+        builder = ShardBuilder(job.plan, shards, job.claims, self.parts, bar, self._train, job.regenerate, push)
+        builder.build(units, (self._launch.rank, self._launch.world))
+        return builder.encoded
+
+    def call(
+        self,
+        function: Callable[Concatenate[FrozenParts, _Params], _Result],
+        *args: _Params.args,
+        **kwargs: _Params.kwargs,
+    ) -> _Result:
+        """Call a function with the encoders of this process."""
+        return function(self.parts, *args, **kwargs)

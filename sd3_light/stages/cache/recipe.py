@@ -1,0 +1,63 @@
+"""The recipe of a cache: everything that determines a sample's features besides the sample."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sd3_light.config import DatasetConfig, ModelConfig, TrainConfig
+from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest
+from sd3_light.data.preprocess import PREPROCESS_VERSION
+from sd3_light.data.store import private_temp_folder
+from sd3_light.data.store.remote import load_remote_manifest
+from sd3_light.encoders.fingerprint import parts_fingerprint
+from sd3_light.runlog import info
+
+_SHORT_KEYS = ("format", "preprocess", "text_tokens", "t5_max_length")  # their values fit in a message
+
+
+def make_recipe(train: TrainConfig, memo: Path | None = None) -> dict[str, Any]:
+    """Return everything that determines a sample's features besides the sample; ``memo`` is a file of known hashes."""
+    return recipe_of(train.model, memo)
+
+
+def recipe_of(model: ModelConfig, memo: Path | None = None) -> dict[str, Any]:
+    """Return the recipe of a model's encoders on this machine."""
+    return {
+        "format": CACHE_FORMAT,
+        "preprocess": PREPROCESS_VERSION,
+        "text_tokens": model.text_tokens,
+        "t5_max_length": model.t5_max_length,
+        **parts_fingerprint(model.diffusers_path, memo),
+    }
+
+
+def is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
+    """Return whether the cache is at a URL. Such a cache must match the config's encoders and is used as it is."""
+    url = dataset.cache_dir
+    if isinstance(url, Path):
+        return False
+    memo = (train.stream_cache_dir or private_temp_folder(url)) / "parts.json"
+    hint = "correct [model], or build the cache again with `sd3-light cache CONFIG`"
+    _require(url, load_remote_manifest(url), make_recipe(train, memo), hint)
+    info(f"using the cache at {url} as it is")
+    return True
+
+
+def is_trusted(dataset: DatasetConfig, train: TrainConfig) -> bool:
+    """Return whether a local cache has a manifest. It must match the config's encoders."""
+    folder = dataset.cache_dir
+    if not isinstance(folder, Path) or not (folder / MANIFEST).is_file():
+        return False
+    expected = make_recipe(train, folder / "parts.json")
+    _require(str(folder), Manifest.load(folder), expected, "run without --trust-cache to encode it again")
+    return True
+
+
+def _require(location: str, manifest: Manifest, expected: Mapping[str, Any], hint: str) -> None:
+    """Raise a UserError if a cache was built with settings or encoders other than the config's."""
+    for key, value in expected.items():
+        built = manifest.recipe.get(key)
+        if built != value:
+            difference = f"{key} = {built!r}, the config says {value!r}" if key in _SHORT_KEYS else f"another {key}"
+            raise UserError(f"{location} was built with {difference}; {hint}")

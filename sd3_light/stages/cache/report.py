@@ -1,0 +1,48 @@
+"""What the cache stage reports at the end: inputs used, rejected and dropped, and buckets below one global batch."""
+
+from collections.abc import Sequence
+
+from sd3_light.config import DatasetConfig, TrainConfig, batch_size_for
+from sd3_light.data.building.cache_plan import Unit
+from sd3_light.data.building.catalogue import make_sources
+from sd3_light.data.manifest import DUPLICATES, UNMATCHED
+from sd3_light.data.order import BucketOrder, Segment
+from sd3_light.runlog import info
+from sd3_light.stages.cache.options import CacheReport
+
+
+def small_buckets(units: Sequence[Unit], dataset: DatasetConfig, train: TrainConfig, world: int) -> dict[str, int]:
+    """Return the sample counts of buckets with fewer occurrences per epoch than one global batch."""
+    repeats = {source.label: source.directory.num_repeats for source in make_sources(dataset.directories)}
+    buckets: dict[tuple[tuple[int, int], str], list[Segment]] = {}
+    for unit in units:
+        segments = buckets.setdefault((unit.resolution, str(unit.bucket)), [])
+        segments.append(Segment(unit.count, repeats[unit.label]))
+    step = train.gradient_accumulation_steps * world
+    small = {}
+    for (size, bucket), segments in buckets.items():
+        batch = batch_size_for(train.micro_batch_size_per_gpu, size) * step
+        if BucketOrder(tuple(segments), batch).length < batch:
+            small[f"{bucket} of {size[0]}x{size[1]}"] = sum(segment.size for segment in segments)
+    return small
+
+
+def log_report(title: str, report: CacheReport, policy: str, rejects: str) -> None:
+    """Log how many inputs were used, rejected and dropped."""
+    counts = report.counts
+    rejected = {name.removeprefix("rejected: "): counts[name] for name in counts if name.startswith("rejected: ")}
+    info(
+        f"{title}: {counts['used']:,} samples of {counts['pictures']:,} images are in the cache "
+        f"({counts['cropped']:,} cropped, {counts['enlarged']:,} enlarged)"
+    )
+    for key, result in (("keep", '`duplicates = "drop"` leaves them out'), ("drop", "they are left out")):
+        if count := counts.get(DUPLICATES[key]):
+            info(f"{title}: {count:,} images have the same bytes as an earlier one: {result}")
+    if counts.get(UNMATCHED):
+        info(f"{title}: {counts[UNMATCHED]:,} samples do not match `where` and are left out")
+    if rejected:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
+        info(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {rejects}")
+    for bucket, count in report.small_buckets.items():
+        result = "dropped" if policy == "drop" else "repeated to fill one"
+        info(f"{title}: bucket {bucket} has {count:,} samples, fewer than one global batch: they are {result}")

@@ -1,0 +1,157 @@
+"""A stand-in for the part of Ray that the cache stage uses: tasks and actors run at once, in this process."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+USERS = (
+    "sd3_light.stages.cache.ray_builder",
+    "sd3_light.stages.cache.ray_encoder",
+    "sd3_light.stages.cache.ray_tasks",
+)
+"""The modules that import Ray."""
+
+
+class RayError(Exception):
+    pass
+
+
+class RayTaskError(RayError):
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("the traceback of the task")
+        self.cause, self.ip = cause, "10.0.0.7"
+
+
+class RayActorError(RayError):
+    actor_init_failed = False
+
+
+class WorkerCrashedError(RayError):
+    pass
+
+
+class OutOfMemoryError(RayError):
+    pass
+
+
+class Ref:
+    """A finished result, or an error."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.error: Exception | None = None
+        try:
+            self.value = work()
+        except RayError as error:
+            self.error = error
+        except Exception as error:
+            self.error = RayTaskError(error)
+
+
+class _Remote:
+    """A remote function or method; ``options`` are collected."""
+
+    def __init__(self, work: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._work, self._options = work, options
+
+    def options(self, **options: Any) -> "_Remote":
+        return _Remote(self._work, self._options | options)
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        return self._work(self._options, *args, **kwargs)
+
+
+class _Actor:
+    def __init__(self, fake: "FakeRay", target: Any) -> None:
+        self._fake, self._target = fake, target
+
+    def __getattr__(self, name: str) -> _Remote:
+        def call(options: dict[str, Any], *args: Any, **kwargs: Any) -> Ref:
+            def work() -> Any:
+                self._fake.before(name, args)
+                return getattr(self._target, name)(*args, **kwargs)
+
+            return Ref(work)
+
+        return _Remote(call, {})
+
+
+class FakeRay(ModuleType):
+    """The module. ``before`` is called with the name and arguments of every call and may raise its error."""
+
+    def __init__(self, resources: dict[str, float]) -> None:
+        super().__init__("ray")
+        self.resources, self.connected = resources, False
+        self.before: Callable[[str, Sequence[Any]], None] = lambda name, args: None
+        self.actor_options: list[dict[str, Any]] = []
+        self.task_options: list[dict[str, Any]] = []
+        self.num_killed = 0
+
+    def init(self, **_: Any) -> None:
+        self.connected = True
+
+    def shutdown(self) -> None:
+        self.connected = False
+
+    def is_initialized(self) -> bool:
+        return self.connected
+
+    def cluster_resources(self) -> dict[str, float]:
+        return self.resources
+
+    def nodes(self) -> list[Any]:
+        return [{}, {}]
+
+    def remote(self, target: Any) -> _Remote:
+        if isinstance(target, type):
+            return _Remote(self._start_actor(target), {})
+        return _Remote(self._start_task(target), {})
+
+    def _start_actor(self, target: type) -> Callable[..., _Actor]:
+        def start(options: dict[str, Any], *args: Any) -> _Actor:
+            self.actor_options.append(options)
+            return _Actor(self, target(*args))
+
+        return start
+
+    def _start_task(self, function: Callable[..., Any]) -> Callable[..., Ref]:
+        def start(options: dict[str, Any], *args: Any) -> Ref:
+            self.task_options.append(options)
+
+            def work() -> Any:
+                self.before(options["name"], args)
+                return function(*args)
+
+            return Ref(work)
+
+        return start
+
+    def get(self, ref: Ref) -> Any:
+        if ref.error is not None:
+            raise ref.error
+        return ref.value
+
+    def wait(self, refs: Sequence[Ref], timeout: float | None = None) -> tuple[list[Ref], list[Ref]]:
+        return list(refs[:1]), list(refs[1:])
+
+    def kill(self, actor: _Actor) -> None:
+        self.num_killed += 1
+
+
+@contextmanager
+def installed_ray(**resources: float) -> Iterator[FakeRay]:
+    """Replace the module `ray` by a stand-in for a cluster with these resources."""
+    fake = FakeRay(resources)
+    exceptions: Any = ModuleType("ray.exceptions")
+    for error in (RayError, RayTaskError, RayActorError, WorkerCrashedError, OutOfMemoryError):
+        setattr(exceptions, error.__name__, error)
+    replaced = {name: sys.modules.pop(name, None) for name in ("ray", "ray.exceptions", *USERS)}
+    sys.modules |= {"ray": fake, "ray.exceptions": exceptions}
+    try:
+        yield fake
+    finally:
+        for name, module in replaced.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module

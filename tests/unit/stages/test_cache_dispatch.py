@@ -1,0 +1,137 @@
+"""Units are distributed among workers that come, go and fail; only a unit that fails alone is given up."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from sd3_light.config.faults import UserError
+from sd3_light.data.buckets import Bucket
+from sd3_light.data.building.cache_plan import Unit
+from sd3_light.stages.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
+
+
+def unit(number: int) -> Unit:
+    return Unit(number, f"{number}.safetensors", "a#0", Bucket(64, 64), (64, 64), False, "", 1)
+
+
+UNITS = [unit(number) for number in range(30)]
+
+
+class FakeWorkers:
+    """Workers that finish one unit per wait; a unit in ``poison`` ends its worker and all units in progress there."""
+
+    def __init__(self, count: int, poison: Sequence[int] = ()) -> None:
+        self.names = list(range(count))
+        self.poison = set(poison)
+        self.built: list[int] = []
+        self.tries: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+        self.on_wait: Callable[[], None] = lambda: None
+        self._running: dict[str, tuple[int, Unit]] = {}
+        self._lost: set[str] = set()
+        self._next = 0
+
+    def ready(self, wanted: int) -> list[int]:
+        return list(self.names)
+
+    def submit(self, worker: int, unit: Unit) -> str:
+        self._next += 1
+        self.tries[unit.number] += 1
+        self._running[f"call {self._next}"] = worker, unit
+        loads = Counter(name for name, _ in self._running.values())
+        self.most |= loads
+        return f"call {self._next}"
+
+    def wait(self, handles: Sequence[str]) -> list[str]:
+        assert set(handles) == self._running.keys()
+        self.on_wait()
+        if not handles:
+            return []
+        first = handles[0]
+        worker, current = self._running[first]
+        if current.number in self.poison:
+            self.lose(worker)
+        return [handle for handle in handles if handle in self._lost] or [first]
+
+    def lose(self, worker: int) -> None:
+        """End a worker; its units fail together."""
+        self._lost |= {handle for handle, (name, _) in self._running.items() if name == worker}
+
+    def finish(self, worker: int, handle: str, unit: Unit) -> None:
+        del self._running[handle]
+        if handle in self._lost:
+            raise WorkerFailed("the process was lost")
+        self.built.append(unit.number)
+
+
+def test_every_unit_is_built_once() -> None:
+    workers = FakeWorkers(3)
+    assert dispatch(UNITS, workers) == {}
+    assert sorted(workers.built) == list(range(30))
+    assert set(workers.tries.values()) == {1}
+    assert workers.most == {0: DEPTH, 1: DEPTH, 2: DEPTH}
+
+
+def test_few_units_are_spread_over_all_workers() -> None:
+    workers = FakeWorkers(3)
+    dispatch(UNITS[:3], workers)
+    assert workers.most == {0: 1, 1: 1, 2: 1}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_only_the_poison_units_fail(count: int) -> None:
+    workers = FakeWorkers(count, poison=[3, 17])
+    failed = dispatch(UNITS, workers)
+    assert {unit.number: cause for unit, cause in failed.items()} == dict.fromkeys((3, 17), "the process was lost")
+    assert sorted(workers.built) == [number for number in range(30) if number not in (3, 17)]
+    assert workers.tries[3] == workers.tries[17] == 1 + TRIES
+
+
+def test_units_of_a_lost_worker_are_repeated() -> None:
+    workers = FakeWorkers(2)
+    waits = iter(range(100))
+
+    def lose_one() -> None:
+        if next(waits) == 4:
+            workers.lose(1)
+            workers.names.remove(1)
+
+    workers.on_wait = lose_one
+    assert dispatch(UNITS, workers) == {}
+    assert sorted(workers.built) == list(range(30))
+    assert sum(workers.tries.values()) <= 30 + DEPTH
+
+
+def test_workers_may_come_late_and_grow() -> None:
+    workers = FakeWorkers(0)
+    waits = iter(range(100))
+
+    def join() -> None:
+        if (number := next(waits)) in (3, 8):
+            workers.names.append(number)
+
+    workers.on_wait = join
+    assert dispatch(UNITS, workers) == {}
+    assert set(workers.most) == {3, 8}
+
+
+def test_many_failures_in_a_row_stop_the_run() -> None:
+    workers = FakeWorkers(2, poison=range(1000))
+    with pytest.raises(UserError, match=r"shards in a row could not be built, the last: the process was lost; fix"):
+        dispatch([unit(number) for number in range(1000)], workers)
+    assert sum(workers.tries.values()) < 50
+
+
+def test_a_few_units_that_all_fail_do_not_stop_the_run() -> None:
+    workers = FakeWorkers(2, poison=range(5))
+    assert len(dispatch(UNITS[:5], workers)) == 5
+
+
+def test_a_user_error_stops_the_run() -> None:
+    class Refusing(FakeWorkers):
+        def finish(self, worker: int, handle: str, unit: Unit) -> None:
+            raise UserError("the store is not writable")
+
+    with pytest.raises(UserError, match="the store is not writable"):
+        dispatch(UNITS, Refusing(2))

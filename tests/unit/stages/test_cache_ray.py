@@ -1,0 +1,212 @@
+"""The cache stage on a stand-in for Ray in this process; tests/distributed/test_ray_cache.py uses Ray itself."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.config.faults import UserError
+from sd3_light.engines import Launch
+from sd3_light.stages import cache
+from tests import fake_ray
+from tests.fake_ray import FakeRay
+from tests.project import Project, with_nan
+
+WORKERS = "caching_num_workers=0"
+
+
+@pytest.fixture
+def ray() -> Iterator[FakeRay]:
+    with fake_ray.installed_ray(CPU=3.0) as ray:
+        yield ray
+
+
+def build(project: Project, *overrides: str, **flags: Any) -> cache.CacheReport:
+    (report,) = project.build_cache(WORKERS, *overrides, ray="", **flags)
+    return report
+
+
+def content(project: Project) -> dict[str, bytes]:
+    """Return everything that training reads, and the rejects."""
+    paths = [*(project.cache / "shards").iterdir(), project.cache / "manifest.json", project.cache / "rejects.jsonl"]
+    root = str(project.folder).encode()
+    return {path.name: path.read_bytes().replace(root, b"") for path in paths}
+
+
+def rejects(project: Project) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (project.cache / "rejects.jsonl").read_text().splitlines()]
+
+
+def test_the_bytes_are_those_of_a_single_process(fresh_project: Project, cached_project: Project, ray: FakeRay) -> None:
+    report = build(fresh_project, ray_actors=2)
+    assert report.encoded == 40
+    assert content(fresh_project) == content(cached_project)
+    assert [(options["num_cpus"], options["num_gpus"]) for options in ray.actor_options] == [(1, 0), (1, 0)]
+    assert {(options["name"], options["num_cpus"]) for options in ray.task_options} == {("decode images", 1)}
+    assert (ray.num_killed, ray.connected) == (2, False)
+    assert build(fresh_project).encoded == 0
+
+
+def test_without_spare_cpus_decoding_shares_those_of_the_encoders(fresh_project: Project, ray: FakeRay) -> None:
+    ray.resources["CPU"] = 1.0
+    assert build(fresh_project).encoded == 40
+    assert len(ray.actor_options) == 1
+    assert {options["num_cpus"] for options in ray.task_options} == {0}
+
+
+def test_a_cluster_with_gpus_encodes_on_them(fresh_project: Project, ray: FakeRay) -> None:
+    ray.resources["GPU"] = 2.0
+    with pytest.raises(UserError, match=r"torch sees no GPU.*\(on the node 10\.0\.0\.7\)"):
+        build(fresh_project)
+    assert [options["num_gpus"] for options in ray.actor_options] == [1]
+
+
+def test_lost_actors_lose_nothing(fresh_project: Project, cached_project: Project, ray: FakeRay) -> None:
+    calls: Counter[str] = Counter()
+
+    def lose_some(name: str, args: Sequence[Any]) -> None:
+        calls[name] += 1
+        if name == "build" and calls[name] in (2, 3, 5):
+            raise fake_ray.RayActorError("the node was removed")
+        if name == "ready" and calls[name] == 3:  # dead for good: it is replaced
+            raise fake_ray.RayActorError("killed")
+        if name == "call" and calls[name] == 1:
+            raise fake_ray.RayActorError("the node was removed")
+
+    ray.before = lose_some
+    assert build(fresh_project).encoded == 40
+    assert content(fresh_project) == content(cached_project)
+
+
+def test_a_poison_unit_is_rejected_and_tried_again_by_the_next_run(
+    fresh_project: Project, cached_project: Project, ray: FakeRay
+) -> None:
+    tries: Counter[str] = Counter()
+    poison = sorted(path.name for path in (cached_project.cache / "shards").glob("images*.safetensors"))[1]
+
+    def crash(name: str, args: Sequence[Any]) -> None:
+        if name == "build":
+            tries[args[0].unit.file] += 1
+            if args[0].unit.file == poison:
+                raise fake_ray.RayActorError("segmentation fault")
+
+    ray.before = crash
+    report = build(fresh_project)
+    assert tries.pop(poison) == 4
+    assert set(tries.values()) == {1}
+    failed = [line for line in rejects(fresh_project) if line["reason"] == "shard_failed"]
+    assert 0 < len(failed) == 40 - report.encoded == report.counts["rejected: shard_failed"]
+    assert "failed 3 times alone on a node of the Ray cluster: RayActorError: segmentation fault" in failed[0]["detail"]
+    ray.before = lambda name, args: None
+    assert build(fresh_project).encoded == len(failed)
+    assert content(fresh_project) == content(cached_project)
+
+
+def test_an_image_that_crashes_its_decoder_is_rejected(fresh_project: Project, ray: FakeRay) -> None:
+    broken = sorted(fresh_project.images.glob("*.png"))[3]
+
+    def crash(name: str, args: Sequence[Any]) -> None:
+        if name == "decode images" and any(task.location.image.path == str(broken) for task in args[0]):
+            raise fake_ray.WorkerCrashedError("segmentation fault")
+
+    ray.before = crash
+    assert build(fresh_project).encoded == 39
+    assert [(line["reason"], Path(line["image"]).name) for line in rejects(fresh_project)] == [
+        ("decoder_crashed", broken.name)
+    ]
+
+
+def test_new_images_are_probed_by_the_cluster(
+    fresh_project: Project, cached_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sd3_light.stages.cache.dataset_build.FEW_IMAGES", 10)
+    build(fresh_project, dry_run=True)
+    assert {options["name"] for options in ray.task_options} == {"probe images"}
+    assert not ray.actor_options
+    build(fresh_project)
+    assert content(fresh_project) == content(cached_project)
+
+
+# --- what stops the run ---------------------------------------------------------------------------
+
+
+def test_an_error_of_a_node_names_it(fresh_project: Project, ray: FakeRay, tmp_path: Path) -> None:
+    broken = with_nan(fresh_project.model, tmp_path / "model", "vae")
+    with pytest.raises(UserError, match=r"returned NaN or infinity.* \(on the node 10\.0\.0\.7\)"):
+        build(fresh_project, f"model.diffusers_path={broken}")
+    assert ray.num_killed > 0
+
+
+def test_nodes_with_other_encoders_are_refused(
+    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sd3_light.stages.cache import ray_encoder
+
+    monkeypatch.setattr(ray_encoder, "recipe_of", lambda *_: {"vae": "other weights"})
+    with pytest.raises(UserError, match=r"another format than on the driver's node; copy the same model folder"):
+        build(fresh_project)
+
+
+def test_a_folder_that_is_not_shared_is_refused(
+    fresh_project: Project, ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sd3_light.stages.cache import ray_builder, ray_encoder
+
+    real = ray_encoder.open_unit_folder
+    (tmp_path / "another disk" / "shards").mkdir(parents=True)
+    monkeypatch.setattr(ray_encoder, "open_unit_folder", lambda _, *rest: real(tmp_path / "another disk", *rest))
+    monkeypatch.setattr(ray_builder, "VISIBLE_SECONDS", 0.0)
+    with pytest.raises(UserError, match=r"which this node does not see; cache_dir must be a folder that all nodes"):
+        build(fresh_project)
+
+
+def test_a_cluster_that_cannot_be_reached_is_reported(
+    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**_: Any) -> None:
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(UserError, match=r"--ray: cannot connect .*Could not find any running Ray instance.*HOST:PORT"):
+        build(fresh_project)
+
+
+def test_encoders_that_never_start_stop_the_run(fresh_project: Project, ray: FakeRay) -> None:
+    def fail(name: str, args: Sequence[Any]) -> None:
+        raise fake_ray.RayActorError("No module named 'sd3_light'")
+
+    ray.before = fail
+    with pytest.raises(UserError, match=r"cannot start on the Ray cluster: .*No module named.*; install the same"):
+        build(fresh_project)
+
+
+def test_ray_is_refused_under_a_launcher(fresh_project: Project, ray: FakeRay) -> None:
+    with pytest.raises(UserError, match="run it without torchrun"):
+        cache.run(fresh_project.load(), Launch(rank=0, local_rank=0, world=2), cache.CacheOptions(ray=""))
+
+
+def test_without_ray_the_error_names_the_command(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in fake_ray.USERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"--ray needs Ray, which is not installed; run `pip install 'sd3-light\[ray"):
+        build(fresh_project)
+
+
+def test_a_cluster_without_a_free_device_is_reported(
+    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sd3_light.stages.cache import ray_builder
+
+    lines: list[str] = []
+    answers = iter([False] * 6)
+    real = ray.wait
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout=None: real(refs) if next(answers, True) else ([], refs))
+    monkeypatch.setattr(ray_builder, "_MESSAGE_SECONDS", 0.0)
+    monkeypatch.setattr(ray_builder, "info", lines.append)
+    assert build(fresh_project).encoded == 40
+    assert "waiting for a node of the Ray cluster with a free CPU" in lines
