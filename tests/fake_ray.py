@@ -21,7 +21,7 @@ class RayError(Exception):
 class RayTaskError(RayError):
     def __init__(self, cause: Exception) -> None:
         super().__init__("the traceback of the task")
-        self.cause, self.ip = cause, "10.0.0.7"
+        self.cause = cause
 
 
 class RayActorError(RayError):
@@ -56,7 +56,8 @@ class _Remote:
         self._work, self._options = work, options
 
     def options(self, **options: Any) -> "_Remote":
-        return _Remote(self._work, self._options | options)
+        assert not self._options, "what `options` returns can only be called"
+        return _Remote(self._work, options)
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
         return self._work(self._options, *args, **kwargs)

@@ -135,7 +135,7 @@ class ActorPool:
             actor.node = ray.get(answer)
             self._failed_starts = 0
         except RayTaskError as error:
-            raise _stopping_error(error) or error.cause from error
+            raise error.cause from error
         except RayError as error:
             self._failed_starts += 1
             is_broken = isinstance(error, RayActorError) and error.actor_init_failed
@@ -176,8 +176,8 @@ class _UnitRun:
         try:
             count, files = ray.get(handle)
         except RayTaskError as error:
-            if stopping := _stopping_error(error):
-                raise stopping from error
+            if isinstance(error.cause, UserError):
+                raise error.cause from error
             raise WorkerFailed(_line(error.cause)) from error
         except RayError as error:
             self._pool.restart(worker)
@@ -276,7 +276,7 @@ class RayBuilder:
                 result: _Result = ray.get(ready[0].handle.call.remote(function, *args, **kwargs))
                 return result
             except RayTaskError as error:
-                raise _stopping_error(error) or error.cause from error
+                raise error.cause from error
             except RayError as error:
                 self.pool.restart(ready[0])
                 cause = error
@@ -294,11 +294,6 @@ def _connect(address: str) -> None:
     resources = ray.cluster_resources()
     devices = ", ".join(f"{int(resources.get(name, 0))} {name}s" for name in ("CPU", "GPU"))
     info(f"using the Ray cluster with {len(ray.nodes())} nodes, {devices}")
-
-
-def _stopping_error(error: RayTaskError) -> UserError | None:
-    """Return the UserError that a task raised, with its node; None for other exceptions."""
-    return UserError(f"{error.cause} (on the node {error.ip})") if isinstance(error.cause, UserError) else None
 
 
 def _line(error: BaseException | None) -> str:

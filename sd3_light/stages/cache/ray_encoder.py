@@ -4,8 +4,9 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -74,8 +75,9 @@ class ShardEncoder:
 
     def ready(self) -> str:
         """Return the name of this node. Raises a UserError if its encoders differ from those of the driver."""
-        self._prepare()
-        return self._node
+        with self._named_errors():
+            self._prepare()
+            return self._node
 
     def _prepare(self) -> tuple[FrozenParts, Path]:
         """Return the encoders, checked once, and the folder for files of units that are being built."""
@@ -89,12 +91,17 @@ class ShardEncoder:
 
     def call(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """Return the result of a function of the encoders."""
-        parts, _ = self._prepare()
-        with self._device:
-            return function(parts, *args, **kwargs)
+        with self._named_errors():
+            parts, _ = self._prepare()
+            with self._device:
+                return function(parts, *args, **kwargs)
 
     def build(self, task: UnitTask) -> tuple[int, UnitFiles]:
         """Build a unit in the cache. Return the number of its samples and what the store has of it now."""
+        with self._named_errors():
+            return self._build(task)
+
+    def _build(self, task: UnitTask) -> tuple[int, UnitFiles]:
         parts, scratch = self._prepare()
         tokens = self._tokenizer.submit(parts.tokenize, list(distinct_captions(task.members)))
         current = UnitInProgress(task.unit, list(task.members), tokens)
@@ -111,6 +118,14 @@ class ShardEncoder:
             write_unit(place.folder / SHARDS, current, task.root)
             place.push_unit(task.unit.file)
             return len(current.accepted), place.unit_files(task.unit.file)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Add the name of this node to user errors, which the driver reports."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"{error} (on the node {self._node})") from error
 
     def _decoder(self, task: UnitTask) -> BatchPool[DecodeTask, Decoded]:
         # without spare CPUs more than two tasks would only take the encoder's own

@@ -30,8 +30,8 @@ class TaskPool(Generic[Task, Result]):
         ahead: int,
         num_cpus: int = 1,
     ) -> None:
-        self._crashed, self._ahead, self._num_cpus = crashed, ahead, num_cpus
-        self._remote = ray.remote(work).options(name=name, max_retries=_RETRIES)
+        self._name, self._work, self._crashed = name, ray.remote(work), crashed
+        self._ahead, self._num_cpus = ahead, num_cpus
 
     def map(self, batches: Iterable[Sequence[Task]]) -> Iterator[list[Result]]:
         """Yield the results of each batch, in order; batches are taken from the iterable as they are needed."""
@@ -44,7 +44,7 @@ class TaskPool(Generic[Task, Result]):
             yield self._result(*pending.popleft())
 
     def _submit(self, batch: Sequence[Task], num_cpus: int) -> Any:
-        return self._remote.options(num_cpus=num_cpus).remote(batch)
+        return self._work.options(name=self._name, max_retries=_RETRIES, num_cpus=num_cpus).remote(batch)
 
     def _result(self, batch: Sequence[Task], task: Any) -> list[Result]:
         if self._num_cpus and not ray.wait([task], timeout=QUEUE_SECONDS)[0]:
