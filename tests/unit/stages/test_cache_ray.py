@@ -115,9 +115,9 @@ def test_an_image_that_crashes_its_decoder_is_rejected(fresh_project: Project, r
 
     ray.before = crash
     assert build(fresh_project).encoded == 39
-    assert [(line["reason"], Path(line["image"]).name) for line in rejects(fresh_project)] == [
-        ("decoder_crashed", broken.name)
-    ]
+    (line,) = rejects(fresh_project)
+    assert line["reason"] == "decoder_crashed"
+    assert broken.name in line["image"]
 
 
 def test_new_images_are_probed_by_the_cluster(
