@@ -46,6 +46,7 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(project: Project) -
     assert [process for process in processes.values() if is_alive(process)] == []
 
 
+@pytest.mark.slow  # test_layouts.py resumes sharded weights, test_signals.py stops by file
 def test_sharded_weights_stop_by_file_and_resume(project: Project) -> None:
     """FSDP2 with `save_quit`: both ranks and torchrun exit with 0; one process resumes the checkpoint of both."""
     with TrainProcess(project, launcher=TORCHRUN, **ENDLESS, parallel='"fsdp2"') as live:

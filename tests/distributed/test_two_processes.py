@@ -68,6 +68,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cached_project: Project) -> 
     return project
 
 
+@pytest.mark.slow  # test_cache_builders.py builds with three ranks
 def test_two_processes_cache_the_same_bytes(fresh_project: Project, cached_project: Project) -> None:
     """Each takes units that the other has not, without communication."""
     output = torchrun(fresh_project, "--cache_only")
@@ -141,6 +142,7 @@ def parts(project: Project, run: str) -> list[float]:
     return [event[key] for event in project.events("step", run) for key in keys]
 
 
+@pytest.mark.slow  # test_layouts.py has a reference with every loss
 def test_every_loss_contributes(every_loss: Project) -> None:
     events = every_loss.events("step", "alone")
     assert len(events) == 4
@@ -150,6 +152,7 @@ def test_every_loss_contributes(every_loss: Project) -> None:
     assert events[-1]["text_recon"] > events[0]["text_recon"] == 0, "initially the blocks do not change the text"
 
 
+@pytest.mark.slow  # test_layouts.py accumulates 2 and 4 micro-batches
 def test_accumulation_does_not_change_any_loss(every_loss: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     shares = {**LOSSES, "micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}

@@ -20,6 +20,7 @@ from torch import Tensor
 from sd3_light.runlog import read_log
 from sd3_light.tasks import pack_latents, unpack_latents
 from sd3_light.world import draw_image, scene_captions
+from tests.cases import combinations
 from tests.families import PIPELINES, save_pipeline
 
 ROOT = Path(__file__).parents[2]
@@ -182,6 +183,7 @@ def test_the_stock_pipeline_loads_the_lora(family: Family, tmp_path: Path) -> No
     require_comfyui_layers(family.name, load_file(tmp_path / "epoch-1.safetensors"))
 
 
+@pytest.mark.parametrize("family", combinations(CLASSES, fast=[("z_image",)]), indirect=True)
 def test_full_training_saves_the_stock_weights(family: Family, tmp_path: Path) -> None:
     trained, pipe = family.run(tmp_path, "--full")["module"], family.pipe()
     missing, unexpected = pipe.transformer.load_state_dict(load_file(tmp_path / "epoch-1.safetensors"), strict=False)

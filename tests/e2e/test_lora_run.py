@@ -140,7 +140,7 @@ def test_a_run_on_a_quantized_base_exports_for_the_full_model(project: Project, 
     assert read_lora(file_of(project, 3)).facts["adapter"]["base_bits"] == bits
 
 
-@pytest.mark.parametrize("kind", ["lokr", "loha"])
+@pytest.mark.parametrize("kind", ["lokr", pytest.param("loha", marks=pytest.mark.slow)])
 def test_other_kinds_train_and_are_saved(project: Project, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
     use_adapter(project, f'type = "{kind}"\nrank = 4').train("max_steps=2")

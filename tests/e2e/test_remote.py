@@ -43,7 +43,7 @@ def remote(tmp_path: Path, cached_project: Project, bucket: str) -> Project:
 
 
 @pytest.mark.usefixtures("unproven")
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_run_from_s3_equals_the_run_from_the_folder(remote: Project, project: Project, workers: int) -> None:
     project.train("max_steps=2")
     remote.train("max_steps=2", f"num_dataloader_workers={workers}")

@@ -19,6 +19,7 @@ from sd3_light.stages.train import Resume
 from sd3_light.training.data import training_steps
 from sd3_light.training.sd3 import CleanPreparer
 from sd3_light.world import write_dataset
+from tests.cases import combinations
 from tests.checkpoints import read_checkpoint
 from tests.e2e.equal import assert_same_checkpoint
 from tests.project import Project
@@ -68,13 +69,14 @@ def test_the_uninterrupted_run_is_valid(whole: Project) -> None:
     assert whole.events("start")[0]["steps_per_epoch"] == EPOCH
 
 
+@pytest.mark.slow  # a run that starts with --resume is compared below
 def test_a_repeated_run_is_equal(whole: Project, project: Project) -> None:
     project.train(*settings("again"))
     assert numbers(project, "again", 0) == numbers(whole, "run", 0)
     assert_same_checkpoint(checkpoint(project, STEPS, "again"), checkpoint(whole, STEPS))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", combinations((0, 2), fast=[(0,)]))
 def test_noise_added_after_the_copy_to_the_device_gives_the_same_run(
     whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
@@ -93,7 +95,9 @@ def test_noise_added_after_the_copy_to_the_device_gives_the_same_run(
     assert_same_checkpoint(checkpoint(project, STEPS, "device"), checkpoint(whole, STEPS))
 
 
-@pytest.mark.parametrize(("residence", "workers"), [("host", 0), ("host", 2), ("device", 0), ("device", 2)])
+@pytest.mark.parametrize(
+    ("residence", "workers"), combinations(("host", "device"), (0, 2), fast=[("host", 2), ("device", 0)])
+)
 def test_a_cache_in_memory_gives_the_same_run(
     whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, residence: str, workers: int
 ) -> None:
@@ -184,7 +188,9 @@ def test_log_averages_over_several_steps_survive_a_resume(project: Project) -> N
         assert resumed[key] == uninterrupted[key], key
 
 
-@pytest.mark.parametrize("killed", [7, 2], ids=["after a checkpoint", "before the first checkpoint"])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(7, id="after a checkpoint"), pytest.param(2, id="before the first", marks=pytest.mark.slow)]
+)
 def test_a_killed_run_resumes_from_its_newest_checkpoint(
     whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, killed: int
 ) -> None:
@@ -375,14 +381,14 @@ def test_optimizers_with_state_of_other_shapes_resume_exactly(project: Project, 
 # --- settings that do not change training ------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 4])
+@pytest.mark.parametrize("workers", combinations((1, 4), fast=[(4,)]))
 def test_the_number_of_workers_does_not_change_training(whole: Project, project: Project, workers: int) -> None:
     project.train(*settings("run", num_dataloader_workers=workers, dataloader_prefetch_per_worker=2))
     assert numbers(project, "run", 0) == numbers(whole, "run", 0)
     assert_same_checkpoint(checkpoint(project, STEPS), checkpoint(whole, STEPS))
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", combinations((2, 4), fast=[(4,)]))
 def test_gradient_accumulation_gives_the_same_steps(whole: Project, project: Project, count: int) -> None:
     """With the same global batch: 4 samples per step, in 2 or 4 micro-batches."""
     project.train(*settings("run", micro_batch_size_per_gpu=4 // count, gradient_accumulation_steps=count))

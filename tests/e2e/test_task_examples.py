@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
@@ -32,25 +33,36 @@ def losses(out: Path) -> list[float]:
     return [event["loss"] for event in read_log(out / "log.jsonl") if event["event"] == "step"]
 
 
-def test_sd3_in_two_stages_equals_one(tmp_path: Path) -> None:
-    (tmp_path / "images").mkdir()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with images and what the example trained on them."""
+    folder = tmp_path_factory.mktemp("sd3")
+    (folder / "images").mkdir()
     for index in range(0, 16, 2):  # the square ones
         image, scene = draw_image(index, 1)
-        image.save(tmp_path / "images" / f"{index:02d}.png")
-        (tmp_path / "images" / f"{index:02d}.txt").write_text(scene_captions(scene)["en"], encoding="utf-8")
-    for arguments in (("one",), ("two", "process"), ("two", "train")):
-        out, *stage = arguments
-        run_example("sd3_lora_task.py", DEMO, tmp_path / "images", tmp_path / out, *stage)
-    assert losses(tmp_path / "one") == losses(tmp_path / "two")
-    assert len(losses(tmp_path / "one")) == 8
-    files = [tmp_path / out / "epoch-1.safetensors" for out in ("one", "two")]
+        image.save(folder / "images" / f"{index:02d}.png")
+        (folder / "images" / f"{index:02d}.txt").write_text(scene_captions(scene)["en"], encoding="utf-8")
+    run_example("sd3_lora_task.py", DEMO, folder / "images", folder / "one")
+    return folder
+
+
+@pytest.mark.slow  # test_wan_task.py compares the stages of another example
+def test_sd3_in_two_stages_equals_one(trained: Path) -> None:
+    for stage in ("process", "train"):
+        run_example("sd3_lora_task.py", DEMO, trained / "images", trained / "two", stage)
+    assert losses(trained / "one") == losses(trained / "two")
+    files = [trained / out / "epoch-1.safetensors" for out in ("one", "two")]
     assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_the_stock_pipeline_loads_the_lora_of_sd3(trained: Path) -> None:
+    assert len(losses(trained / "one")) == 8
     transformer = SD3Transformer2DModel.from_pretrained(DEMO / "transformer", torch_dtype=torch.float32)
     before = output(transformer)
     pipe = StableDiffusion3Pipeline(
         transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(), **dict.fromkeys(WITHOUT)
     )
-    pipe.load_lora_weights(tmp_path / "one", weight_name="epoch-1.safetensors")
+    pipe.load_lora_weights(trained / "one", weight_name="epoch-1.safetensors")
     assert not torch.allclose(output(transformer), before, atol=1e-4)
 
 

@@ -70,6 +70,7 @@ def test_a_prepared_folder_reports_its_vae(bench: SimpleNamespace) -> None:
     assert {path.name for path in bench.folder.glob("cache*")} >= {"cache", "cache-real", "cache-eval-held_out"}
 
 
+@pytest.mark.slow  # the speedrun below trains, scores and records in the same way
 def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     original, scored = bench.world_runs.ScoredRun._score, []
 

@@ -179,7 +179,7 @@ class Started(MicroBatches):
         return super().fetch(item, allocate)
 
 
-LOADERS = ((1, 1, 1), (2, 1, 2), (2, 3, 1))  # workers, prefetch, accumulation
+LOADERS = ((1, 1, 2), (2, 3, 1))  # workers, prefetch, accumulation
 MICRO = SHARD_SIZE = 96
 
 

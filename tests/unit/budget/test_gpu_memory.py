@@ -34,6 +34,7 @@ from sd3_light.model.fast.block import BlockOptions, Keep
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import build_layers, run_layers, unpatchify
 from sd3_light.optim.groups import WeightKinds
+from tests.cases import combinations
 
 LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 64)
 
@@ -112,9 +113,19 @@ def allocated_in_a_step(setup: TrainingSetup, pair: BlockPair | None = None) -> 
         return memory.peak
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
-@pytest.mark.parametrize("dual", [(), (0, 1, 2, 3)])
-@pytest.mark.parametrize("batch", [2, 12])
+CHECKPOINTING = (False, True, "selective")
+DUAL = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "dual", "batch"),
+    combinations(
+        CHECKPOINTING,
+        ((), DUAL),
+        (2, 12),
+        fast=[(False, DUAL, 2), (False, (), 12), (True, (), 2), ("selective", DUAL, 12)],
+    ),
+)
 def test_a_step_in_bf16_allocates_what_the_formula_says(
     norms_as_on_gpus: None, checkpointing: Checkpointing, dual: tuple[int, ...], batch: int
 ) -> None:
@@ -124,9 +135,18 @@ def test_a_step_in_bf16_allocates_what_the_formula_says(
     assert formula - inside_kernels == pytest.approx(allocated_in_a_step(setup), rel=0.06)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
-@pytest.mark.parametrize("route", [None, TokenRoute(0.5, 2, 5)])
-@pytest.mark.parametrize("pair", [None, BlockPair(2, 4)])
+ROUTE, PAIR = TokenRoute(0.5, 2, 5), BlockPair(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "route", "pair"),
+    combinations(
+        CHECKPOINTING,
+        (None, ROUTE),
+        (None, PAIR),
+        fast=[(False, ROUTE, PAIR), (True, None, PAIR), ("selective", ROUTE, None)],
+    ),
+)
 def test_routing_and_alignment_allocate_what_the_formula_says(
     norms_as_on_gpus: None, checkpointing: Checkpointing, route: TokenRoute | None, pair: BlockPair | None
 ) -> None:
@@ -235,7 +255,7 @@ def test_activations_in_float32_are_what_autograd_saves(qk_norm: bool, dual: tup
     assert saved == pytest.approx(activation_bytes(setup), rel=0.02)
 
 
-@pytest.mark.parametrize("dual", [(), (0, 1)])
+@pytest.mark.parametrize("dual", [pytest.param((), marks=pytest.mark.slow), (0, 1)])
 def test_a_compiled_block_saves_what_the_formula_says(norms_as_on_gpus: None, dual: tuple[int, ...]) -> None:
     size, batch, tokens = small(dual=dual, layers=2), 2, Tokens(48, 40)
     block = SD3Transformer2DModel(**size.transformer_config()).train().transformer_blocks[0]

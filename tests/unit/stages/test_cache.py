@@ -36,6 +36,7 @@ from sd3_light.stages.check.count import count_samples
 from sd3_light.training.data import make_order, open_cache
 from sd3_light.training.sd3 import LightSD3Pipeline
 from sd3_light.world import write_dataset
+from tests.cases import combinations
 from tests.project import Project, with_nan
 
 NUM_IMAGES = 40
@@ -396,17 +397,18 @@ def test_a_damaged_manifest_is_rebuilt(project: Project) -> None:
     assert contents(project) == before
 
 
+METADATA = {
+    "shards/images*.json": b"{}",
+    "shards/empty*.json": b"",
+    "catalogue/images*.json": b"[]",
+    "catalogue/plan*.json": b"\xff",
+    "catalogue/plan*.arrow": b"",
+}
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        "shards/images*.json",
-        "shards/empty*.json",
-        "catalogue/images*.json",
-        "catalogue/plan*.json",
-        "catalogue/plan*.arrow",
-    ],
+    ("name", "content"), combinations(METADATA, (b"", b"{}", b"[]", b"\xff"), fast=list(METADATA.items()))
 )
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff"])
 def test_damaged_metadata_is_rebuilt(project: Project, name: str, content: bytes) -> None:
     before = contents(project)
     next(project.cache.glob(name)).write_bytes(content)
@@ -738,7 +740,13 @@ def test_a_missing_folder_is_reported_before_anything_is_encoded(fresh_project: 
     assert not fresh_project.cache.exists()
 
 
-@pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"])
+@pytest.mark.parametrize(
+    "part",
+    combinations(
+        ("vae", "text_encoder", "text_encoder_2", "text_encoder_3"),
+        fast=[("vae",), ("text_encoder_2",), ("text_encoder_3",)],
+    ),
+)
 def test_an_encoder_that_returns_nan_stops_the_cache(fresh_project: Project, tmp_path: Path, part: str) -> None:
     """At the first batch, and nothing that contains NaN is written."""
     model = with_nan(fresh_project.model, tmp_path / "nan", part)

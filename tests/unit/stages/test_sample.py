@@ -124,7 +124,7 @@ def test_rows_and_seeds_make_numbered_images(model: Path, tmp_path: Path) -> Non
     assert not np.array_equal(pixels(out / "00000.png"), pixels(out / "00001.png"))
 
 
-@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+@pytest.mark.parametrize("text_tokens", [pytest.param("padded", marks=pytest.mark.slow), "real"])
 def test_batch_and_split_do_not_change_a_byte(tmp_path: Path, demo_parts: Path, text_tokens: str) -> None:
     model = model_folder(tmp_path / "tiny", demo_parts / "vae", text_tokens=text_tokens, uncond_text="zero")
     for batch in (1, 8):

@@ -24,6 +24,7 @@ from sd3_light.sampling.texts import TextPolicy, encode, join_features
 from sd3_light.training import samples as samples_module
 from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.samples import Sampler, assigned
+from tests.cases import combinations
 from tests.project import Project
 
 PROMPTS = ("a large red circle", "two small blue squares on a white background", "a star")
@@ -100,8 +101,10 @@ def stock_text(pipe: StableDiffusion3Pipeline, prompt: str) -> tuple[Tensor, Ten
 
 
 @pytest.mark.usefixtures("no_encoders")
-@pytest.mark.parametrize("guidance", [4.0, 1.0])
-@pytest.mark.parametrize("uncond", ["zero", "empty"])
+@pytest.mark.parametrize(
+    ("guidance", "uncond"),
+    combinations((4.0, 1.0), ("zero", "empty"), fast=[(4.0, "zero"), (4.0, "empty"), (1.0, "zero")]),
+)
 def test_an_image_equals_the_stock_pipelines(
     caches: dict[str, Project], transformer: SD3Transformer2DModel, uncond: str, guidance: float
 ) -> None:
@@ -147,8 +150,10 @@ def test_the_trained_shift_is_used(
     assert times == pytest.approx(pipe.scheduler.timesteps.tolist())
 
 
-@pytest.mark.parametrize("text_tokens", ["padded", "real"])
-@pytest.mark.parametrize("uncond", ["zero", "empty"])
+@pytest.mark.parametrize(
+    ("text_tokens", "uncond"),
+    combinations(("padded", "real"), ("zero", "empty"), fast=[("padded", "empty"), ("real", "zero")]),
+)
 def test_an_image_does_not_depend_on_its_batch(
     caches: dict[str, Project], transformer: SD3Transformer2DModel, text_tokens: str, uncond: str
 ) -> None:
@@ -195,7 +200,7 @@ def test_a_finished_model_encodes_real_tokens_as_the_cache_does(
         torch.testing.assert_close(text.pooled, cached.pooled.float(), rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("world", [2, 4, 7])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
 def test_ranks_share_the_work_and_draw_the_same_images(
     caches: dict[str, Project], transformer: SD3Transformer2DModel, world: int
 ) -> None:
@@ -425,7 +430,7 @@ def test_each_image_has_its_own_settings(mixed: Project, transformer: SD3Transfo
         assert np.abs(drawn[2 * index] - np.asarray(image).astype(int)).max() <= 1, prompt
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ranks_call_the_denoiser_equally_often_for_images_of_different_kinds(
     mixed: Project, transformer: SD3Transformer2DModel, world: int
 ) -> None:

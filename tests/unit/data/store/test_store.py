@@ -371,7 +371,10 @@ def test_a_file_fetched_by_another_process_is_not_fetched_again(
 
 
 @pytest.mark.parametrize("room", [1, 3])
-def test_processes_share_one_limit(s3: S3, cache: Path, tmp_path: Path, room: int) -> None:
+def test_processes_share_one_limit(
+    s3: S3, cache: Path, tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk_cache, "_POLL_SEC", 0.005)
     store = RemoteStore(s3.put(cache), tmp_path / "kept", room * SIZE)
     orders = [
         [(start + step * number) % COUNT for number in range(2 * COUNT)] for start, step in ((0, 1), (3, 5), (5, 7))

@@ -14,6 +14,7 @@ from torch import Tensor
 from sd3_light.model.fast import reference
 from sd3_light.model.fast.fp8 import E4M3, FLOOR, LARGEST, Fp8Rows, Fp8Weight, RowForm
 from sd3_light.model.fast.row_plan import RowPlan, make_plan
+from tests.cases import combinations
 from tests.modules import load_module
 
 HEADS, UNITS = 3, 8
@@ -78,8 +79,14 @@ def test_norm(kernels: ModuleType, plan: RowPlan, is_pending: bool, form: RowFor
         assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-@pytest.mark.parametrize("is_pending", [False, True])
+BOTH = (False, True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "is_pending", "is_stream"),
+    combinations(PLANS, BOTH, BOTH, fast=[("one-length", True, True), ("real", True, False), ("real", False, True)]),
+    indirect=["plan"],
+)
 def test_norm_backward(kernels: ModuleType, plan: RowPlan, is_pending: bool, is_stream: bool) -> None:
     kernels.TUNING["norm_backward"]["R"] = kernels.TUNING["norm_backward_fp8"]["R"] = 2  # tiles cross sample ends
     for rows in (plan.image, plan.text):
@@ -106,7 +113,11 @@ def test_gelu_backward(kernels: ModuleType, recompute: bool) -> None:
     assert_close(reference.gelu_backward(dg, u, recompute)[0], leaf.grad)
 
 
-@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "is_normed"),
+    combinations(PLANS, BOTH, fast=[("one-length", False), ("real", True)]),
+    indirect=["plan"],
+)
 def test_join_and_join_backward(kernels: ModuleType, plan: RowPlan, is_normed: bool) -> None:
     qkv = (normal(plan.image.count, 3 * WIDTH), normal(plan.text.count, 3 * WIDTH))
     pairs: Any = [(normal(UNITS), normal(UNITS).flip(0) + 1) if is_normed else None] * 2
