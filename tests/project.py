@@ -1,9 +1,11 @@
 """A small training project: images of the demo world and two TOML files. The fixtures are in tests/conftest.py."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 if TYPE_CHECKING:  # torch and diffusers are imported only by the tests that need them
     from sd3_light.checkpoint.progress import Progress
@@ -75,14 +77,16 @@ class Project:
         """Run the cache stage in this process; the flags are those of `CacheOptions`."""
         from sd3_light.stages import cache
 
-        return cache.run(self.load(*overrides), options=cache.CacheOptions(**flags))
+        with few_reconstructions():
+            return cache.run(self.load(*overrides), options=cache.CacheOptions(**flags))
 
     def train(self, *overrides: str, resume: "Resume | None" = None) -> "Progress":
         """Cache what is missing and train, in this process."""
         from sd3_light.engines import Launch
         from sd3_light.journeys import cache_then_train
 
-        return cache_then_train(self.load(*overrides), Launch(), resume=resume)
+        with few_reconstructions():
+            return cache_then_train(self.load(*overrides), Launch(), resume=resume)
 
     def events(self, kind: str, run: str = "run") -> list[dict[str, Any]]:
         """Return a run's log events of one kind."""
@@ -98,6 +102,15 @@ class Project:
         """Copy the project, except names that match ``without``; the model folder is shared."""
         shutil.copytree(self.folder, target, ignore=shutil.ignore_patterns(*without))
         return Project(target, self.model)
+
+
+@contextmanager
+def few_reconstructions() -> Iterator[None]:
+    """Let the cache stage print how well the VAE reconstructs one image instead of eight."""
+    from sd3_light.stages.cache import advice
+
+    with patch.dict(advice._RECONSTRUCTED, cpu=1):
+        yield
 
 
 def with_nan(model: Path, target: Path, part: str) -> Path:

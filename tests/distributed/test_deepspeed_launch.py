@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from tests.project import Project
 from tests.warm import REAL_PYTHON
 
-pytest.importorskip("deepspeed")
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 ROOT = Path(__file__).parents[2]
 
 
@@ -67,6 +68,7 @@ def same_losses(project: Project, run: str) -> bool:
     return actual.keys() == expected.keys() and actual == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow  # test_layouts.py covers the engine, test_cli.py the launcher's arguments
 def test_the_deepspeed_launcher_trains(reference: Project) -> None:
     """`deepspeed --num_gpus=2 train.py --deepspeed --config TRAIN.toml --trust_cache`, on one node; DeepSpeed's
     own messages are suppressed."""

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from sd3_light.assets import DEMO
 
 
@@ -22,6 +24,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow  # test_sample.py compares the shares of two ranks in one process
 def test_two_processes_write_the_files_of_one(tmp_path: Path) -> None:
     table = tmp_path / "prompts.csv"
     table.write_text("prompt,seed,width\na large red circle,,\ntwo blue squares,7,80\n", encoding="utf-8")

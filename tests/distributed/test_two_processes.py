@@ -254,6 +254,7 @@ def test_sharded_weights_are_exported_during_training(project: Project) -> None:
     assert torch.equal(weights[0]["context_embedder.weight"], weights[1]["context_embedder.weight"])
 
 
+@pytest.mark.slow  # test_layouts.py evaluates in every layout
 def test_two_processes_evaluate_like_one(alone: Project) -> None:
     """`sd3-light evaluate MODEL --config` under torchrun: one table, one file."""
     model = alone.folder / "alone" / "exports" / checkpoint_name(STEPS)

@@ -313,6 +313,7 @@ def test_an_export_can_be_fine_tuned(project: Project, export_folder: Path, unpr
 # --- kinds of training -------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # test_golden.py compares a longer run step by step
 def test_training_reduces_the_validation_loss(project: Project, unproven: None) -> None:
     from sd3_light.world import write_dataset
 
@@ -373,6 +374,7 @@ def test_pseudo_huber_gives_another_loss(project: Project, unproven: None) -> No
     assert math.isfinite(huber)
 
 
+@pytest.mark.slow  # test_cache.py follows masks into the loss, test_layouts.py trains with them
 def test_masks_change_the_loss(fresh_project: Project, unproven: None) -> None:
     left = Image.new("L", (64, 64), 0)
     left.paste(255, (0, 0, 32, 64))

@@ -32,18 +32,22 @@ TOY = [
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """The bench's modules, and a prepared folder of a few images of the demo's scenes."""
-    folder = tmp_path_factory.mktemp("bench")
+def scripts() -> Iterator[SimpleNamespace]:
+    """The bench's modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        modules = {
-            name: importlib.import_module(name) for name in ("world_runs", "world_prepare", "ablate", "speedrun")
-        }
-        options = ["--scenes", "simple", "--side", "64", "--images", "8", "--prompts", "3"]
-        call(modules["world_prepare"], folder, *options, "--processes", "1", "--check", "2")
-        (folder / "table.toml").write_text(TABLE, encoding="utf-8")
-        yield SimpleNamespace(folder=folder, **modules)
+        names = ("world_runs", "world_prepare", "ablate", "speedrun")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+@pytest.fixture(scope="module")
+def bench(scripts: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The bench's modules, and a prepared folder of a few images of the demo's scenes."""
+    folder = tmp_path_factory.mktemp("bench")
+    options = ["--scenes", "simple", "--side", "64", "--images", "8", "--prompts", "3"]
+    call(scripts.world_prepare, folder, *options, "--processes", "1", "--check", "2")
+    (folder / "table.toml").write_text(TABLE, encoding="utf-8")
+    return SimpleNamespace(folder=folder, **vars(scripts))
 
 
 def call(module: Any, *arguments: object) -> None:
@@ -63,6 +67,7 @@ def _results(bench: SimpleNamespace) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_a_prepared_folder_reports_its_vae(bench: SimpleNamespace) -> None:
     quality = json.loads((bench.folder / "vae.json").read_text(encoding="utf-8"))
     assert quality["judged_right"] == 1.0
@@ -70,7 +75,7 @@ def test_a_prepared_folder_reports_its_vae(bench: SimpleNamespace) -> None:
     assert {path.name for path in bench.folder.glob("cache*")} >= {"cache", "cache-real", "cache-eval-held_out"}
 
 
-@pytest.mark.slow  # the speedrun below trains, scores and records in the same way
+@pytest.mark.slow
 def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     original, scored = bench.world_runs.ScoredRun._score, []
 
@@ -124,17 +129,19 @@ def test_averages_of_other_lengths_are_scored(bench: SimpleNamespace) -> None:
     assert not (bench.folder / "runs" / ablation.name / "average").exists()
 
 
-def test_the_table_has_a_line_per_row(bench: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_line_per_row(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    (tmp_path / "table.toml").write_text(TABLE, encoding="utf-8")
     entry = {"right": 0.5, "fixed": {"raw": 0.6, "ema": 0.4}, "samples_to_0.9": 1_500_000, "minutes": 2.0}
     other = {**entry, "right": 0.75, "samples_to_0.9": None, "ema_lengths": {"0.1": 0.8}}
     results = [{"row": "joint", "seed": 2, **other}, {"row": "joint", "seed": 1, **entry}]
-    lines = bench.ablate.markdown(results, bench.ablate.read_rows(bench.folder / "table.toml")).splitlines()
+    lines = scripts.ablate.markdown(results, scripts.ablate.read_rows(tmp_path / "table.toml")).splitlines()
     assert lines[2:] == [
         "| joint | joint dropout | 0.500 / 0.750 | 0.4000 / 0.4000 | 1.50 / - | 2.0 / 2.0 |",
         "| joint | average of length 0.1 | 0.800 | | | |",
     ]
 
 
+@pytest.mark.slow
 def test_the_shipped_table_is_valid(bench: SimpleNamespace) -> None:
     rows = bench.ablate.read_rows(BENCHMARKS / "ablations.toml")
     configs = {row.name: bench.world_runs.load(bench.folder, row.overrides).train for row in rows}
@@ -145,6 +152,7 @@ def test_the_shipped_table_is_valid(bench: SimpleNamespace) -> None:
         assert config.max_steps % config.sampling.every_n_steps == config.max_steps % config.eval_every_n_steps == 0
 
 
+@pytest.mark.slow
 def test_unknown_rows_and_folders_are_one_line(bench: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"error: .* has no row nothing; it has base, joint"):
         _ablate(bench, "--rows", "nothing")
@@ -154,14 +162,15 @@ def test_unknown_rows_and_folders_are_one_line(bench: SimpleNamespace, tmp_path:
         bench.world_runs.Bench.read(tmp_path)
 
 
-def test_samples_to_a_rate_are_interpolated(bench: SimpleNamespace) -> None:
+def test_samples_to_a_rate_are_interpolated(scripts: SimpleNamespace) -> None:
     scores = [{"samples": n, "rates": {"all": rate}} for n, rate in ((100, 0.5), (200, 0.8), (300, 1.0))]
-    run = bench.world_runs.ScoredRun(None, (), scores=scores)
+    run = scripts.world_runs.ScoredRun(None, (), scores=scores)
     assert run.samples_to(0.9) == 250
     assert run.samples_to(0.25) == 50
-    assert bench.world_runs.ScoredRun(None, (), scores=scores[:1]).samples_to(0.9) is None
+    assert scripts.world_runs.ScoredRun(None, (), scores=scores[:1]).samples_to(0.9) is None
 
 
+@pytest.mark.slow
 def test_a_signal_keeps_the_time_so_far(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any, **__: Any) -> None:
         time.sleep(0.02)
@@ -180,6 +189,7 @@ def test_a_signal_keeps_the_time_so_far(bench: SimpleNamespace, monkeypatch: pyt
     assert times[1] >= times[0] + 0.02 >= 0.04
 
 
+@pytest.mark.slow
 def test_a_speedrun_stops_at_its_target(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -311,6 +311,8 @@ def test_a_dead_worker_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert "\n" not in text
     assert "DataLoader worker" in text
     assert "lower num_dataloader_workers" in text
+    del fault, loader
+    gc.collect()  # waits for the other worker: later it would take ten seconds of another test
 
 
 # --- the note on memory ------------------------------------------------------------------------
@@ -407,11 +409,11 @@ del held  # still alive: only the garbage collector would free it
 """
 
 
-def test_a_program_with_an_unclosed_iteration_ends() -> None:
+def test_a_program_with_an_unclosed_iteration_ends(tmp_path: Path) -> None:
     """Workers ignore the SIGTERM that Python sends to its children, and Python would wait for them."""
-    done = subprocess.run(
-        [sys.executable, "-c", _HELD], capture_output=True, text=True, check=False, timeout=HANG_SECONDS, cwd=ROOT
-    )
+    (script := tmp_path / "script.py").write_text(_HELD, encoding="utf-8")
+    command, environment = [sys.executable, str(script)], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=HANG_SECONDS)
     assert (done.stdout.strip(), done.stderr.strip(), done.returncode) == ("2", "", 0)
 
 

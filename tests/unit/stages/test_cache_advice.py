@@ -11,7 +11,7 @@ from PIL import Image
 
 from sd3_light.data.buckets import fits, misfit
 from sd3_light.encoders.frozen_parts import FrozenParts
-from sd3_light.stages import check
+from sd3_light.stages import cache, check
 from sd3_light.stages.cache import advice
 from tests.project import Project
 
@@ -34,7 +34,7 @@ def odd_project(fresh_project: Project) -> Project:
 
 def build(project: Project, capfd: pytest.CaptureFixture[str], *overrides: str) -> str:
     """Return the messages of a build, without line breaks."""
-    project.build_cache(*overrides)
+    cache.run(project.load(*overrides))
     return " ".join(capfd.readouterr().err.split())
 
 

@@ -283,7 +283,8 @@ def test_ten_percent_of_samples_lose_all_text_and_none_half_an_encoder(model: Mo
     assert torch.equal(tokens[:, :2], pooled.bool())
     assert abs(float((~tokens).all(dim=1).double().mean()) - 0.1) < 3 * (0.1 * 0.9 / count) ** 0.5
     assert float((torch.corrcoef(tokens.T.double()) - torch.eye(3)).abs().max()) < 4 / count**0.5
-    evaluated = preparer(model, enable_uncond_text_dropout=True).prepare_inputs(cached, 0.5)[0][2:]
+    few = {name: values[:500] for name, values in cached.items()}
+    evaluated = preparer(model, enable_uncond_text_dropout=True).prepare_inputs(few, 0.5)[0][2:]
     assert all(bool(part[..., 0].all()) for part in evaluated)
 
 
