@@ -87,13 +87,8 @@ def test_a_demo_recipe_runs(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, 
     assert list((loaded.train.output_dir / "exports").iterdir())
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("name", ["sd3_light_256", pytest.param("sd3_light_256_seed", marks=pytest.mark.slow)])
 def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path: Path, name: str) -> None:
-=======
-@pytest.mark.slow  # the demo's pretraining recipe runs above
-def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path: Path) -> None:
->>>>>>> 54abb22 (Move repeated code paths of the tests to make test-full)
     """All keys as shipped except size, paths and counts, through cache, training and verified export."""
     from sd3_light.journeys import cache_then_train
 
