@@ -10,13 +10,21 @@ import pytest
 
 from tests.warm import REAL_PYTHON
 
-SHORT = " --steps 2 --more-steps 2 --pictures 24 --prompts 3"
+SHORT = {
+    "sd3-light demo": " --steps 2 --more-steps 2 --pictures 24 --prompts 2",
+    "sd3-light sample": " --steps 4",
+    "sd3-light evaluate": " --steps 4",
+}
+"""Options that make commands quick."""
 MORE = ("docs/guide.md", "docs/export.md", "docs/training.md")
 
 
 def shortened(block: str) -> str:
-    """Return the block with a quick demo in place of the full one, and fewer prompts to score."""
-    lines = (line + SHORT if line.startswith("sd3-light demo") else line for line in block.splitlines())
+    """Return the block with fewer steps and fewer prompts to score."""
+    lines = (
+        line + next((options for start, options in SHORT.items() if line.startswith(start)), "")
+        for line in block.splitlines()
+    )
     return "\n".join(lines).replace("--prompts 16", "--prompts 2")
 
 
