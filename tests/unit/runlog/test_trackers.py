@@ -299,6 +299,7 @@ def test_training_continues_when_trackio_is_not_reachable(
         open_trackers(monitoring_config(enable_trackio=True), tmp_path, CONFIG)
 
 
+@pytest.mark.slow  # starts wandb's service
 def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = pytest.importorskip("wandb", reason="needs wandb: pip install 'sd3-light[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -23,7 +23,7 @@ from sd3_light.files import file_sha256
 from sd3_light.stages import cache as stage
 from sd3_light.training.data import open_cache
 from tests.cases import combinations
-from tests.project import Project
+from tests.project import Project, few_reconstructions
 from tests.waiting import HANG_SECONDS, wait_until
 
 WORKERS = "caching_num_workers=2"
@@ -47,7 +47,8 @@ def start(work: Callable[..., object], *args: object) -> BaseProcess:
 
 
 def build(project: Project, rank: int = 0, world: int = 1, *overrides: str) -> None:
-    stage.run(project.load(WORKERS, *overrides), Launch(rank=rank, local_rank=rank, world=world))
+    with few_reconstructions():
+        stage.run(project.load(WORKERS, *overrides), Launch(rank=rank, local_rank=rank, world=world))
 
 
 def join(processes: list[BaseProcess]) -> None:
@@ -74,6 +75,7 @@ def test_any_number_of_builders_produces_the_same_shards(
     assert_valid(fresh_project)
 
 
+@pytest.mark.slow  # two runs at once are tested below too
 def test_two_runs_started_by_mistake_divide_the_work(fresh_project: Project, cached_project: Project) -> None:
     join([start(build, fresh_project) for _ in range(2)])
     assert shards(fresh_project) == shards(cached_project)
