@@ -210,7 +210,6 @@ def trained(rich: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
         jobs = [job(project, layout) for layout in layouts]
         jobs += [job(project, layout, source=READS[layout]) for layout in layouts if layout in READS]
         jobs += [export_again(project, layout) for layout in EXPORTS if layout.world == world]
-        jobs += [fast(project, layout) for layout in (DDP,) if layout.world == world]
         jobs += [drawn(project, layout) for layout in (ONE, *DRAWN) if layout.world == world]
         jobs += [poisoned(project, layout) for layout in (ONE, *POISONED) if layout.world == world]
         launch(jobs, tmp_path_factory.mktemp("jobs"))
@@ -261,11 +260,6 @@ def require_same_draws(trained: Project, layout: Layout) -> None:
     for event, other in zip(steps, expected, strict=True):
         for key in ("loss", "flow", "layer_sync", "grad_norm", "param_norm"):
             assert event[key] == pytest.approx(other[key], rel=1e-4 if layout == DDP else 1e-5), key
-
-
-def test_fast_blocks_train_alike(trained: Project) -> None:
-    """Their gradients reach the stock parameters, where DDP expects them."""
-    require_same_curve(trained, f"{DDP.name}-fast", DDP, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", EXPORTS, ids=lambda layout: layout.name)
@@ -349,11 +343,14 @@ def test_the_reference_run_uses_every_feature(trained: Project) -> None:
 @pytest.mark.slow
 @needs_deepspeed
 def test_other_layouts_draw_skip_and_use_fast_blocks_alike(trained: Project, tmp_path: Path) -> None:
-    launch([drawn(trained, ZERO1), drawn(trained, ZERO3), poisoned(trained, ZERO1), fast(trained, ZERO1)], tmp_path)
+    """The gradients of fast blocks reach the stock parameters, where DDP and ZeRO expect them."""
+    jobs = [drawn(trained, ZERO1), drawn(trained, ZERO3), poisoned(trained, ZERO1)]
+    launch([*jobs, *(fast(trained, layout) for layout in FAST)], tmp_path)
     for layout in (ZERO1, ZERO3):
         require_same_draws(trained, layout)
     require_skipped(trained, ZERO1)
-    require_same_curve(trained, f"{ZERO1.name}-fast", ZERO1, rel=1e-4)
+    for layout in FAST:
+        require_same_curve(trained, f"{layout.name}-fast", layout, rel=1e-4)
 
 
 @pytest.mark.slow

@@ -255,7 +255,8 @@ def test_activations_in_float32_are_what_autograd_saves(qk_norm: bool, dual: tup
     assert saved == pytest.approx(activation_bytes(setup), rel=0.02)
 
 
-@pytest.mark.parametrize("dual", [pytest.param((), marks=pytest.mark.slow), (0, 1)])
+@pytest.mark.slow  # compiles for seconds; the formulas are tested without it
+@pytest.mark.parametrize("dual", [(), (0, 1)])
 def test_a_compiled_block_saves_what_the_formula_says(norms_as_on_gpus: None, dual: tuple[int, ...]) -> None:
     size, batch, tokens = small(dual=dual, layers=2), 2, Tokens(48, 40)
     block = SD3Transformer2DModel(**size.transformer_config()).train().transformer_blocks[0]

@@ -263,7 +263,10 @@ def test_an_added_or_removed_image_changes_few_shards(project: Project, change: 
 
 @pytest.mark.parametrize(
     ("override", "cause"),
-    [("model.t5_max_length=12", "t5_max_length"), ('model.text_tokens="real"', "text_tokens")],
+    [
+        ("model.t5_max_length=12", "t5_max_length"),
+        pytest.param('model.text_tokens="real"', "text_tokens", marks=pytest.mark.slow),
+    ],
 )
 def test_a_changed_text_setting_makes_all_samples_stale(
     project: Project, override: str, cause: str, capfd: pytest.CaptureFixture[str]
