@@ -22,6 +22,7 @@ def commands() -> Callable[..., int]:
     return run
 
 
+@pytest.mark.slow  # the stock pipeline loads the parts in test_parts.py of the stages
 @pytest.mark.usefixtures("unproven")
 def test_parts_then_train_then_sample(
     fresh_project: Project, commands: Callable[..., int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
