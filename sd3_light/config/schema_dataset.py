@@ -150,8 +150,10 @@ class DatasetDefaults(Table):
     """Fraction of the samples to use, selected by sample id."""
     where: Where = ""
     """Condition over a sample's columns and its `width`, `height` and `caption_length`; the others are left out."""
-    duplicates: Literal["keep", "drop"] = "keep"
-    """What to do with an image whose bytes (and mask) equal those of an earlier one. They are counted in both cases."""
+    duplicates: Literal["keep", "drop", "drop_similar"] = "keep"
+    """What to do with an image whose bytes (and mask) equal those of an earlier one. They are counted in all cases.
+    `"drop_similar"` also leaves out copies that were resized or compressed again; to find them, every new image is
+    decoded once more."""
     image_column: TomlString = ""
     """Column of a table or Parquet file with the image or its path. Empty: detected by name."""
     caption_column: ColumnNames = ""

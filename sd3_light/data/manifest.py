@@ -21,8 +21,11 @@ LARGEST_SHARE = 0.8
 REJECTED = "rejected: "
 """Prefix of a manifest's counts of rejects."""
 
-DUPLICATES = {"keep": "duplicates kept", "drop": "duplicates dropped"}
-"""A manifest's counts of images that are equal to an earlier one, by `duplicates`; absent if there are none."""
+DUPLICATES = {"keep": "duplicates kept", "drop": "duplicates dropped", "similar": "similar dropped"}
+"""A manifest's counts of images that are equal or similar to an earlier one; absent if there are none."""
+
+REJECTS_FILE, DUPLICATES_FILE = "rejects.jsonl", "duplicates.jsonl"
+"""Lists beside the manifest, one JSON object per line."""
 
 UNMATCHED = "unmatched"
 """A manifest's count of samples that do not match `where`; absent if there are none."""

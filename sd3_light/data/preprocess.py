@@ -22,6 +22,9 @@ PREPROCESS_VERSION = 1
 MAX_PIXELS = 178_000_000
 """Larger images are rejected before they are decoded (just below the limit of Pillow itself)."""
 
+THUMBNAIL_SIDE = 16
+"""Width and height of the thumbnails that similar images are found by."""
+
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
 """Supported formats, as Pillow names them. EPS is excluded: reading it would run Ghostscript."""
 
@@ -86,6 +89,7 @@ _UPRIGHT = {
 _GREY_16 = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 _PLAIN = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
 _PROFILE_MODES = {"RGB": ("RGB", "L"), "GRAY": ("L",), "CMYK": ("CMYK",)}
+_DRAFT = (8 * THUMBNAIL_SIDE,) * 2  # a JPEG is decoded at the smallest scale above it, for its thumbnail
 _FLOAT32_SIDE = 1 << 16
 _REACH = 3  # pixels on either side that the widest kernel (Lanczos) uses at scale 1
 
@@ -109,9 +113,12 @@ def probe(data: bytes) -> Size:
     return (height, width) if _orientation(image, data) in (5, 6, 7, 8) else (width, height)
 
 
-def decode(data: bytes) -> Image.Image:
-    """Decode the first frame to upright 8-bit sRGB over white; broken EXIF and profiles are ignored. Raises Reject."""
-    image = _load_upright(data)
+def decode(data: bytes, draft: Size | None = None) -> Image.Image:
+    """Decode the first frame to upright 8-bit sRGB over white; broken EXIF and profiles are ignored. Raises Reject.
+
+    ``draft`` lets a JPEG be decoded at a fraction of its size that is no smaller, which is faster.
+    """
+    image = _load_upright(data, draft)
     alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
     colours = _to_srgb(image)
     if alpha is not None:
@@ -120,6 +127,16 @@ def decode(data: bytes) -> Image.Image:
         colours = white
     colours.info = {}
     return colours
+
+
+def make_thumbnail(image: bytes, mask: bytes | None) -> bytes:
+    """Return the colours of an image at `THUMBNAIL_SIDE`, with its mask as a fourth channel. Raises Reject."""
+    # bilinear: a box of whole pixels would depend on the size of the image
+    size, kernel = (THUMBNAIL_SIDE, THUMBNAIL_SIDE), Image.Resampling.BILINEAR
+    pixels = np.asarray(decode(image, _DRAFT).resize(size, kernel))
+    if mask is not None:
+        pixels = np.dstack([pixels, np.asarray(decode_mask(mask).resize(size, kernel))])
+    return pixels.tobytes()
 
 
 def fit(image: Image.Image, plan: ResizePlan) -> Pixels:
@@ -172,14 +189,16 @@ def _resample(image: Image.Image, plan: ResizePlan, size: Size, kernel: Image.Re
     return image.resize(size, kernel, box=box)
 
 
-def _open(data: bytes, load: bool = False) -> Image.Image:
-    """Open an image and with ``load`` decode its first frame. Raises Reject."""
+def _open(data: bytes, load: bool = False, draft: Size | None = None) -> Image.Image:
+    """Open an image and with ``load`` decode its first frame, a JPEG no smaller than ``draft``. Raises Reject."""
     if not data:
         raise Reject("empty_file")
     try:
         image = Image.open(io.BytesIO(data), formats=_formats())
         if image.width * image.height > MAX_PIXELS:
             raise Reject("too_large", f"{image.width}x{image.height}")
+        if draft:
+            image.draft(None, draft)
         if load:
             image.load()
     except UnidentifiedImageError:
@@ -199,9 +218,9 @@ def _formats() -> tuple[str, ...]:
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
-def _load_upright(data: bytes) -> Image.Image:
+def _load_upright(data: bytes, draft: Size | None = None) -> Image.Image:
     """Load the first frame with its orientation applied, in a mode that can be converted."""
-    image = _open(data, load=True)
+    image = _open(data, load=True, draft=draft)
     orientation = _orientation(image, data)
     return _eight_bit(image.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else image)
 

@@ -6,19 +6,19 @@ a change renames only the units that it affects. Sample hashes decide where unit
 unit and rarely the next.
 
 A plan is stored on disk: `plan-DIGEST.arrow` has one row per unit with the positions of its samples in the catalogue,
-read when the unit is built; `plan-DIGEST.json` has the counts and is written last.
+read when the unit is built; `plan-DIGEST.duplicates.jsonl` lists the duplicates; `plan-DIGEST.json` has the counts and
+is written last.
 """
 
 import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import pyarrow as pa
@@ -38,17 +38,18 @@ from sd3_light.data.building.catalogue import (
 )
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import DecodeTask, Probe
-from sd3_light.data.manifest import ShardEntry
+from sd3_light.data.building.earlier_images import EarlierImages, open_earlier_images
+from sd3_light.data.manifest import DUPLICATES, ShardEntry
 from sd3_light.data.sources.captions import caption_variants
-from sd3_light.data.sources.name_store import NameSet, NameStore
 from sd3_light.data.sources.selection import matches_size
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 _UNITS_PER_BATCH = 64
 _MAX_PLANS = 8
+_DUPLICATES = ".duplicates.jsonl"
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
 _IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "num_repeats", "caption_weights"}
 
@@ -105,7 +106,9 @@ class CachePlan:
         counts = read_json_file(path.with_suffix(".json"))
         self.counts = PlanCounts(counts["pictures"], counts["cropped"], counts["enlarged"], Counter(counts["rejected"]))
         self.counts.unmatched = counts.get("unmatched", 0) + sum(listing.unmatched for listing in listings)
-        self.counts.duplicates = Counter(counts.get("duplicates", {}))
+        self.counts.duplicates = Counter(counts["duplicates"])
+        self.duplicates_file = path.with_suffix(_DUPLICATES)
+        os.utime(self.duplicates_file)
         self._file = pa.ipc.open_file(pa.memory_map(str(path)))
         self.units = list(self._read_units())
 
@@ -192,8 +195,8 @@ def _is_planned(path: Path, claims: Claims) -> bool:
 def _prune_plans(folder: Path) -> None:
     """Remove all but the most recently used plans."""
     for path in sorted(folder.glob("plan-*.arrow"), key=_last_use)[:-_MAX_PLANS]:
-        path.with_suffix(".json").unlink(missing_ok=True)
-        path.unlink(missing_ok=True)
+        for suffix in (".json", _DUPLICATES, ".arrow"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
 
 
 def _last_use(path: Path) -> float:
@@ -227,16 +230,19 @@ class _Planner:
     def __init__(self, catalogue: Catalogue, recipe: str, shard_size: int) -> None:
         self._catalogue, self._recipe, self._shard_size = catalogue, recipe, shard_size
         self._counts = PlanCounts()
+        self._duplicates: TextIO
 
     def write(self, path: Path, listings: Sequence[Listing]) -> None:
         """Write the plan, counts last."""
         with (
-            closing(NameStore()) as store,
+            open_earlier_images() as earlier,
+            atomic_file(path.with_suffix(_DUPLICATES)) as list_path,
+            open(list_path, "w", encoding="utf-8") as self._duplicates,
             atomic_file(path) as temporary,
             pa.OSFile(str(temporary), "wb") as sink,
             pa.ipc.new_file(sink, _PLAN_SCHEMA) as writer,
         ):
-            units = self._units(listings, store.names())
+            units = self._units(listings, earlier)
             while batch := list(islice(units, _UNITS_PER_BATCH)):
                 writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=_PLAN_SCHEMA))
         counts = {
@@ -249,13 +255,13 @@ class _Planner:
         }
         write_atomically(path.with_suffix(".json"), json.dumps(counts).encode())
 
-    def _units(self, listings: Sequence[Listing], digests: NameSet) -> Iterator[dict[str, Any]]:
+    def _units(self, listings: Sequence[Listing], earlier: EarlierImages) -> Iterator[dict[str, Any]]:
         part_number = 0
         for listing in listings:
             open_units: defaultdict[_UnitKey, list[_Placed]] = defaultdict(list)
             for part in listing.parts:
                 rows = self._catalogue.rows(part)
-                yield from self._assign(listing.source, part_number * PART_ROWS, rows, open_units, digests)
+                yield from self._assign(listing.source, part_number * PART_ROWS, rows, open_units, earlier)
                 part_number += 1
             for key, unit in open_units.items():
                 if unit:
@@ -267,7 +273,7 @@ class _Planner:
         first: int,
         rows: Sequence[InputRow],
         open_units: defaultdict[_UnitKey, list[_Placed]],
-        digests: NameSet,
+        earlier: EarlierImages,
     ) -> Iterator[dict[str, Any]]:
         for position, row in enumerate(rows, start=first):
             if row.reason:
@@ -279,10 +285,8 @@ class _Planner:
             if reason := misfit(row.width, row.height, source.directory):
                 self._counts.rejected[reason] += 1
                 continue
-            if not digests.add_new(row.digest):
-                self._counts.duplicates[source.directory.duplicates] += 1
-                if source.directory.duplicates == "drop":
-                    continue
+            if self._is_dropped(row, source.directory, earlier):
+                continue
             self._counts.images += 1
             member = make_member(row, source.directory, self._recipe)
             for resolution, bucket, resize in fits(row.width, row.height, source.directory):
@@ -293,6 +297,17 @@ class _Planner:
                 if is_end(len(unit), member.identity, self._shard_size):
                     yield _finish_unit(source, (resolution, bucket), unit)
                     open_units[resolution, bucket] = []
+
+    def _is_dropped(self, row: InputRow, directory: DirectoryConfig, earlier: EarlierImages) -> bool:
+        """Return whether an image is left out because of an earlier one. A duplicate is counted and listed."""
+        duplicate = earlier.add(row, directory)
+        if duplicate is None:
+            return False
+        self._counts.duplicates[duplicate.kind] += 1
+        names = {"first": duplicate.first, "first_image": duplicate.first_image}
+        line = {"key": row.key, "image": row.image, "kind": DUPLICATES[duplicate.kind], **names}
+        self._duplicates.write(json.dumps(line, ensure_ascii=False) + "\n")
+        return duplicate.is_dropped
 
 
 def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed]) -> dict[str, Any]:

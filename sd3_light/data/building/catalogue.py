@@ -2,9 +2,9 @@
 
 A listing holds one directory's rows (key, captions, location of the bytes, or the reason why an input is rejected) in
 parts of a few thousand rows. A part is named by a digest of its rows and written under that name once its images are
-probed (size, content hash), so a later run that lists the same rows reuses it. Parts are cut by content: a new file
-changes one part. `signature` shows whether a directory must be listed again. Images that could not be read are retried
-by the next run; until then the rows of their part are kept beside it.
+probed (size, content hash, a thumbnail if similar images are to be found), so a later run that lists the same rows
+reuses it. Parts are cut by content: a new file changes one part. `signature` shows whether a directory must be listed
+again. Images that could not be read are retried by the next run; until then the rows of their part are kept beside it.
 
     catalogue/NAME.json                 signature and parts of one directory
     catalogue/parts/DIGEST.rows.arrow   listed rows
@@ -62,6 +62,7 @@ class InputRow:
     width: int = 0
     height: int = 0
     digest: str = ""
+    thumbnail: bytes = b""
     reason: str = ""
     detail: str = ""
     attributes: str = ""
@@ -79,6 +80,11 @@ class Source:
     def root(self) -> DataLocation:
         """The folder or URL that locations are relative to."""
         return self.directory.path
+
+    @property
+    def finds_similar(self) -> bool:
+        """Whether images that are similar to an earlier one are to be found."""
+        return self.directory.duplicates == "drop_similar"
 
     @property
     def name(self) -> str:
@@ -162,12 +168,12 @@ class Catalogue:
 
         ``pool`` reads them; without it, ``workers`` processes of this machine.
         """
-        roots = {part: listing.source.root for listing in listings for part in listing.parts}
+        sources = {part: listing.source for listing in listings for part in listing.parts}
         with WorkerPool(0 if pool else workers, probe_images, CRASHED_PROBE) as own:
             self.claims.divide(
-                rotate_to_share(list(roots), self._share),
+                rotate_to_share(list(sources), self._share),
                 self._is_probed,
-                lambda part: self._probe_part(part, roots[part], pool or own, on_probed),
+                lambda part: self._probe_part(part, sources[part], pool or own, on_probed),
             )
 
     def rows(self, part: str, numbers: Sequence[int] | None = None) -> list[InputRow]:
@@ -213,7 +219,7 @@ class Catalogue:
         items = scan(source.directory, source.index, on_unmatched=partial(next, unmatched))
         rows_in_order = (_as_row(entry, source.root) for entry in items)
         for rows in chunks(rows_in_order, lambda row: sample_id(row.key), PART_ROWS):
-            parts.append(digest := _digest_of(rows))
+            parts.append(digest := _digest_of(rows, source))
             count += len(rows)
             on_listed(len(rows))
             if any(row.reason == _UNREADABLE for row in rows):
@@ -224,13 +230,13 @@ class Catalogue:
         write_atomically(path, json.dumps(listing).encode())
 
     def _probe_part(
-        self, part: str, root: DataLocation, pool: BatchPool[SampleLocation, Probe], on_probed: Callable[[int], None]
+        self, part: str, source: Source, pool: BatchPool[SampleLocation, Probe], on_probed: Callable[[int], None]
     ) -> None:
         rows = _from_table(_read_part(self._rows_file(part)))
         samples = [row for row in rows if not row.reason]
         batches = (samples[start : start + _PROBE_BATCH] for start in range(0, len(samples), _PROBE_BATCH))
         probes: list[Probe] = []
-        for batch in pool.map([sample_location(row, root) for row in batch] for batch in batches):
+        for batch in pool.map([_to_probe(row, source) for row in batch] for batch in batches):
             probes += batch
             on_probed(len(batch))
         results = iter(probes)
@@ -291,7 +297,12 @@ def _read_part(path: Path) -> Any:
 
 
 def _signature_of(source: Source) -> str:
-    return f"{signature(source.directory, source.index)}-{PREPROCESS_VERSION}"
+    return f"{signature(source.directory, source.index)}-{PREPROCESS_VERSION}{_probed_extras(source)}"
+
+
+def _probed_extras(source: Source) -> str:
+    """Return what probing adds for a source: with thumbnails, the names of signatures and parts differ."""
+    return "-thumbnails" if source.finds_similar else ""
 
 
 def rotate_to_share(items: Sequence[T], share: tuple[int, int]) -> list[T]:
@@ -307,6 +318,10 @@ def sample_location(row: InputRow, root: DataLocation) -> SampleLocation:
     return SampleLocation(image, location_from_text(row.mask, root))
 
 
+def _to_probe(row: InputRow, source: Source) -> SampleLocation:
+    return replace(sample_location(row, source.root), with_thumbnail=source.finds_similar)
+
+
 def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:
     image = location_text(entry.image, root)
     if isinstance(entry, Rejected):
@@ -320,8 +335,8 @@ def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:
     return InputRow(entry.key, image, mask, version, entry.captions, attributes=entry.attributes)
 
 
-def _digest_of(rows: Sequence[InputRow]) -> str:
-    digest = blake2b(str(PREPROCESS_VERSION).encode(), digest_size=16)
+def _digest_of(rows: Sequence[InputRow], source: Source) -> str:
+    digest = blake2b(f"{PREPROCESS_VERSION}{_probed_extras(source)}".encode(), digest_size=16)
     for row in rows:
         digest.update(repr((row.key, row.image, row.mask, row.version, row.captions, row.reason, row.detail)).encode())
         digest.update(row.attributes.encode())
@@ -335,6 +350,7 @@ _ROW_SCHEMA = pa.schema(
             for name in ("key", "image", "mask", "version", "attributes", "digest", "reason", "detail")
         ),
         ("captions", pa.list_(pa.string())),
+        ("thumbnail", pa.binary()),
         ("width", pa.int32()),
         ("height", pa.int32()),
     ]

@@ -1,4 +1,4 @@
-"""The work of decoder processes: probing images (size and content hash) and resizing them to their buckets.
+"""The work of decoder processes: probing images (size, content hash, thumbnail) and resizing them to their buckets.
 
 This module does not import torch, so that worker processes are small and start quickly.
 """
@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from sd3_light.data.buckets import Bucket, plan
-from sd3_light.data.preprocess import Pixels, Reject, decode, decode_mask, fit, fit_mask, probe
+from sd3_light.data.preprocess import Pixels, Reject, decode, decode_mask, fit, fit_mask, make_thumbnail, probe
 from sd3_light.data.sources.records import Location
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLocation:
-    """Where a sample's image and mask are stored."""
+    """Where a sample's image and mask are stored, and whether probing makes a thumbnail of them."""
 
     image: Location
     mask: Location | None
+    with_thumbnail: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Probe:
     width: int = 0
     height: int = 0
     digest: str = ""
+    thumbnail: bytes = b""
     reason: str = ""
     detail: str = ""
 
@@ -55,7 +57,7 @@ CRASHED_DECODE = Decoded(reason="decoder_crashed")
 
 
 def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
-    """Read each image once and return its size and hash."""
+    """Read each image once and return its size and hash; decode it if its thumbnail is wanted."""
     return [_probe(location) for location in locations]
 
 
@@ -63,9 +65,10 @@ def _probe(location: SampleLocation) -> Probe:
     try:
         image, mask = _read(location)
         width, height = probe(image)
+        thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
-    return Probe(width, height, content_digest(image, mask))
+    return Probe(width, height, content_digest(image, mask), thumbnail)
 
 
 def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
-from sd3_light.data.manifest import MANIFEST, SHARDS, ShardEntry, read_entry
+from sd3_light.data.manifest import DUPLICATES_FILE, MANIFEST, REJECTS_FILE, SHARDS, ShardEntry, read_entry
 from sd3_light.data.store.protocols import RemoteConflict, RemoteForbidden, RemoteUnreachable, with_retries
 from sd3_light.data.store.remote import verify_remote
 from sd3_light.data.store.remote_file import RemoteEntry, list_remote, read_remote, remote_entry
@@ -32,7 +32,7 @@ UNIT_SUFFIXES = (".rejects.jsonl", ".none", ".arrow", ".json", ".safetensors")
 """Files of a unit in the order of their upload: a shard never exists without the others."""
 _REJECTED_SUFFIXES = (".rejects.jsonl", ".none")
 _CATALOGUE = ("catalogue/parts", "catalogue")  # a listing never exists without its parts
-_PROMPTS, _REJECTS = "prompts", "rejects.jsonl"
+_PROMPTS, _LISTS = "prompts", (REJECTS_FILE, DUPLICATES_FILE)
 _FOLDERS = (SHARDS, _PROMPTS, *_CATALOGUE)
 _RECORD, _LOCK, _MARK = "store.json", "store.lock", ".damaged"
 _DOWNLOADS = 256  # files per request to the library, which reads them concurrently
@@ -68,7 +68,7 @@ class BuildFolder:
         """Upload what changed in the catalogue."""
 
     def publish(self) -> None:
-        """Upload the prompts, the rejects and the manifest, in this order."""
+        """Upload the prompts, the rejects, the duplicates and the manifest, in this order."""
 
     def fetch_tables(self, files: Iterable[str]) -> None:
         """Make the Arrow files of shards readable."""
@@ -120,7 +120,7 @@ class RemoteBuildFolder(BuildFolder):
 
     def _listed(self) -> Iterator[tuple[str, RemoteEntry]]:
         for entry in _list(self.url):
-            if entry.name in (MANIFEST, _REJECTS):
+            if entry.name in (MANIFEST, *_LISTS):
                 yield entry.name, entry
         for folder in _FOLDERS:
             for entry in _list(f"{self.url}/{folder}"):
@@ -129,7 +129,7 @@ class RemoteBuildFolder(BuildFolder):
 
     def _local_names(self) -> set[str]:
         """Return the names of files that the store should have; marks of damage and temporary files are local."""
-        names = {name for name in (MANIFEST, _REJECTS) if (self.folder / name).is_file()}
+        names = {name for name in (MANIFEST, *_LISTS) if (self.folder / name).is_file()}
         for folder in _FOLDERS:
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
             names |= {f"{folder}/{file.name}" for file in os.scandir(self.folder / folder) if file.is_file()}
@@ -219,9 +219,9 @@ class RemoteBuildFolder(BuildFolder):
         self._save_record()
 
     def publish(self) -> None:
-        """Upload prompts and rejects, and the manifest last: only if no other run has replaced it."""
+        """Upload prompts, rejects and duplicates, and the manifest last: only if no other run has replaced it."""
         local = self._local_names()
-        for name in (*sorted(name for name in local if name.startswith(f"{_PROMPTS}/")), _REJECTS):
+        for name in (*sorted(name for name in local if name.startswith(f"{_PROMPTS}/")), *_LISTS):
             if name in local:
                 self._upload(name)
         if MANIFEST in local and self._record.get(MANIFEST, ("", ""))[1] != _digest(self.folder / MANIFEST):

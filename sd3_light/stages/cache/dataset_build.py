@@ -31,7 +31,7 @@ from sd3_light.stages.cache.freshness import (
     replaced_files,
 )
 from sd3_light.stages.cache.local_builder import Builder, BuildJob
-from sd3_light.stages.cache.manifest_writer import REJECTS, is_manifest_current, write_manifest
+from sd3_light.stages.cache.manifest_writer import is_manifest_current, write_manifest
 from sd3_light.stages.cache.options import CacheOptions, CacheReport
 from sd3_light.stages.cache.recipe import make_recipe
 from sd3_light.stages.cache.report import log_report, small_buckets
@@ -104,7 +104,7 @@ class DatasetBuild:
         # evaluation fills up its last batches and drops nothing
         small = {} if name else small_buckets(plan.units, dataset, self._train, self._launch.world)
         report = CacheReport(folder, counts, encoded, reused, small)
-        log_report(title, report, self._train.small_buckets, f"{dataset.cache_dir}/{REJECTS}")
+        log_report(title, report, self._train.small_buckets, str(dataset.cache_dir))
         return report
 
     def _in_part(self, units: Sequence[Unit]) -> list[Unit]:

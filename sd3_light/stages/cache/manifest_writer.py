@@ -1,6 +1,7 @@
-"""Finish a cache build: write the rejects, the counts and the manifest."""
+"""Finish a cache build: write the rejects, the duplicates, the counts and the manifest."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -11,12 +12,20 @@ from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.buckets import plan as plan_resize
 from sd3_light.data.building.cache_plan import CachePlan, PlanCounts, Unit
-from sd3_light.data.manifest import DUPLICATES, REJECTED, SHARDS, UNMATCHED, Manifest, ShardEntry, read_entry
+from sd3_light.data.manifest import (
+    DUPLICATES,
+    DUPLICATES_FILE,
+    REJECTED,
+    REJECTS_FILE,
+    SHARDS,
+    UNMATCHED,
+    Manifest,
+    ShardEntry,
+    read_entry,
+)
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.files import atomic_file
 from sd3_light.stages.cache.unit_builder import reject_line
-
-REJECTS = "rejects.jsonl"
 
 
 def write_manifest(
@@ -27,16 +36,18 @@ def write_manifest(
     empty: ShardEntry,
     paths: Mapping[str, str],
 ) -> dict[str, int]:
-    """Write rejects.jsonl, then the manifest of a plan whose units are all built, to ``folder``. Return the counts."""
+    """Write rejects, duplicates and the manifest of a plan whose units are all built. Return the counts."""
     shards = folder / SHARDS
     entries = _entries(plan.units, shards)
     rejected: Counter[str] = Counter()
-    with atomic_file(folder / REJECTS) as temporary, open(temporary, "w", encoding="utf-8") as file:
+    with atomic_file(folder / REJECTS_FILE) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for line in _reject_lines(plan, shards):
             rejected[line["reason"]] += 1
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
     if not entries:
-        raise UserError(f"{dataset.path}: every sample was rejected; see the reasons in {folder / REJECTS}")
+        raise UserError(f"{dataset.path}: every sample was rejected; see the reasons in {folder / REJECTS_FILE}")
+    with atomic_file(folder / DUPLICATES_FILE) as temporary:
+        shutil.copyfile(plan.duplicates_file, temporary)
     undecoded = _count_undecoded(plan, shards)
     counts = {
         "used": sum(entry.count for entry in entries),

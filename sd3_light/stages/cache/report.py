@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from sd3_light.config import DatasetConfig, TrainConfig, batch_size_for
 from sd3_light.data.building.cache_plan import Unit
 from sd3_light.data.building.catalogue import make_sources
-from sd3_light.data.manifest import DUPLICATES, UNMATCHED
+from sd3_light.data.manifest import DUPLICATES, DUPLICATES_FILE, REJECTS_FILE, UNMATCHED
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.runlog import info
 from sd3_light.stages.cache.options import CacheReport
@@ -27,7 +27,7 @@ def small_buckets(units: Sequence[Unit], dataset: DatasetConfig, train: TrainCon
     return small
 
 
-def log_report(title: str, report: CacheReport, policy: str, rejects: str) -> None:
+def log_report(title: str, report: CacheReport, policy: str, folder: str) -> None:
     """Log how many inputs were used, rejected and dropped."""
     counts = report.counts
     rejected = {name.removeprefix("rejected: "): counts[name] for name in counts if name.startswith("rejected: ")}
@@ -35,14 +35,19 @@ def log_report(title: str, report: CacheReport, policy: str, rejects: str) -> No
         f"{title}: {counts['used']:,} samples of {counts['pictures']:,} images are in the cache "
         f"({counts['cropped']:,} cropped, {counts['enlarged']:,} enlarged)"
     )
-    for key, result in (("keep", '`duplicates = "drop"` leaves them out'), ("drop", "they are left out")):
+    equal, similar = "have the same bytes as an earlier one", "are similar to an earlier one"
+    for key, result in (
+        ("keep", f'{equal}: `duplicates = "drop"` leaves them out'),
+        ("drop", f"{equal}: they are left out"),
+        ("similar", f"{similar}: they are left out; see {folder}/{DUPLICATES_FILE}, or `sd3-light inspect`"),
+    ):
         if count := counts.get(DUPLICATES[key]):
-            info(f"{title}: {count:,} images have the same bytes as an earlier one: {result}")
+            info(f"{title}: {count:,} images {result}")
     if counts.get(UNMATCHED):
         info(f"{title}: {counts[UNMATCHED]:,} samples do not match `where` and are left out")
     if rejected:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
-        info(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {rejects}")
+        info(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {folder}/{REJECTS_FILE}")
     for bucket, count in report.small_buckets.items():
         result = "dropped" if policy == "drop" else "repeated to fill one"
         info(f"{title}: bucket {bucket} has {count:,} samples, fewer than one global batch: they are {result}")

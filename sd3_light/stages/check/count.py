@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -10,10 +9,10 @@ from sd3_light.config import DatasetConfig, DirectoryConfig, Resolution
 from sd3_light.data.buckets import Bucket, fits, misfit
 from sd3_light.data.building.catalogue import InputRow, Source, make_sources, read_last_listing
 from sd3_light.data.building.decode import SampleLocation, probe_images
+from sd3_light.data.building.earlier_images import EarlierImages, open_earlier_images
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.sources.captions import caption_variants
-from sd3_light.data.sources.name_store import NameSet, NameStore
 from sd3_light.data.sources.records import Rejected
 from sd3_light.data.sources.scan import scan
 from sd3_light.data.sources.selection import matches_size
@@ -51,19 +50,18 @@ class SampleCounts:
 def count_samples(dataset: DatasetConfig, seed: int) -> SampleCounts:
     """Count a dataset's samples from its listing if that is up to date, otherwise from a scan.
 
-    A scan decodes no pixels, so it misses what only decoding shows (a broken body, an empty mask). A cache at a URL is
-    counted from its manifest, because its sources may be elsewhere.
+    A scan decodes pixels only to find similar images, else it misses what only decoding shows (a broken body, an empty
+    mask). A cache at a URL is counted from its manifest, because its sources may be elsewhere.
     """
     if not isinstance(dataset.cache_dir, Path):
         return _count_manifest(load_remote_manifest(dataset.cache_dir), dataset)
     counts = SampleCounts()
-    with progress(f"scanning {dataset.path.name}", None, "images") as bar, closing(NameStore()) as store:
-        digests = store.names()
+    with progress(f"scanning {dataset.path.name}", None, "images") as bar, open_earlier_images() as earlier:
         for number, source in enumerate(make_sources(dataset.directories)):
             listing = read_last_listing(dataset.cache_dir, source)
             for row in _scan_rows(source) if listing is None else listing:
                 bar.advance()
-                _add(counts, row, number, source.directory, seed, digests)
+                _add(counts, row, number, source.directory, seed, earlier)
     return counts
 
 
@@ -73,20 +71,20 @@ def _scan_rows(source: Source) -> Iterator[InputRow]:
         if isinstance(entry, Rejected):
             yield InputRow(entry.key, reason=entry.reason)
             continue
-        (result,) = probe_images([SampleLocation(entry.image, entry.mask)])
+        (result,) = probe_images([SampleLocation(entry.image, entry.mask, source.finds_similar)])
         row = InputRow(entry.key, captions=entry.captions, attributes=entry.attributes)
         yield replace(row, mask="" if entry.mask is None else "a mask", **asdict(result))
 
 
 def _add(
-    counts: SampleCounts, row: InputRow, number: int, directory: DirectoryConfig, seed: int, digests: NameSet
+    counts: SampleCounts, row: InputRow, number: int, directory: DirectoryConfig, seed: int, earlier: EarlierImages
 ) -> None:
     if not row.reason and not matches_size(directory.where, row.attributes, row.width, row.height):
         return
     if reason := row.reason or misfit(row.width, row.height, directory):
         counts.rejects[reason] += 1
         return
-    if not digests.add_new(row.digest) and directory.duplicates == "drop":
+    if (duplicate := earlier.add(row, directory)) and duplicate.is_dropped:
         return
     counts.samples += 1
     variants = caption_variants(row.captions, seed, row.key, directory)

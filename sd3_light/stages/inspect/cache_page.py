@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from sd3_light.config.base import is_url
+from sd3_light.data.manifest import DUPLICATES_FILE, REJECTS_FILE
 from sd3_light.data.sources.access import exists
 from sd3_light.encoders.vae import LOW_PSNR
 from sd3_light.pages import check_output_path, render_template, save_page
@@ -18,6 +19,7 @@ from sd3_light.stages.inspect.cache_stats import (
     inspect_cache,
     reason_meaning,
 )
+from sd3_light.stages.inspect.duplicates import DuplicateSummary, read_duplicates
 from sd3_light.stages.inspect.histogram import Histogram, make_histogram
 from sd3_light.stages.inspect.rejects import MOST_SHOWN, RejectSummary, read_rejects
 from sd3_light.stages.inspect.sample_cards import SampleCard, load_samples, open_vae
@@ -33,6 +35,7 @@ _COUNTS = {
     "cropped": ("cropped", "lose part of their border"),
     "duplicates kept": ("duplicates kept", "have the bytes of an earlier image"),
     "duplicates dropped": ("duplicates dropped", "have the bytes of an earlier image"),
+    "similar dropped": ("similar dropped", "look like an earlier image"),
     "unmatched": ("not selected", "do not match `where`"),
     "enlarged": ("enlarged", "smaller than their bucket"),
 }
@@ -44,6 +47,7 @@ class CachePage:
 
     cache: Inspection
     rejects: RejectSummary
+    duplicates: DuplicateSummary = field(default_factory=DuplicateSummary)
     samples: list[SampleCard] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -77,8 +81,11 @@ def collect_content(cache: Inspection, samples: int, seed: int, vae: Path | None
     cards = load_samples(cache.folder, manifest, draw_samples(manifest.shards, samples, seed), opened_vae, notes)
     rejects = read_rejects(cache.folder, manifest.places, seed)
     if rejects.damaged:
-        notes.append(f"Damaged lines in rejects.jsonl: {rejects.damaged:,}.")
-    return CachePage(cache, rejects, cards, notes)
+        notes.append(f"Damaged lines in {REJECTS_FILE}: {rejects.damaged:,}.")
+    duplicates = read_duplicates(cache.folder, manifest.places, seed)
+    if duplicates.damaged:
+        notes.append(f"Damaged lines in {DUPLICATES_FILE}: {duplicates.damaged:,}.")
+    return CachePage(cache, rejects, duplicates, cards, notes)
 
 
 def render_page(content: CachePage, **values: Any) -> str:
@@ -101,6 +108,7 @@ def render_page(content: CachePage, **values: Any) -> str:
         reconstruction=_reconstruction(content.samples),
         reasons=[(reason, reason_meaning(reason), count) for reason, count in reasons.items()],
         reject_groups=rejects.groups,
+        duplicate_groups=content.duplicates.groups,
         num_rejects=sum(reasons.values()),
         num_shown=len(rejects.shown),
         most_rejects=MOST_SHOWN,

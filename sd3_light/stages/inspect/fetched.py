@@ -2,16 +2,15 @@
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from sd3_light.config.base import is_url
-from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
+from sd3_light.data.manifest import DUPLICATES_FILE, REJECTS_FILE, SHARDS, Manifest, ShardEntry
 from sd3_light.data.store.remote import download, load_remote_manifest
 from sd3_light.data.store.remote_file import read_remote
 from sd3_light.runlog import progress
 from sd3_light.stages.inspect.cache_stats import draw_samples, shard_order
-from sd3_light.stages.inspect.rejects import REJECTS
 
 REMOTE_SAMPLES = 1_000
 """Statistics of a cache at a URL use the captions of about this many samples: whole shards are downloaded for them."""
@@ -32,7 +31,9 @@ def opened(cache: str, cards: int, seed: int) -> Iterator[tuple[Path, int | None
         folder = Path(parent) / url.rpartition("/")[2]
         (folder / SHARDS).mkdir(parents=True)
         manifest.save(folder)
-        (folder / REJECTS).write_bytes(read_remote(f"{url}/{REJECTS}"))
+        (folder / REJECTS_FILE).write_bytes(read_remote(f"{url}/{REJECTS_FILE}"))
+        with suppress(FileNotFoundError):  # a cache of an earlier version has none
+            (folder / DUPLICATES_FILE).write_bytes(read_remote(f"{url}/{DUPLICATES_FILE}"))
         entries = {entry.file: entry for entry in _needed(manifest, cards, seed)}
         with progress("downloading shards", len(entries), "shards") as bar:
             for file, entry in entries.items():

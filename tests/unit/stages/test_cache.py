@@ -33,6 +33,7 @@ from sd3_light.stages.cache.freshness import CacheState, check_freshness, render
 from sd3_light.stages.cache.shard_builder import ShardBuilder
 from sd3_light.stages.check import disk_faults
 from sd3_light.stages.check.count import count_samples
+from sd3_light.stages.inspect.cache_page import write_cache_page
 from sd3_light.training.data import make_order, open_cache
 from sd3_light.training.sd3 import LightSD3Pipeline
 from sd3_light.world import write_dataset
@@ -794,6 +795,39 @@ def test_copies_of_images_are_reported_and_dropped_on_request(
     assert count_samples(fresh_project.load().dataset, 0).samples == NUM_IMAGES
     shutil.rmtree(fresh_project.cache)
     assert count_samples(fresh_project.load().dataset, 0).samples == NUM_IMAGES
+
+
+def test_similar_images_are_dropped_on_request_and_shown_in_pairs(
+    fresh_project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captions = captions_of(fresh_project)
+    first, second = sorted(captions)[:2]
+    shutil.copy(fresh_project.images / first, fresh_project.images / "zz.png")
+    with Image.open(fresh_project.images / second) as image:
+        image.resize((200, 200)).save(fresh_project.images / "zzz.png")
+    table = json.dumps({**captions, "zz.png": "a copy", "zzz.png": "a larger copy"})
+    (fresh_project.images / "captions.json").write_text(table, encoding="utf-8")
+    fresh_project.data(f"duplicates = 'drop_similar'\n{fresh_project.data_toml.read_text(encoding='utf-8')}")
+    assert count_samples(fresh_project.load().dataset, 0).samples == NUM_IMAGES  # from a scan
+    (report,) = fresh_project.build_cache()
+    assert report.counts["pictures"] == report.counts["used"] == NUM_IMAGES
+    assert (report.counts["duplicates dropped"], report.counts["similar dropped"]) == (1, 1)
+    assert "1 images are similar to an earlier one: they are left out; see" in capsys.readouterr().err
+    assert count_samples(fresh_project.load().dataset, 0).samples == NUM_IMAGES  # from the catalogue
+    page = fresh_project.folder / "page.html"
+    content = write_cache_page(fresh_project.cache, page, samples=0)
+    pairs = {group.name: group.shown for group in content.duplicates.groups}
+    names = {
+        kind: [(pair.first.rpartition("/")[2], pair.key.rpartition("/")[2]) for pair in pairs[kind]] for kind in pairs
+    }
+    assert names == {"duplicates dropped": [(first, "zz.png")], "similar dropped": [(second, "zzz.png")]}
+    assert all(pair.image and pair.first_image for shown in pairs.values() for pair in shown)
+    assert "similar dropped: 1" in " ".join(page.read_text(encoding="utf-8").split())
+    (fresh_project.images / "zzz.png").unlink()
+    (fresh_project.cache / "duplicates.jsonl").open("a").write("not json\n")
+    content = write_cache_page(fresh_project.cache, page, samples=0)
+    assert content.notes == ["Damaged lines in duplicates.jsonl: 1."]
+    assert [pair.image for group in content.duplicates.groups for pair in group.shown].count("") == 1
 
 
 def test_counts_leave_out_images_that_cannot_be_decoded(fresh_project: Project) -> None:

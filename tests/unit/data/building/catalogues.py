@@ -75,13 +75,17 @@ def parts_of(cache: Path) -> set[str]:
 
 
 def plan_for(
-    cache: Path, directories: Sequence[DirectoryConfig] | Path, recipe: dict[str, Any] = RECIPE, size: int = 8
+    cache: Path,
+    directories: Sequence[DirectoryConfig] | Path,
+    recipe: dict[str, Any] = RECIPE,
+    size: int = 8,
+    workers: int = 0,
 ) -> CachePlan:
     """List, probe and plan."""
     if isinstance(directories, Path):
         directories = [directory(directories)]
     with open_catalogue(cache, *directories) as (catalogue, listings):
-        catalogue.probe_images(listings, 0, ignore)
+        catalogue.probe_images(listings, workers, ignore)
         return make_cache_plan(catalogue, listings, recipe, size)
 
 

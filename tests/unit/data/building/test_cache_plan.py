@@ -305,6 +305,63 @@ def test_images_with_equal_bytes_are_counted_or_dropped(
     assert selected(plan).isdisjoint({"copy.png", "elsewhere.png"}) == (keep == "drop")
 
 
+@pytest.fixture
+def scenes(tmp_path: Path) -> Path:
+    """Six images that do not look alike, and three copies: larger and compressed, equal, and smaller."""
+    folder = tmp_path / "scenes"
+    folder.mkdir()
+    images = [Image.frombytes("RGB", (4, 4), sample_id_bytes(number)).resize((64, 64)) for number in range(6)]
+    for number, image in enumerate(images):
+        image.save(folder / f"{number:02}.png")
+    images[3].resize((200, 200)).save(folder / "03-large.jpg", quality=90)
+    shutil.copy(folder / "04.png", folder / "04-copy.png")
+    images[5].resize((40, 40), Image.Resampling.LANCZOS).save(folder / "05-small.png")
+    for path in list(folder.iterdir()):
+        path.with_suffix(".txt").write_text(path.stem, encoding="utf-8")
+    return folder
+
+
+def sample_id_bytes(number: int) -> bytes:
+    """Return 48 bytes that differ for every number."""
+    return b"".join(sample_id(f"{number} {block}").to_bytes(8, "little") for block in range(6))
+
+
+def test_similar_images_are_dropped_on_request_with_any_number_of_workers(scenes: Path, tmp_path: Path) -> None:
+    plans = {}
+    for policy, workers in (("drop", 0), ("drop_similar", 0), ("drop_similar", 2)):
+        cache = tmp_path / f"cache {policy} {workers}"
+        plans[policy, workers] = plan_for(cache, [directory(scenes, duplicates=policy)], workers=workers)
+    every = {path.name for path in scenes.iterdir() if path.suffix != ".txt"}
+    dropped = {options: every - selected(plan) for options, plan in plans.items()}
+    assert dropped["drop", 0] == {"04.png"}  # of each pair, the first name is kept
+    assert dropped["drop_similar", 0] == dropped["drop_similar", 2] == {"03.png", "04.png", "05.png"}
+    plan = plans["drop_similar", 0]
+    assert plan.counts.duplicates == {"drop": 1, "similar": 2}
+    assert unit_files(plan) == unit_files(plans["drop_similar", 2])
+    lists = [each.duplicates_file.read_text(encoding="utf-8") for each in plans.values()]
+    assert lists[1] == lists[2]
+    assert [tuple(json.loads(line).values()) for line in lists[1].splitlines()] == [
+        ("scenes#0/03.png", '["03.png"]', "similar dropped", "scenes#0/03-large.jpg", '["03-large.jpg"]'),
+        ("scenes#0/04.png", '["04.png"]', "duplicates dropped", "scenes#0/04-copy.png", '["04-copy.png"]'),
+        ("scenes#0/05.png", '["05.png"]', "similar dropped", "scenes#0/05-small.png", '["05-small.png"]'),
+    ]
+
+
+def test_thumbnails_are_made_when_they_are_first_needed(scenes: Path, cache: Path) -> None:
+    """A change of `duplicates` probes the images again; the other settings' catalogue stays valid."""
+    assert len(selected(plan_for(cache, scenes))) == 9
+    assert len(selected(plan_for(cache, [directory(scenes, duplicates="drop_similar")]))) == 6
+    assert len(selected(plan_for(cache, scenes))) == 9
+
+
+def test_a_missing_list_of_duplicates_is_written_again(scenes: Path, cache: Path) -> None:
+    plan = plan_for(cache, scenes)
+    expected = plan.duplicates_file.read_bytes()
+    assert expected
+    plan.duplicates_file.unlink()
+    assert plan_for(cache, scenes).duplicates_file.read_bytes() == expected
+
+
 def test_a_different_shuffle_delimiter_renames_the_unit(images: Path, cache: Path) -> None:
     write_image(images / "15.png", 15, caption="a; b, c; d, e")
     names = [
