@@ -179,6 +179,13 @@ class PipelineDataLoader:
         pool = self._items.pool = SlotPool(self._num_slots, self._pin)
         batches = iter(self.dataloader)  # workers start here, with this pool
         _WORKERS.update(dict.fromkeys(getattr(batches, "_workers", ()), os.getpid()))
+        try:
+            yield from self._prepared(batches, pool)
+        finally:
+            # the traceback of an error holds the batches: torch would wait 5 s for each worker when it is collected
+            getattr(batches, "_shutdown_workers", lambda: None)()
+
+    def _prepared(self, batches: Iterator[Any], pool: SlotPool) -> Iterator[PreparedBatch]:
         while True:
             started = time.perf_counter()
             try:

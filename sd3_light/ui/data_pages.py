@@ -12,7 +12,7 @@ from PIL import Image
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.buckets import Bucket, plan
-from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
+from sd3_light.data.manifest import SHARDS, ShardEntry
 from sd3_light.data.preprocess import Reject, decode, fit
 from sd3_light.data.shards import Origin, read_origins
 from sd3_light.pages import render_template
@@ -49,7 +49,7 @@ def caches_page(folders: Folders) -> str:
     rows, notes = [], []
     for cache_id, folder in folders.caches().items():
         try:
-            manifest = Manifest.load(folder)
+            manifest = folders.manifest(folder)
         except UserError as error:
             notes.append(str(error))
             continue
@@ -61,7 +61,7 @@ def caches_page(folders: Folders) -> str:
 def cache_page(folders: Folders, cache_id: str, number: int = 1, text: str = "") -> str:
     """Return page ``number`` of a cache's samples; with ``text`` only of those with a caption that contains it."""
     folder = folders.cache(cache_id)
-    manifest, notes = Manifest.load(folder), list[str]()
+    manifest, notes = folders.manifest(folder), list[str]()
     shards = sorted(manifest.shards, key=bucket_order)
     first = (max(1, number) - 1) * PAGE_SIZE
     if text:
@@ -105,7 +105,7 @@ def original_image(folders: Folders, cache_id: str, shard: str, row: int) -> byt
     """Return a sample's original as WebP, resized and cropped as for the cache. Raises UserError where it is not
     available."""
     folder = folders.cache(cache_id)
-    manifest = Manifest.load(folder)
+    manifest = folders.manifest(folder)
     entry = next((each for each in manifest.shards if each.file == shard), None)
     if entry is None or not 0 <= row < entry.count:
         raise UserError(f"{folder} has no sample {row} in {shard}")

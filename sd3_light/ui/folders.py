@@ -5,19 +5,47 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.stages.report import RunReport
 from sd3_light.stages.report import run as read_run
 
 _DEEPEST = 3  # levels below a named folder
 _MOST_ENTRIES = 2000  # of a folder that are looked at: folders of images have many more
 _SCAN_SECONDS = 10.0  # between two searches
+_MOST_LOGS, _MOST_MANIFESTS = 1000, 16  # in memory
 _SKIPPED = frozenset(("checkpoints", "exports", "samples", "shards", "tensorboard", "transformer"))
+
+Content = TypeVar("Content")
+
+
+class FileMemo(Generic[Content]):
+    """The contents of files, read again only after the file has changed; the last ``most`` are kept."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: dict[Path, tuple[tuple[int, int, int], Content]] = {}
+        self._lock = threading.Lock()
+
+    def get(self, path: Path, read: Callable[[], Content]) -> Content:
+        """Return the content of a file, as ``read`` returns it. Raises FileNotFoundError where there is none."""
+        status = path.stat()
+        version = status.st_ino, status.st_size, status.st_mtime_ns
+        known = self._known.get(path)
+        if known is None or known[0] != version:
+            known = version, read()
+        with self._lock:
+            self._known.pop(path, None)
+            self._known[path] = known
+            for oldest in list(self._known)[: -self._most]:
+                del self._known[oldest]
+        return known[1]
 
 
 @dataclass
@@ -30,7 +58,8 @@ class Folders:
     roots: Sequence[Path]
     _runs: dict[str, Path] = field(default_factory=dict)
     _caches: dict[str, Path] = field(default_factory=dict)
-    _reports: dict[Path, tuple[tuple[int, int], RunReport]] = field(default_factory=dict)
+    _reports: FileMemo[RunReport] = field(default_factory=lambda: FileMemo(_MOST_LOGS))
+    _manifests: FileMemo[Manifest] = field(default_factory=lambda: FileMemo(_MOST_MANIFESTS))
     _added: dict[str, Path] = field(default_factory=dict)
     _searched: float = -math.inf
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -72,14 +101,16 @@ class Folders:
     def report(self, folder: Path) -> RunReport:
         """Return what the log of a run says; it is read again only after it has changed."""
         try:
-            status = (folder / "log.jsonl").stat()
+            return self._reports.get(folder / "log.jsonl", lambda: read_run(folder))
         except FileNotFoundError:
             return RunReport(folder)
-        version = status.st_size, status.st_mtime_ns
-        known = self._reports.get(folder)
-        if known is None or known[0] != version:
-            known = self._reports[folder] = version, read_run(folder)
-        return known[1]
+
+    def manifest(self, folder: Path) -> Manifest:
+        """Return the manifest of a cache; it is parsed again only after it has changed. Raises UserError."""
+        try:
+            return self._manifests.get(folder / MANIFEST, lambda: Manifest.load(folder))
+        except FileNotFoundError:
+            return Manifest.load(folder)  # raises an error with the remedy
 
     def _search(self) -> None:
         with self._lock:

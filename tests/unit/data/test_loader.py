@@ -301,6 +301,16 @@ def test_a_user_error_in_a_worker_is_one_line(workers: int) -> None:
     assert str(fault.value) == "shard x is damaged; run y"
 
 
+def test_an_error_ends_the_workers_at_once() -> None:
+    """The traceback still holds the iteration: collected later, torch would wait 5 seconds for each worker."""
+    before = set(multiprocessing.active_children())
+    loader = PipelineDataLoader(Faulty("user"), None, 1, Identity(), num_dataloader_workers=2)
+    with pytest.raises(UserError) as fault:
+        list(loader)
+    assert fault.value.__traceback__ is not None
+    assert set(multiprocessing.active_children()) <= before
+
+
 def test_a_dead_worker_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch waits this long for its workers, several times
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)

@@ -130,3 +130,24 @@ def test_the_original_is_cropped_as_for_the_cache(folders: Folders, cache: Path)
     for shard, row in (("32x32.safetensors", 1), ("32x32.safetensors", 99), ("../manifest.json", 0)):
         with pytest.raises(UserError):
             original_image(folders, folder_id(cache), shard, row)
+
+
+def test_the_manifest_is_parsed_once_until_it_changes(
+    cache: Path, folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed, parse = [], Manifest.from_json
+    monkeypatch.setattr(Manifest, "from_json", staticmethod(lambda *values: parsed.append(values) or parse(*values)))
+    for _ in range(3):
+        original_image(folders, folder_id(cache), "32x32.safetensors", 0)
+        cache_page(folders, folder_id(cache))
+    assert len(parsed) == 1
+    text = (cache / "manifest.json").read_bytes()
+    try:
+        (cache / "manifest.json").write_bytes(text + b" ")
+        cache_page(folders, folder_id(cache))
+        assert len(parsed) == 2
+        (cache / "manifest.json").write_bytes(b"{")
+        with pytest.raises(UserError, match=r"manifest\.json is damaged"):
+            cache_page(folders, folder_id(cache))
+    finally:
+        (cache / "manifest.json").write_bytes(text)
