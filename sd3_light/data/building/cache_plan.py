@@ -6,7 +6,7 @@ a change renames only the units that it affects. Sample hashes decide where unit
 unit and rarely the next.
 
 A plan is stored on disk: `plan-DIGEST.arrow` has one row per unit with the positions of its samples in the catalogue,
-read when the unit is built; `plan-DIGEST.duplicates.jsonl` lists the duplicates; `plan-DIGEST.json` has the counts and
+read when the unit is built; `plan-DIGEST.jsonl` lists the duplicates; `plan-DIGEST.json` has the counts and
 is written last.
 """
 
@@ -49,7 +49,7 @@ from sd3_light.randomness import sample_id
 PLAN_VERSION = 2
 _UNITS_PER_BATCH = 64
 _MAX_PLANS = 8
-_DUPLICATES = ".duplicates.jsonl"
+_DUPLICATES = ".jsonl"
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
 _IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "num_repeats", "caption_weights"}
 
