@@ -1,4 +1,5 @@
-"""Makes the images of the README, `docs/images/*.png`, from a demo folder: a grid of samples, and pages in Chromium.
+"""Makes the images of the README and of docs/ui.md, `docs/images/*.png`, from a demo folder: a grid of samples, and
+pages in Chromium.
 
     sd3-light demo --out demo_run
     python scripts/readme_images.py demo_run
@@ -71,7 +72,7 @@ def grid(demo: Path) -> None:
         save_small(image.convert("RGB"), IMAGES / "grid.png")
 
 
-def page(name: str, path: Path) -> None:
+def page(name: str, address: str) -> None:
     """Save the top of a page, in light and dark colours."""
     sys.path.insert(0, str(ROOT))
     from tests.e2e.browser import start_browser
@@ -79,7 +80,7 @@ def page(name: str, path: Path) -> None:
     with TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # the browser may still write
         browser = start_browser(Path(profile))
         for scheme in ("light", "dark"):
-            browser.open(path, width=WIDTH, scheme=scheme)
+            browser.open_address(address, width=WIDTH, scheme=scheme)
             browser.evaluate(PLAIN_PAGE)
             clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
             png = browser.call("Page.captureScreenshot", format="png", clip=clip)["data"]
@@ -87,6 +88,20 @@ def page(name: str, path: Path) -> None:
             size = SHOWN_WIDTH, round(SHOWN_WIDTH * HEIGHT / WIDTH)
             save_small(image.resize(size, Image.Resampling.LANCZOS), IMAGES / f"{name}-{scheme}.png")
         browser.close()
+
+
+def live_page(demo: Path) -> None:
+    """Save the page of `sd3-light ui` with the samples of the demo's cache."""
+    sys.path.insert(0, str(ROOT))
+    from sd3_light.ui.folders import folder_id
+
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    arguments = [sys.executable, "-m", "sd3_light", "ui", str(demo), "--port", "0"]
+    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        address = server.stdout.readline().split()[1]  # open ADDRESS (...)
+        page("ui", f"{address}data/{folder_id(demo / 'cache')}")
+        server.terminate()
 
 
 def main() -> None:
@@ -101,8 +116,9 @@ def main() -> None:
     command("report", run, "--out", demo / "report.html")
     command("inspect", demo / "cache", "--out", demo / "cache.html")
     grid(demo)
-    page("report", demo / "report.html")
-    page("dataset", demo / "cache.html")
+    page("report", (demo / "report.html").as_uri())
+    page("dataset", (demo / "cache.html").as_uri())
+    live_page(demo)
 
 
 if __name__ == "__main__":

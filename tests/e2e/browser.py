@@ -90,10 +90,14 @@ class Browser:
 
     def open(self, path: Path, width: int = 1280, scheme: str = "light") -> None:
         """Open a file in a window of this width, and wait until it is loaded."""
+        self.open_address(path.as_uri(), width, scheme)
+
+    def open_address(self, address: str, width: int = 1280, scheme: str = "light") -> None:
+        """Open an address in a window of this width, and wait until it is loaded."""
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.events.clear()
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=address)
         while not self.events_of("Page.loadEventFired"):
             self.events.append(self._message())
 
@@ -146,11 +150,11 @@ def assert_fits_width(browser: Browser, width: int) -> None:
     assert overflowing == []
 
 
-def assert_readable_in_both_schemes(browser: Browser, page: Path) -> None:
+def assert_readable_in_both_schemes(browser: Browser, address: str) -> None:
     """The light and dark scheme differ, and all text has the contrast that WCAG AA requires."""
     backgrounds = {}
     for scheme in ("light", "dark"):
-        browser.open(page, scheme=scheme)
+        browser.open_address(address, scheme=scheme)
         backgrounds[scheme] = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         assert browser.evaluate(LOWEST_CONTRAST) >= 4.5, scheme
     assert backgrounds["light"] != backgrounds["dark"]

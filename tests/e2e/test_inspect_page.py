@@ -106,4 +106,4 @@ def test_the_page_fits_its_window(open_page: Callable[..., Browser], width: int)
 
 
 def test_light_and_dark_are_readable(browser: Browser, page: Path) -> None:
-    assert_readable_in_both_schemes(browser, page)
+    assert_readable_in_both_schemes(browser, page.as_uri())

@@ -17,16 +17,6 @@ pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra 
 uvicorn = pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
 
-class Address:
-    """An address of the server, with the method of a path that `Browser.open` calls."""
-
-    def __init__(self, uri: str) -> None:
-        self.uri = uri
-
-    def as_uri(self) -> str:
-        return self.uri
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
@@ -71,7 +61,7 @@ def paths(runs: Path) -> list[str]:
 def test_pages_request_only_their_server_fit_and_are_readable(browser: Browser, server: str, runs: Path) -> None:
     for path in paths(runs):
         for width in (390, 1280):
-            browser.open(Address(server + path), width)  # type: ignore[arg-type]
+            browser.open_address(server + path, width)
             browser.evaluate("document.querySelectorAll('details').forEach(node => { node.open = true; })")
             assert browser.evaluate("document.documentElement.scrollWidth") <= width, path
         urls = [event["request"]["url"] for event in browser.events_of("Network.requestWillBeSent")]
@@ -79,11 +69,11 @@ def test_pages_request_only_their_server_fit_and_are_readable(browser: Browser, 
         assert browser.events_of("Runtime.exceptionThrown") == []
         if path != "/runs/none":
             assert browser.events_of("Log.entryAdded") == []
-        assert_readable_in_both_schemes(browser, Address(server + path))  # type: ignore[arg-type]
+        assert_readable_in_both_schemes(browser, server + path)
 
 
 def test_a_run_updates_itself_and_keeps_what_the_reader_set(browser: Browser, server: str, runs: Path) -> None:
-    browser.open(Address(f"{server}/runs/{folder_id(runs / 'first')}"))  # type: ignore[arg-type]
+    browser.open_address(f"{server}/runs/{folder_id(runs / 'first')}")
     assert browser.evaluate("document.querySelector('.tile b').textContent") == "40"
     browser.evaluate(
         "(() => { const slider = document.querySelector('.slider input'); slider.value = 1;"
@@ -103,7 +93,7 @@ def test_a_run_updates_itself_and_keeps_what_the_reader_set(browser: Browser, se
 
 
 def test_images_appear_in_the_playground_and_their_settings_return(browser: Browser, server: str) -> None:
-    browser.open(Address(f"{server}/playground"))  # type: ignore[arg-type]
+    browser.open_address(f"{server}/playground")
     browser.evaluate(
         "(() => { const form = document.querySelector('#draw').elements; form.prompt.value = 'a red circle';"
         " form.seeds.value = '4-5'; form.steps.value = 2; document.querySelector('#draw button').click(); })()"
@@ -112,7 +102,7 @@ def test_images_appear_in_the_playground_and_their_settings_return(browser: Brow
     wait_for(browser, "[...document.querySelectorAll('.drawn img')].every(image => image.naturalWidth > 0)")
     alts = json.loads(browser.evaluate("JSON.stringify([...document.querySelectorAll('.drawn img')].map(i => i.alt))"))
     assert [alt.rpartition(", ")[2] for alt in alts] == ["seed 4", "seed 5"]
-    browser.open(Address(f"{server}/playground"))  # type: ignore[arg-type]
+    browser.open_address(f"{server}/playground")
     assert browser.evaluate("document.querySelectorAll('.thumbs button').length") == 2
     browser.evaluate("document.querySelector('.thumbs button').click()")
     assert browser.evaluate("document.querySelector('[name=prompt]').value") == "a red circle"
@@ -120,5 +110,5 @@ def test_images_appear_in_the_playground_and_their_settings_return(browser: Brow
 
 
 def test_the_wide_chart_does_not_scroll_on_a_phone(browser: Browser, server: str, runs: Path) -> None:
-    browser.open(Address(f"{server}/runs/{folder_id(runs / 'first')}"), 390)  # type: ignore[arg-type]
+    browser.open_address(f"{server}/runs/{folder_id(runs / 'first')}", 390)
     assert browser.evaluate("getComputedStyle(document.querySelector('.chart.wide')).overflowX") == "visible"
