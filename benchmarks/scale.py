@@ -5,10 +5,12 @@ as numbers. `docs/scaling.md` explains the results.
 """
 
 import argparse
+import itertools
 import json
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +29,10 @@ from sd3_light.budget.data_bytes import latent_pixels, open_shard_bytes, sample_
 from sd3_light.checkpoint.index import Index, Range, merge_entries
 from sd3_light.config import SIZES
 from sd3_light.config.sizes import ModelSize
-from sd3_light.data.manifest import CACHE_FORMAT, Manifest
-from sd3_light.data.order import Order, Segment, build_order, rank_slice
+from sd3_light.data import manifest as manifest_module
+from sd3_light.data.manifest import Manifest, ShardEntry
+from sd3_light.data.order import Order, Segment, build_order, rank_picks, rank_slice
+from sd3_light.data.shard_table import column, group_shards
 from sd3_light.engines.processes import num_sockets
 from sd3_light.model.text_shape import TextShape
 
@@ -61,7 +66,6 @@ class Reading:
     opened: float  # shards that a rank opens per step
     hashed: float  # shards that a machine hashes per step: all that its ranks prefetch or read
     needed: float  # samples that a machine trains on per step, in units of shards
-    sorted: float  # shards that a machine would touch if a global batch were distributed in shard order
 
     @property
     def amplification(self) -> float:
@@ -73,20 +77,21 @@ def reading(order: Order, world: int, num_samples: int = 8) -> Reading:
     """Return means over some machines, each over a range of steps several windows long."""
     machines, bucket = max(1, world // PER_MACHINE), order.buckets[0]
     share, each = bucket.batch // machines, float(bucket.sizes.mean())
-    opened, hashed, by_sort = [], [], []
+    opened, hashed = [], []
+    by_segment = machines > 1  # as `training.data` distributes samples
     stride = max(1, bucket.span // bucket.batch // 4)  # steps closer than this read the same windows
     for number in range(num_samples):
         first, machine = number * order.steps_per_epoch // num_samples, (number * 7) % machines
         part = rank_slice(bucket.batch, machine, machines, 0, 1)
         steps = range(first, min(first + 32 * stride, order.steps_per_epoch), stride)
-        windows = [order.windows_at(step, *part) for step in steps]
-        shards = {shard for window in windows for shard in order.segments_in(window).tolist()}
+        shards = set[int]()
+        for windows in (order.windows_at(step, *part) for step in steps):
+            segments = order.segments_of_share(windows, *part) if by_segment else order.segments_in(windows)
+            shards |= set(segments.tolist())
         hashed.append(len(shards) / (stride * len(steps)))
-        rank = rank_slice(bucket.batch, machine * PER_MACHINE, world, 0, 1)
-        opened.append(len(np.unique(order.picks(first, *rank).segment)))
-        whole = np.sort(order.picks(first).segment)
-        by_sort.append(len(np.unique(whole[part[0] : part[1]])))
-    return Reading(*(float(np.mean(values)) for values in (opened, hashed)), share / each, float(np.mean(by_sort)))
+        picks = rank_picks(order, first, machine * PER_MACHINE, world, 0, 1, by_segment)
+        opened.append(len(np.unique(picks.segment)))
+    return Reading(float(np.mean(opened)), float(np.mean(hashed)), share / each)
 
 
 def covers(order: Order, step: int, world: int) -> bool:
@@ -138,49 +143,45 @@ def _seconds(work: Callable[[], object]) -> float:
 # --- manifest: in its own process, to measure its memory -----------------------------
 
 
-def manifest_json(shards: int) -> bytes:
-    """Return a manifest with ``shards`` shards."""
-
-    def entry(number: int) -> dict[str, object]:
-        digest = sha256(str(number).encode()).hexdigest()
-        label = f"part-{number % 32:05d}"
-        return {
-            "file": f"{label}-0-{digest[:6]}-r256x256-256x256-{digest[:20]}.safetensors",
-            "bucket": "256x256",
-            "resolution": [256, 256],
-            "directory": f"{label}#0",
-            "count": 128 + number % 385,
-            "bytes": 10**9 + number,
-            "sha256": digest,
-            "fingerprint": digest[:32],
-        }
-
-    results = {"format": CACHE_FORMAT, "recipe": {}, "empty": entry(0), "counts": {}, "places": {}}
-    return json.dumps({**results, "shards": [entry(number) for number in range(shards)]}, indent=1).encode()
+def entry(number: int) -> ShardEntry:
+    """Return the entry of a shard that exists only as a number."""
+    digest = sha256(str(number).encode()).hexdigest()
+    label = f"part-{number % 32:05d}"
+    file = f"{label}-0-{digest[:6]}-r256x256-256x256-{digest[:20]}.safetensors"
+    sizes = 128 + number % 385, 10**9 + number
+    return ShardEntry(file, "256x256", (256, 256), f"{label}#0", *sizes, digest, digest[:32])
 
 
-def manifest_cost(shards: int) -> dict[str, float]:
-    """Return the file size, the seconds to read it and the bytes kept, measured in a new process."""
-    command = [sys.executable, __file__, "--manifest", str(shards)]
-    return dict(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+def write_manifest(folder: Path, shards: int, table: bool) -> None:
+    """Write a manifest with ``shards`` shards, in a table or as one JSON file."""
+    manifest_module.TABLE_SHARDS = 0 if table else shards
+    Manifest({"format": 2}, tuple(map(entry, range(shards))), entry(0)).save(folder)
 
 
-def _measure_manifest(shards: int) -> None:
-    data = manifest_json(shards)
-    before = _resident()
-    started = time.perf_counter()
-    manifest = Manifest.from_json(data, "")
-    seconds = time.perf_counter() - started
-    size = len(data)
-    del data
-    assert len(manifest.shards) == shards
-    kept = _resident() - before + size
-    print(json.dumps({"file": size, "seconds": seconds, "kept": kept}))
+def manifest_cost(shards: int, table: bool) -> dict[str, float]:
+    """Return the size of its files, the seconds to open it and the private bytes kept, measured in a new process."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_manifest(Path(folder), shards, table)
+        command = [sys.executable, __file__, "--manifest", folder]
+        figures: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+        return {**figures, "file": sum(path.stat().st_size for path in Path(folder).iterdir())}
 
 
-def _resident() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
+def _measure_manifest(folder: Path) -> None:
+    before, started = _anonymous(), (time.perf_counter(), time.process_time())
+    manifest = Manifest.load(folder)
+    seconds, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
+    kept = _anonymous() - before
+    buckets = group_shards(manifest.shards)
+    order = build_order(0, [([Segment(count) for count in column(b.shards, "count").tolist()], 64) for b in buckets])
+    facts = {"buckets": len(buckets), "steps": order.steps_per_epoch}
+    ordered = time.process_time() - started[1] - cpu
+    print(json.dumps({"seconds": seconds, "cpu": cpu, "order": ordered, "kept": kept, **facts}))
+
+
+def _anonymous() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssAnon:"))
 
 
 # --- checkpoint --------------------------------------------------------------------------------
@@ -255,8 +256,8 @@ def report_order(samples: int, worlds: list[int], window: int) -> None:
             print(
                 f"  {world:5} ranks: {order.steps_per_epoch:,} steps per epoch; a rank opens {step.opened:.1f} shards "
                 f"per step, {opens:,.0f} per epoch; a machine hashes {step.hashed:.1f} per step and trains on "
-                f"{step.needed:.1f}: {step.amplification:.1f} x, {read / 1e9:.1f} GB per step; distributed by shard it "
-                f"would touch {step.sorted:.1f}; slices cover the batch: {covers(order, 1, world)}"
+                f"{step.needed:.1f}: {step.amplification:.1f} x, {read / 1e9:.1f} GB per step; slices cover the batch: "
+                f"{covers(order, 1, world)}"
             )
 
 
@@ -266,18 +267,26 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1_000_000_000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--window", type=int, default=16)
-    parser.add_argument("--manifest", type=int, help="only measure a manifest with this many shards")
+    parser.add_argument("--shards", type=int, nargs="*", default=[50_000, 400_000, 2_000_000], help="of manifests")
+    parser.add_argument("--only-manifests", action="store_true")
+    parser.add_argument("--manifest", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.manifest is not None:
         _measure_manifest(args.manifest)
         return
-    report_order(args.samples, args.ranks, args.window)
-    for shards in (50_000, 400_000):
-        cost = manifest_cost(shards)
+    for shards, table in itertools.product(args.shards, (False, True)):
+        if not table and shards > 400_000:  # minutes
+            continue
+        cost, form = manifest_cost(shards, table), "a table" if table else "JSON"
         print(
-            f"manifest of {shards:,} shards: {cost['file'] / 1e6:.0f} MB, read in {cost['seconds']:.1f} s, "
-            f"{cost['kept'] / 1e6:.0f} MB kept in every process ({cost['kept'] / shards:.0f} B per shard)"
+            f"manifest of {shards:,} shards as {form}: {cost['file'] / 1e6:.0f} MB, opened in "
+            f"{cost['seconds']:.2f} s ({cost['cpu']:.2f} s of one core), {cost['kept'] / 1e6:.0f} MB kept in every "
+            f"process; order {cost['order']:.1f} s",
+            flush=True,
         )
+    if args.only_manifests:
+        return
+    report_order(args.samples, args.ranks, args.window)
     for world in args.ranks:
         checkpoint = checkpoint_cost(SIZES["sd3.5_medium"], world)
         print(

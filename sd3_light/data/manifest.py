@@ -1,19 +1,32 @@
-"""The manifest of a cache: its shards and the recipe that made them. Imports no torch."""
+"""The manifest of a cache: its shards and the recipe that made them. Imports no torch.
+
+`manifest.json` lists the shards. Above `TABLE_SHARDS` it names a table with their list instead (`data.shard_table`).
+"""
 
 import json
+import os
 import re
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from sd3_light.config.faults import UserError
-from sd3_light.files import write_atomically
+from sd3_light.data.shard_table import ENTRY_FIELDS, ShardTable, column
+from sd3_light.data.shard_table import ShardEntry as ShardEntry
+from sd3_light.files import atomic_file, file_sha256, write_atomically
 from sd3_light.inputs import INDEX_BYTES, is_inner_path, parse_json, read_limited
 from sd3_light.system import available_memory
 
 CACHE_FORMAT = 2
+TABLE_FORMAT = 3
+"""Format of a manifest whose shards are listed in a table; earlier versions reject it by its number."""
+TABLE_SHARDS = 10_000
+"""Most shards that `manifest.json` itself lists."""
 MANIFEST = "manifest.json"
 SHARDS = "shards"
 LARGEST_SHARE = 0.8
@@ -31,23 +44,6 @@ UNMATCHED = "unmatched"
 """A manifest's count of samples that do not match `where`; absent if there are none."""
 
 
-@dataclass(frozen=True, slots=True)  # slots: every process holds an entry per shard, and there may be millions
-class ShardEntry:
-    """A shard in the manifest. ``directory`` is the label of its source, as in its samples' keys."""
-
-    file: str
-    bucket: str
-    resolution: tuple[int, int]
-    directory: str
-    count: int
-    bytes: int
-    sha256: str
-    fingerprint: str
-
-
-_NAMES = {field.name for field in fields(ShardEntry)}
-
-
 def damaged_mark(shard: Path) -> Path:
     """Return the path of the file that marks a shard as damaged: the cache stage encodes such a shard again."""
     return shard.with_name(f"{shard.name}.damaged")
@@ -58,14 +54,14 @@ class Manifest:
     """The recipe and the shards of a cache. ``places`` are the source folders, for information only."""
 
     recipe: dict[str, Any]
-    shards: tuple[ShardEntry, ...]
+    shards: Sequence[ShardEntry]
     empty: ShardEntry
     counts: dict[str, int] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
 
     def too_large(self, processes: int = 1) -> str | None:
         """Return why the cache does not fit into memory for each of ``processes`` (law 10); None if it does."""
-        nbytes, free = sum(shard.bytes for shard in self.shards), available_memory()
+        nbytes, free = int(column(self.shards, "bytes").sum()), available_memory()
         if free is None or nbytes * processes <= LARGEST_SHARE * free:
             return None
         copies = f", {processes} times on this machine," if processes > 1 else ""
@@ -75,9 +71,20 @@ class Manifest:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the manifest atomically into a cache folder."""
-        text = json.dumps({"format": CACHE_FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
-        write_atomically(folder / MANIFEST, text.encode())
+        """Write the manifest atomically into a cache folder; a table of its shards before it."""
+        table = _write_table(folder, ShardTable.of(self.shards)) if len(self.shards) > TABLE_SHARDS else None
+        content = {
+            "format": CACHE_FORMAT if table is None else TABLE_FORMAT,
+            "recipe": self.recipe,
+            "shards": [asdict(shard) for shard in self.shards] if table is None else asdict(table),
+            "empty": asdict(self.empty),
+            "counts": self.counts,
+            "places": self.places,
+        }
+        write_atomically(folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False).encode())
+        for path in folder.glob("manifest-*.arrow"):
+            if is_table(path.name) and (table is None or path.name != table.file):
+                path.unlink(missing_ok=True)
 
     @property
     def rejects(self) -> dict[str, int]:
@@ -97,28 +104,85 @@ class Manifest:
         return Manifest.from_json(data, str(path))
 
     @staticmethod
-    def from_json(data: bytes, where: str) -> "Manifest":
-        """Parse the bytes of a manifest file; ``where`` names it in errors."""
+    def from_json(data: bytes, where: str, local: "Callable[[TableFile], Path] | None" = None) -> "Manifest":
+        """Parse the bytes of the manifest file ``where``. ``local`` returns the path of its table; None: beside it."""
         try:
             content = parse_json(data, object_hook=_as_entry)  # entries need less memory than millions of dicts
-            if content["format"] != CACHE_FORMAT:
+            if content["format"] not in (CACHE_FORMAT, TABLE_FORMAT):
                 raise UserError(
-                    f"{where} has format {content['format']}, this version reads {CACHE_FORMAT}: rebuild it"
+                    f"{where} has format {content['format']}, this version reads {CACHE_FORMAT} and {TABLE_FORMAT}: "
+                    "rebuild it"
                 )
-            entries, empty = tuple(content["shards"]), content["empty"]
-            if not all(isinstance(entry, ShardEntry) for entry in (*entries, empty)):
-                raise TypeError("an entry has unknown or missing fields")
+            listed, empty = content["shards"], content["empty"]
+            if content["format"] == CACHE_FORMAT:
+                shards: Sequence[ShardEntry] = tuple(map(_require_entry, listed))
+            else:
+                table = TableFile(**listed)
+                shards = _read_table(table, Path(where).with_name(table.file) if local is None else local(table))
+            _require_entry(empty)
             _require_table(content, "recipe", object)
             _require_table(content, "counts", int)
             _require_table(content, "places", str)
-            return Manifest(content["recipe"], entries, empty, content["counts"], content["places"])
-        except (ValueError, LookupError, TypeError) as error:  # not JSON, not UTF-8, or not written by `save`
+            return Manifest(content["recipe"], shards, empty, content["counts"], content["places"])
+        except (ValueError, LookupError, TypeError, pa.ArrowException) as error:  # not written by `save`
             raise UserError(f"{where} is damaged ({error!r}); rebuild the cache with --regenerate-cache") from error
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """The file of a table of shards, as a manifest names it; its name contains the start of its hash."""
+
+    file: str
+    count: int
+    bytes: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        is_valid = re.fullmatch(r"[0-9a-f]{64}", self.sha256) and self.file == _table_name(self.sha256)
+        if not is_valid or type(self.count) is not int or type(self.bytes) is not int or self.bytes < 1:
+            raise ValueError(f"the table of shards {self.file!r:.80} has a wrong name or size")
+
+
+def is_table(name: str) -> bool:
+    """Return whether a file of a cache folder is a table of shards."""
+    return re.fullmatch(r"manifest-[0-9a-f]{20}\.arrow", name) is not None
+
+
+def _table_name(sha256: str) -> str:
+    return f"manifest-{sha256[:20]}.arrow"
+
+
+def _write_table(folder: Path, table: ShardTable) -> TableFile:
+    """Write a table under the name of its content."""
+    with atomic_file(folder / ".manifest.arrow") as temporary:
+        table.write(temporary)
+        digest = file_sha256(temporary)
+        described = TableFile(_table_name(digest), len(table), temporary.stat().st_size, digest)
+    os.replace(folder / ".manifest.arrow", folder / described.file)
+    return described
+
+
+def _read_table(file: TableFile, path: Path) -> ShardTable:
+    try:
+        if path.stat().st_size != file.bytes or file_sha256(path) != file.sha256:
+            raise ValueError(f"{path.name} has other bytes than those that were written")
+        table = ShardTable.read(path)
+    except OSError as error:
+        raise ValueError(f"{path.name}: {error.strerror}") from error
+    if len(table) != file.count:
+        raise ValueError(f"{path.name} lists {len(table)} shards instead of {file.count}")
+    return table
+
+
+def _require_entry(item: object) -> ShardEntry:
+    if not isinstance(item, ShardEntry):
+        raise TypeError("an entry has unknown or missing fields")
+    return item
 
 
 def _as_entry(item: dict[str, Any]) -> Any:
     """Return a ShardEntry if the JSON object is one, else the object itself."""
-    if item.keys() != _NAMES:
+    if item.keys() != ENTRY_FIELDS:
         return item
     _require_types(item)
     # values that many shards have in common become one shared object

@@ -17,7 +17,7 @@ The only tables have one row per block, for the current and the neighbouring epo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import blake2b
 
@@ -129,6 +129,12 @@ class BucketOrder:
         """Positions per window."""
         return self.window * int(self.sizes.max())
 
+    def window_edges(self, position: int) -> tuple[int, int]:
+        """Return the range of positions of the window that contains one; positions of padding are beyond ``length``."""
+        lap = position // self.length * self.length
+        first = lap + (position - lap) // self.span * self.span
+        return first, min(first + self.span, lap + self.length)
+
     @cached_property
     def most_repeats(self) -> int:
         """The largest number of occurrences of a sample per epoch, without padding."""
@@ -184,12 +190,13 @@ class Picks:
 
 @dataclass(frozen=True)
 class WindowRange:
-    """The windows ``first`` to ``last`` of a bucket in an epoch."""
+    """The windows ``first`` to ``last`` of a bucket in an epoch. ``origin`` is the position of the batch that asked."""
 
     epoch: int
     bucket: int
     first: int
     last: int
+    origin: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -265,11 +272,59 @@ class Order:
         index = permute(positions - table.starts[block], plan.sizes[segment], _hash(key, segment, rounds))
         return Picks(epoch, bucket, segment, index, rounds + lap * plan.most_repeats)
 
+    def picks_by_segment(self, step: int, start: int, stop: int) -> Picks:
+        """Return the samples ``start`` to ``stop`` of the global batch of ``step``, sorted by segment in each window.
+
+        The set of a step's samples is that of `picks`. A range of them is in few segments, and equal ranges of the
+        steps of a window are in about the same ones. Only the windows of the range are computed.
+        """
+        _, bucket, batch = self.position(step)
+        plan = self.buckets[bucket]
+        origin = batch * plan.batch
+        first = max(0, plan.window_edges(origin + start)[0] - origin)
+        last = min(plan.batch, plan.window_edges(origin + stop - 1)[1] - origin)
+        picks = self.picks(step, first, last)
+        lap, position = np.divmod(origin + np.arange(first, last, dtype=np.int64), plan.length)
+        rows = np.lexsort((picks.segment, position // plan.span, lap))[start - first : stop - first]
+        return Picks(picks.epoch, picks.bucket, picks.segment[rows], picks.index[rows], picks.repeat[rows])
+
+    def segments_of_share(self, windows: WindowRange, start: int, stop: int) -> Indices:
+        """Return the segments in which `picks_by_segment` finds the samples ``start`` to ``stop`` in some windows.
+
+        Exact where the batch contains a whole window. Where it is a part of the window, the share of its samples that
+        precede a segment varies; the result covers two standard deviations.
+        """
+        plan = self.buckets[windows.bucket]
+        lap = (windows.origin + start) // plan.length * plan.length
+        parts = []
+        for number in range(windows.first, windows.last + 1):
+            low, high, margin = start / plan.batch, stop / plan.batch, plan.batch**-0.5
+            if plan.batch > plan.span:
+                edges = plan.window_edges(lap + number * plan.span)
+                first, last = max(edges[0], windows.origin), min(edges[1], windows.origin + plan.batch)
+                low, high = ((windows.origin + at - first) / (last - first) for at in (start, stop))
+                margin = 0.0 if (first, last) == edges else (last - first) ** -0.5
+            parts.append(self._segments_between(windows, number, low - margin, high + margin))
+        return np.unique(np.concatenate(parts))
+
+    def _segments_between(self, windows: WindowRange, number: int, low: float, high: float) -> Indices:
+        """Return the segments between two shares of a window's samples, sorted by segment."""
+        table, plan = self._table(windows.epoch, windows.bucket), self.buckets[windows.bucket]
+        edges = plan.window_edges(number * plan.span)
+        first = int(np.searchsorted(table.starts, edges[0], side="right")) - 1
+        last = int(np.searchsorted(table.starts, edges[1], side="left"))
+        order = np.argsort(table.segment[first:last], kind="stable")
+        ends = np.cumsum(np.diff(np.clip(table.starts[first : last + 1], *edges))[order])
+        start = np.searchsorted(ends, max(0.0, low) * ends[-1], side="right")
+        stop = np.searchsorted(ends, min(1.0, high) * ends[-1], side="left")
+        return table.segment[first:last][order][start : stop + 1]
+
     def windows_at(self, step: int, start: int = 0, stop: int | None = None) -> WindowRange:
         """Return the windows that contain the samples ``start`` to ``stop`` of ``step``."""
         epoch, bucket, batch = self.position(step)
         size = self.buckets[bucket].batch
-        return self._windows(epoch, bucket, batch * size + start, batch * size + (stop or size))
+        windows = self._windows(epoch, bucket, batch * size + start, batch * size + (stop or size))
+        return replace(windows, origin=batch * size)
 
     def next_windows(self, step: int, start: int = 0, stop: int | None = None) -> WindowRange:
         """Return the windows that the bucket of ``step`` reads after that step.
@@ -284,7 +339,7 @@ class Order:
             epoch, first = epoch + 1, 0
         is_long = plan.batch > plan.span
         last = first + (stop or plan.batch if is_long else plan.span)
-        return self._windows(epoch, bucket, first + is_long * start, last)
+        return replace(self._windows(epoch, bucket, first + is_long * start, last), origin=first)
 
     def _windows(self, epoch: int, bucket: int, first: int, last: int) -> WindowRange:
         """Return the windows of the positions ``first`` to ``last``; padding starts again at the epoch's beginning."""
@@ -315,6 +370,14 @@ def rank_slice(batch: int, rank: int, world: int, micro: int, micro_batches: int
     size = share // micro_batches
     start = rank * share + micro * size
     return start, start + size
+
+
+def rank_picks(
+    order: Order, step: int, rank: int, world: int, micro: int, micro_batches: int, by_segment: bool = False
+) -> Picks:
+    """Return the samples of a rank's micro-batch; ``by_segment`` assigns those of a step to ranks by their segments."""
+    part = rank_slice(order.batch_size(step), rank, world, micro, micro_batches)
+    return order.picks_by_segment(step, *part) if by_segment else order.picks(step, *part)
 
 
 def build_order(

@@ -11,8 +11,9 @@ from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import LARGEST_SHARE, Manifest, ShardEntry
-from sd3_light.data.order import Order, Picks, rank_slice
+from sd3_light.data.order import Order, Picks, rank_picks
 from sd3_light.data.reader import ShardReader
+from sd3_light.data.shard_table import column
 from sd3_light.data.shards import POOLED, TOKENS, CaptionFeatures
 from sd3_light.data.stream import CachedDataset
 
@@ -72,7 +73,7 @@ class ResidentCache:
 def _too_large(manifest: Manifest, device: torch.device, processes: int) -> str | None:
     if device.type != "cuda":
         return manifest.too_large(processes)
-    nbytes, free = sum(shard.bytes for shard in manifest.shards), torch.cuda.mem_get_info(device)[0]
+    nbytes, free = int(column(manifest.shards, "bytes").sum()), torch.cuda.mem_get_info(device)[0]
     if nbytes <= LARGEST_SHARE * free:
         return None
     return (
@@ -84,13 +85,13 @@ def _too_large(manifest: Manifest, device: torch.device, processes: int) -> str 
 class ResidentPicks(Dataset[Picks]):
     """A rank's micro-batches by number, as picks: item ``step * micro_batches + micro``."""
 
-    def __init__(self, order: Order, rank: int, world: int, micro_batches: int) -> None:
+    def __init__(self, order: Order, rank: int, world: int, micro_batches: int, by_segment: bool = False) -> None:
         self.order, self.rank, self.world, self.micro_batches = order, rank, world, micro_batches
+        self.by_segment = by_segment
 
     def __getitem__(self, item: int) -> Picks:
         step, micro = divmod(item, self.micro_batches)
-        part = rank_slice(self.order.batch_size(step), self.rank, self.world, micro, self.micro_batches)
-        return self.order.picks(step, *part)
+        return rank_picks(self.order, step, self.rank, self.world, micro, self.micro_batches, self.by_segment)
 
 
 # --- loading -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from os import getpid
 from typing import Any
@@ -16,8 +15,20 @@ from torch import Tensor
 from sd3_light.config.faults import UserError
 from sd3_light.data.batch import BatchRow, read_batch
 from sd3_light.data.manifest import ShardEntry
-from sd3_light.data.order import WINDOW, Order, Picks, Segment, WindowRange, build_order, open_shards, rank_slice
+from sd3_light.data.order import (
+    WINDOW,
+    Indices,
+    Order,
+    Picks,
+    Segment,
+    WindowRange,
+    build_order,
+    open_shards,
+    rank_picks,
+    rank_slice,
+)
 from sd3_light.data.reader import ShardReader
+from sd3_light.data.shard_table import column, group_shards
 from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.slots import AllocateBytes, InPlaceDataset
 from sd3_light.data.store import ShardStore, open_shard
@@ -27,30 +38,6 @@ from sd3_light.randomness import choices, occurrence_words, stream
 CachedBatch = dict[str, Any]
 _OPEN_TRIES = 8
 _MAX_PREFETCHED = 256  # dropping one costs only another check of its shards' markers
-
-
-@dataclass(frozen=True)
-class BucketShards:
-    """The shards of one bucket at one resolution."""
-
-    bucket: str
-    resolution: tuple[int, int]
-    shards: tuple[ShardEntry, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of samples in the bucket."""
-        return sum(shard.count for shard in self.shards)
-
-
-def group_shards(shards: Sequence[ShardEntry]) -> tuple[BucketShards, ...]:
-    """Group shards by bucket in a fixed order, so that a bucket number means the same on every rank."""
-    groups: dict[tuple[tuple[int, int], str], list[ShardEntry]] = {}
-    for shard in sorted(shards, key=lambda shard: shard.file):
-        groups.setdefault((shard.resolution, shard.bucket), []).append(shard)
-    return tuple(
-        BucketShards(bucket, resolution, tuple(group)) for (resolution, bucket), group in sorted(groups.items())
-    )
 
 
 def new_buffer(nbytes: int) -> Tensor:
@@ -78,12 +65,13 @@ class CachedDataset:
         self.has_lengths = self.manifest.recipe.get("text_tokens") == "real"
         self.max_open = open_shards(WINDOW, len(self.buckets))
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
-        self._prefetcher: threading.Thread | None = None
-        self._verifier = Verifier(store.path(self.manifest.empty).parent, launched, store.keeps_times)
+        self._prefetchers: list[threading.Thread] = []
+        folder = store.path(self.manifest.empty).parent
+        self._verifier = Verifier(folder, launched, store.keeps_times, store.was_just_hashed)
 
     def __getstate__(self) -> dict[str, Any]:
         # open files and threads cannot be sent to worker processes
-        return {**self.__dict__, "_open": OrderedDict(), "_prefetcher": None}
+        return {**self.__dict__, "_open": OrderedDict(), "_prefetchers": []}
 
     def order(
         self,
@@ -94,16 +82,16 @@ class CachedDataset:
         small: str = "pad",
     ) -> Order:
         """Build the order from repeats per directory label, the global batch per resolution and ``small_buckets``."""
-        if unknown := sorted({shard.directory for shard in self.manifest.shards} - repeats.keys()):
+        if unknown := sorted(set(column(self.manifest.shards, "directory").tolist()) - repeats.keys()):
             raise UserError(
                 f"the cache contains samples of {unknown[0]!r}, which is not in the dataset TOML (it has "
                 f"{', '.join(map(repr, repeats))}): the cache belongs to another dataset; run without --trust-cache"
             )
         segment = cache(Segment)  # there are many shards but few different sizes and repeats
-        buckets = [
-            ([segment(shard.count, repeats[shard.directory]) for shard in bucket.shards], batch_of(bucket.resolution))
-            for bucket in self.buckets
-        ]
+        buckets = []
+        for bucket in self.buckets:
+            pairs = zip(*(column(bucket.shards, name).tolist() for name in ("count", "directory")), strict=True)
+            buckets.append(([segment(count, repeats[label]) for count, label in pairs], batch_of(bucket.resolution)))
         order = build_order(seed, buckets, window, small == "drop")
         if order.steps_per_epoch == 0:
             raise UserError(
@@ -193,21 +181,29 @@ class CachedDataset:
         return open_shard(self.store, entry, lambda path: ShardReader(path, entry))
 
     def prefetch(self, bucket: int, segments: Sequence[int]) -> bool:
-        """Fetch and hash shards in a background thread; False if an earlier prefetch is still running."""
-        if self._prefetcher is not None and self._prefetcher.is_alive():
+        """Fetch and hash shards in the background; False if an earlier prefetch is still running."""
+        if any(thread.is_alive() for thread in self._prefetchers):
             return False
         shards = self.buckets[bucket].shards
         entries = [shards[segment] for segment in segments if not self._verifier.is_verified(shards[segment])]
         if not entries:
             return True
         first = getpid() % len(entries)  # processes start at different shards
-        entries = [*entries[first:], *entries[:first]]
-        self._prefetcher = threading.Thread(target=self._prefetch, args=(entries,), daemon=True)
-        self._prefetcher.start()
+        remaining = deque([*entries[first:], *entries[:first]])
+        self._prefetchers = [
+            threading.Thread(target=self._prefetch, args=(remaining,), daemon=True)
+            for _ in range(self.store.prefetch_threads)
+        ]
+        for thread in self._prefetchers:
+            thread.start()
         return True
 
-    def _prefetch(self, entries: Sequence[ShardEntry]) -> None:
-        for entry in entries:
+    def _prefetch(self, remaining: deque[ShardEntry]) -> None:
+        while remaining:
+            try:
+                entry = remaining.popleft()
+            except IndexError:  # another thread took the last one
+                return
             try:
                 self._verifier.prefetch((entry, self.store.path(entry)))
             except (UserError, OSError):
@@ -231,11 +227,16 @@ def weighted_caption(seed: int, epoch: int, repeat: int, sample_id: int, count: 
 
 
 class MicroBatches(InPlaceDataset):
-    """A rank's micro-batches by number: item ``step * micro_batches + micro``. That number is its whole state."""
+    """A rank's micro-batches by number: item ``step * micro_batches + micro``. That number is its whole state.
 
-    def __init__(self, data: CachedDataset, order: Order, rank: int, world: int, micro_batches: int) -> None:
+    ``by_segment`` assigns the samples of a step to ranks by their shards, so that each machine reads few of them.
+    """
+
+    def __init__(
+        self, data: CachedDataset, order: Order, rank: int, world: int, micro_batches: int, by_segment: bool = False
+    ) -> None:
         self.data, self.order = data, order
-        self.rank, self.world, self.micro_batches = rank, world, micro_batches
+        self.rank, self.world, self.micro_batches, self.by_segment = rank, world, micro_batches, by_segment
         # the steps of all buckets interleave, and neighbouring steps need the same windows
         self._prefetched: deque[WindowRange] = deque(maxlen=_MAX_PREFETCHED)
 
@@ -245,8 +246,8 @@ class MicroBatches(InPlaceDataset):
     def fetch(self, item: int, allocate: AllocateBytes) -> CachedBatch:
         """Read a micro-batch; its tensors share one block of memory from ``allocate``."""
         step, micro = divmod(item, self.micro_batches)
-        part = rank_slice(self.order.batch_size(step), self.rank, self.world, micro, self.micro_batches)
-        batch = self.data.read(self.order.picks(step, *part), self.order.seed, allocate)
+        share = self.rank, self.world, micro, self.micro_batches
+        batch = self.data.read(rank_picks(self.order, step, *share, self.by_segment), self.order.seed, allocate)
         self._prefetch(self.order.next_windows(step, *self._rank_share(step)))
         return batch
 
@@ -261,5 +262,12 @@ class MicroBatches(InPlaceDataset):
     def _prefetch(self, windows: WindowRange) -> None:
         if windows in self._prefetched:
             return
-        if self.data.prefetch(windows.bucket, self.order.segments_in(windows).tolist()):
+        if self.data.prefetch(windows.bucket, self._segments(windows).tolist()):
             self._prefetched.append(windows)
+
+    def _segments(self, windows: WindowRange) -> Indices:
+        """Return the segments of some windows that this rank will read."""
+        if not self.by_segment:
+            return self.order.segments_in(windows)
+        share = rank_slice(self.order.buckets[windows.bucket].batch, self.rank, self.world, 0, 1)
+        return self.order.segments_of_share(windows, *share)

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -38,9 +38,18 @@ class Verifier:
     the last write. A shard that is another file than the one that was hashed is hashed again.
     """
 
-    def __init__(self, folder: Path, launched: bool = False, with_times: bool = True) -> None:
-        """``launched``: this process is one of several that its parent started, and shares markers with them."""
-        self._with_times = with_times
+    def __init__(
+        self,
+        folder: Path,
+        launched: bool = False,
+        with_times: bool = True,
+        was_just_hashed: Callable[[ShardEntry, os.stat_result], bool] | None = None,
+    ) -> None:
+        """``launched``: this process is one of several that its parent started, and shares markers with them.
+
+        ``was_just_hashed`` returns whether a file has just been hashed, when it was downloaded.
+        """
+        self._with_times, self._was_just_hashed = with_times, was_just_hashed
         # a parent that never ends (the first process of a container) does not identify a launch
         shared = launched and os.getppid() > 1
         self._markers = _marker_folder(folder, os.getppid() if shared else os.getpid())
@@ -93,7 +102,8 @@ class Verifier:
         with _locked(marker, wait) as is_locked:
             if is_locked and not self._is_current(shard):
                 before = _status(path)  # a file that is changed while it is hashed differs from this
-                verify(path, entry)
+                if self._was_just_hashed is None or not self._was_just_hashed(entry, before):
+                    verify(path, entry)
                 self._verified[entry.file] = self.identity(before)
                 if marker is not None:
                     with suppress(OSError):  # without space for the marker another process hashes the shard again

@@ -115,7 +115,8 @@ def training_steps(
     micro = config.gradient_accumulation_steps
     if not reads_data:
         return lambda first: _placeholder_steps(order, first, launch.world, micro)
-    share = order, launch.rank, launch.world, micro
+    # one machine keeps the order in which earlier versions distributed samples
+    share = order, launch.rank, launch.world, micro, launch.local_world < launch.world
     dataset: Dataset[Any] = MicroBatches(data, *share) if resident is None else ResidentPicks(*share)
     in_workers, finish = _divide_work(preparer, resident, order.seed, prefetch_to)
 

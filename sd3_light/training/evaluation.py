@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from sd3_light.config import LoadedConfig, batch_size_for
 from sd3_light.data.loader import PreparesInPlace
+from sd3_light.data.shard_table import column
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
 from sd3_light.engines.protocol import MicroBatch
@@ -41,7 +42,7 @@ class Evaluator:
         if name not in self._datasets:
             self._datasets[name] = open_cache(self.loaded.eval_datasets[name], self.loaded.train, self.launch)
         data, config = self._datasets[name], self.loaded.train
-        once = {shard.directory: 1.0 for shard in data.manifest.shards}
+        once = dict.fromkeys(column(data.manifest.shards, "directory").tolist(), 1.0)
         order = data.order(0, once, self._global_batch, config.shuffle_window)
         share = self.launch.data_launch(self.stages)
         if not self.launch.reads_data(self.stages):

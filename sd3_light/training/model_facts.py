@@ -9,7 +9,7 @@ from sd3_light.checkpoint.reading import Checkpoint
 from sd3_light.config.sizes import MAX_POSITION_STEP, ModelSize
 from sd3_light.data.buckets import SIDE_STEP
 from sd3_light.data.order import Order
-from sd3_light.data.stream import BucketShards
+from sd3_light.data.shard_table import BucketShards
 from sd3_light.model.start import WeightsStart
 
 

@@ -22,7 +22,8 @@ from sd3_light.budget.flops import image_tokens
 from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.schema_tables import SampleImage, SamplingConfig
-from sd3_light.data.stream import BucketShards, CachedDataset
+from sd3_light.data.shard_table import BucketShards
+from sd3_light.data.stream import CachedDataset
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
 from sd3_light.flow.timesteps import constant_shift

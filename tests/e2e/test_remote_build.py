@@ -1,6 +1,10 @@
 """Caches built at a URL, from images at a URL, equal those of a folder: resumed, repaired, updated and in parts."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,8 +12,11 @@ import pytest
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.manifest import MANIFEST
+from sd3_light.data import manifest as manifest_module
+from sd3_light.data.manifest import MANIFEST, Manifest
+from sd3_light.data.shard_table import ShardTable
 from sd3_light.data.store import protocols, remote
+from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.stages import inspect
 from sd3_light.stages.inspect.cache_stats import draw_samples
 from sd3_light.stages.inspect.fetched import opened
@@ -147,3 +154,96 @@ def test_parts_of_an_array_job(project: RemoteProject, cached_project: Project, 
     assert encoded == 40
     assert project.build("d", finish=True) == 0
     assert content(store.get(project.url)) == local_content(cached_project)
+
+
+class Killer:
+    """Answers requests, and kills a process with SIGKILL when its N-th matching write arrives.
+
+    ``before``: the server does not execute that write.
+    """
+
+    def __init__(self, pid_file: Path, number: int, suffix: str, before: bool) -> None:
+        self.pid_file, self.number, self.suffix, self.before = pid_file, number, suffix, before
+
+    def __call__(self, method: str, path: str) -> bool:
+        if method not in ("PUT", "POST", "DELETE") or not path.endswith(self.suffix):
+            return False
+        self.number -= 1
+        if self.number == 0:
+            os.kill(int(self.pid_file.read_text(encoding="ascii")), signal.SIGKILL)
+        return self.number == 0 and self.before
+
+
+def run_command(project: RemoteProject, store: ObjectStore, *flags: str, killer: Killer | None = None) -> int:
+    """Run `sd3-light cache` in a process; return its exit code."""
+    pid_file = project.folder / "pid.txt"
+    store.reset()
+    if killer is not None:
+        store.fails = killer
+    settings = ["--set", "caching_num_workers=0", "--set", "stream_cache_dir=machine"]
+    command = [sys.executable, "-m", "sd3_light", "cache", str(project.train_toml), *settings, *flags]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "SD3_LIGHT_TEST_PID_FILE": str(pid_file)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    store.reset()
+    assert done.returncode == (-signal.SIGKILL if killer else 0), done.stderr
+    return done.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_build_that_is_killed_at_any_moment_is_completed(
+    project: RemoteProject, cached_project: Project, store: ObjectStore
+) -> None:
+    pid_file = project.folder / "pid.txt"
+    moments = [(1, "", True), (3, ".safetensors", True), (2, ".json", False), (2, ".safetensors", False)]
+    moments += [(1, "rejects.jsonl", False), (1, f"/{MANIFEST}", True), (1, f"/{MANIFEST}", False)]
+    for number, suffix, before in moments:
+        run_command(project, store, killer=Killer(pid_file, number, suffix, before))
+        files = store.get(project.url)
+        if (suffix, before) == (f"/{MANIFEST}", False):  # the server may have received all of it, or not
+            assert json.loads(files.get(MANIFEST, b'{"counts": {"used": 40}}'))["counts"]["used"] == 40
+        else:
+            assert MANIFEST not in files
+        for name in files:  # a shard never exists without its files
+            assert not name.endswith(".safetensors") or {name[:-11] + "json", name[:-11] + "arrow"} <= files.keys()
+    run_command(project, store)
+    assert content(store.get(project.url)) == local_content(cached_project)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_array_job_with_a_killed_part_trains_like_a_local_cache(
+    project: RemoteProject, cached_project: Project, store: ObjectStore, tmp_path: Path, unproven: None
+) -> None:
+    run_command(project, store, "--dry_run")
+    for part in range(3):
+        if part == 1:
+            run_command(project, store, "--part", "1/3", killer=Killer(project.folder / "pid.txt", 1, ".arrow", True))
+        run_command(project, store, "--part", f"{part}/3")
+    run_command(project, store, "--finish")
+    assert content(store.get(project.url)) == local_content(cached_project)
+    local = cached_project.copy(tmp_path / "local")
+    for each in (local, project):
+        each.train("max_steps=2")
+    assert list(project.losses()) == [1, 2]
+    assert project.losses() == local.losses()
+
+
+@pytest.mark.slow
+def test_a_large_manifest_at_a_url(
+    project: RemoteProject, cached_project: Project, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest_module, "TABLE_SHARDS", 3)
+    expected = set(Manifest.load(cached_project.cache).shards)
+    assert project.build() == 40
+    first = load_remote_manifest(project.url, project.folder / "fetched")
+    assert set(first.shards) == expected
+    assert isinstance(first.shards, ShardTable)
+    store.files.rm_file(f"{project.source}/{sorted(path.name for path in cached_project.images.glob('*.png'))[5]}")
+    project.build("another")
+    tables = [name for name in store.get(project.url) if name.endswith(".arrow") and "/" not in name]
+    assert len(tables) == 1, "the table of the replaced manifest is deleted"
+    second = load_remote_manifest(project.url, project.folder / "fetched")
+    assert second.counts["used"] == 39
+    with opened(project.url, 3, seed=0) as (folder, samples):
+        assert inspect.run(folder, samples=samples).samples == 39

@@ -1,17 +1,19 @@
 """Shard stores: a local cache folder, or a URL with a local folder of bounded size for fetched shards."""
 
-import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
+
+import numpy as np
 
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry
+from sd3_light.data.shard_table import ShardTable, column, group_shards
 from sd3_light.data.store.disk_cache import DiskCache
+from sd3_light.data.store.disk_cache import private_temp_folder as private_temp_folder
 from sd3_light.data.store.remote import download, load_remote_manifest
 
 _Opened = TypeVar("_Opened")
@@ -24,9 +26,14 @@ class ShardStore(Protocol):
     manifest: Manifest
     keeps_times: bool
     """Whether reading leaves the modification times of the files unchanged."""
+    prefetch_threads: int
+    """Shards to prefetch at a time; with two, one is downloaded while the other is flushed and hashed."""
 
     def path(self, entry: ShardEntry) -> Path:
         """Return a local file of the shard. It may be removed before it is opened: use `open_shard`."""
+
+    def was_just_hashed(self, entry: ShardEntry, status: os.stat_result) -> bool:
+        """Return, once per download, whether this process has just compared this file with its entry's hash."""
 
 
 def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], _Opened]) -> _Opened:
@@ -43,6 +50,7 @@ class LocalStore:
     """A local cache folder."""
 
     keeps_times = True
+    prefetch_threads = 1
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -55,6 +63,10 @@ class LocalStore:
             raise UserError(f"{path} is missing; run `sd3-light cache CONFIG` to build it again")
         return path
 
+    def was_just_hashed(self, entry: ShardEntry, status: os.stat_result) -> bool:
+        """Return False: a local shard is hashed before it is used."""
+        return False
+
 
 class RemoteStore:
     """A cache at a URL. Shards are fetched on demand, verified, and stored in ``folder``.
@@ -65,18 +77,32 @@ class RemoteStore:
     """
 
     keeps_times = False  # they order the shards by their last use
+    prefetch_threads = 2
 
     def __init__(self, url: str, folder: Path, limit_bytes: int, window: int = 1) -> None:
         self.url = url
-        self.manifest = load_remote_manifest(url)
+        self.manifest = load_remote_manifest(url, folder)
         _check_entries(self.manifest, f"{url}/{MANIFEST}")
         _check_limit(self.manifest, url, limit_bytes, window)
         self.disk = DiskCache(folder, limit_bytes)
+        self._hashed: set[tuple[str, int, int]] = set()
 
     def path(self, entry: ShardEntry) -> Path:
         """Return the shard in the local folder, fetched if necessary."""
-        url = f"{self.url}/{SHARDS}/{entry.file}"
-        return self.disk.path(entry.sha256, entry.bytes, lambda file: download(url, entry, file))
+
+        def fetch(file: BinaryIO) -> None:
+            download(f"{self.url}/{SHARDS}/{entry.file}", entry, file)
+            self._hashed.add(_identity(entry, os.fstat(file.fileno())))
+
+        return self.disk.path(entry.sha256, entry.bytes, fetch)
+
+    def was_just_hashed(self, entry: ShardEntry, status: os.stat_result) -> bool:
+        """Return whether this process has downloaded this file; False when asked again."""
+        try:
+            self._hashed.remove(_identity(entry, status))
+        except KeyError:
+            return False
+        return True
 
 
 def open_store(location: CacheLocation, folder: Path | None, limit_bytes: int, window: int = 1) -> ShardStore:
@@ -86,33 +112,26 @@ def open_store(location: CacheLocation, folder: Path | None, limit_bytes: int, w
     return RemoteStore(location, folder or private_temp_folder(location), limit_bytes, window)
 
 
-def private_temp_folder(url: str) -> Path:
-    """Return a folder for a URL in the system's temp folder that belongs to this user; create it if missing."""
-    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"sd3-light-{os.getuid()}-{digest}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise UserError(f"{folder} belongs to another user; set stream_cache_dir")
-    return folder
+def _identity(entry: ShardEntry, status: os.stat_result) -> tuple[str, int, int]:
+    return entry.sha256, status.st_dev, status.st_ino
 
 
 def _check_entries(manifest: Manifest, where: str) -> None:
     """Raise a UserError for invalid names and hashes, because they become parts of paths."""
-    for entry in (*manifest.shards, manifest.empty):
+    listed = () if isinstance(manifest.shards, ShardTable) else manifest.shards  # a table is checked when it is opened
+    for entry in (*listed, manifest.empty):
         if not re.fullmatch(r"[0-9a-f]{64}", entry.sha256) or "/" in entry.file or entry.bytes < 1:
             raise UserError(f"{where} is damaged at {entry.file!r}; copy the cache folder there again")
 
 
 def _check_limit(manifest: Manifest, url: str, limit_bytes: int, window: int) -> None:
-    sizes: dict[tuple[tuple[int, int], str], list[int]] = {}
-    for entry in manifest.shards:
-        sizes.setdefault((entry.resolution, entry.bucket), []).append(entry.bytes)
-    in_use = sum(sum(sorted(bucket)[-window:]) for bucket in sizes.values())
+    buckets = group_shards(manifest.shards)
+    in_use = sum(int(np.sort(column(bucket.shards, "bytes"))[-window:].sum()) for bucket in buckets)
     needed = max(in_use, manifest.empty.bytes)
     if limit_bytes < needed:
         raise UserError(
             f"stream_cache_gb = {limit_bytes / 1e9:g} is too small for the shards of {url} that are in use at a time "
-            f"({window} per bucket, {len(sizes)} buckets); set {_round_up(needed)} or more, or lower shuffle_window"
+            f"({window} per bucket, {len(buckets)} buckets); set {_round_up(needed)} or more, or lower shuffle_window"
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
-from sd3_light.data.manifest import DUPLICATES_FILE, MANIFEST, REJECTS_FILE, SHARDS, ShardEntry, read_entry
+from sd3_light.data.manifest import DUPLICATES_FILE, MANIFEST, REJECTS_FILE, SHARDS, ShardEntry, is_table, read_entry
 from sd3_light.data.store.protocols import RemoteConflict, RemoteForbidden, RemoteUnreachable, with_retries
 from sd3_light.data.store.remote import verify_remote
 from sd3_light.data.store.remote_file import RemoteEntry, list_remote, read_remote, remote_entry
@@ -120,7 +120,7 @@ class RemoteBuildFolder(BuildFolder):
 
     def _listed(self) -> Iterator[tuple[str, RemoteEntry]]:
         for entry in _list(self.url):
-            if entry.name in (MANIFEST, *_LISTS):
+            if _is_top_file(entry.name):
                 yield entry.name, entry
         for folder in _FOLDERS:
             for entry in _list(f"{self.url}/{folder}"):
@@ -129,7 +129,7 @@ class RemoteBuildFolder(BuildFolder):
 
     def _local_names(self) -> set[str]:
         """Return the names of files that the store should have; marks of damage and temporary files are local."""
-        names = {name for name in (MANIFEST, *_LISTS) if (self.folder / name).is_file()}
+        names = {file.name for file in os.scandir(self.folder) if _is_top_file(file.name)}
         for folder in _FOLDERS:
             (self.folder / folder).mkdir(parents=True, exist_ok=True)
             names |= {f"{folder}/{file.name}" for file in os.scandir(self.folder / folder) if file.is_file()}
@@ -156,7 +156,7 @@ class RemoteBuildFolder(BuildFolder):
         """Read a shard from the store and compare its size and hash."""
         self.fetch_tables([entry.file])
         try:
-            verify_remote(f"{self.url}/{SHARDS}/{entry.file}", entry)
+            verify_remote(f"{self.url}/{SHARDS}/{entry.file}", entry, self.folder)
         except (RemoteUnreachable, RemoteForbidden):
             raise
         except UserError:  # missing, or other bytes
@@ -181,7 +181,7 @@ class RemoteBuildFolder(BuildFolder):
         if entry is None:
             return
         try:
-            verify_remote(f"{self.url}/{SHARDS}/{file}", entry)
+            verify_remote(f"{self.url}/{SHARDS}/{file}", entry, self.folder)
         except UserError:
             with suppress(UserError):
                 self._delete([f"{SHARDS}/{file}"])  # the next run encodes it again
@@ -219,13 +219,14 @@ class RemoteBuildFolder(BuildFolder):
         self._save_record()
 
     def publish(self) -> None:
-        """Upload prompts, rejects and duplicates, and the manifest last: only if no other run has replaced it."""
+        """Upload prompts, lists and a table of shards, and the manifest last: only if no other run has replaced it."""
         local = self._local_names()
-        for name in (*sorted(name for name in local if name.startswith(f"{_PROMPTS}/")), *_LISTS):
-            if name in local:
+        for name in sorted(name for name in local if name.startswith(f"{_PROMPTS}/") or "/" not in name):
+            if name != MANIFEST:
                 self._upload(name)
         if MANIFEST in local and self._record.get(MANIFEST, ("", ""))[1] != _digest(self.folder / MANIFEST):
             self._replace_manifest()
+        self._delete([name for name in self._record if is_table(name) and name not in local])
         self._save_record()
 
     def _replace_manifest(self) -> None:
@@ -343,6 +344,10 @@ def _remove(files: Any, path: str) -> None:
 
 def _unit_names(file: str) -> list[str]:
     return [f"{SHARDS}/{file.removesuffix('.safetensors')}{suffix}" for suffix in UNIT_SUFFIXES]
+
+
+def _is_top_file(name: str) -> bool:
+    return name in (MANIFEST, *_LISTS) or is_table(name)
 
 
 def _is_hollow(name: str) -> bool:

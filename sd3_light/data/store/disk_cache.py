@@ -1,6 +1,7 @@
 """A folder of fetched shards with a size limit, shared by the processes of a machine.
 
     DIGEST.safetensors        a complete shard, named by its sha256, whatever its URL was
+    DIGEST.arrow              the table of a manifest's shards
     DIGEST.safetensors.part   a fetch in progress, locked by its process; it has its final size from the start
     .lock                     held while sizes are added up and files are renamed or removed
 
@@ -8,8 +9,10 @@ Locks are `flock`s: the kernel releases them when a process dies, so a `.part` w
 """
 
 import fcntl
+import hashlib
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +24,7 @@ from sd3_light.data.manifest import damaged_mark
 
 PART = ".part"
 _POLL_SEC = 0.1
-_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+_NAME = re.compile(r"[0-9a-f]{64}\.(safetensors|arrow)")
 _PART_NAME = re.compile(_NAME.pattern + re.escape(PART))
 
 
@@ -37,14 +40,14 @@ class DiskCache:
         with self._disk_errors(), self._folder_lock():
             self._free_space(0)
 
-    def path(self, digest: str, size: int, fetch: Callable[[BinaryIO], None]) -> Path:
+    def path(self, digest: str, size: int, fetch: Callable[[BinaryIO], None], suffix: str = ".safetensors") -> Path:
         """Return the file of ``size`` bytes with this sha256; ``fetch`` downloads it if it is missing.
 
         ``fetch`` writes to the given file and raises unless it is complete. If several processes need the same file,
         one fetches it. The file may be evicted before the caller opens it: see `store.open_shard`.
         """
         assert size <= self.limit
-        whole = self.folder / f"{digest}.safetensors"
+        whole = self.folder / f"{digest}{suffix}"
         assert _NAME.fullmatch(whole.name)
         with self._disk_errors():
             while not _touch(whole, size):
@@ -181,3 +184,13 @@ def _is_at(file: BinaryIO, path: Path) -> bool:
     """Return whether an open file still has the name ``path``."""
     status = _stat(path)
     return status is not None and os.path.samestat(os.fstat(file.fileno()), status)
+
+
+def private_temp_folder(url: str) -> Path:
+    """Return a folder for a URL in the system's temp folder that belongs to this user; create it if missing."""
+    digest = hashlib.sha256(url.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"sd3-light-{os.getuid()}-{digest}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise UserError(f"{folder} belongs to another user; set stream_cache_dir")
+    return folder

@@ -3,6 +3,7 @@
 No state is kept between calls. fsspec creates one file system object per process, so forked workers are safe.
 """
 
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +16,8 @@ from fsspec.registry import known_implementations, registry
 from sd3_light.config.faults import UserError
 
 PAUSES_SEC = (0.5, 2.0, 8.0, 30.0)
-"""Delays before a failed request is repeated; a store that throttles needs seconds."""
+"""Mean delays before a failed request is repeated; a store that throttles needs seconds."""
+_JITTER = random.SystemRandom()  # so that the processes of many machines do not return at the same moment
 
 _Result = TypeVar("_Result")
 _EXTRAS = {"s3": "s3", "s3a": "s3"}  # protocol -> the extra of sd3-light that installs its package
@@ -89,7 +91,7 @@ def with_retries(url: str, call: Callable[[Any, str], _Result], action: str = "r
             with remote_filesystem(url, action) as (files, path):
                 return call(files, path)
         except RemoteUnreachable:
-            time.sleep(pause)
+            time.sleep(pause * _JITTER.uniform(0.5, 1.5))
     with remote_filesystem(url, action) as (files, path):
         return call(files, path)
 

@@ -37,9 +37,9 @@ def is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
     url = dataset.cache_dir
     if isinstance(url, Path):
         return False
-    memo = (train.stream_cache_dir or private_temp_folder(url)) / "parts.json"
+    folder = train.stream_cache_dir or private_temp_folder(url)
     hint = "correct [model], or build the cache again with `sd3-light cache CONFIG`"
-    _require(url, load_remote_manifest(url), make_recipe(train, memo), hint)
+    _require(url, load_remote_manifest(url, folder), make_recipe(train, folder / "parts.json"), hint)
     info(f"using the cache at {url} as it is")
     return True
 

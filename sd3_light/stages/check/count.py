@@ -12,6 +12,7 @@ from sd3_light.data.building.decode import SampleLocation, probe_images
 from sd3_light.data.building.earlier_images import EarlierImages, open_earlier_images
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.manifest import Manifest
+from sd3_light.data.shard_table import column, group_shards
 from sd3_light.data.sources.captions import caption_variants
 from sd3_light.data.sources.records import Rejected
 from sd3_light.data.sources.scan import scan
@@ -104,9 +105,11 @@ def _count_manifest(manifest: Manifest, dataset: DatasetConfig) -> SampleCounts:
     """Count one caption per sample; a manifest does not list cropping and enlarging per bucket."""
     numbers = {source.label: number for number, source in enumerate(make_sources(dataset.directories))}
     counts = SampleCounts(manifest.counts.get("pictures", 0), Counter(manifest.rejects))  # it lists no captions
-    for shard in manifest.shards:
-        bucket = Bucket(*map(int, shard.bucket.split("x")))
-        count = counts.bucket(shard.resolution, bucket, numbers[shard.directory])
-        count.samples += shard.count
-        count.captions += shard.count
+    for group in group_shards(manifest.shards):
+        bucket = Bucket(*map(int, group.bucket.split("x")))
+        labels, sizes = (column(group.shards, name).tolist() for name in ("directory", "count"))
+        for label, samples in zip(labels, sizes, strict=True):
+            count = counts.bucket(group.resolution, bucket, numbers[label])
+            count.samples += samples
+            count.captions += samples
     return counts

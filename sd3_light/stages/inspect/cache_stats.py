@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from sd3_light.data.manifest import REJECTED, SHARDS, Manifest, ShardEntry
 from sd3_light.data.preprocess import REASONS
+from sd3_light.data.shard_table import column
 from sd3_light.data.shards import read_origins
 from sd3_light.encoders.caption_lengths import CaptionSample, CutCaptions, count_cut_captions
 from sd3_light.randomness import stream
@@ -93,17 +94,18 @@ class Inspection:
     @property
     def directories(self) -> dict[str, int]:
         """Label of a source -> samples."""
-        return _totals((shard.directory, shard.count) for shard in self.manifest.shards)
+        labels, counts = (column(self.manifest.shards, name).tolist() for name in ("directory", "count"))
+        return _totals(zip(labels, counts, strict=True))
 
     @property
     def samples(self) -> int:
         """All samples of the cache; an image counts once per resolution."""
-        return sum(shard.count for shard in self.manifest.shards)
+        return int(column(self.manifest.shards, "count").sum())
 
     @property
     def bytes(self) -> int:
         """The size of all shards."""
-        return sum(shard.bytes for shard in self.manifest.shards)
+        return int(column(self.manifest.shards, "bytes").sum())
 
     @property
     def bytes_per_sample(self) -> float:

@@ -26,8 +26,8 @@ def opened(cache: str, cards: int, seed: int) -> Iterator[tuple[Path, int | None
         yield Path(cache), None
         return
     url = cache.rstrip("/")
-    manifest = load_remote_manifest(url)
     with tempfile.TemporaryDirectory(prefix="sd3-light-inspect-") as parent:
+        manifest = load_remote_manifest(url, Path(parent))
         folder = Path(parent) / url.rpartition("/")[2]
         (folder / SHARDS).mkdir(parents=True)
         manifest.save(folder)
@@ -37,7 +37,7 @@ def opened(cache: str, cards: int, seed: int) -> Iterator[tuple[Path, int | None
         entries = {entry.file: entry for entry in _needed(manifest, cards, seed)}
         with progress("downloading shards", len(entries), "shards") as bar:
             for file, entry in entries.items():
-                with open(folder / SHARDS / file, "wb") as target:
+                with open(folder / SHARDS / file, "w+b") as target:
                     download(f"{url}/{SHARDS}/{file}", entry, target)
                 table = Path(SHARDS, file).with_suffix(".arrow")
                 (folder / table).write_bytes(read_remote(f"{url}/{table}"))

@@ -10,7 +10,8 @@ from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.data.order import Order
 from sd3_light.data.resident import ResidentCache
-from sd3_light.data.stream import BucketShards, CachedDataset, MicroBatches
+from sd3_light.data.shard_table import BucketShards
+from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine

@@ -21,6 +21,7 @@ from sd3_light.data.order import (
     build_order,
     open_shards,
     permute,
+    rank_picks,
     rank_slice,
 )
 from tests.cases import combinations
@@ -561,3 +562,45 @@ def test_shares_of_several_kinds_add_up_in_every_epoch() -> None:
             repeats = order.buckets[0].segments[segment].repeats
             assert int(repeats) <= count <= int(repeats) + 1
         assert sum(count for (segment, _), count in counts.items() if segment == 2) == 2
+
+
+# --- samples of a step assigned to ranks by segment ------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", [1, 2, 16])
+def test_ranks_by_segment_share_the_samples_of_each_step(layout: str, world: int, window: int) -> None:
+    order = build_order(4, [(segments, 16) for segments in LAYOUTS[layout]], window)
+    for step in range(2 * order.steps_per_epoch):
+        parts = [rank_picks(order, step, rank, world, micro, 2, True) for rank in range(world) for micro in (0, 1)]
+        joined = [np.concatenate([getattr(part, name) for part in parts]) for name in ("segment", "index", "repeat")]
+        whole = order.picks(step)
+        expected = zip(whole.segment.tolist(), whole.index.tolist(), whole.repeat.tolist(), strict=True)
+        assert sorted(zip(*(column.tolist() for column in joined), strict=True)) == sorted(expected)
+        assert {part.epoch for part in parts} == {whole.epoch}
+
+
+def reading(order: Order, world: int, by_segment: bool) -> tuple[float, float]:
+    """Return the samples in the shards that a rank reads or prefetches, per sample of its own, and the share of its
+    reads that were prefetched."""
+    plan, rank = order.buckets[0], world // 2
+    share = rank_slice(plan.batch, rank, world, 0, 1)
+    known, read, hits = set[int](), set[int](), []
+    for step in range(order.steps_per_epoch):
+        segments = set(rank_picks(order, step, rank, world, 0, 1, by_segment).segment.tolist())
+        hits += [segment in known for segment in segments if step]
+        read |= segments
+        ahead = order.next_windows(step, *share)
+        known |= set((order.segments_of_share(ahead, *share) if by_segment else order.segments_in(ahead)).tolist())
+    used = order.steps_per_epoch * (share[1] - share[0])
+    return len(read | known) * int(plan.sizes[0]) / used, float(np.mean(hits))
+
+
+@pytest.mark.parametrize(("world", "batch"), [(8, 1024), (64, 16384)], ids=["window", "batch longer than a window"])
+def test_a_rank_by_segment_reads_few_shards_and_prefetches_them(world: int, batch: int) -> None:
+    order = build_order(7, [([Segment(256)] * 640, batch)], window=16)
+    plain, by_segment = (reading(order, world, way) for way in (False, True))
+    assert plain[0] > 7
+    assert by_segment[0] < 3
+    assert by_segment[1] > 0.95

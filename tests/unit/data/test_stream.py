@@ -17,9 +17,10 @@ from sd3_light.config.faults import UserError
 from sd3_light.data import verify as verify_module
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Picks
+from sd3_light.data.shard_table import group_shards
 from sd3_light.data.shards import ShardContent
 from sd3_light.data.store import LocalStore
-from sd3_light.data.stream import CachedDataset, MicroBatches, group_shards, weighted_caption
+from sd3_light.data.stream import CachedDataset, MicroBatches, weighted_caption
 from sd3_light.randomness import stream
 
 MakeCache = Callable[..., CachedDataset]
@@ -343,15 +344,15 @@ def test_the_next_windows_shards_are_hashed_in_the_background(
     real = verify_module.file_sha256
 
     def note(path: Path) -> str:
-        hashed[path.name] = threading.current_thread() is data._prefetcher
+        hashed[path.name] = threading.current_thread() in data._prefetchers
         return real(path)
 
     monkeypatch.setattr(verify_module, "file_sha256", note)
     batches = MicroBatches(data, order, 0, 1, 1)
     for step in range(6):
         batches[step]
-        assert data._prefetcher is not None
-        data._prefetcher.join()
+        assert data._prefetchers
+        data._prefetchers[0].join()
     assert Counter(hashed.values())[True] >= 3, "all shards except those of the first window"
 
 
@@ -372,8 +373,8 @@ def test_prefetch_step_hashes_the_shards_of_a_step(make_cache: MakeCache) -> Non
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
     MicroBatches(data, order, 0, 1, 1).prefetch_step(0)
-    assert data._prefetcher is not None
-    data._prefetcher.join()
+    assert data._prefetchers
+    data._prefetchers[0].join()
     verified = {number for number, entry in enumerate(data.buckets[0].shards) if data._verifier.is_verified(entry)}
     assert set(order.picks(0).segment.tolist()) <= verified
     assert len(verified) <= 3

@@ -19,6 +19,7 @@ import fsspec
 import pytest
 
 from sd3_light.config import UserError
+from sd3_light.data import manifest as manifest_module
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.store import (
     LocalStore,
@@ -130,6 +131,7 @@ def cache(tmp_path: Path) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PAUSES_SEC", (0.0, 0.0))
+    monkeypatch.setattr(protocols, "PAUSES_SEC", (0.0,))
 
 
 @contextmanager
@@ -188,7 +190,7 @@ def test_s3_store_reads_every_shard_and_the_empty_one(s3: S3, cache: Path, tmp_p
 
 
 def test_a_shard_is_downloaded_in_chunks(s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "DOWNLOAD_CHUNK_BYTES", 300)
+    monkeypatch.setattr(remote, "RANGE_BYTES", 300)
     url = s3.put(cache)
     store = RemoteStore(url, tmp_path / "kept", 10**6)
     assert read(store, 0) == content(0)
@@ -203,6 +205,24 @@ def test_other_protocols(cache: Path, tmp_path: Path) -> None:
             assert read(store, number) == content(number)
             with pytest.raises(UserError, match=r"^no cache at"):
                 load_remote_manifest(f"{url}-none")
+
+
+def test_the_table_of_a_manifest_is_fetched_once(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_module, "TABLE_SHARDS", 3)
+    made = make_cache(tmp_path / "cache")
+    (table,) = (tmp_path / "cache").glob("manifest-*.arrow")
+    url, data = s3.put(tmp_path / "cache"), table.read_bytes()
+    for _ in range(2):
+        store = RemoteStore(url, tmp_path / "kept", SIZE)
+        assert set(store.manifest.shards) == set(made.shards)
+        assert read(store, 0) == Path(tmp_path / "cache" / "shards" / store.manifest.shards[0].file).read_bytes()
+    assert s3.log.gets(f"{url.removeprefix('s3:/')}/{table.name}") == 2  # evicted by the shard: the limit is that small
+    (tmp_path / "kept" / f"{hashlib.sha256(data).hexdigest()}.arrow").unlink(missing_ok=True)
+    assert len(store.manifest.shards[2].sha256) == 64  # still mapped
+    assert (
+        load_remote_manifest(url, tmp_path / "more") == load_remote_manifest(url, tmp_path / "more") == store.manifest
+    )
+    assert s3.log.gets(f"{url.removeprefix('s3:/')}/{table.name}") == 3
 
 
 def test_a_cached_shard_is_not_fetched_again(s3: S3, cache: Path, tmp_path: Path) -> None:
@@ -385,16 +405,16 @@ def test_processes_share_one_limit(
 
 def _stop_halfway(url: str, folder: Path, parent: Any) -> None:
     """Download half of the first shard, report it, and continue on request."""
-    chunks = remote._chunks
+    pieces = remote._pieces
 
-    def half(url: str) -> Iterator[bytes]:
-        rest = chunks(url)
+    def half(url: str, size: int) -> Iterator[tuple[int, bytes]]:
+        rest = pieces(url, size)
         yield next(rest)
         parent.send("half")
         parent.recv()
         yield from rest
 
-    remote.DOWNLOAD_CHUNK_BYTES, remote._chunks = SIZE // 2, half
+    remote.RANGE_BYTES, remote._pieces = SIZE // 2, half
     store = RemoteStore(url, folder, 3 * SIZE)
     parent.send(store.path(store.manifest.shards[0]).name)
 
@@ -482,15 +502,15 @@ def test_a_damaged_object_is_reported(
 
 @pytest.mark.usefixtures("quick")
 def test_a_damaged_download_is_retried(s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks, calls = remote._chunks, []
+    pieces, calls = remote._pieces, []
 
-    def sometimes(url: str) -> Iterator[bytes]:
+    def sometimes(url: str, size: int) -> Iterator[tuple[int, bytes]]:
         calls.append(url)
         if len(calls) == 1:
             raise protocols.RemoteUnreachable("cut off")
-        yield from [bytes(SIZE // 2)] if len(calls) == 2 else chunks(url)
+        yield from [(0, bytes(SIZE // 2))] if len(calls) == 2 else pieces(url, size)
 
-    monkeypatch.setattr(remote, "_chunks", sometimes)
+    monkeypatch.setattr(remote, "_pieces", sometimes)
     assert read(RemoteStore(s3.put(cache), tmp_path / "kept", 10**6), 0) == content(0)
     assert len(calls) == 3
 
@@ -561,6 +581,7 @@ def test_the_endpoint_can_come_from_fsspec_settings(s3: S3, cache: Path, monkeyp
     assert load_remote_manifest(url) == Manifest.load(cache)
 
 
+@pytest.mark.usefixtures("quick")
 def test_wrong_endpoint(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     text = error_of("s3://bucket/any")
@@ -568,6 +589,7 @@ def test_wrong_endpoint(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "AWS_ENDPOINT_URL or FSSPEC_S3_ENDPOINT_URL" in text
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_forbidden_web_page() -> None:
     refuses = type("Refuses", (SimpleHTTPRequestHandler,), {"do_GET": lambda self: self.send_error(403)})
     with web_server(refuses) as web:

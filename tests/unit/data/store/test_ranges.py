@@ -1,0 +1,92 @@
+"""Downloads by range against a slow S3 server that fails: requests overlap, are bounded, and survive a storm."""
+
+import hashlib
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import ShardEntry
+from sd3_light.data.store import protocols, remote
+from sd3_light.data.store.remote import download
+from tests.object_store import ObjectStore, object_store
+
+RANGE, COUNT = 1000, 24
+DATA = hashlib.shake_128(b"shard").digest(RANGE * COUNT - 300)
+ENTRY = ShardEntry("a", "64x64", (64, 64), "", 1, len(DATA), hashlib.sha256(DATA).hexdigest(), "")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    with object_store("ranges") as store:
+        yield store
+
+
+@pytest.fixture
+def store(server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    monkeypatch.setattr(remote, "RANGE_BYTES", RANGE)
+    monkeypatch.setattr(remote, "PAUSES_SEC", ())
+    monkeypatch.setattr(protocols, "PAUSES_SEC", (0.01, 0.01))
+    server.files.pipe_file(f"{server.url}/shard", DATA)
+    server.reset()
+    yield server
+    server.reset()
+
+
+def fetch(store: ObjectStore, folder: Path, entry: ShardEntry = ENTRY) -> bytes:
+    with open(folder / "shard", "w+b") as file:
+        download(f"{store.url}/shard", entry, file)
+        file.seek(0)
+        return file.read()
+
+
+def test_requests_overlap_and_are_bounded(store: ObjectStore, tmp_path: Path) -> None:
+    lock, current, peaks = threading.Lock(), [0], []
+
+    def slow(method: str, path: str) -> bool:
+        with lock:
+            current[0] += 1
+            peaks.append(current[0])
+        time.sleep(0.05)
+        with lock:
+            current[0] -= 1
+        return False
+
+    store.fails = slow
+    assert fetch(store, tmp_path) == DATA
+    assert len(peaks) == COUNT, "one request per range and nothing else"
+    assert 3 <= max(peaks) <= remote.RANGES_IN_FLIGHT
+
+
+def test_a_storm_of_errors_repeats_only_what_failed(store: ObjectStore, tmp_path: Path) -> None:
+    number = iter(range(10**6))
+    store.fails = lambda method, path: next(number) % 3 == 0
+    assert fetch(store, tmp_path) == DATA
+    assert COUNT < len(store.requests) <= 2 * COUNT
+
+
+def test_an_outage_ends_with_one_line(store: ObjectStore, tmp_path: Path) -> None:
+    store.fails = lambda method, path: True
+    with pytest.raises(UserError, match=r"cannot read s3://ranges/shard \(.*check the network") as caught:
+        fetch(store, tmp_path)
+    assert "\n" not in str(caught.value)
+    store.fails = lambda method, path: False
+    assert fetch(store, tmp_path) == DATA
+
+
+@pytest.mark.parametrize("change", [-RANGE - 1, -2 * RANGE, 1, 5 * RANGE])
+def test_an_object_of_another_length_is_damaged(store: ObjectStore, tmp_path: Path, change: int) -> None:
+    data = DATA[:change] if change < 0 else DATA + bytes(change)
+    store.files.pipe_file(f"{store.url}/shard", data)
+    received = f"{len(data)} bytes" if change < 0 else f"more than {len(DATA)} bytes"
+    with pytest.raises(UserError, match=f"is damaged: expected {len(DATA)} bytes .* received {received}"):
+        fetch(store, tmp_path)
+
+
+def test_ranges_are_read_once(store: ObjectStore, tmp_path: Path) -> None:
+    assert fetch(store, tmp_path) == DATA
+    assert Counter(store.requests) == {("GET", "/ranges/shard"): COUNT}
