@@ -248,9 +248,10 @@ class RayBuilder:
         return self._pool
 
     def probe_pool(self) -> TaskPool[SampleLocation, Probe]:
-        """Probe on all CPUs of the cluster."""
+        """Probe on all CPUs of the cluster that encoders of an earlier dataset leave."""
         ahead = 2 * max(1, int(ray.cluster_resources().get("CPU", 0)))
-        return TaskPool("probe images", probe_images, CRASHED_PROBE, ahead)
+        num_cpus = 1 if self._pool is None else self._pool.decode_cpus
+        return TaskPool("probe images", probe_images, CRASHED_PROBE, ahead, num_cpus)
 
     def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> int:
         """Build units on the actors. Return the number of samples that they encoded."""

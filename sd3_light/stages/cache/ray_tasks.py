@@ -2,13 +2,14 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayTaskError, WorkerCrashedError
 
-QUEUE_SECONDS = 60.0
-"""A task that has not finished by then is repeated without reserving a CPU: perhaps no node has a free one any more."""
+QUEUE_SECONDS = 20.0
+"""If a task has not finished by then, it and all others share the CPUs that others reserved: perhaps none is free."""
 _RETRIES = 3  # by Ray, for a lost process or node
 
 Task = TypeVar("Task")
@@ -35,28 +36,37 @@ class TaskPool(Generic[Task, Result]):
 
     def map(self, batches: Iterable[Sequence[Task]]) -> Iterator[list[Result]]:
         """Yield the results of each batch, in order; batches are taken from the iterable as they are needed."""
-        pending: deque[tuple[Sequence[Task], Any]] = deque()
+        pending: deque[_Pending[Task]] = deque()
         for batch in batches:
-            pending.append((batch, self._submit(batch, self._num_cpus)))
+            pending.append(self._submit(batch))
             if len(pending) >= self._ahead:
-                yield self._result(*pending.popleft())
+                yield self._result(pending.popleft())
         while pending:
-            yield self._result(*pending.popleft())
+            yield self._result(pending.popleft())
 
-    def _submit(self, batch: Sequence[Task], num_cpus: int) -> Any:
-        return self._work.options(name=self._name, max_retries=_RETRIES, num_cpus=num_cpus).remote(batch)
+    def _submit(self, batch: Sequence[Task]) -> "_Pending[Task]":
+        options = {"name": self._name, "max_retries": _RETRIES, "num_cpus": self._num_cpus}
+        return _Pending(batch, self._work.options(**options).remote(batch), self._num_cpus)
 
-    def _result(self, batch: Sequence[Task], task: Any) -> list[Result]:
-        if self._num_cpus and not ray.wait([task], timeout=QUEUE_SECONDS)[0]:
-            ray.cancel(task)
-            task = self._submit(batch, 0)
+    def _result(self, pending: "_Pending[Task]") -> list[Result]:
+        if pending.num_cpus and not ray.wait([pending.task], timeout=QUEUE_SECONDS if self._num_cpus else 0)[0]:
+            ray.cancel(pending.task)
+            self._num_cpus = 0
+            pending = self._submit(pending.batch)
         try:
-            results: list[Result] = _get(task)
+            results: list[Result] = _get(pending.task)
             return results
         except (WorkerCrashedError, OutOfMemoryError):
-            if len(batch) == 1:
+            if len(pending.batch) == 1:
                 return [self._crashed]
-            return [result for item in batch for result in self._result([item], self._submit([item], self._num_cpus))]
+            return [result for item in pending.batch for result in self._result(self._submit([item]))]
+
+
+@dataclass(frozen=True)
+class _Pending(Generic[Task]):
+    batch: Sequence[Task]
+    task: Any
+    num_cpus: int
 
 
 def _get(task: Any) -> Any:

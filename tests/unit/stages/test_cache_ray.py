@@ -131,6 +131,25 @@ def test_new_images_are_probed_by_the_cluster(
     assert content(fresh_project) == content(cached_project)
 
 
+def test_tasks_for_which_no_cpu_gets_free_share_those_of_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sd3_light.stages.cache.ray_tasks import QUEUE_SECONDS, TaskPool
+
+    waits: list[float | None] = []
+
+    def wait(refs: Sequence[Any], timeout: float | None = None) -> tuple[list[Any], list[Any]]:
+        waits.append(timeout)
+        return [], list(refs)
+
+    cancelled: list[Any] = []
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "cancel", cancelled.append, raising=False)
+    pool = TaskPool("double", lambda numbers: [2 * number for number in numbers], -1, ahead=2)
+    assert list(pool.map([[1], [2, 3], [4], [5]])) == [[2], [4, 6], [8], [10]]
+    assert [options["num_cpus"] for options in ray.task_options] == [1, 1, 0, 0, 0, 0]
+    assert waits == [QUEUE_SECONDS, 0]  # it waits for the first one only
+    assert len(cancelled) == 2
+
+
 # --- what stops the run ---------------------------------------------------------------------------
 
 
