@@ -6,6 +6,10 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+import pytest
+
+from sd3_light.stages import cache
+
 USERS = (
     "sd3_light.stages.cache.ray_builder",
     "sd3_light.stages.cache.ray_encoder",
@@ -147,12 +151,16 @@ def installed_ray(**resources: float) -> Iterator[FakeRay]:
     exceptions: Any = ModuleType("ray.exceptions")
     for error in (RayError, RayTaskError, RayActorError, WorkerCrashedError, OutOfMemoryError):
         setattr(exceptions, error.__name__, error)
-    replaced = {name: sys.modules.pop(name, None) for name in ("ray", "ray.exceptions", *USERS)}
-    sys.modules |= {"ray": fake, "ray.exceptions": exceptions}
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ray", fake)
+        patch.setitem(sys.modules, "ray.exceptions", exceptions)
+        forget_users()
         yield fake
-    finally:
-        for name, module in replaced.items():
-            sys.modules.pop(name, None)
-            if module is not None:
-                sys.modules[name] = module
+    forget_users()
+
+
+def forget_users() -> None:
+    """Let the modules that import Ray be imported again."""
+    for name in USERS:
+        sys.modules.pop(name, None)
+        vars(cache).pop(name.rpartition(".")[2], None)  # `from ... import ray_builder` looks here first

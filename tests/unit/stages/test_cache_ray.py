@@ -209,8 +209,7 @@ def test_ray_is_refused_under_a_launcher(fresh_project: Project, ray: FakeRay) -
 
 
 def test_without_ray_the_error_names_the_command(fresh_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in fake_ray.USERS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    fake_ray.forget_users()
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"--ray needs Ray, which is not installed; run `pip install 'sd3-light\[ray"):
         build(fresh_project)
