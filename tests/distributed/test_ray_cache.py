@@ -132,7 +132,8 @@ def test_a_poison_unit_a_crashing_image_and_a_node_that_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from sd3_light.stages.cache import ray_builder
-    from tests.ray_actors import CRASHING, POISON, CrashingEncoder
+    from tests.ray_actors import POISON, CrashingEncoder
+    from tests.ray_decode import CRASHING
 
     project = raw_project.copy(tmp_path / "project")
     small_shards(project)
