@@ -72,7 +72,7 @@ class ActorPool:
             self._idle_since = now
         elif now - self._idle_since > _MESSAGE_SECONDS:
             self._idle_since = now
-            info(f"waiting for a node of the Ray cluster with a free {self._device_name}")
+            info(f"waiting for an encoder to start on the Ray cluster: it needs a node with a free {self._device_name}")
         return ready
 
     @property
