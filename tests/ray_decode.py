@@ -11,6 +11,6 @@ CRASHING = "crashing"
 
 def decode_or_crash(tasks: Sequence[DecodeTask]) -> list[Decoded]:
     """Decode images."""
-    if any(CRASHING in str(task.location.image) for task in tasks):
+    if any(CRASHING in os.path.basename(task.location.image.path) for task in tasks):
         os._exit(1)
     return decode_images(tasks)
