@@ -41,7 +41,7 @@ def run_block(block: str, folder: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=600,
+        timeout=1500,
     )
     assert result.returncode == 0, f"{block}\n{result.stdout}\n{result.stderr}"
     assert "Traceback" not in result.stderr
@@ -58,7 +58,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory, page: Any) -> tuple[Path, 
     return folder, [run_block(block, folder) for block in blocks]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_readme_runs(printed: tuple[Path, list[str]]) -> None:
     folder, outputs = printed
     output = "\n".join(outputs)
@@ -72,7 +72,7 @@ def test_the_readme_runs(printed: tuple[Path, list[str]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", MORE)
 def test_other_pages_run_in_the_readme_folder(printed: tuple[Path, list[str]], page: Any, name: str) -> None:
     blocks = page(name).to_run
