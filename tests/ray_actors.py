@@ -9,8 +9,8 @@ from sd3_light.stages.cache.ray_encoder import ShardEncoder, UnitTask
 from sd3_light.stages.cache.ray_tasks import TaskPool
 from tests.ray_decode import decode_or_crash
 
-POISON = "poison"
-"""A unit with an image of this name crashes its encoder."""
+POISON = "000007.png"
+"""The unit with this image crashes its encoder."""
 
 
 class CrashingEncoder(ShardEncoder):
@@ -18,7 +18,7 @@ class CrashingEncoder(ShardEncoder):
 
     def build(self, task: UnitTask) -> tuple[int, UnitFiles]:
         """Build a unit."""
-        if any(POISON in member.row.key for member in task.members):
+        if any(member.row.key.endswith(POISON) for member in task.members):
             os._exit(1)
         return super().build(task)
 
