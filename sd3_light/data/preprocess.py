@@ -116,7 +116,7 @@ def probe(data: bytes) -> Size:
 def decode(data: bytes, draft: Size | None = None) -> Image.Image:
     """Decode the first frame to upright 8-bit sRGB over white; broken EXIF and profiles are ignored. Raises Reject.
 
-    ``draft`` lets a JPEG be decoded at a fraction of its size that is no smaller, which is faster.
+    A JPEG is decoded faster, at a fraction of its size that is at least ``draft``, if that is given.
     """
     image = _load_upright(data, draft)
     alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None

@@ -38,7 +38,7 @@ RETIRED = {
 ALLOWED: tuple[tuple[str, str], ...] = (
     # public names, flags, stream purposes and JSON keys that stay as they are
     (r".*", r"ClassPictures|--pictures|picture_max|picture_sha|[\"`]pictures[\"`]|world-picture|vae-picture"),
-    (r"README.*", "</?picture>"),  # the tag
+    (r"README.*|.*ui\.md", "</?picture>"),  # the tag
     (r".*", r"counts\['pictures'\]|_purpose\(\"picture\""),
     (r"tests/unit/encoders/.*", "one word and then so many others"),  # a long caption
 )
