@@ -30,6 +30,11 @@ _LIBRARY_ERRORS = (
     ("gcsfs.retry", "HttpError"),
     ("azure.core.exceptions", "AzureError"),
 )
+# Errors of opening a file system that no retry can fix; the last two by protocols that open a file of this machine.
+_UNUSABLE = (
+    *(TypeError, ValueError, LookupError, AttributeError, ImportError, RuntimeError),
+    *(IsADirectoryError, NotADirectoryError),
+)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
 
 
@@ -104,7 +109,7 @@ def _open_filesystem(url: str) -> tuple[Any, str]:
         implementation = fsspec.get_filesystem_class(protocol)
         options = implementation._get_kwargs_from_urls(url)
         return fsspec.filesystem(protocol, **options), implementation._strip_protocol(url)
-    except (TypeError, ValueError, LookupError, AttributeError, ImportError, RuntimeError) as error:
+    except _UNUSABLE as error:
         raise UserError(f"{url}: fsspec cannot open it ({_first_line(error)}); give another URL or a path") from error
 
 

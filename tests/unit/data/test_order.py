@@ -582,8 +582,8 @@ def test_ranks_by_segment_share_the_samples_of_each_step(layout: str, world: int
 
 
 def reading(order: Order, world: int, by_segment: bool) -> tuple[float, float]:
-    """Return the samples in the shards that a rank reads or prefetches, per sample of its own, and the share of its
-    reads that were prefetched."""
+    """Return the samples in the shards that a rank reads or prefetches, per sample that it uses, and the share
+    of its reads that were prefetched."""
     plan, rank = order.buckets[0], world // 2
     share = rank_slice(plan.batch, rank, world, 0, 1)
     known, read, hits = set[int](), set[int](), []

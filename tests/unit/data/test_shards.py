@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from sd3_light.config.faults import UserError
 from sd3_light.data import shards as module
-from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest, ShardEntry, read_entry
+from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, TABLE_FORMAT, Manifest, ShardEntry, read_entry
 from sd3_light.data.shards import POOLED, TOKENS, Origin, ShardContent, read_origins, write_shard
 from sd3_light.files import file_sha256
 
@@ -188,7 +188,7 @@ def test_a_folder_without_a_manifest_is_not_a_cache(tmp_path: Path) -> None:
         Manifest.load(tmp_path)
 
 
-@pytest.mark.parametrize("other", [CACHE_FORMAT - 1, CACHE_FORMAT + 1])
+@pytest.mark.parametrize("other", [CACHE_FORMAT - 1, TABLE_FORMAT + 1])
 def test_another_format_is_rejected(tmp_path: Path, manifest: Manifest, other: int) -> None:
     manifest.save(tmp_path)
     data = json.loads((tmp_path / MANIFEST).read_text())

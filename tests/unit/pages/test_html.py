@@ -55,6 +55,14 @@ def components(text: str) -> dict[str, str]:
         "chart.html": macro("chart", "chart_group")(
             [Chart(text, [line], text, [ChartMark(0, text)], x_name=text)], text
         ),
+        "duplicates.html": macro("duplicates", "duplicate_group")(
+            SimpleNamespace(
+                name=text,
+                meaning=text,
+                total=9,
+                shown=[SimpleNamespace(first_image=IMAGE, image="", first=text, key=text)],
+            )
+        ),
         "events.html": macro("events", "event_table")([event], [text]),
         "grids.html": macro("grids", "grid_slider")(SimpleNamespace(weights=text, total=3, grids=[grid, grid]))
         + macro("grids", "prompt_list")([text]),
