@@ -58,6 +58,11 @@ def run(
 ) -> NewProject:
     """Write KIND.toml and KIND_data.toml into ``out``, for one process per GPU (none: a CPU)."""
     kind = KINDS[kind_name]
+    if kind_name == "icons" and model is None:
+        raise UserError(
+            "--model is missing: `sd3-light parts DATA.toml parts` trains the encoders on your images (then --model "
+            f"parts), or give --model {kind.model} to download those of SD3"
+        )
     train_file, data_file = out / f"{kind_name}.toml", out / f"{kind_name}_data.toml"
     for path in (train_file, data_file):
         if path.exists():

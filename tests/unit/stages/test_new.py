@@ -86,6 +86,11 @@ def test_the_shift_is_that_of_the_models_scheduler(tmp_path: Path, images: str, 
     assert ("as in the model's scheduler" in text) == (shift is not None)
 
 
+def test_icons_need_a_model(tmp_path: Path, images: str) -> None:
+    with pytest.raises(UserError, match=r"--model is missing: `sd3-light parts .* or give --model stabilityai/"):
+        new.run("icons", images, None, tmp_path)
+
+
 def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path, images: str) -> None:
     plans = []
     for number, gib in enumerate((80, 12, 10, 8)):
