@@ -50,6 +50,7 @@ def build_caches(loaded: LoadedConfig, launch: Launch, options: cache.CacheOptio
 
 def cache_then_validate(loaded: LoadedConfig, model: Path, launch: Launch, out: Path | None = None) -> Table:
     """Compute the validation loss of a model on a config's evaluation sets, which are encoded first if needed."""
+    evaluate.require_eval_sets(loaded)
     check.require(loaded)
     cache.run(loaded, launch)
     losses_by_set = evaluate.validation_losses(loaded, model, launch)

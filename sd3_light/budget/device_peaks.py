@@ -7,6 +7,8 @@ in their data sheets, because torch uses it.
 import re
 from typing import NamedTuple
 
+from sd3_light.config.faults import UserError
+
 
 class DevicePeak(NamedTuple):
     """Words that a GPU's name contains, and its TFLOP/s per dtype; None if it has no such unit."""
@@ -68,3 +70,10 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         return None
     tera: float | None = getattr(max(matching, key=lambda peak: len(peak.words.split())), dtype)
     return None if tera is None else tera * 1e12
+
+
+def require_known_gpu(name: str) -> None:
+    """Raise a UserError that lists the known GPUs unless ``name`` is one of them."""
+    if peak_flops(name, "float16") is None:
+        known = ", ".join(peak.words.upper() for peak in _PEAKS)
+        raise UserError(f"--gpu {name}: unknown kind of GPU; the known ones are {known}")

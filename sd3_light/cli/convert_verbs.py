@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sd3_light.cli.app import Command, Group, PadBlocks, WithEncoders, WithVae, app
-from sd3_light.cli.process import echo, init_process
+from sd3_light.cli.process import echo, init_process, suggest
 
 _lora = typer.Typer(
     cls=Group, help="Convert LoRA files, merge them into a model, or extract one from two models.", no_args_is_help=True
@@ -50,6 +50,8 @@ def convert(
     for note in written.notes:
         echo(f"note: {note}")
     echo(f"wrote {written.path}")
+    if written.path.is_dir():
+        suggest(("sample", written.path, "a prompt"))
 
 
 @_lora.command(name="convert", cls=Command)
@@ -88,6 +90,7 @@ def lora_merge(
     from sd3_light.stages import lora as stage
 
     echo(f"wrote and verified {stage.merge(model, list(map(Lora.parse, loras)), out, dtype)}")
+    suggest(("sample", out, "a prompt"), ("convert", out, out.with_suffix(".safetensors")))
 
 
 @_lora.command(name="extract", cls=Command)
@@ -113,3 +116,4 @@ def lora_extract(
     for name, share in sorted(extracted.left_out.items(), key=lambda item: -item[1])[:5]:
         echo(f"note: a LoRA cannot represent {name}: {share:.2%} of the difference")
     echo(f"wrote {out}: {len(extracted.modules)} layers, {extracted.share:.2%} of the squared difference")
+    suggest(("sample", base, "a prompt", "--lora", out))

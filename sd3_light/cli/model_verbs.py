@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
-from sd3_light.cli.process import echo, init_process, load_checked, suggest
+from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 
@@ -44,6 +44,7 @@ def export(
 
 @app.command(cls=Command)
 def sample(
+    context: typer.Context,
     model: ModelFolder,
     prompt: Annotated[list[str] | None, typer.Argument(help="One or more prompts.")] = None,
     file: Annotated[
@@ -97,7 +98,9 @@ def sample(
     path = stage.run(model, rows, seed or [0], out, options, launch)
     if launch.is_main:
         echo(f"wrote {path}")
-        suggest(("sample", model, *(row.prompt for row in rows[:2]), "--seed", str(max(seed or [0]) + 1), "--out", out))
+        if any(row.seed is None for row in rows):  # otherwise a new seed changes nothing
+            again = ("--seed", str(max(seed or [0]) + 1), "--out", out)
+            suggest(("sample", model, *(prompt or ()), *given_options(context, "seed", "out"), *again))
 
 
 @app.command(cls=Command)
@@ -166,6 +169,7 @@ def evaluate(
 
         options = measure.AgainstOptions(prompts or 1000, steps, guidance, seed, batch, cells, loras)
         Console().print(measure.run(models, against, features, options, out, page).table())
+        _report_written(out, page)
         return
     if features is not None or cells is not None or page is not None:
         raise UserError("--features, --cells and --page belong to --against DATA; give it, or leave them out")
@@ -180,6 +184,7 @@ def evaluate(
         table = cache_then_validate(load_checked(config, set_), model, launch, out)
         if launch.is_main:
             Console().print(table)
+            _report_written(out)
         return
     from sd3_light.journeys import score_table
     from sd3_light.stages import evaluate as stage
@@ -189,3 +194,9 @@ def evaluate(
     result = stage.run(model, prompts or 96, not seen, language, steps, guidance, seed, batch, out, loras)
     of = "of combinations seen in training" if seen else "of held-out combinations"
     Console().print(score_table({str(model): result}, of))
+    _report_written(out)
+
+
+def _report_written(*paths: Path | None) -> None:
+    for path in filter(None, paths):
+        echo(f"wrote {path}")

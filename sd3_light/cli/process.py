@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
 from rich.console import Console
 
 from sd3_light.config.faults import PeerLost, Stopped, UserError
@@ -126,6 +127,21 @@ def suggest(*commands: Sequence[str | Path]) -> None:
     info("next:")
     for command in commands:
         info(f"  {command_line(*command)}")
+
+
+def given_options(context: typer.Context, *without: str) -> list[str | Path]:
+    """Return the command's options that differ from their defaults, as they are typed, but none of ``without``."""
+    parts: list[str | Path] = []
+    for option in context.command.params:
+        value = context.params.get(option.name or "")
+        if option.param_type_name != "option" or option.name in without or value in (None, option.get_default(context)):
+            continue
+        if isinstance(value, bool):
+            parts.append((option.opts if value else option.secondary_opts)[0])
+            continue
+        for each in value if isinstance(value, list | tuple) else [value]:
+            parts += [option.opts[0], each if isinstance(each, Path) else str(each)]
+    return parts
 
 
 def _path_error(error: OSError) -> str | None:

@@ -34,6 +34,8 @@ def inspect(
         for note in write_cache_page(folder, out, samples, seed, vae, counted).notes:
             echo(f"note: {note}")
     echo(f"wrote {out}")
+    if Path(cache).is_dir():
+        suggest(("ui", Path(cache).parent))
 
 
 @app.command(cls=Command)
@@ -51,3 +53,4 @@ def report(
     for note in stage.write_run_page(run, out):
         echo(f"note: {note}")
     echo(f"wrote {out}")
+    suggest(("ui", run))

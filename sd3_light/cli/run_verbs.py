@@ -36,10 +36,12 @@ def demo(
     """Draw captioned images, cache, pretrain, export, sample and score: the whole workflow on two CPU cores."""
     init_process()
     from sd3_light.journeys import run_demo
+    from sd3_light.world import draw_prompts
 
     run_demo(out, steps, more_steps, images, prompts)
+    held_out = draw_prompts(2, 0, held_out=True, kinds=("single",), language="mixed")
     suggest(
-        ("sample", out / "continue", "two red stars", "一个蓝色的圆"),
+        ("sample", out / "continue", *(prompt.text for prompt in held_out)),
         ("report", out / "pretrain", "--out", out / "report.html"),
         ("inspect", out / "cache", "--out", out / "cache.html"),
     )
@@ -74,12 +76,15 @@ def check(
     set_: Overrides = None,
 ) -> None:
     """Report all problems of a config, or whether its run fits, how long it takes and how much disk it needs."""
+    from sd3_light.budget.device_peaks import require_known_gpu
     from sd3_light.stages import check as stage
     from sd3_light.system import Gpu, visible_gpus
 
+    if gpu is not None:
+        require_known_gpu(gpu)
     loaded = load_checked(config, set_)
     estimate = stage.run(loaded, processes, deepspeed)
-    here = [Gpu(gpu)] if gpu else visible_gpus()
+    here = [Gpu(gpu)] if gpu is not None else visible_gpus()
     target = stage.Target(here[0] if here else None, on_cpu=not (here or processes or estimate.setup.deepspeed))
     Console().print(stage.render(estimate, stage.conclude(loaded.train, estimate, target), explain, target.on_cpu))
     suggest(("cache", config, *_set_options(set_)), ("train", config, *_set_options(set_)))

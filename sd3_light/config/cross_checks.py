@@ -336,16 +336,20 @@ def run_cross_checks(train: TrainConfig, faulty_keys: frozenset[str]) -> Iterato
             yield from check(train)
 
 
-def config_warnings(train: TrainConfig) -> tuple[str, ...]:
-    """Return what is allowed and probably not intended. An adapter inherits text dropout from the model under it."""
+def config_warnings(train: TrainConfig, total_steps: int) -> Iterator[str]:
+    """Yield what is allowed and probably not intended. An adapter inherits text dropout from the model under it."""
     drops_text = train.model.enable_uncond_text_dropout and train.model.uncond_text_dropout_prob > 0
     guided = bool(train.sampling.images) and train.sampling.guidance > 1
-    if drops_text or not guided or train.adapter is not None:
-        return ()
-    return (
-        f"sampling.guidance = {train.sampling.guidance:g} compares with a prediction without text, which this run does "
-        "not train; write model.enable_uncond_text_dropout = true, or sampling.guidance = 1",
-    )
+    if guided and not drops_text and train.adapter is None:
+        yield (
+            f"sampling.guidance = {train.sampling.guidance:g} compares with a prediction without text, which this run "
+            "does not train; write model.enable_uncond_text_dropout = true, or sampling.guidance = 1"
+        )
+    if train.warmup_steps >= total_steps and train.force_constant_lr is None:
+        yield (
+            f"warmup_steps = {train.warmup_steps} is not shorter than the run of {total_steps} steps, so the learning "
+            f"rate never reaches optimizer.lr; write warmup_steps = {total_steps // 10}, or train longer"
+        )
 
 
 def deepspeed_problem(config: TrainConfig, world: int) -> str | None:

@@ -1,5 +1,6 @@
 """Messages to the user, printed by the main process only."""
 
+import logging
 import os
 from contextlib import suppress
 
@@ -36,9 +37,15 @@ def show(table: RenderableType) -> None:
 
 
 def quiet_libraries() -> None:
-    """Disable the loading bars of diffusers and transformers, which break ours."""
+    """Disable the loading bars of diffusers and transformers, which break ours, and the warnings of DeepSpeed, which
+    transformers imports to save a model."""
     from diffusers.utils import logging as diffusers_logging
     from transformers.utils import logging as transformers_logging
 
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
+    logging.getLogger("DeepSpeed").addFilter(_is_error)  # its import sets the level, and keeps filters
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

@@ -24,6 +24,8 @@ class ChosenModel:
 
 def choose_model(path: Path, best: bool = False) -> ChosenModel:
     """Return the model at ``path``; of a run folder its newest export, or its best one."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist; pass a run folder, an export or another diffusers folder")
     if (path / FOLDERS[EXPORT]).is_dir():
         path = best_export(path) if best else exports_of(path)[-1]
     elif best:

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections import defaultdict
@@ -25,10 +26,12 @@ from sd3_light.config.schema_tables import SamplingConfig
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
 from sd3_light.sampling.generate import generate, stream_images
-from sd3_light.stages import evaluate
+from sd3_light.stages import evaluate, lora, report, sample
 from sd3_light.stages.cache import CacheOptions
+from sd3_light.stages.evaluate import against
 from sd3_light.stages.sample import SampleOptions
 from sd3_light.stages.train import Resume
+from sd3_light.world.captions import LANGUAGES, parse_caption, scene_captions
 from tests.project import Project
 from tests.warm import REAL_PYTHON
 
@@ -226,10 +229,10 @@ def test_all_faults_are_in_one_report(verb: Callable[..., Result], fresh_project
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("sample", "nowhere", "a prompt"), "nowhere is not a diffusers folder"),
+        (("sample", "nowhere", "a prompt"), "nowhere does not exist"),
         (("sample", "nowhere"), "no prompt; pass one"),
         (("sample", "nowhere", "--file", "prompts.txt"), "--file: prompts.txt does not exist"),
-        (("evaluate", "nowhere"), "nowhere is not a diffusers folder"),
+        (("evaluate", "nowhere"), "nowhere does not exist"),
         (("evaluate", "one", "two"), "several models are compared with --against DATA"),
         (("evaluate", "one", "--against", "data.toml"), "--against needs --features"),
         (("evaluate", "one", "--page", "page.html"), "--page belong to --against"),
@@ -365,6 +368,58 @@ def test_commands_end_with_the_next_ones(
         "sd3-light train train.toml --set seed=3",
     ]
     assert suggested(verb("cache", "train.toml", "--dry-run")) == ["sd3-light cache train.toml"]
+
+
+def test_the_demo_suggests_prompts_of_its_world(verb: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its models know only the phrasing of their captions."""
+    monkeypatch.setattr(journeys, "run_demo", lambda *_: None)
+    command = shlex.split(suggested(verb("demo", "--out", "d"))[0])
+    assert command[:3] == ["sd3-light", "sample", "d/continue"]
+    prompts = command[3:]
+    in_order = zip(prompts, LANGUAGES, strict=True)
+    assert [scene_captions(parse_caption(prompt))[language] for prompt, language in in_order] == prompts
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    suggested_there = re.findall(r'sample demo_run/continue "([^"]+)"', readme)
+    assert suggested_there
+    assert all(scene_captions(parse_caption(prompt))["en"] == prompt for prompt in suggested_there)
+
+
+def test_sample_suggests_its_own_options(
+    verb: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sample, "run", lambda *_: Path("images/grid.png"))
+    monkeypatch.chdir(tmp_path)
+    plain = "sd3-light sample m a b c --seed 1 --out samples"
+    assert suggested(verb("sample", "m", "a", "b", "c", "--steps", "28")) == [plain], "28 is the default"
+    options = "--steps 9 --negative-prompt 'a blur' --lora x.safetensors:0.5 --lora y.safetensors --no-grid --best"
+    for name in ("x", "y"):
+        Path(f"{name}.safetensors").touch()
+    given = shlex.split(f"{options} --seed 3 --seed 8 --out images")
+    assert suggested(verb("sample", "m", "a b", *given)) == [
+        f"sd3-light sample m 'a b' {options} --seed 9 --out images"
+    ]
+    Path("p.csv").write_text("prompt,seed\na,\n")
+    assert suggested(verb("sample", "m", "--file", "p.csv")) == [
+        "sd3-light sample m --file p.csv --seed 1 --out samples"
+    ]
+    Path("p.csv").write_text("prompt,seed\na,5\n")
+    assert "next:" not in verb("sample", "m", "--file", "p.csv").err, "a new seed would change nothing"
+
+
+def test_written_files_are_named(
+    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(against, "run", Mock(return_value=Mock(table=lambda: "scores")))
+    result = verb("evaluate", "m", "--against", "d.toml", "--features", "f", "--page", "e.html", "--out", "e.json")
+    assert result.out.splitlines()[-2:] == ["wrote e.json", "wrote e.html"]
+    monkeypatch.setattr(lora, "merge", lambda *_: Path("out"))
+    Path("x.safetensors").touch()
+    commands = ["sd3-light sample out 'a prompt'", "sd3-light convert out out.safetensors"]
+    assert suggested(verb("lora", "merge", "m", "out", "x.safetensors")) == commands
+    monkeypatch.setattr(report, "write_run_page", lambda *_: [])
+    result = verb("report", "run", "--out", "page.html")
+    assert (result.out, suggested(result)) == ("wrote page.html\n", ["sd3-light ui run"])
 
 
 # --- what is called ----------------------------------------------------------------------------
@@ -602,12 +657,28 @@ def test_evaluate_scores_only_models_of_the_demo(
         result = verb("evaluate", model)
         assert "is not known to be trained on the demo's images" in error_line(result)
         assert "--config TRAIN.toml" in result.err
+        assert "--against DATA.toml --features FOLDER" in result.err
     assert scored == []
     assert verb("evaluate", model, "--demo").code == 0
     (model / "config.toml").write_text(f"dataset = {str(raw_project.data_toml)!r}")
     assert verb("evaluate", model).code == 0
     assert verb("evaluate", DEMO).code == 0
     assert scored == [model, model, DEMO]
+
+
+def test_evaluate_needs_eval_datasets_before_the_cache(
+    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journeys.cache, "run", Mock(side_effect=AssertionError("encodes")))
+    result = verb("evaluate", DEMO, "--config", project.train_toml, "--set", "eval_datasets=[]")
+    assert "has no eval_datasets" in error_line(result)
+
+
+def test_check_knows_its_gpus(verb: Callable[..., Result], project: Project) -> None:
+    for name in ("FOO", ""):
+        result = verb("check", project.train_toml, "--gpu", name)
+        assert re.search(r"unknown kind of GPU; .*H200, .*4090", error_line(result))
+    assert verb("check", project.train_toml, "--gpu", "NVIDIA H200").code == 0
 
 
 def test_an_error_about_no_file_names_none(capsys: pytest.CaptureFixture[str]) -> None:

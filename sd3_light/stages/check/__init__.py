@@ -63,9 +63,10 @@ def _more_faults(error: ConfigFaults, caching: bool) -> list[Fault]:
     faulty = {fault.key for fault in error.faults}
     if "model.diffusers_path" in faulty:
         faulty.add("model")
+    has_size = not any(key == "model.size" or key.startswith("model.shape.") for key in faulty)
     return [
         fault
-        for fault in _local_faults(error.partial, caching, "model.size" not in faulty)
+        for fault in _local_faults(error.partial, caching, has_size)
         if not any(fault.key == key or fault.key.startswith(f"{key}.") for key in faulty)
     ]
 

@@ -80,7 +80,7 @@ def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
 
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
-    yield from (("warning", warning) for warning in config_warnings(train))
+    yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps))
     for data in (estimate.data, *estimate.evals):
         if data.cut is not None and (sentence := data.cut.sentence()):
             yield f"captions {data.name}", sentence

@@ -50,8 +50,9 @@ def check_disk(
     checks.folder()
     checks.init()
     start = checks.start() if with_size else None
-    checks.encoders(None if start is None else start.size)
+    checks.encoders()
     if start is not None:
+        checks.encoder_widths(start)
         checks.size(start)
         checks.adapter(start)
         checks.sampling(start.size)
@@ -189,18 +190,30 @@ class _DiskChecks:
         with self.user_errors_of("adapter.target_modules", hint="see docs/finetune.md for names and patterns"):
             match_targets(start.size.linear_layers(), adapter.target_modules)
 
-    def encoders(self, size: ModelSize | None) -> None:
-        """Check that encoders, VAE and denoiser fit each other; other checks report missing files."""
+    def encoders(self) -> None:
+        """Check that encoders and VAE are those of an SD3; other checks report missing files."""
         folder, length, key = self.model.diffusers_path, self.model.t5_max_length, "model.diffusers_path"
         if not self._has_encoders():
             return
         with self.user_errors_of(key, folder):
-            for problem in (*_latent_problems(folder, size), *_text_problems(folder, length, size)):
+            for problem in (*_latent_problems(folder), *_text_problems(folder, length)):
                 self.add(key, problem, folder)
             longest = pipeline_folder.tokenizer_length(folder / "tokenizer_3")
             if longest is not None and length > longest:
                 problem, allowed = f"tokenizer_3 accepts at most {longest} tokens", f"1 to {longest}"
                 self.add("model.t5_max_length", problem, length, allowed=allowed)
+
+    def encoder_widths(self, start: WeightsStart) -> None:
+        """Check that the denoiser accepts what encoders and VAE return."""
+        folder, hint = self.model.diffusers_path, None
+        if start.source is None:
+            hint = (
+                "write [model.shape] instead of a size: it takes the widths of the folder, as in `sd3-light new icons`"
+            )
+        if self._has_encoders():
+            with suppress(UserError):  # reported with the encoders
+                for problem in _width_problems(folder, self.model.t5_max_length, start.size):
+                    self.add("model.diffusers_path", problem, folder, hint)
 
     def _has_encoders(self) -> bool:
         """Whether the configs of VAE and text encoders exist."""
@@ -286,23 +299,26 @@ class _DiskChecks:
                 self.add(key, problem, value)
 
 
-def _latent_problems(folder: Path, size: ModelSize | None) -> Iterator[str]:
-    channels, shrink = pipeline_folder.vae_shape(folder)
-    if size is not None and channels != size.latent_channels:
-        yield f"its VAE has {channels} latent channels and the denoiser ({size.name}) needs {size.latent_channels}"
+def _latent_problems(folder: Path) -> Iterator[str]:
+    _, shrink = pipeline_folder.vae_shape(folder)
     if shrink * ModelSize.patch_size != SIDE_STEP:
         yield f"its VAE shrinks images {shrink} times, an SD3 VAE {SIDE_STEP // ModelSize.patch_size} times"
 
 
-def _text_problems(folder: Path, t5_max_length: int, size: ModelSize | None) -> Iterator[str]:
+def _text_problems(folder: Path, t5_max_length: int) -> Iterator[str]:
     text, positions = pipeline_folder.text_shape(folder, t5_max_length), pipeline_folder.clip_positions(folder)
     if text.clip_tokens > positions:
         yield f"its tokenizer produces {text.clip_tokens} tokens and its CLIP encoders accept at most {positions}"
     if text.clip_width > text.t5_width:
         widths = f"{text.clip_l_width} + {text.clip_g_width}"
         yield f"its CLIP encoders together ({widths}) are wider than T5 ({text.t5_width})"
-    if size is None:
-        return
+
+
+def _width_problems(folder: Path, t5_max_length: int, size: ModelSize) -> Iterator[str]:
+    """Yield what encoders and VAE return in another width than the denoiser needs."""
+    text, (channels, _) = pipeline_folder.text_shape(folder, t5_max_length), pipeline_folder.vae_shape(folder)
+    if channels != size.latent_channels:
+        yield f"its VAE has {channels} latent channels and the denoiser ({size.name}) needs {size.latent_channels}"
     if text.t5_width != size.text_width:
         yield f"its T5 is {text.t5_width} wide and the denoiser ({size.name}) needs {size.text_width}"
     if text.pooled_width != size.pooled_width:

@@ -40,12 +40,17 @@ _HASHES = "hashes.json"
 _CAPTIONS_TRIED = 8
 
 
+def require_eval_sets(loaded: LoadedConfig) -> None:
+    """Raise a UserError if the config names no evaluation set."""
+    if not loaded.eval_datasets:
+        raise UserError(f"{loaded.path} has no eval_datasets; add one, or evaluate without --config")
+
+
 def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None = None) -> dict[str, dict[str, float]]:
     """Return the losses of each evaluation set by name, as training computes them; their caches must exist."""
     launch = launch or Launch()
+    require_eval_sets(loaded)
     config = loaded.train.model_copy(update={"fp8": False})  # nothing is trained, and not every GPU supports it
-    if not loaded.eval_datasets:
-        raise UserError(f"{loaded.path} has no eval_datasets; add one, or evaluate without --config")
     chosen = choose_model(model)
     model = chosen.folder
     if not (model / "transformer" / "config.json").is_file():
@@ -79,7 +84,8 @@ def require_demo_world(model: Path) -> None:
             return
     raise UserError(
         f"{model} is not known to be trained on the demo's images, whose shapes and colours this score judges; pass "
-        "--config TRAIN.toml for the validation loss of its evaluation sets, or --demo to score these prompts anyway"
+        "--against DATA.toml --features FOLDER to compare it with true images, --config TRAIN.toml for the validation "
+        "loss of its evaluation sets, or --demo to score these prompts anyway"
     )
 
 

@@ -18,6 +18,7 @@ from sd3_light.config.hub_ids import SCHEME, parse_hub_id
 from sd3_light.data.sources.records import Rejected
 from sd3_light.data.sources.scan import scan
 from sd3_light.files import write_atomically
+from sd3_light.model.part_configs import read_config
 from sd3_light.model.pipeline_folder import tokenizer_length
 from sd3_light.model.start import denoiser_folder, folder_size
 from sd3_light.stages import check
@@ -57,6 +58,11 @@ def run(
 ) -> NewProject:
     """Write KIND.toml and KIND_data.toml into ``out``, for one process per GPU (none: a CPU)."""
     kind = KINDS[kind_name]
+    if kind_name == "icons" and model is None:
+        raise UserError(
+            "--model is missing: `sd3-light parts DATA.toml parts` trains the encoders on your images (then --model "
+            f"parts), or give --model {kind.model} to download those of SD3"
+        )
     train_file, data_file = out / f"{kind_name}.toml", out / f"{kind_name}_data.toml"
     for path in (train_file, data_file):
         if path.exists():
@@ -118,12 +124,13 @@ def _about_options(error: ConfigFaults) -> ConfigFaults:
 
 
 def _fitted(values: TextValues, model: Path, kind: Kind, resolution: int | None) -> TextValues:
-    """Return values within the limits of a model: the length of its T5 input, and the size it was trained at."""
+    """Return values that fit a model: the length of its T5 input, its shift, and the size it was trained at."""
     t5_length = min(kind.t5_length, tokenizer_length(model / "tokenizer_3") or kind.t5_length)
+    shift = float(read_config(model / "scheduler", "scheduler").get("shift", 1.0))
     if resolution is None and kind.continues:
         trained = folder_size(denoiser_folder(model)).sample_size * _LATENT_PIXELS
         resolution = min(kind.resolution, trained)
-    return replace(values, t5_length=t5_length, resolution=resolution or kind.resolution)
+    return replace(values, t5_length=t5_length, shift=shift, resolution=resolution or kind.resolution)
 
 
 def _prompts(loaded: LoadedConfig) -> Iterator[str]:

@@ -30,6 +30,7 @@ class TextValues:
     resolution: int
     plan: MemoryPlan
     t5_length: int = 1
+    shift: float = 3.0
     epoch_steps: int = 1
     prompts: tuple[str, ...] = ()
 
@@ -72,6 +73,8 @@ def _changes(values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
         "model.diffusers_path": (values.model, ""),
         "model.t5_max_length": (values.t5_length, "tokens"),
     }
+    if "shift" in tomllib.loads(text)["model"]:
+        changes["model.shift"] = (values.shift, "as in the model's scheduler")
     if "parallel" in _keys(text) and plan.processes == 1:
         changes["parallel"] = ("ddp", 'several GPUs: "fsdp2" shards the weights')
     return changes

@@ -85,7 +85,7 @@ class RunContext:
             f"train: {trains}; steps {progress.step} to {total}, {order.steps_per_epoch} per epoch in "
             f"{len(order.buckets)} buckets (padding repeats {padding} samples per epoch), {world} process(es)"
         )
-        for warning in config_warnings(self.config):
+        for warning in config_warnings(self.config, total):
             info(f"warning: {warning}")
         self.folder.begin(self.config)
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"

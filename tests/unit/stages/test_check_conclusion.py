@@ -166,3 +166,16 @@ def test_guidance_without_text_dropout_is_a_warning(
     assert ("warning" in lines) == is_warned
     if is_warned:
         assert lines["warning"].startswith("sampling.guidance = 4 compares with a prediction without text")
+
+
+@pytest.mark.parametrize(
+    ("key", "is_warned"), [("epochs = 5\nwarmup_steps = 2", False), ("max_steps = 3\nwarmup_steps = 3", True)]
+)
+def test_a_warm_up_as_long_as_the_run_is_a_warning(
+    files: Any, concluded: Callable[..., dict[str, str]], key: str, is_warned: bool
+) -> None:
+    (files.sd3 / "vae/diffusion_pytorch_model.safetensors").write_bytes(header_bytes([]))
+    lines = concluded(Target(None), top=key)
+    assert ("warning" in lines) == is_warned
+    if is_warned:
+        assert lines["warning"].startswith("warmup_steps = 3 is not shorter than the run of 3 steps")

@@ -46,3 +46,19 @@ def test_an_unknown_size_is_one_fault(fresh_project: Project) -> None:
     with pytest.raises(ConfigFaults) as caught:
         check.load(fresh_project.train_toml, ["model.size=tiny"])
     assert [fault.key for fault in caught.value.faults] == ["model.size"]
+
+
+def test_a_typo_in_the_shape_does_not_compare_the_folder_with_the_default_size(fresh_project: Project) -> None:
+    text = fresh_project.train_toml.read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if not line.startswith("size =")]
+    fresh_project.train_toml.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ConfigFaults) as caught:
+        check.load(fresh_project.train_toml, ["model.shape.num_layers=2", "model.shape.num_head=2"])
+    assert {fault.key for fault in caught.value.faults} == {"model.shape.num_head", "model.shape.num_heads"}
+
+
+def test_encoders_that_do_not_fit_a_size_come_with_a_remedy(fresh_project: Project) -> None:
+    with pytest.raises(
+        ConfigFaults, match=r"needs 4096.*write \[model\.shape\] instead of a size.*`sd3-light new icons`"
+    ):
+        check.load(fresh_project.train_toml, ["model.size=sd3_light"])

@@ -1,5 +1,6 @@
 """`sd3-light new`: configs that `check` accepts, with sizes that fit a GPU by `check`'s own formula."""
 
+import json
 import re
 import shutil
 import tomllib
@@ -72,6 +73,22 @@ def test_a_recipe_keeps_its_keys_and_comments(tmp_path: Path, images: str) -> No
     assert (ours["adapter"], ours["optimizer"]) == (recipe["adapter"], recipe["optimizer"])
     assert '# or "lokr", "loha"' in text
     assert "8 GPUs" not in text
+
+
+@pytest.mark.parametrize(("kind", "shift"), [("lora", 1.0), ("finetune", 1.5), ("icons", None)])
+def test_the_shift_is_that_of_the_models_scheduler(tmp_path: Path, images: str, kind: str, shift: float | None) -> None:
+    model = Path(shutil.copytree(DEMO, tmp_path / "model"))
+    path = model / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shift": shift or 2.0}))
+    project = new.run(kind, images, str(model), tmp_path / "out")
+    text = project.train_toml.read_text(encoding="utf-8")
+    assert tomllib.loads(text)["model"].get("shift") == shift
+    assert ("as in the model's scheduler" in text) == (shift is not None)
+
+
+def test_icons_need_a_model(tmp_path: Path, images: str) -> None:
+    with pytest.raises(UserError, match=r"--model is missing: `sd3-light parts .* or give --model stabilityai/"):
+        new.run("icons", images, None, tmp_path)
 
 
 def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path, images: str) -> None:
