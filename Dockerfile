@@ -8,9 +8,9 @@
 # --ipc host: data loader processes use shared memory. Files in /work belong to the user of `docker run --user`.
 FROM python:3.12-slim-bookworm
 
-# a compiler: Triton builds its launchers at the first use of a kernel
+# a compiler: Triton builds its launchers at the first use of a kernel; a font for Chinese captions in grids
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev fonts-noto-cjk \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/sd3-light

@@ -18,11 +18,13 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +225,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.out.exists():
         raise SystemExit(f"{args.out} already exists; choose another folder")
+    if find_spec("resvg_py") is None:
+        raise SystemExit("resvg_py, which draws SVG files, is not installed; run: pip install resvg_py")
     names = emoji_names(args.packages)
     names = dict(sorted(names.items())[:: args.every])
     styles = {name: STYLES[name] for name in args.styles}
@@ -237,9 +241,12 @@ def main() -> None:
         for facts, more in iconify_icons(fetch(ICONIFY, args.packages), args.logos):
             sets.append(facts)
             icons += list(more)[:: args.every]
-    args.out.mkdir(parents=True)
-    cells = write_set(icons, args.out, args.size, args.processes)
-    write_attribution(args.out, packages, sets, args.size)
+    unfinished = args.out.with_name(f"{args.out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)  # of an interrupted build
+    unfinished.mkdir(parents=True)
+    cells = write_set(icons, unfinished, args.size, args.processes)
+    write_attribution(unfinished, packages, sets, args.size)
+    unfinished.rename(args.out)
     held_out = sum(cell.held_out for cell in cells)
     print(f"wrote {args.out}: {len(cells) - held_out:,} images to train on, {held_out:,} held out")
 

@@ -71,7 +71,7 @@ def byte_size(size: float) -> str:
 
 def shorten(text: str, longest: int = 200) -> str:
     """Return the text, cut to ``longest`` characters."""
-    return text if len(text) <= longest else f"{text[: longest - 1]}…"
+    return text if len(text) <= longest else f"{text[: longest - 1].rstrip(' .')}…"
 
 
 def language(text: str) -> str:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from sd3_light.runlog import info
+
 Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 _TEXT_SIZE, _TITLE_SIZE = 11, 16
@@ -115,7 +117,15 @@ def _readable(caption: str, fallback: str | None) -> tuple[str, Font]:
     font = _chinese(_TEXT_SIZE)
     if font is not None:
         return caption, font
+    if fallback is None:
+        _report_missing_font()
     return caption if fallback is None else f"{fallback} [zh]", _latin(_TEXT_SIZE)
+
+
+@cache
+def _report_missing_font() -> None:
+    """Print once that Chinese captions are not readable, and the remedy."""
+    info("grids show Chinese text as boxes: no font has its glyphs; apt install fonts-noto-cjk adds one")
 
 
 def _wrap(text: str, font: Font, width: int) -> list[str]:

@@ -4,6 +4,9 @@ from pathlib import Path
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.single_file import Contents, Conversion, is_single_file, read_single_file, write_single_file
+from sd3_light.sampling.lora_stack import adapter_file
+from sd3_light.training.background_saves import CHECKPOINT, EXPORT, FOLDERS
+from sd3_light.training.run_exports import exports_of
 
 
 def run(
@@ -16,6 +19,7 @@ def run(
     if source.is_dir():
         _refuse(base is not None, f"--base does not apply: {source} is a folder that has its parts")
         _refuse(keep_pads, f"--keep-pads does not apply: {source} is a folder, and only files are padded")
+        _require_model(source)
         return write_single_file(source, out, *(contents or Contents()))
     if not source.is_file():
         raise UserError(f"{source} does not exist; pass a diffusers folder or a single .safetensors file")
@@ -26,6 +30,22 @@ def run(
         f"--vae, --text-encoders and --pad-blocks select what goes into a file, but {source} is a file to read",
     )
     return read_single_file(source, base, out, keep_pads)
+
+
+def _require_model(folder: Path) -> None:
+    """Raise a UserError with a remedy if the folder is a run or an adapter's export instead of a model."""
+    if (folder / "transformer" / "config.json").is_file():
+        return
+    if (folder / FOLDERS[EXPORT]).is_dir():
+        export = exports_of(folder)[-1]
+        raise UserError(f"{folder} is a run folder; pass an export of it, such as {export}")
+    if (folder / FOLDERS[CHECKPOINT]).is_dir():
+        raise UserError(f"{folder} is a run folder without exports; write one with `sd3-light export {folder} OUT`")
+    if file := adapter_file(folder):
+        raise UserError(
+            f"{folder} is an adapter, not a model; merge it first: sd3-light lora merge MODEL OUT {file}, or convert "
+            "the file with `sd3-light lora convert`"
+        )
 
 
 def _refuse(condition: bool, message: str) -> None:

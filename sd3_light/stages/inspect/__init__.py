@@ -36,7 +36,7 @@ def render(cache: Inspection, location: str = "") -> Table:
 
 def _add_counts(cache: Inspection, table: Table) -> None:
     for name, count in cache.counts.items():
-        table.add_row(_plain(name), f"{count:,}")
+        table.add_row("images" if name == "pictures" else _plain(name), f"{count:,}")
     table.add_row("on disk", f"{cache.bytes / 1e6:,.1f} MB", f"{len(cache.manifest.shards):,} shards")
     table.add_row("per sample", f"{cache.bytes_per_sample / 1e3:,.1f} kB", cache.stats.byte_shares())
 

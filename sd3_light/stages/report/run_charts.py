@@ -84,16 +84,18 @@ def optimization_charts(report: RunReport) -> list[Chart]:
 
 def speed_charts(report: RunReport) -> list[Chart]:
     """Return throughput, data wait and utilization."""
+    on_cpu = any(segment.begin.get("device") == "CPU" for segment in report.segments)
+    device, devices = ("process", "processes") if on_cpu else ("GPU", "GPUs")
     charts = (
-        ("samples_per_second", "Samples per second", "All GPUs together.", False),
+        ("samples_per_second", "Samples per second", f"All {devices} together.", False),
         (
             "data_wait",
             "Data wait",
-            "Share of the time in which the GPU waited for the host.",
+            f"Share of the time in which the {device} waited for {'data' if on_cpu else 'the host'}.",
             True,
         ),
         ("mfu", "Model FLOPs utilization", "Share of the device's peak.", True),
-        ("tflops_per_gpu", "TFLOP/s per GPU", "", False),
+        ("tflops_per_gpu", f"TFLOP/s per {device}", "", False),
     )
     return [
         _noisy_chart(report, name, title, hint, include_zero=True, percent=percent)

@@ -78,8 +78,31 @@ def packages(build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def run(build: Any, monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> None:
+    monkeypatch.setattr(build, "find_spec", lambda name: name, raising=False)
     monkeypatch.setattr(sys, "argv", ["build.py", *map(str, arguments), "--processes", "1", "--size", "32"])
     build.main()
+
+
+def test_a_failed_build_can_be_repeated(
+    build: Any, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (tmp_path / "icons", "--packages", packages, "--styles", "noto", "--every", "20")
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "write_attribution", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(build, patch, *arguments)
+    assert not (tmp_path / "icons").exists()
+    run(build, monkeypatch, *arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["icons", "packages"]
+
+
+def test_a_missing_renderer_is_reported_first(build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "find_spec", lambda _: None, raising=False)
+    monkeypatch.setattr(build, "emoji_names", lambda _: pytest.fail("it reads the packages"))
+    monkeypatch.setattr(sys, "argv", ["build.py", str(tmp_path / "icons")])
+    with pytest.raises(SystemExit, match="pip install resvg_py"):
+        build.main()
+    assert not (tmp_path / "icons").exists()
 
 
 def test_a_set_of_two_styles(build: Any, packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.pages import Chart, ChartLine, ChartMark, check_output_path, render_template, save_page
 from sd3_light.pages.formats import byte_size, duration, language, number, plural, tick_label
 from sd3_light.pages.html import environment
+from sd3_light.stages.inspect.histogram import HistogramBin
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 ROOT = Path(sd3_light.pages.__file__).parent
@@ -49,7 +50,7 @@ def components(text: str) -> dict[str, str]:
     rejects = [SimpleNamespace(key=text, reason=text, detail=text, image=image, problem=text) for image in (IMAGE, "")]
     group = SimpleNamespace(reason=text, meaning=text, total=9, shown=rejects)
     plain_group = SimpleNamespace(reason=text, meaning=text, total=1, shown=rejects[1:])
-    bins = [SimpleNamespace(low=1, count=2), SimpleNamespace(low=2, count=0)]
+    bins = [HistogramBin(1, 1, 2), HistogramBin(2, 2, 0)]
     return {
         "bars.html": macro("bars", "bucket_bars")([(text, 8, 8, 3)]) + macro("bars", "reason_bars")([(text, text, 3)]),
         "chart.html": macro("chart", "chart_group")(
@@ -171,3 +172,10 @@ def test_bucket_shapes_are_drawn_to_scale() -> None:
     bars = macro("bars", "bucket_bars")([("512x256", 512, 256, 1), ("256x256", 256, 256, 1)])
     assert 'width="28.0" height="14.0"' in bars
     assert 'width="14.0" height="14.0"' in bars
+
+
+def test_an_open_bin_is_labelled_with_a_plus() -> None:
+    bins = [HistogramBin(22, 22, 4), HistogramBin(23, 23, 2, is_open=True)]
+    html = macro("histogram", "histogram")(SimpleNamespace(title="", summary="", unit="words", bins=bins))
+    assert "<span>22</span>" in html
+    assert "<span>23+</span>" in html

@@ -62,6 +62,15 @@ def test_without_a_chinese_font_the_fallback_is_shown(monkeypatch: pytest.Monkey
     )
 
 
+def test_a_missing_chinese_font_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(grid, "_chinese", lambda size: None)
+    grid._report_missing_font.cache_clear()
+    make_grid(IMAGES[:2], [ZH, ZH], 2)
+    assert capfd.readouterr().err.count("fonts-noto-cjk") == 1
+
+
 def test_with_a_chinese_font_the_caption_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     font = ImageFont.load_default(9)
     monkeypatch.setattr(grid, "_chinese", lambda size: font)

@@ -278,3 +278,16 @@ def test_errors_of_the_lora_verbs_are_one_line(square: Path, wide: Path, tmp_pat
     assert "no weight among the targets differs" in refused("lora", "extract", square, square, out)
     assert "pass models of the same size" in refused("lora", "extract", square, wide, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == names, "nothing remains"
+
+
+def test_runs_and_adapters_are_not_converted(tmp_path: Path) -> None:
+    """The error names what to convert instead."""
+    run_folder, out = tmp_path / "run", tmp_path / "out.safetensors"
+    (run_folder / "checkpoints").mkdir(parents=True)
+    assert f"sd3-light export {run_folder} OUT" in refused("convert", run_folder, out)
+    for step in (2, 10):
+        export = run_folder / "exports" / f"step-{step:08d}"
+        export.mkdir(parents=True)
+    assert f"such as {export}" in refused("convert", run_folder, out)
+    (export / "lora.safetensors").touch()
+    assert f"lora merge MODEL OUT {export / 'lora.safetensors'}" in refused("convert", export, out)

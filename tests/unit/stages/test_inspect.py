@@ -375,6 +375,17 @@ def test_an_output_path_that_cannot_be_written_is_a_user_error(built: SmallCache
 # --- the table -----------------------------------------------------------------------------------
 
 
+def test_the_table_says_images(built: SmallCache) -> None:
+    """The manifest's count keeps its older name."""
+    inspection = inspect.run(built.folder)
+    inspection.manifest.counts["pictures"] = 9
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(inspect.render(inspection))
+    text = " ".join(console.export_text().split())
+    assert "images 9" in text
+    assert "pictures" not in text
+
+
 def test_the_table_shows_counts_buckets_rejects_and_captions(built: SmallCache) -> None:
     console = Console(width=160, record=True, file=io.StringIO())
     console.print(inspect.render(inspect.run(built.folder)))

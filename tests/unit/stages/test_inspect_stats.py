@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sd3_light.data.manifest import ShardEntry
+from sd3_light.pages.formats import shorten
 from sd3_light.stages.inspect.cache_stats import bucket_order, draw_samples, num_words, quantile
 from sd3_light.stages.inspect.histogram import histogram_bins
 from sd3_light.stages.inspect.rejects import read_rejects, source_label
@@ -137,3 +138,8 @@ def test_a_key_starts_with_the_label_of_its_source() -> None:
     assert source_label("a#0/c.jpg", places) == "a#0"
     assert source_label("a#0/b#1/c.jpg", places) == "a#0/b#1"
     assert source_label("other#0/c.jpg", places) == ""
+
+
+def test_a_cut_text_ends_with_one_ellipsis() -> None:
+    assert shorten("One. Two.", 5) == "One…"
+    assert shorten("One.", 4) == "One."

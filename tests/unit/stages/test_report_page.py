@@ -187,3 +187,13 @@ def test_a_folder_as_output_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").touch()
     with pytest.raises(UserError, match=r"--out: .* is a folder"):
         write_run_page(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(("device", "unit"), [("CPU", "process"), ("NVIDIA H200", "GPU")])
+def test_speed_is_per_process_on_a_cpu(written: Written, tmp_path: Path, device: str, unit: str) -> None:
+    speed = {"samples_per_second": 1.0, "data_wait": 0.1, "tflops_per_gpu": 1.0}
+    steps = [{"event": "step", "step": step, "loss": 1.0, **speed} for step in (1, 2)]
+    written([{"event": "start", "step": 0, "total": 2, "world": 1, "device": device}, *steps])
+    page = (tmp_path / "pages" / "page.html").read_text(encoding="utf-8")
+    assert f"TFLOP/s per {unit}" in page
+    assert ("All GPUs together" in page, "the GPU waited" in page) == (unit == "GPU", unit == "GPU")
