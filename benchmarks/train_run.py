@@ -4,6 +4,7 @@
     python benchmarks/train_run.py [--size sd3_light] [--layers 12] [--pixels 256] [--captions 1] [--batch 64]
                                    [--steps 60] [--text padded|real] [--ema-every 100]
                                    [--fast true|false|auto] [--fp8] [--compile] [--checkpointing true|false|selective]
+                                   [--cuda-graphs true|false|auto] [--profile FILE]
                                    [--workers 8] [--residence stream|host|device] [--engine torch|deepspeed]
                                    [--out FOLDER] [--feed-only]
 
@@ -19,6 +20,7 @@ time. `host_seconds` says what the main process does in a step.
 With `--text real` the number of T5 tokens per caption is log-normal (median 22, sigma 0.5, mean 25, at least 5), with
 the same number of CLIP tokens, at most 77. `--out` keeps log, config and summary; the rest is deleted. `--feed-only`
 does not train: it measures how many samples per second the loader workers prepare for a GPU, which adds the noise.
+`--profile` writes where the time of a few steps after the warm-up goes: launches, operations of the host, kernels.
 """
 
 import argparse
@@ -26,7 +28,8 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -175,7 +178,8 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 def train_toml(args: argparse.Namespace, shape: Shape) -> str:
     """Return the train TOML. It has no exports, since the model folder is incomplete."""
     booleans = {"true": "true", "false": "false"}
-    flags = {name: booleans.get(getattr(args, name), f'"{getattr(args, name)}"') for name in ("checkpointing", "fast")}
+    names = ("checkpointing", "fast", "cuda_graphs")
+    flags = {name: booleans.get(getattr(args, name), f'"{getattr(args, name)}"') for name in names}
     layers = "" if args.layers is None else f"num_layers = {args.layers}"
     return f"""
 output_dir = "run"
@@ -188,6 +192,7 @@ zero_stage = {args.zero_stage}
 activation_checkpointing = {flags["checkpointing"]}
 fast = {flags["fast"]}
 compile = {str(args.compile).lower()}
+cuda_graphs = {flags["cuda_graphs"]}
 fp8 = {str(args.fp8).lower()}
 warmup_steps = 1000
 checkpoint_every_n_steps = {args.checkpoint_every or args.steps}
@@ -244,6 +249,7 @@ def prepare_folder(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "text": args.text,
         "compile": args.compile,
         "fast": args.fast,
+        "cuda_graphs": args.cuda_graphs,
         "fp8": args.fp8,
         "workers": args.workers,
         "residence": args.residence,
@@ -283,6 +289,62 @@ def train(folder: Path, engine: str, saves: bool) -> None:
         stage.run(loaded, Launch(), by_deepspeed=engine == "deepspeed")
     except UserError as error:  # the log up to here is still useful
         print(f"the run failed: {error}")
+
+
+PROFILED_STEPS = 5
+
+
+@contextmanager
+def profiling(file: Path, warm: int) -> Iterator[None]:
+    """Profile some steps after the first ``warm`` ones of the run inside the block, and write tables of them."""
+    from sd3_light.engines.torch import TorchEngine
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    profiler, train_step = torch.profiler.profile(activities=activities), TorchEngine.train_step
+    began, calls = 0.0, 0
+
+    def synchronized() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def profiled(self: TorchEngine, *arguments: Any) -> Any:
+        nonlocal began, calls
+        calls += 1
+        if calls == warm:
+            synchronized()
+            profiler.start()
+            began = time.perf_counter()
+        elif calls == warm + PROFILED_STEPS:
+            seconds = synchronized() - began
+            profiler.stop()
+            file.write_text(profile_tables(profiler, seconds), encoding="utf-8")
+        return train_step(self, *arguments)
+
+    TorchEngine.train_step = profiled  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TorchEngine.train_step = train_step  # type: ignore[method-assign]
+
+
+def profile_tables(profiler: torch.profiler.profile, seconds: float) -> str:
+    """Return the launches per step, and tables of the host's operations and the kernels."""
+    events = profiler.key_averages()
+    launches = {event.key: event.count for event in events if "Launch" in event.key}
+    kernels = [event for event in events if event.device_type != torch.autograd.DeviceType.CPU]
+    gpu = sum(event.self_device_time_total for event in kernels) / 1e3
+    lines = [
+        f"{PROFILED_STEPS} steps, {1e3 * seconds / PROFILED_STEPS:.2f} ms per step under the profiler",
+        f"{sum(event.count for event in kernels) / PROFILED_STEPS:.0f} kernels and copies per step, "
+        f"{gpu / PROFILED_STEPS:.2f} ms of GPU time",
+        *(f"{count / PROFILED_STEPS:.0f} {name} per step" for name, count in sorted(launches.items())),
+    ]
+    tables = (("host", "self_cpu_time_total"), ("GPU", "self_device_time_total"))
+    for title, order in tables if kernels else tables[:1]:
+        lines += ["", f"by the time of the {title}:", events.table(sort_by=order, row_limit=40)]
+    return "\n".join(lines) + "\n"
 
 
 def feed(folder: Path, args: argparse.Namespace) -> float:
@@ -372,6 +434,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--fp8", action="store_true", help="FP8 products in the fast blocks")
     parser.add_argument("--fast", choices=("true", "false", "auto"), default="auto", help="use the fast blocks")
+    parser.add_argument("--cuda-graphs", choices=("true", "false", "auto"), default="auto", help="replay CUDA graphs")
+    parser.add_argument("--profile", type=Path, help="file for tables of launches, host operations and kernels")
     choices = ("true", "false", "selective")
     parser.add_argument("--checkpointing", choices=choices, default="false", help="activation checkpointing")
     parser.add_argument("--no-save", action="store_true", help="write no checkpoint")
@@ -402,7 +466,8 @@ def main() -> None:
             print(f"{feed(folder, args):.0f} samples/s prepared by {args.workers} workers")
             return
         started = time.time()
-        train(folder, args.engine, not args.no_save)
+        with nullcontext() if args.profile is None else profiling(args.profile, args.warm):
+            train(folder, args.engine, not args.no_save)
         results = {**about, **summary(folder / "run" / "log.jsonl", args.warm, started)}
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)

@@ -68,6 +68,7 @@ def _stage_memory(setup: TrainingSetup) -> GpuMemory:
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {name: count for name, count in moments[moment].items() if count}
     terms["next micro-batch"] = next_batch_bytes(setup)
+    terms["graphs"] = _graph_bytes(setup, moments) if setup.graphs else 0
     terms["slack"] = round(SLACK * sum(terms.values()))
     formula = " + ".join(f"{name} {format_bytes(count)}" for name, count in terms.items() if count)
     nccl = NCCL_BYTES if setup.world > 1 else 0
@@ -210,7 +211,8 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
     gradients = _gradients(setup)
     # activations of one neighbouring stage, gradients of the other
     exchanged = batch * ((not setup.is_first) + (not setup.is_last)) * _stream(setup)
-    accumulated = _all_gradients(setup) if setup.accumulation > 1 else 0  # before the last micro-batch
+    # before the last micro-batch; graphs add to zeros
+    accumulated = _all_gradients(setup) if setup.accumulation > 1 or setup.graphs else 0
     all_copies, block_copies = _weight_copies(setup)
     name = {False: "activations", True: "block inputs", "selective": "products"}[setup.checkpointing]
     name += f" of {setup.in_flight} micro-batches" if setup.in_flight > 1 else ""
@@ -239,6 +241,16 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
         "optimizer": _optimizer_step(setup),
         "evaluation": _evaluation(setup, one_block, all_copies),
     }
+
+
+def _graph_bytes(setup: TrainingSetup, moments: Mapping[str, Mapping[str, int]]) -> int:
+    """Return the bytes that only CUDA graphs use: inputs, and a step's memory beside that of a step not yet recorded.
+
+    Graphs share this memory, so that the largest one counts.
+    """
+    passes = (moments[name] for name in ("end of forward", "start of backward"))
+    largest = max(sum(terms.values()) - terms["accumulated gradients"] for terms in passes)
+    return largest + next_batch_bytes(setup)
 
 
 def _evaluation(setup: TrainingSetup, one_block: int, copies: int) -> dict[str, int]:

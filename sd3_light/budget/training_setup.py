@@ -34,6 +34,7 @@ class TrainingSetup:
     checkpointing: Checkpointing = False
     compiled: bool = False
     fast: bool = False
+    graphs: bool = False  # CUDA graphs: gradients, and the memory of a step, stay allocated
     compute_dtype: str = "bfloat16"
     accumulation: int = 1
     optimizer: str = "adamw"

@@ -168,6 +168,10 @@ class TrainConfig(Table):
     are unchanged. Needs bfloat16 and a GPU with FP8 support (Ada, Hopper or newer)."""
     compile: Flag = False
     """Compile the stock blocks with torch.compile."""
+    cuda_graphs: FlagOrAuto = "auto"
+    """Record forward and backward pass as a CUDA graph per bucket shape and replay it: the same results with one launch
+    instead of hundreds of kernels. For one process with padded text and without adapter or `compile`. auto: if the
+    model is so small that a step is bound by launches; true: at any size."""
     dist_timeout_sec: Positive = 600.0
     """Timeout of collectives, in seconds."""
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config import OptimizerConfig, TrainConfig
+from sd3_light.engines.cuda_graphs import CudaRecorder, MicroBatchGraphs, Numbers, Recorder
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches, to_device
 from sd3_light.engines.protocol import (
@@ -35,6 +36,7 @@ class TorchEngine(Engine):
     """
 
     sequential_micro_batches = True
+    graphs: MicroBatchGraphs | None = None
     _in_turn: Callable[[Any], Iterator[Any]] = staticmethod(equal_micro_batches)
 
     def __init__(
@@ -68,19 +70,37 @@ class TorchEngine(Engine):
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run forward and backward over the micro-batches, clip by the global norm, and step."""
         self.optimizer.set_rate(lr)
-        for weight in self._parameters.values():
-            weight.grad = None
+        self._clear_gradients()
         numbers = torch.zeros((), device=self.device)
         names: tuple[str, ...] = ()
         for number, batch in enumerate(self._in_turn(batches), start=1):
             with self.layout.accumulating(last=number == len(batches)):
-                losses, bands = self._losses(batch)
+                if self.graphs is None:
+                    names, packed = self._run_pass(batch, len(batches), self.part_queued)
+                else:
+                    names, packed = self.graphs.run(batch, len(batches))
                 self.part_queued()
-                (losses["loss"] / len(batches)).backward()
-                self.part_queued()
-            names = tuple(losses)
-            numbers = numbers + StepResult.pack(losses, bands) / len(batches)
+            numbers = numbers + packed
         return self._finish_step(names, self.sum_over_ranks(numbers) / self.world)
+
+    def use_graphs(self, recorder: Recorder | None = None) -> None:
+        """Run forward and backward passes as CUDA graphs from now on; see `budget/graph_choice.py` for when."""
+        weights = list(self._parameters.values())
+        self.graphs = MicroBatchGraphs(self._run_pass, weights, recorder or CudaRecorder(self.device))
+
+    def _clear_gradients(self) -> None:
+        if self.graphs is not None:
+            self.graphs.clear_gradients()
+            return
+        for weight in self._parameters.values():
+            weight.grad = None
+
+    def _run_pass(self, batch: Any, count: int, forward_queued: Callable[[], None] = lambda: None) -> Numbers:
+        """Queue forward and backward pass of one of ``count`` micro-batches."""
+        losses, bands = self._losses(batch)
+        forward_queued()
+        (losses["loss"] / count).backward()
+        return tuple(losses), StepResult.pack(losses, bands) / count
 
     def _losses(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
         """Return the losses of a micro-batch, ``loss`` with its gradient, and those of its samples by timestep band."""

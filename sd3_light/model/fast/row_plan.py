@@ -7,7 +7,7 @@ does not synchronize with the device.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ def make_plan(
     return _plan(samples, num_image, num_text, torch.as_tensor(lengths, dtype=torch.int64), device)
 
 
-@lru_cache(maxsize=32)
+@cache  # unlimited: CUDA graphs read these tensors as long as a run lasts
 def _padded_plan(samples: int, num_image: int, num_text: int, device: torch.device) -> RowPlan:
     return _plan(samples, num_image, num_text, None, device)
 

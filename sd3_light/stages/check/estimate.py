@@ -17,6 +17,7 @@ from sd3_light.budget.data_bytes import (
 )
 from sd3_light.budget.flops import Tokens, image_tokens, training_flops
 from sd3_light.budget.gpu_memory import GpuMemory, checkpoint_copy_bytes, gpu_memory
+from sd3_light.budget.graph_choice import why_no_graphs
 from sd3_light.budget.partition import stage_bounds
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import (
@@ -262,6 +263,7 @@ class _Estimator:
         draws_samples = bool(train.sampling.images) or train.metrics is not None
         adapter = None if train.adapter is None else adapter_layer_parameters(size, train.adapter)
         weights = size.layer_parameters() if adapter is None else adapter
+        flops = micro_batch * training_flops(size, tokens).value
         vae = stored_weights(train.model.diffusers_path / "vae") if draws_samples else ()
         return TrainingSetup(
             size,
@@ -271,6 +273,7 @@ class _Estimator:
             checkpointing=train.activation_checkpointing,
             compiled=train.compile,
             fast=self.why_stock is None,
+            graphs=why_no_graphs(train, size, flops, self.world, self.by_deepspeed) is None,
             compute_dtype=train.model.transformer_dtype,
             accumulation=self.accumulation,
             optimizer=train.optimizer.type,

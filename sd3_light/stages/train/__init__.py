@@ -8,17 +8,15 @@ from typing import Any
 import torch
 
 from sd3_light.budget.device_peaks import peak_flops
-from sd3_light.budget.flops import image_tokens, step_flops
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.config import LoadedConfig, TrainConfig, batch_size_for
+from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped
 from sd3_light.data.loader import LoadTimes
 from sd3_light.data.order import Order
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.cpu_threads import use_training_threads
 from sd3_light.metrics.truths import load_truths
-from sd3_light.model.pipeline_folder import CLIP_TOKENS
 from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import info
@@ -132,13 +130,7 @@ def _checkpoint_facts(context: RunContext) -> dict[str, Any]:
 
 def _use_cpu(context: RunContext) -> None:
     """Choose the CPU threads of the run for its largest micro-batch."""
-    config, text = context.config, CLIP_TOKENS + context.config.model.t5_max_length
-    batches = {
-        bucket.resolution: batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
-        for bucket in context.data.buckets
-    }
-    flops = [step_flops(context.start.size, image_tokens(*size), [text] * count) for size, count in batches.items()]
-    threads = use_training_threads(max(flops), context.launch.local_world)
+    threads = use_training_threads(context.largest_flops, context.launch.local_world)
     if threads is not None:
         info(f"CPU threads: {threads} (OMP_NUM_THREADS sets another number)")
 

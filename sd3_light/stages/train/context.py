@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from sd3_light.budget.flops import image_tokens, step_flops
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
-from sd3_light.config import LoadedConfig, TrainConfig
+from sd3_light.config import LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.data.order import Order
 from sd3_light.data.resident import ResidentCache
@@ -15,6 +16,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.pipeline_folder import CLIP_TOKENS
 from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
@@ -72,6 +74,14 @@ class RunContext:
     def share(self) -> Launch:
         """The rank and world of this process among those that get different data."""
         return self.launch.data_launch(self.stages)
+
+    @property
+    def largest_flops(self) -> int:
+        """The FLOPs of the largest micro-batch, with padded text."""
+        text, sizes = CLIP_TOKENS + self.config.model.t5_max_length, self.config.micro_batch_size_per_gpu
+        batches = {bucket.resolution: batch_size_for(sizes, bucket.resolution) for bucket in self.data.buckets}
+        size = self.start.size
+        return max(step_flops(size, image_tokens(*sides), [text] * count) for sides, count in batches.items())
 
     def announce(self, trains: str, progress: Progress, total: int) -> None:
         """Open the log; print and log what is about to be trained."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from sd3_light.budget.graph_choice import why_no_graphs
 from sd3_light.config import AdapterConfig
 from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.processes import apply_timeout
@@ -11,8 +12,9 @@ from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_layer_parameters
 from sd3_light.model.start import WeightsStart
 from sd3_light.optim.ema import Averages
+from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext
-from sd3_light.training.blocks import choose_blocks
+from sd3_light.training.blocks import Blocks, choose_blocks
 from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.saver import Saver
 from sd3_light.training.sd3 import LightSD3Pipeline
@@ -46,9 +48,24 @@ def make_train_state(context: RunContext) -> TrainState:
         module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
     engine: Engine = make(module, config, launch, device, context.groups.writers)
+    if isinstance(engine, TorchEngine) and device.type == "cuda":
+        _choose_graphs(engine, context, blocks)
     apply_timeout(context.groups, config.dist_timeout_sec)
     saver.live = lambda: engine.gather(engine.weights)
     return TrainState(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
+
+
+def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> None:
+    """Let the engine replay CUDA graphs if the config allows it and they may help; print it."""
+    config, launch = context.config, context.launch
+    reason = why_no_graphs(config, context.start.size, context.largest_flops, launch.world, context.by_deepspeed)
+    if blocks.kind == "compiled":
+        reason = reason or "the blocks are compiled"
+    if reason is None:
+        engine.use_graphs()
+        info("CUDA graphs: forward and backward passes are recorded once per bucket shape, then replayed")
+    elif config.cuda_graphs is True:
+        info(f"cuda_graphs = true is not available: {reason}; kernels are launched one by one")
 
 
 def describe_start(start: WeightsStart, adapter: AdapterConfig | None) -> str:

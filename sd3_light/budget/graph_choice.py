@@ -1,0 +1,32 @@
+"""Decide whether a run replays CUDA graphs; `check` and training share these rules."""
+
+from sd3_light.config import ModelSize, TrainConfig
+from sd3_light.model.fast.choice import why_stock_by_config
+
+LAUNCH_BOUND_FLOPS = 5e12
+"""FLOPs per block and micro-batch up to which a step may be bound by launches: an H200 needs about 10 ms for them, and
+the host as long to queue the kernels of a block (docs/LOG.md)."""
+
+
+def why_no_graphs(
+    config: TrainConfig, size: ModelSize, flops: float, world: int = 1, by_deepspeed: bool = False
+) -> str | None:
+    """Return why a run on GPUs launches its kernels one by one, or None if it replays graphs.
+
+    ``flops`` are those of its largest micro-batch.
+    """
+    if config.cuda_graphs is False:
+        return "cuda_graphs = false"
+    if by_deepspeed or world > 1:
+        return "only one process with the torch engine records graphs"
+    if config.model.text_tokens == "real":
+        return 'text_tokens = "real" gives every batch another shape'
+    if config.adapter is not None:
+        return "an adapter is trained"
+    if config.compile:
+        return "compile = true"
+    if config.activation_checkpointing and why_stock_by_config(config, size, world, by_deepspeed) is not None:
+        return "activation_checkpointing in stock blocks reads the state of the random generator"
+    if config.cuda_graphs == "auto" and flops > LAUNCH_BOUND_FLOPS * size.num_layers:
+        return "its kernels take longer than their launches"
+    return None

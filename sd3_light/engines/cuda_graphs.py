@@ -1,0 +1,196 @@
+"""Replay forward and backward passes as CUDA graphs: one launch per micro-batch instead of hundreds of kernels.
+
+A graph is recorded once per shape of a micro-batch and contains the kernels of the normal path, so a replay computes
+the same bits. It reads its inputs from fixed memory and adds to gradients in fixed memory. Only this part of a step is
+recorded: data, noise, clipping, optimizer and averages run as usual, and so do evaluation and sampling.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sd3_light.engines.prefetch import map_tensors
+from sd3_light.engines.protocol import MicroBatch, sum_of_squares
+from sd3_light.runlog import info
+
+MAX_GRAPHS = 16
+"""Graphs per run. Micro-batches of further shapes run as usual."""
+_NORM_TOLERANCE = 1e-3  # attention may sum its gradients in any order
+
+Numbers = tuple[tuple[str, ...], Tensor]
+"""Names of the losses of a micro-batch, and its numbers as `StepResult.pack` orders them."""
+RunPass = Callable[[MicroBatch, int], Numbers]
+"""(micro-batch, micro-batches per step) -> numbers; adds to the gradients of the weights."""
+
+
+class Recording(Protocol):
+    """Recorded work."""
+
+    def replay(self) -> Numbers:
+        """Queue the work again; return its outputs, which the next replay of any recording overwrites."""
+
+
+class Recorder(Protocol):
+    """Records the work that a function queues."""
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Return a context in which a function runs normally, so that nothing is initialized while it is recorded."""
+
+    def record(self, function: Callable[[], Numbers]) -> Recording:
+        """Record a function without running it; raise a RuntimeError if it does something that cannot be recorded."""
+
+
+class MicroBatchGraphs:
+    """Runs micro-batches through graphs, and those of other shapes with ``run``.
+
+    A shape that cannot be recorded, or whose graph computes other numbers, is reported, and no further one is tried.
+    """
+
+    def __init__(self, run: RunPass, weights: Sequence[nn.Parameter], recorder: Recorder) -> None:
+        self._run, self._weights, self._recorder = run, weights, recorder
+        self._gradients = [torch.zeros_like(weight) for weight in weights]
+        self._graphs: dict[Any, _Graph] = {}
+        self._records = True
+
+    @property
+    def count(self) -> int:
+        """The number of recorded shapes."""
+        return len(self._graphs)
+
+    def clear_gradients(self) -> None:
+        """Set the gradients to zero, in the memory that graphs add to."""
+        self._use(self._gradients)
+        torch._foreach_zero_(self._gradients)
+
+    def run(self, batch: MicroBatch, count: int) -> Numbers:
+        """Queue forward and backward pass; the numbers are valid until the next call."""
+        key = count, _shapes(batch)
+        if key not in self._graphs and self._records:
+            graph = self._record(batch, count)
+            if graph is not None:
+                self._graphs[key] = graph
+            self._records = graph is not None and len(self._graphs) < MAX_GRAPHS
+        graph = self._graphs.get(key)
+        return self._run(batch, count) if graph is None else graph.run(batch)
+
+    def _record(self, batch: MicroBatch, count: int) -> "_Graph | None":
+        assert all(tensor.dtype != torch.int64 for tensor in _tensors(batch)), "numbers on the host cannot be recorded"
+        device = self._gradients[0].device
+        inputs = map_tensors(batch, lambda tensor: tensor.to(device, copy=True))
+        run = partial(self._run, inputs, count)
+        expected = self._warm_up(run)
+        try:
+            graph = _Graph(_tensors(inputs), self._recorder.record(run))
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            info(f"CUDA graphs: recording failed, so kernels are launched one by one ({reason})")
+            return None
+        if not self._agrees(graph.recording, expected):
+            info("CUDA graphs: a graph computes other numbers than its kernels, so these are launched one by one")
+            return None
+        return graph
+
+    def _warm_up(self, run: Callable[[], Numbers]) -> tuple[Tensor, Tensor]:
+        """Run twice, the second time adding to gradients; return numbers and squared gradient norm of the first."""
+        self._use([None] * len(self._weights))
+        with self._recorder.warming_up():
+            _, numbers = run()
+            gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+            assert len(gradients) == len(self._weights), "no gradient reached some weights"
+            squares = sum_of_squares(gradients)
+            run()
+        self._use(self._gradients)
+        return numbers, squares
+
+    def _agrees(self, recording: Recording, expected: tuple[Tensor, Tensor]) -> bool:
+        """Replay on zero gradients and compare with the warm-up; the gradients are restored."""
+        before = [gradient.clone() for gradient in self._gradients]
+        torch._foreach_zero_(self._gradients)
+        _, numbers = recording.replay()
+        squares = sum_of_squares(self._gradients)
+        is_same = torch.allclose(numbers, expected[0], rtol=0, atol=0, equal_nan=True)
+        is_close = torch.allclose(squares, expected[1], rtol=2 * _NORM_TOLERANCE, atol=0, equal_nan=True)
+        torch._foreach_copy_(self._gradients, before)
+        return is_same and is_close
+
+    def _use(self, gradients: Sequence[Tensor | None]) -> None:
+        for weight, gradient in zip(self._weights, gradients, strict=True):
+            weight.grad = gradient
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A recording and the tensors that it reads."""
+
+    inputs: list[Tensor]
+    recording: Recording
+
+    def run(self, batch: MicroBatch) -> Numbers:
+        """Copy a micro-batch into the inputs and replay."""
+        torch._foreach_copy_(self.inputs, _tensors(batch), non_blocking=True)
+        return self.recording.replay()
+
+
+def _tensors(batch: MicroBatch) -> list[Tensor]:
+    return [value for part in batch for value in part if isinstance(value, Tensor)]
+
+
+def _shapes(batch: MicroBatch) -> tuple[Any, ...]:
+    return tuple((value.shape, value.dtype) if isinstance(value, Tensor) else value for part in batch for value in part)
+
+
+@dataclass(frozen=True)
+class CudaRecording:
+    """A CUDA graph and its output tensors."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: Numbers
+
+    def replay(self) -> Numbers:
+        """See `Recording.replay`."""
+        self.graph.replay()
+        return self.outputs
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share memory: they never run at the same time, and outputs are used at once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Run on the stream of the recordings: autograd remembers the stream of a weight's first use."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def record(self, function: Callable[[], Numbers]) -> CudaRecording:
+        """See `Recorder.record`."""
+        gc.collect()  # autograd nodes in reference cycles would belong to another stream
+        current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        try:
+            # other threads, such as that of checkpoints, may use the GPU meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                outputs = function()
+        except RuntimeError:
+            self._recover(current)
+            raise
+        return CudaRecording(graph, outputs)
+
+    def _recover(self, current: torch.cuda.Stream) -> None:
+        """Undo what a failed recording leaves behind: the current stream, and a generator that is being recorded."""
+        torch.cuda.set_stream(current)
+        generator = torch.cuda.default_generators[current.device_index]
+        generator.graphsafe_set_state(generator.clone_state())
+        torch.cuda.synchronize(self._device)

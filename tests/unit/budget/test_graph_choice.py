@@ -1,0 +1,73 @@
+"""Which runs replay CUDA graphs, and what they cost."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.budget.flops import Tokens, training_flops
+from sd3_light.budget.gpu_memory import gpu_memory
+from sd3_light.budget.graph_choice import why_no_graphs
+from sd3_light.budget.training_setup import TrainingSetup
+from sd3_light.config import SIZES, TrainConfig
+
+MODEL: dict[str, Any] = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "demo"}
+
+
+def config(model: dict[str, Any] | None = None, **keys: Any) -> TrainConfig:
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": {**MODEL, **(model or {})}, **keys}
+    return TrainConfig.model_validate(table, context={"base": Path()})
+
+
+def reason(train: TrainConfig, flops: float = 1e12, **keys: Any) -> str | None:
+    return why_no_graphs(train, SIZES["demo"], flops, **keys)
+
+
+def flops(size: str, tokens: Tokens, batch: int) -> float:
+    return float(batch * training_flops(SIZES[size], tokens).value)
+
+
+def test_small_steps_are_recorded_and_large_ones_only_on_request() -> None:
+    assert why_no_graphs(config(), SIZES["demo"], flops("demo", Tokens(16, 32), 1024)) is None
+    large = flops("sd3_light", Tokens(256, 333), 128)
+    assert why_no_graphs(config(), SIZES["sd3_light"], large) == "its kernels take longer than their launches"
+    assert why_no_graphs(config(cuda_graphs=True), SIZES["sd3_light"], large) is None
+
+
+@pytest.mark.parametrize("cuda_graphs", ["auto", True])
+@pytest.mark.parametrize(
+    ("model", "keys", "layout", "expected"),
+    [
+        ({"text_tokens": "real"}, {}, {}, "real"),
+        ({}, {"compile": True}, {}, "compile = true"),
+        ({}, {"adapter": {"type": "lora", "rank": 4}}, {}, "adapter"),
+        ({}, {"activation_checkpointing": True, "fast": False}, {}, "activation_checkpointing"),
+        ({}, {}, {"world": 2}, "one process"),
+        ({}, {}, {"by_deepspeed": True}, "torch engine"),
+    ],
+)
+def test_other_runs_launch_their_kernels(
+    cuda_graphs: Any, model: dict[str, Any], keys: dict[str, Any], layout: dict[str, Any], expected: str
+) -> None:
+    why = reason(config(model, cuda_graphs=cuda_graphs, **keys), **layout)
+    assert why is not None
+    assert expected in why
+
+
+def test_graphs_can_be_switched_off() -> None:
+    assert reason(config(cuda_graphs=False)) == "cuda_graphs = false"
+
+
+def test_fast_blocks_recompute_activations_in_graphs() -> None:
+    assert reason(config(activation_checkpointing=True)) is None
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_memory_of_a_recorded_step_stays_allocated(checkpointing: bool) -> None:
+    plain = TrainingSetup(SIZES["demo"], Tokens(16, 32), 1024, fast=True, evaluates=True, checkpointing=checkpointing)
+    recorded = replace(plain, graphs=True)
+    step, both = gpu_memory(plain).step.value, gpu_memory(recorded).step.value
+    assert 1.8 * step < both < 2.3 * step
+    assert "graphs" in gpu_memory(recorded).step.formula
+    assert "graphs" not in gpu_memory(plain).step.formula

@@ -1,0 +1,194 @@
+"""CUDA graphs with a recorder that stands in for CUDA: fixed memory, fallbacks, same steps as without graphs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.engines import Launch, cuda_graphs
+from sd3_light.engines.cuda_graphs import Numbers
+from sd3_light.engines.protocol import MicroBatch
+from sd3_light.engines.torch import TorchEngine
+from tests.unit.engines.test_torch import CPU, Line, config, equal, fill, line_batch, snapshot, split
+
+
+class Recording:
+    """Runs the function again at every replay, and checks that no memory has moved since it was recorded."""
+
+    def __init__(self, function: Callable[[], Numbers], addresses: Callable[[], list[int]]) -> None:
+        self.function, self.addresses, self.recorded_at = function, addresses, addresses()
+        self.outputs: Numbers | None = None
+        self.replays = 0
+
+    def replay(self) -> Numbers:
+        assert self.addresses() == self.recorded_at, "a graph would write to other memory"
+        self.replays += 1
+        names, numbers = self.function()
+        if self.outputs is None:
+            self.outputs = names, numbers
+        self.outputs[1].copy_(numbers)
+        return self.outputs
+
+
+class Recorder:
+    """Records like CUDA: `record` computes nothing."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self.engine = engine
+        self.recordings: list[Recording] = []
+        self.warm_ups = 0
+        self.problem: str | None = None
+        self.error = 0.0  # of the numbers that replays return
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        self.warm_ups += 1
+        yield
+
+    def record(self, function: Callable[[], Numbers]) -> Recording:
+        if self.problem is not None:
+            raise RuntimeError(self.problem)
+
+        def run() -> Numbers:
+            names, numbers = function()
+            return names, numbers + self.error
+
+        self.recordings.append(Recording(run, self._addresses))
+        return self.recordings[-1]
+
+    def _addresses(self) -> list[int]:
+        weights = list(self.engine.module.transformer.parameters())
+        return [tensor.data_ptr() for weight in weights for tensor in (weight, weight.grad)]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[[], tuple[TorchEngine, Recorder]]:
+    def graphed() -> tuple[TorchEngine, Recorder]:
+        engine = TorchEngine(Line(), config(tmp_path), Launch(), CPU)
+        recorder = Recorder(engine)
+        engine.use_graphs(recorder)
+        return engine, recorder
+
+    return graphed
+
+
+Make = Callable[[], tuple[TorchEngine, Recorder]]
+
+
+def plain(folder: Path) -> TorchEngine:
+    return TorchEngine(Line(), config(folder), Launch(), CPU)
+
+
+def steps(first: int = 0, count: int = 6) -> list[list[MicroBatch]]:
+    """Return steps of two micro-batches of two shapes; some have masks that no loss reads."""
+    batches = []
+    for number in range(first, first + count):
+        step = split(line_batch(number, 8 if number % 2 else 12), 2)
+        if number % 3 == 2:
+            step = [(features, (target, torch.ones(len(target)))) for features, (target, _) in step]
+        batches.append(step)
+    return batches
+
+
+def train(engine: TorchEngine, first: int = 0, count: int = 6) -> list[Any]:
+    return [engine.train_step(step, 1e-2).read() for step in steps(first, count)]
+
+
+def test_steps_are_the_same_as_without_graphs(make: Make, tmp_path: Path) -> None:
+    expected, (engine, recorder) = plain(tmp_path), make()
+    assert train(engine) == train(expected)
+    assert equal(snapshot(engine), snapshot(expected))
+    assert engine.graphs is not None
+    assert engine.graphs.count == recorder.warm_ups == len(recorder.recordings) == 4  # two sizes, with and without mask
+    # two micro-batches per step, and one replay to compare with the kernels
+    assert sum(recording.replays for recording in recorder.recordings) == 2 * 6 + 4
+
+
+def test_a_run_continues_with_graphs_from_a_state_without(make: Make, tmp_path: Path) -> None:
+    expected = plain(tmp_path)
+    train(expected, 0, 3)
+    state = snapshot(expected)
+    engine, _ = make()
+    fill(engine, state)
+    assert train(engine, 3, 3) == train(expected, 3, 3)
+    assert equal(snapshot(engine), snapshot(expected))
+
+
+def test_a_batch_is_copied_into_the_same_memory(make: Make) -> None:
+    engine, _ = make()
+    seen: list[tuple[int, ...]] = []
+    forward = engine.module.forward
+
+    def watched(features: tuple[Tensor, ...], label: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
+        seen.append((features[0].data_ptr(), features[1].data_ptr(), label[0].data_ptr()))
+        return forward(features, label)  # type: ignore[no-any-return]
+
+    engine.module.forward = watched
+    for number in range(3):
+        engine.train_step([line_batch(number)], 1e-2)
+    assert len(seen) == 6
+    assert len(set(seen)) == 1
+
+
+def test_what_cannot_be_recorded_runs_as_usual(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected, (engine, recorder) = plain(tmp_path), make()
+    recorder.problem = "operation not permitted when stream is capturing\nmore lines"
+    assert train(engine) == train(expected)
+    assert equal(snapshot(engine), snapshot(expected))
+    assert recorder.warm_ups == 1  # no further shape is tried
+    message = "recording failed, so kernels are launched one by one (operation not permitted when stream is capturing)"
+    assert capsys.readouterr().err.count(message) == 1
+
+
+def test_a_graph_that_computes_other_numbers_is_not_used(
+    make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, (engine, recorder) = plain(tmp_path), make()
+    recorder.error = 1e-6
+    assert train(engine) == train(expected)
+    assert equal(snapshot(engine), snapshot(expected))
+    assert [recording.replays for recording in recorder.recordings] == [1]
+    assert capsys.readouterr().err.count("a graph computes other numbers than its kernels") == 1
+
+
+def test_the_number_of_recorded_shapes_is_limited(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
+    expected, (engine, recorder) = plain(tmp_path), make()
+    for count in (4, 6, 8, 10, 6, 8):
+        batch = line_batch(count, count)
+        assert engine.train_step([batch], 1e-2).read() == expected.train_step([batch], 1e-2).read()
+    assert len(recorder.recordings) == 2
+    assert equal(snapshot(engine), snapshot(expected))
+
+
+def test_a_non_finite_step_is_skipped(make: Make) -> None:
+    engine, _ = make()
+    for seed in range(2):  # the first one is recorded
+        engine.train_step([line_batch(seed)], 1e-2)
+    before = snapshot(engine)
+    features, (target, mask) = line_batch(3)
+    assert not engine.train_step([(features, (target * float("nan"), mask))], 1e-2).read().taken
+    assert equal(snapshot(engine), before)
+    assert engine.train_step([line_batch(4)], 1e-2).read().taken
+
+
+def test_a_first_step_that_is_not_finite_is_recorded_too(make: Make) -> None:
+    engine, recorder = make()
+    features, (target, mask) = line_batch(3)
+    assert not engine.train_step([(features, (target * float("nan"), mask))], 1e-2).read().taken
+    assert engine.graphs is not None
+    assert engine.graphs.count == 1
+    assert engine.train_step([line_batch(4)], 1e-2).read().taken
+    assert len(recorder.recordings) == 1
+
+
+def test_a_step_has_one_part_per_micro_batch(make: Make) -> None:
+    engine, _ = make()
+    parts = []
+    engine.part_queued = lambda: parts.append(1)
+    engine.train_step(steps()[0], 1e-2)
+    assert len(parts) == 2
