@@ -29,6 +29,12 @@ CASES: dict[str, tuple[bool, dict[str, Any], dict[str, Any]]] = {
 Make = Callable[..., TorchEngine]
 
 
+@pytest.fixture(autouse=True)
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions may otherwise sum gradients in any order."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
 @pytest.fixture(params=CASES)
 def make(tmp_path: Path, request: Any) -> Make:
     fast, keys, model = CASES[request.param]

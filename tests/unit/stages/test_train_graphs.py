@@ -1,0 +1,50 @@
+"""What a run prints about CUDA graphs, and when its engine records them."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sd3_light.config import SIZES, TrainConfig
+from sd3_light.engines import Launch
+from sd3_light.stages.train.train_state import _choose_graphs
+from sd3_light.training.blocks import Blocks
+
+FAST = Blocks("fast")
+
+
+class Engine:
+    records = False
+
+    def use_graphs(self) -> None:
+        self.records = True
+
+
+def choose(blocks: Blocks = FAST, flops: float = 1e12, **keys: Any) -> bool:
+    """Return whether the engine records graphs."""
+    model = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "demo"}
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
+    config = TrainConfig.model_validate(table, context={"base": Path()})
+    start = SimpleNamespace(size=SIZES["demo"])
+    context: Any = SimpleNamespace(config=config, start=start, launch=Launch(), by_deepspeed=False, largest_flops=flops)
+    engine: Any = Engine()
+    _choose_graphs(engine, context, blocks)
+    return bool(engine.records)
+
+
+def test_a_run_of_small_steps_says_that_it_records_graphs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert choose()
+    assert "CUDA graphs: forward and backward passes are recorded once per bucket shape" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keys", [{"cuda_graphs": False}, {"compile": True}, {"flops": 1e15}])
+def test_other_runs_say_nothing(keys: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert not choose(**keys)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_request_that_cannot_be_met_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not choose(Blocks("compiled", "a kernel does not fit"), cuda_graphs=True)
+    line = "cuda_graphs = true is not available: the blocks are compiled; kernels are launched one by one\n"
+    assert capsys.readouterr().err.endswith(line)
