@@ -116,7 +116,7 @@ def encoder_seconds(loaded: LoadedConfig, device: torch.device, wait: bool = Tru
     }
     with FrozenParts(
         train.model.diffusers_path, device, text_dtype=torch.bfloat16, t5_max_length=train.model.t5_max_length,
-        text_tokens=train.model.text_tokens, batch_size=train.caching_batch_size,
+        text_tokens=train.model.text_tokens, batch_size=train.caching_batch_size, vae_dtype=train.model.vae_dtype,
     ) as parts:  # fmt: skip
         work = []
         for bucket, captions in units:

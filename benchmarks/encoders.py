@@ -8,9 +8,9 @@ Builds a folder with SD3's shapes (VAE, CLIP-L, CLIP-G, T5-XXL) and random weigh
     own      inputs and results stay on the device: the speed of the model itself
     parts    as in the cache stage: pixels and token ids come from the host, results go back to it
 
-and prints the share of each part in the time of a sample (one caption per image), and samples per second. Also compares
-settings of the VAE, and times loading and tokenising. `--tiny` runs the same code with the demo's models, also on a
-CPU. Other benchmarks use `make_folder`.
+and prints the share of each part in the time of a sample (one caption per image), and samples per second. Also times
+loading and tokenising. `vae_precision.py` compares precisions of the VAE. `--tiny` runs the same code with the demo's
+models, also on a CPU. Other benchmarks use `make_folder`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from sd3_light.assets import DEMO
 from sd3_light.encoders.batching import image_batches
 from sd3_light.encoders.frozen_parts import CaptionTokens, FrozenParts
 from sd3_light.encoders.text import TEXT_ENCODERS, encode_clip, encode_t5, load_tokenizer
-from sd3_light.encoders.vae import load_vae, raw_moments, tf32_convolutions
+from sd3_light.encoders.vae import raw_moments
 
 CLIP_LENGTH, CLIP_WORDS, T5_WORDS = 77, 49408, 32128
 WORDS = ("red", "green", "blue", "circle", "square", "star", "small", "large", "left", "right")  # one token each
@@ -226,7 +226,7 @@ def measure(folder: Path, device: torch.device, kind: TextTokens, batch_size: in
     begin = time.perf_counter()
     with FrozenParts(
         folder, device, text_dtype=torch.bfloat16, t5_max_length=length, text_tokens=kind, batch_size=batch_size,
-        one_at_a_time=False,
+        vae_dtype="auto", one_at_a_time=False,
     ) as parts:  # fmt: skip
         for name in ("vae", *TEXT_ENCODERS):
             parts.part(name)
@@ -258,39 +258,6 @@ def _row(name: str, count: int, own: float, share: float, used: float) -> str:
     return f"| {name} | {count / own:.1f} | {share:.1%} | {count / used:.1f} | {own / used:.1%} |"
 
 
-def compare_vae(folder: Path, device: torch.device, args: argparse.Namespace) -> None:
-    """Print the speed of the VAE with several settings; the cache stage uses the first."""
-    clock = Clock(device)
-    pixels = torch.randint(0, 256, (min(64, args.samples), args.side, args.side, 3), dtype=torch.uint8).to(device)
-    settings: Sequence[tuple[str, torch.memory_format, bool]] = (
-        ("TF32, channels last", torch.channels_last, True),
-        ("TF32, channels first", torch.contiguous_format, True),
-        ("float32, channels last", torch.channels_last, False),
-        ("float32, channels first", torch.contiguous_format, False),
-    )
-    print(f"\n## VAE at {args.side} px, batch size {args.batch_size[0]}\n\n| setting | images/s | largest difference |")
-    print("|---|---:|---:|")
-    exact: torch.Tensor | None = None
-    for title, layout, in_tf32 in reversed(settings):
-        vae = load_vae(folder, device, torch.float32).to(memory_format=layout)
-
-        @torch.inference_mode()
-        def encode(images: torch.Tensor, vae: Any = vae, in_tf32: bool = in_tf32) -> torch.Tensor:
-            scaled = images.permute(0, 3, 1, 2).float() / 127.5 - 1
-            torch.backends.cudnn.allow_tf32 = in_tf32
-            with tf32_convolutions() if in_tf32 else nullcontext():
-                return vae.encode(scaled).latent_dist.parameters
-
-        def work(encode: Any = encode) -> None:
-            for start in range(0, len(pixels), args.batch_size[0]):
-                encode(pixels[start : start + args.batch_size[0]])
-
-        rate = len(pixels) / clock.seconds(work, args.seconds)
-        few = encode(pixels[:4])
-        exact = few if exact is None else exact
-        print(f"| {title} | {rate:.1f} | {(few - exact).abs().max().item():.1e} |", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the models, reused if it exists; default: a temporary one")
@@ -314,7 +281,6 @@ def main() -> None:
         for batch_size in args.batch_size:
             for kind in ("real", "padded"):
                 measure(folder, device, kind, batch_size, args)
-        compare_vae(folder, device, args)
 
 
 if __name__ == "__main__":

@@ -96,7 +96,11 @@ class ModelConfig(Table):
     """Distance of neighbouring tokens in the position table of random weights, in radians. Absent: as in the size. A
     resumed run keeps its table, and trained weights contain theirs."""
     dtype: DtypeName = "bfloat16"
-    """Compute dtype of the text encoders on GPUs. The VAE, and everything on CPUs, uses float32."""
+    """Compute dtype of the text encoders on GPUs. On CPUs everything uses float32."""
+    vae_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Compute dtype of the VAE's encoder on GPUs, when images are cached. `auto`: float16 if its error on test images
+    is below half of the noise that the latents have anyway, otherwise float32 (TF32). Caches built with `auto`, on CPUs
+    or by earlier versions are interchangeable; another value encodes the images again."""
     transformer_dtype: Literal["float32", "bfloat16"] = Field(
         default_factory=_compute_dtype,
         json_schema_extra={"default": "float32 if `dtype` is float32, otherwise bfloat16"},

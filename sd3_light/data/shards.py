@@ -68,11 +68,14 @@ class Origin:
     mask: str = ""
 
 
-def write_shard(folder: Path, entry: ShardEntry, content: ShardContent, origins: Sequence[Origin]) -> ShardEntry:
+def write_shard(
+    folder: Path, entry: ShardEntry, content: ShardContent, origins: Sequence[Origin], vae_dtype: str = "float32"
+) -> ShardEntry:
     """Write a shard, its Arrow file and its manifest entry to ``folder``; return the entry with size and hash."""
     assert len(content.sample_id) == len(origins) > 0
     # a single entry: safetensors writes several in random order, and equal shards must have equal bytes
-    metadata = json.dumps({"bucket": entry.bucket, "fingerprint": entry.fingerprint})
+    precision = {} if vae_dtype == "float32" else {"vae_dtype": vae_dtype}
+    metadata = json.dumps({"bucket": entry.bucket, "fingerprint": entry.fingerprint, **precision})
     columns = {name: [getattr(origin, name) for origin in origins] for name in Origin.__dataclass_fields__}
     rows = {**columns, "sample_id": content.sample_id.tolist(), "captions": list(map(list, columns["captions"]))}
     complete = asdict(replace(entry, count=len(origins)))

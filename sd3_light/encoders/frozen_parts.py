@@ -7,7 +7,7 @@ function returned by `FrozenParts.waiter` has returned.
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from sd3_light.encoders.batching import CaptionBatch, image_batches, length_batches, padded_batches, ranges, row_starts
+from sd3_light.encoders.half_vae import VaeDtype, load_encoding_vae, resolve_vae_dtype
 from sd3_light.encoders.host_copies import AsyncHostCopies
 from sd3_light.encoders.residence import ResidentModules, all_fit, free_memory, weight_bytes
 from sd3_light.encoders.text import TEXT_ENCODERS, Tokenizer, encode_clip, encode_t5, load_text_model, load_tokenizer
-from sd3_light.encoders.vae import decode_moments, load_vae, raw_moments
+from sd3_light.encoders.vae import decode_moments, raw_moments
 from sd3_light.model.device_copy import to_device
 from sd3_light.model.pipeline_folder import vae_shape
 
@@ -55,7 +56,8 @@ CaptionTokens = Mapping[str, TokenIds]
 class FrozenParts:
     """The VAE and the three text encoders of a diffusers folder on one device, each loaded on first use.
 
-    The VAE runs in float32 (TF32 convolutions on GPUs), text encoders in ``text_dtype`` on GPUs and float32 on CPUs.
+    On GPUs the VAE encodes as ``vae_dtype`` says (float32: with TF32 convolutions) and text encoders run in
+    ``text_dtype``; on CPUs everything is float32.
     ``one_at_a_time`` keeps only the encoder in use on the device; None decides by the free memory. Batches depend on
     the inputs and ``batch_size`` only. One thread encodes; `tokenize` may run on another.
     """
@@ -69,12 +71,13 @@ class FrozenParts:
         t5_max_length: int,
         text_tokens: Literal["padded", "real"],
         batch_size: int,
+        vae_dtype: VaeDtype = "float32",
         one_at_a_time: bool | None = None,
     ) -> None:
         self.path, self.device = diffusers_path, device
         self.padded, self.batch_size = text_tokens == "padded", batch_size
         self._text_dtype = text_dtype if device.type == "cuda" else torch.float32
-        self._t5_max_length = t5_max_length
+        self._t5_max_length, self._vae_setting = t5_max_length, vae_dtype
         self._one_at_a_time = one_at_a_time
         self._modules: ResidentModules | None = None
         self._tokenizers: dict[str, Tokenizer] = {}
@@ -95,14 +98,19 @@ class FrozenParts:
             self._one_at_a_time = not all_fit(weights, self.batch_size, free_memory(self.device))
         return self._one_at_a_time
 
+    @cached_property
+    def vae_dtype(self) -> torch.dtype:
+        """The dtype in which the VAE encodes; decided once."""
+        return resolve_vae_dtype(self._vae_setting, self.path, self.device)
+
     def part(self, name: str) -> Any:
         """Return the module ``vae`` or a text encoder on the device, valid as in `ResidentModules.get`."""
         if self._modules is None:
             loaders: dict[str, Callable[[torch.device], nn.Module]] = {
                 name: partial(load_text_model, name, self.path, dtype=self._text_dtype) for name in TEXT_ENCODERS
             }
-            # channels first: 7% faster than channels last on an H200
-            loaders["vae"] = partial(load_vae, self.path, dtype=torch.float32)
+            # float32 is channels first: 7% faster than channels last on an H200
+            loaders["vae"] = partial(load_encoding_vae, self.path, dtype=self.vae_dtype)
             self._modules = ResidentModules(loaders, self.device, self.one_at_a_time)
         return self._modules.get(name)
 
@@ -121,7 +129,7 @@ class FrozenParts:
                     moments = raw_moments(vae, images, flip=variant == 1)
                 if encoded is None:
                     encoded = torch.empty(len(source), 1 + flip, *moments.shape[1:], dtype=moments.dtype)
-                self._copies.submit(moments, encoded[rows, variant].copy_, self._describe("vae", torch.float32))
+                self._copies.submit(moments, encoded[rows, variant].copy_, self._describe("vae", self.vae_dtype))
         assert encoded is not None, "no images"
         return encoded
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+from transformers.activations import NewGELUActivation
 
 from sd3_light.model.part_configs import load_part
 
@@ -58,11 +59,20 @@ def load_tokenizer(name: str, diffusers_path: Path, t5_max_length: int) -> Token
 
 
 def load_text_model(name: str, diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Load a text encoder, frozen, with fused attention."""
+    """Load a text encoder, frozen, with fused attention, and in half precision with fused activations."""
     model_class = T5EncoderModel if name == "t5" else CLIPTextModelWithProjection
     folder = diffusers_path / TEXT_ENCODERS[name][0]
     model: nn.Module = load_part(model_class, folder, dtype=dtype, attn_implementation="sdpa")
+    if dtype != torch.float32:
+        fuse_activations(model)
     return model.to(device).eval().requires_grad_(False)
+
+
+def fuse_activations(model: nn.Module) -> None:
+    """Compute T5's GELU in one kernel that rounds once instead of eight that round each."""
+    for module in model.modules():
+        if isinstance(getattr(module, "act", None), NewGELUActivation):
+            module.act = nn.GELU(approximate="tanh")
 
 
 def encode_clip(model: nn.Module, ids_BL: Tensor) -> tuple[Tensor, Tensor]:

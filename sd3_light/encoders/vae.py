@@ -57,19 +57,25 @@ def load_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> 
 
 def raw_moments(vae: AutoencoderKL, pixels_BHWC: Tensor, flip: bool = False) -> Tensor:
     """Encode uint8 pixels, mirrored with ``flip``, to mean and log-variance [B, 2C, h, w] in fp16 on the device."""
-    images = pixels_BHWC.permute(0, 3, 1, 2).to(vae.dtype) / 127.5 - 1
-    with tf32_convolutions():
-        posterior = vae.encode(images.flip(-1) if flip else images).latent_dist
     # the VAE clamps the log-variance to a range that fp16 holds
-    return torch.cat([posterior.mean, posterior.logvar], dim=1).to(torch.float16).contiguous()
+    return encode_pixels(vae, pixels_BHWC.flip(2) if flip else pixels_BHWC).to(torch.float16).contiguous()
+
+
+def encode_pixels(vae: AutoencoderKL, pixels_BHWC: Tensor, tf32: bool = True) -> Tensor:
+    """Encode pixels from 0 to 255 to mean and log-variance [B, 2C, h, w] in the encoder's dtype."""
+    encoder: Any = vae.encoder
+    images = (pixels_BHWC.permute(0, 3, 1, 2).float() / 127.5 - 1).to(encoder.conv_in.weight.dtype)
+    with tf32_convolutions(tf32):
+        posterior = vae.encode(images).latent_dist
+    return torch.cat([posterior.mean, posterior.logvar], dim=1)
 
 
 @contextmanager
-def tf32_convolutions() -> Iterator[None]:
+def tf32_convolutions(allowed: bool = True) -> Iterator[None]:
     """Use deterministic TF32 convolutions on GPUs in this block, so that equal images give equal bytes."""
     cudnn: Any = torch.backends.cudnn
     # TF32 has ten bits of mantissa, as many as the stored fp16
-    flags = {"allow_tf32": True, "benchmark": False, "deterministic": True}
+    flags = {"allow_tf32": allowed, "benchmark": False, "deterministic": True}
     previous = {name: getattr(cudnn, name) for name in flags}
     try:
         for name, value in flags.items():
@@ -84,7 +90,8 @@ def tf32_convolutions() -> Iterator[None]:
 def decode_moments(vae: AutoencoderKL, moments_BCHW: Tensor) -> NDArray[np.uint8]:
     """Decode the posterior means of moments [B, 2C, h, w] to pixels [B, H, W, 3]."""
     means = moments_BCHW.chunk(2, dim=1)[0]
-    images = vae.decode(means.to(vae.device, vae.dtype)).sample
+    decoder: Any = vae.decoder  # its dtype may differ from the encoder's
+    images = vae.decode(means.to(vae.device, decoder.conv_in.weight.dtype)).sample
     values = ((images.float().clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)
     pixels: NDArray[np.uint8] = values.permute(0, 2, 3, 1).numpy()
     return pixels

@@ -113,7 +113,8 @@ def _count_stale_and_missing(state: CacheState, folder: Path, plan: CachePlan, r
             state.stale += stale
             state.missing += unit.count - stale
     if manifest is not None and manifest.recipe != recipe:
-        changed = [_RECIPE_LABELS.get(key, key) for key in recipe if manifest.recipe.get(key) != recipe[key]]
+        keys = dict.fromkeys((*recipe, *manifest.recipe))
+        changed = [_RECIPE_LABELS.get(key, key) for key in keys if manifest.recipe.get(key) != recipe.get(key)]
         state.causes[f"changed: {', '.join(changed)}"] = state.stale
     elif state.stale:
         _count_causes(state, folder / SHARDS, replaced, plan)

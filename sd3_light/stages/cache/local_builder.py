@@ -61,7 +61,7 @@ class Builder(Protocol):
 
 
 def open_parts(model: ModelConfig, device: torch.device, batch_size: int) -> FrozenParts:
-    """Return the encoders, in the config's dtype on GPUs and in float32 elsewhere."""
+    """Return the encoders, in the config's dtypes on GPUs and in float32 elsewhere."""
     return FrozenParts(
         model.diffusers_path,
         device,
@@ -69,6 +69,7 @@ def open_parts(model: ModelConfig, device: torch.device, batch_size: int) -> Fro
         t5_max_length=model.t5_max_length,
         text_tokens=model.text_tokens,
         batch_size=batch_size,
+        vae_dtype=model.vae_dtype,
     )
 
 

@@ -13,7 +13,7 @@ from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.encoders.fingerprint import parts_fingerprint
 from sd3_light.runlog import info
 
-_SHORT_KEYS = ("format", "preprocess", "text_tokens", "t5_max_length")  # their values fit in a message
+_SHORT_KEYS = ("format", "preprocess", "text_tokens", "t5_max_length", "vae_dtype")  # their values fit in a message
 
 
 def make_recipe(train: TrainConfig, memo: Path | None = None) -> dict[str, Any]:
@@ -28,6 +28,8 @@ def recipe_of(model: ModelConfig, memo: Path | None = None) -> dict[str, Any]:
         "preprocess": PREPROCESS_VERSION,
         "text_tokens": model.text_tokens,
         "t5_max_length": model.t5_max_length,
+        # precisions that `auto` chooses differ by less than the latents' own noise
+        **({} if model.vae_dtype == "auto" else {"vae_dtype": model.vae_dtype}),
         **parts_fingerprint(model.diffusers_path, memo),
     }
 

@@ -43,6 +43,7 @@ class UnitInProgress:
     masks: list[NDArray[np.uint8] | None] = field(default_factory=list)
     text: dict[str, Tensor] = field(default_factory=dict)
     rejected: list[dict[str, str]] = field(default_factory=list)
+    vae_dtype: str = "float32"
 
     def add(self, images: Sequence[Decoded], parts: FrozenParts) -> None:
         """Encode the next images; record the rejected ones."""
@@ -59,6 +60,7 @@ class UnitInProgress:
             pixels.append(image.pixels)
         if pixels:
             self.moments.append(parts.encode_images(np.stack(pixels), self.unit.flip))
+            self.vae_dtype = str(parts.vae_dtype).removeprefix("torch.")
 
     @property
     def is_decoded(self) -> bool:
@@ -125,7 +127,7 @@ def write_unit(shards: Path, finished: UnitInProgress, root: DataLocation) -> No
         )
     write_rejects(shards, finished.unit, finished.rejected)
     if finished.accepted:
-        write_shard(shards, finished.unit.entry, finished.content(), finished.origins())
+        write_shard(shards, finished.unit.entry, finished.content(), finished.origins(), finished.vae_dtype)
         (shards / finished.unit.file).with_suffix(".none").unlink(missing_ok=True)
     else:
         write_empty_unit(shards, finished.unit)

@@ -43,6 +43,13 @@ def written(folder: Path, content: ShardContent) -> ShardEntry:
     return write_shard(folder, ENTRY, content, ORIGINS)
 
 
+def test_the_precision_is_recorded_unless_it_is_float32(tmp_path: Path, content: ShardContent) -> None:
+    for vae_dtype, expected in (("float32", None), ("float16", "float16")):
+        entry = write_shard(tmp_path, ENTRY, content, ORIGINS, vae_dtype)
+        with safe_open(tmp_path / entry.file, "pt") as file:
+            assert json.loads(file.metadata()["shard"]).get("vae_dtype") == expected
+
+
 # --- round trip ----------------------------------------------------------------------------------
 
 

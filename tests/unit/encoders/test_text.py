@@ -12,6 +12,7 @@ from sd3_light.encoders.text import (
     Tokenizer,
     encode_clip,
     encode_t5,
+    fuse_activations,
     join_text,
     load_text_model,
     load_tokenizer,
@@ -211,3 +212,13 @@ def test_unpad_text_returns_views() -> None:
 def test_a_sample_without_tokens_is_rejected() -> None:
     with pytest.raises(AssertionError):
         join_text(unpad_text(real_features([(2, 2, 1), (0, 0, 0)])))
+
+
+def test_the_fused_activation_is_that_of_t5(demo_parts: Path, models: dict[str, Any]) -> None:
+    ids = torch.arange(2, 14).reshape(2, 6)
+    with torch.no_grad():
+        expected = encode_t5(models["t5"], ids)
+        fused = load_text_model("t5", demo_parts, torch.device("cpu"), torch.float32)
+        fuse_activations(fused)
+        assert any(isinstance(module, torch.nn.GELU) for module in fused.modules())
+        torch.testing.assert_close(encode_t5(fused, ids), expected, rtol=1e-5, atol=1e-5)

@@ -121,6 +121,14 @@ def current_state(project: Project, *overrides: str) -> CacheState:
         return check_freshness(project.cache, plan, recipe)
 
 
+def test_auto_precision_keeps_caches_and_another_one_encodes_again(cached_project: Project) -> None:
+    assert "vae_dtype" not in Manifest.load(cached_project.cache).recipe
+    assert current_state(cached_project, 'model.vae_dtype="auto"').stale == 0
+    state = current_state(cached_project, 'model.vae_dtype="float16"')
+    assert state.fresh == 0
+    assert dict(state.causes) == {"changed: vae_dtype": state.stale}
+
+
 def add_image(project: Project, name: str) -> None:
     """Add a folder with one captioned image."""
     folder = project.folder / name
