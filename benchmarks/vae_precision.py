@@ -44,7 +44,7 @@ Prepare = Callable[[Any], Any]
 
 def stock(dtype: torch.dtype, layout: torch.memory_format = torch.contiguous_format) -> Prepare:
     """Return the conversion of the whole VAE as diffusers does it."""
-    return lambda vae: vae.to(dtype).to(memory_format=layout)
+    return lambda vae: nn.Module.to(vae, dtype).to(memory_format=layout)
 
 
 def compiled(prepare: Prepare) -> Prepare:
@@ -133,7 +133,7 @@ def new_vae(tiny: bool, device: torch.device) -> Any:
 def test_images(args: argparse.Namespace) -> dict[str, Tensor]:
     """Return uint8 images [B, H, W, 3] by kind."""
     side = args.side
-    kinds = {"test": probe_pixels()[:, :side, :side]}
+    kinds = {"test": probe_pixels()[: args.num_images, :side, :side]}
     drawn = [draw_image(index, seed=0)[0].convert("RGB").resize((side, side)) for index in range(args.num_images)]
     kinds["world"] = torch.from_numpy(np.stack([np.asarray(image) for image in drawn]))
     if args.images is not None:

@@ -106,7 +106,7 @@ def to_half_encoder(vae: AutoencoderKL, dtype: torch.dtype) -> AutoencoderKL:
     for part in (encoder, vae.quant_conv):
         for module in part.modules() if part is not None else ():
             if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm):
-                module.to(dtype, memory_format=torch.channels_last)
+                module.to(dtype).to(memory_format=torch.channels_last)
     return vae
 
 
@@ -135,7 +135,9 @@ class _NormSilu(nn.Module):
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return the activations in the dtype of ``x_BCHW``."""
-        return _operations(x_BCHW).norm_silu(x_BCHW, self.bias, self.groups, self.weight, self.shift, self.eps)
+        norm_silu = _operations(x_BCHW).norm_silu
+        activated: Tensor = norm_silu(x_BCHW, self.bias, self.groups, self.weight, self.shift, self.eps)
+        return activated
 
 
 class _HalfResnet(nn.Module):
@@ -156,7 +158,9 @@ class _HalfResnet(nn.Module):
     def forward(self, x_BCHW: Tensor, temb: None = None) -> Tensor:
         """Return the block's output; ``temb`` is always None in a VAE."""
         hidden = self.conv2(self.norm2(self.conv1(self.norm1(x_BCHW))))
-        return _operations(hidden).add(hidden, x_BCHW if self.shortcut is None else self.shortcut(x_BCHW), self.bias)
+        residual = x_BCHW if self.shortcut is None else self.shortcut(x_BCHW)
+        total: Tensor = _operations(hidden).add(hidden, residual, self.bias)
+        return total
 
 
 def _operations(x: Tensor) -> Any:

@@ -70,7 +70,8 @@ def norm_silu(x_BCHW: Tensor, bias: Tensor, groups: int, weight: Tensor, shift: 
     count, chunks = height * width, triton.cdiv(height * width, ROWS_PER_PROGRAM)
     partial = torch.empty(batch, chunks, 2, channels, device=x_BCHW.device, dtype=torch.float32)
     blocks = _blocks(channels)
-    _sums[(chunks, batch)](x_BCHW, partial, count, chunks, WALK=ROWS_PER_PROGRAM, **blocks)
+    with torch.cuda.device_of(x_BCHW):  # kernels run on the current device
+        _sums[(chunks, batch)](x_BCHW, partial, count, chunks, WALK=ROWS_PER_PROGRAM, **blocks)
     mean, squares = (partial.sum(1) / count).unbind(1)
     squares, mean = squares + (2 * mean + bias) * bias, mean + bias  # those of x + bias
     mean_BG, squares_BG = (part.view(batch, groups, -1).mean(2, keepdim=True) for part in (mean, squares))
@@ -78,7 +79,8 @@ def norm_silu(x_BCHW: Tensor, bias: Tensor, groups: int, weight: Tensor, shift: 
     by = (rstd_BG * weight.view(groups, -1)).view(batch, channels)
     plus = shift + (bias - mean_BG.expand(-1, -1, channels // groups).reshape(batch, channels)) * by
     out = torch.empty_like(x_BCHW)
-    _scale_silu[(triton.cdiv(count, blocks["R"]), batch)](x_BCHW, by, plus, out, count, **blocks)
+    with torch.cuda.device_of(x_BCHW):
+        _scale_silu[(triton.cdiv(count, blocks["R"]), batch)](x_BCHW, by, plus, out, count, **blocks)
     return out
 
 
@@ -87,5 +89,6 @@ def add(x_BCHW: Tensor, y_BCHW: Tensor, bias: Tensor) -> Tensor:
     x_BCHW, y_BCHW = (part.contiguous(memory_format=torch.channels_last) for part in (x_BCHW, y_BCHW))
     count, blocks = x_BCHW.numel() // x_BCHW.shape[1], _blocks(x_BCHW.shape[1])
     out = torch.empty_like(x_BCHW)
-    _add[(triton.cdiv(count, blocks["R"]),)](x_BCHW, y_BCHW, bias, out, count, **blocks)
+    with torch.cuda.device_of(x_BCHW):
+        _add[(triton.cdiv(count, blocks["R"]),)](x_BCHW, y_BCHW, bias, out, count, **blocks)
     return out
