@@ -103,10 +103,10 @@ def to_half_encoder(vae: AutoencoderKL, dtype: torch.dtype) -> AutoencoderKL:
                 block.resnets[index] = _HalfResnet(resnet, dtype)
     if isinstance(encoder.conv_norm_out, nn.GroupNorm) and isinstance(encoder.conv_act, nn.SiLU):
         encoder.conv_norm_out, encoder.conv_act = _NormSilu(encoder.conv_norm_out), nn.Identity()
-    for part in (encoder, vae.quant_conv):
-        for module in part.modules() if part is not None else ():
-            if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm):
-                module.to(dtype).to(memory_format=torch.channels_last)
+    parts: list[Any] = [encoder, *filter(None, [vae.quant_conv])]
+    for module in (module for part in parts for module in part.modules()):
+        if isinstance(module, nn.Conv2d | nn.Linear | nn.GroupNorm):
+            nn.Module.to(module, dtype).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return vae
 
 
