@@ -111,8 +111,8 @@ def training_steps(
 
     They are copied to the device ``prefetch_to`` while it computes earlier ones, and get their noise there. Without
     ``reads_data`` the batches are placeholders: see `placeholder_batch`. ``times`` get the loader's times. Samples come
-    from the shards of ``data``, or from ``resident``. ``by_segment``, equal on all ranks, assigns them to ranks by their
-    shards.
+    from the shards of ``data``, or from ``resident``. ``by_segment``, equal on all ranks, assigns them to ranks by
+    their shards.
     """
     micro = config.gradient_accumulation_steps
     if not reads_data:
