@@ -3,10 +3,11 @@
     python benchmarks/ray_cache.py speed [--images 400]               # two free cores, about five minutes
     python benchmarks/ray_cache.py memory [--samples 10000 100000 1000000]
 
-Both start a local Ray cluster with two CPUs. `speed` builds a cache of generated images with the demo's encoders, one
-CPU thread each, once to warm up and once more for the measurement, with one and with two encoders. `memory` builds
-caches of tiny images with encoders that return zeros, each in a new process, and prints the peaks of anonymous memory:
-those of the driver above the value when it is connected, and those of the largest encoder.
+Both start a local Ray cluster. `speed` gives it two CPUs and builds a cache of generated images with the demo's
+encoders, one CPU thread each, once to warm up and once more for the measurement, with one and with two encoders.
+`memory` gives it four, so that Ray keeps two processes for decoding. It builds caches of tiny images with encoders that
+return zeros, each in a new process, and prints the peaks of anonymous memory: those of the driver above the value when
+it is connected, and those of the largest encoder.
 """
 
 import argparse
@@ -26,7 +27,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import memory
 import ray
 
-from sd3_light.assets import DEMO
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.engines import Launch
 from sd3_light.stages.cache import CacheOptions, local_builder, ray_builder
@@ -36,20 +36,7 @@ from sd3_light.stages.cache.ray_encoder import EncoderSettings, ShardEncoder
 from sd3_light.world import write_dataset
 
 OBJECT_STORE = 100 << 20
-TRAIN = f"""
-output_dir = "run"
-dataset = "data.toml"
-cache_dir = "cache"
-max_steps = 1
-save_every_n_steps = 1
-sd3_shard_size = 16
-caching_batch_size = 8
-[model]
-train_type = "sd3_light_pretrain"
-diffusers_path = "{DEMO}"
-size = "tiny2"
-t5_max_length = 16
-"""
+SHARDS = ("sd3_shard_size=16", "caching_batch_size=8")  # small, so that both encoders end at the same time
 DATA = 'size_buckets = [[64, 64], [80, 48], [48, 80]]\n[[directory]]\npath = "images"\n'
 
 
@@ -62,10 +49,10 @@ class ZeroEncoder(ShardEncoder):
 
 
 @contextmanager
-def builder_of(loaded: LoadedConfig, actors: int) -> Iterator[RayBuilder]:
+def builder_of(loaded: LoadedConfig, actors: int, cpus: int) -> Iterator[RayBuilder]:
     """Yield a builder whose encoders have started, on a new local cluster."""
     ray.init(
-        address="local", num_cpus=2, object_store_memory=OBJECT_STORE, include_dashboard=False, log_to_driver=False
+        address="local", num_cpus=cpus, object_store_memory=OBJECT_STORE, include_dashboard=False, log_to_driver=False
     )
     try:
         with RayBuilder(loaded.train, "", actors) as builder:
@@ -82,12 +69,12 @@ def builder_of(loaded: LoadedConfig, actors: int) -> Iterator[RayBuilder]:
 def measure_speed(folder: Path, images: int) -> None:
     """Print the images per second of one and two encoders, and their ratio."""
     write_dataset(folder / "images", images, seed=1)
-    (folder / "train.toml").write_text(TRAIN, encoding="utf-8")
+    (folder / "train.toml").write_text(memory.TRAIN, encoding="utf-8")
     (folder / "data.toml").write_text(DATA, encoding="utf-8")
     rates = []
     for actors in (1, 2):
-        loaded = load_config(folder / "train.toml", [f"cache_dir={folder / f'cache-{actors}'}"])
-        with builder_of(loaded, actors) as builder:
+        loaded = load_config(folder / "train.toml", [*SHARDS, f"cache_dir={folder / f'cache-{actors}'}"])
+        with builder_of(loaded, actors, cpus=2) as builder:
             for options in (CacheOptions(), CacheOptions(regenerate=True)):
                 started = time.perf_counter()
                 report = DatasetBuild(loaded.train, Launch(), options, builder).build("", loaded.dataset)
@@ -128,7 +115,7 @@ def measure_memory(folder: Path, samples: int) -> None:
     memory.write_samples(folder, samples)
     ray_builder.ShardEncoder = ZeroEncoder  # type: ignore[misc]
     loaded = load_config(folder / "train.toml")
-    with builder_of(loaded, 2) as builder:
+    with builder_of(loaded, 2, cpus=4) as builder:
         actors: list[Any] = builder.pool.ready(2)
         processes = [ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid())) for actor in actors]
         with PeakMeter([os.getpid(), *processes]) as meter:

@@ -40,6 +40,10 @@ class OutOfMemoryError(RayError):
     pass
 
 
+class OutOfDiskError(RayError):
+    pass
+
+
 class Ref:
     """A finished result, or an error."""
 
@@ -91,6 +95,7 @@ class FakeRay(ModuleType):
         self.before: Callable[[str, Sequence[Any]], None] = lambda name, args: None
         self.actor_options: list[dict[str, Any]] = []
         self.task_options: list[dict[str, Any]] = []
+        self.remote_functions: list[Any] = []
         self.num_killed = 0
 
     def init(self, **_: Any) -> None:
@@ -111,6 +116,7 @@ class FakeRay(ModuleType):
     def remote(self, target: Any) -> _Remote:
         if isinstance(target, type):
             return _Remote(self._start_actor(target), {})
+        self.remote_functions.append(target)
         return _Remote(self._start_task(target), {})
 
     def _start_actor(self, target: type) -> Callable[..., _Actor]:
@@ -149,7 +155,7 @@ def installed_ray(**resources: float) -> Iterator[FakeRay]:
     """Replace the module `ray` by a stand-in for a cluster with these resources."""
     fake = FakeRay(resources)
     exceptions: Any = ModuleType("ray.exceptions")
-    for error in (RayError, RayTaskError, RayActorError, WorkerCrashedError, OutOfMemoryError):
+    for error in (RayError, RayTaskError, RayActorError, WorkerCrashedError, OutOfMemoryError, OutOfDiskError):
         setattr(exceptions, error.__name__, error)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "ray", fake)

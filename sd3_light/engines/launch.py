@@ -25,6 +25,11 @@ class Launch:
         return min(self.world, int(size or self.world))
 
     @property
+    def spans_machines(self) -> bool:
+        """Whether there are processes on other machines. Not for a `data_launch`, whose world may be one machine's."""
+        return self.local_world < self.world
+
+    @property
     def is_main(self) -> bool:
         """Whether this process logs and decides for all (rank 0)."""
         return self.rank == 0

@@ -105,18 +105,19 @@ def training_steps(
     reads_data: bool = True,
     times: LoadTimes | None = None,
     resident: ResidentCache | None = None,
+    by_segment: bool = False,
 ) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, starting at a position in the order.
 
     They are copied to the device ``prefetch_to`` while it computes earlier ones, and get their noise there. Without
     ``reads_data`` the batches are placeholders: see `placeholder_batch`. ``times`` get the loader's times. Samples come
-    from the shards of ``data``, or from ``resident``.
+    from the shards of ``data``, or from ``resident``. ``by_segment``, equal on all ranks, assigns them to ranks by
+    their shards.
     """
     micro = config.gradient_accumulation_steps
     if not reads_data:
         return lambda first: _placeholder_steps(order, first, launch.world, micro)
-    # one machine keeps the order in which earlier versions distributed samples
-    share = order, launch.rank, launch.world, micro, launch.local_world < launch.world
+    share = order, launch.rank, launch.world, micro, by_segment
     dataset: Dataset[Any] = MicroBatches(data, *share) if resident is None else ResidentPicks(*share)
     in_workers, finish = _divide_work(preparer, resident, order.seed, prefetch_to)
 

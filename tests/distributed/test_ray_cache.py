@@ -42,9 +42,12 @@ def cluster(store: ObjectStore) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", REAL_PYTHON)
         patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        patch.setenv("RAY_TMPDIR", folder)  # also for the file that names the last cluster of this machine
+        os.mkdir(f"{folder}/ray")
+        patch.setenv("RAY_worker_niceness", "0")  # by default 15: on a busy machine they would hardly run
         patch.setenv("RAY_raylet_start_wait_time_s", "300")
         timeouts = {"worker_register_timeout_seconds": 600}  # for a busy machine
-        head = {**NODE, "num_cpus": 0, "include_dashboard": False, "temp_dir": folder, "_system_config": timeouts}
+        head = {**NODE, "num_cpus": 0, "include_dashboard": False, "_system_config": timeouts}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
         yield cluster

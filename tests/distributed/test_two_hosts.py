@@ -1,6 +1,6 @@
 """Training on two virtual machines (see hosts.py), with gloo and tiny sizes.
 
-`make test` runs the first test, which covers most in one launch; the rest is slow.
+All tests are slow; the first covers most in one launch.
 """
 
 import re

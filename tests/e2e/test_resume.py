@@ -104,7 +104,7 @@ def test_a_cache_in_memory_gives_the_same_run(
     """Gathered by the workers, or on the device that adds noise; here the CPU is that device."""
 
     def steps(*args: Any) -> Any:
-        resident = args[-1]
+        *_, resident, _ = args
         assert isinstance(resident, ResidentCache)
         if residence == "device":
             resident.device = torch.device("meta")  # anything but the host

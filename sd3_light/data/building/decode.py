@@ -3,12 +3,17 @@
 This module does not import torch, so that worker processes are small and start quickly.
 """
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Any
 
+from sd3_light.config.base import DataLocation
+from sd3_light.config.faults import UserError
 from sd3_light.data.buckets import Bucket, plan
 from sd3_light.data.preprocess import Pixels, Reject, decode, decode_mask, fit, fit_mask, make_thumbnail, probe
+from sd3_light.data.sources.access import exists
 from sd3_light.data.sources.records import Location
 
 
@@ -86,6 +91,21 @@ def _decode(task: DecodeTask) -> Decoded:
         return Decoded(pixels, None if mask is None else fit_mask(decode_mask(mask), resize))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
+
+
+class NodeError(UserError):
+    """A user error that names the node of a cluster on which it occurred."""
+
+
+def run_on_node(work: Callable[[Sequence[Any]], list[Any]], roots: Sequence[DataLocation], batch: Sequence[Any]) -> Any:
+    """Return ``work(batch)``. If images cannot be read because this node has not all sources, raise a NodeError."""
+    results = work(batch)
+    if roots and any(result.reason == "unreadable" for result in results):
+        node = socket.gethostname()
+        for root in roots:
+            if not exists(root):
+                raise NodeError(f"{root} does not exist on the node {node}; every node needs it at the same path")
+    return results
 
 
 def _read(location: SampleLocation) -> tuple[bytes, bytes | None]:

@@ -4,7 +4,7 @@ Of a large dataset they look at a part that is spread over all units.
 """
 
 from collections.abc import Iterator, Mapping
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from statistics import median
 
 import numpy as np
@@ -12,8 +12,8 @@ import numpy as np
 from sd3_light.config import ModelConfig
 from sd3_light.data.buckets import plan as plan_resize
 from sd3_light.data.building.cache_plan import CachePlan, Member, Unit, decode_task
-from sd3_light.data.building.decode import DecodeTask, decode_images
 from sd3_light.data.extreme_fits import ExtremeFits
+from sd3_light.data.preprocess import Pixels
 from sd3_light.encoders.caption_lengths import MAX_CAPTIONS, count_cut_captions
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.vae import LOW_PSNR, psnr
@@ -42,11 +42,10 @@ def warn_of_extreme_fits(title: str, plan: CachePlan) -> None:
 
 def measure_reconstructions(title: str, plan: CachePlan, builder: Builder) -> None:
     """Print how well the VAE reconstructs some images, with a warning where it does not."""
-    samples = _few(plan, _RECONSTRUCTED[builder.device_type])
-    tasks = {member.row.key: decode_task(member, plan.source(unit).root, unit) for unit, member in samples}
-    scores = builder.call(_reconstruction_scores, tasks)
-    if not scores:
+    images = _decode_few(plan, builder)
+    if not images:
         return
+    scores = builder.call(_reconstruction_scores, images)
     worst, low = min(scores, key=lambda key: scores[key]), sum(value < LOW_PSNR for value in scores.values())
     text = f"the VAE reconstructs {len(scores)} images with a median of {median(scores.values()):.1f} dB"
     text += f", the worst with {scores[worst]:.1f} dB ({worst})"
@@ -56,14 +55,22 @@ def measure_reconstructions(title: str, plan: CachePlan, builder: Builder) -> No
     info(f"{title}: {text}")
 
 
-def _reconstruction_scores(parts: FrozenParts, tasks: Mapping[str, DecodeTask]) -> dict[str, float]:
-    """Return the PSNR of each image that can be decoded."""
+def _decode_few(plan: CachePlan, builder: Builder) -> dict[str, Pixels]:
+    """Return some images that can be decoded, by their keys."""
+    samples = list(_few(plan, _RECONSTRUCTED[builder.device_type]))
+    roots = {unit: plan.source(unit).root for unit, _ in samples}
+    tasks = {member.row.key: decode_task(member, roots[unit], unit) for unit, member in samples}
+    with builder.decode_pool(list(dict.fromkeys(roots.values()))) as pool:
+        images = dict(zip(tasks, chain.from_iterable(pool.map([task] for task in tasks.values())), strict=True))
+    return {key: image.pixels for key, image in images.items() if image.pixels is not None}
+
+
+def _reconstruction_scores(parts: FrozenParts, images: Mapping[str, Pixels]) -> dict[str, float]:
+    """Return the PSNR of each image."""
     scores: dict[str, float] = {}
-    for key, task in tasks.items():
-        (decoded,) = decode_images([task])
-        if decoded.pixels is not None:
-            (reconstruction,) = parts.reconstruct(decoded.pixels[np.newaxis])
-            scores[key] = psnr(decoded.pixels, reconstruction)
+    for key, pixels in images.items():
+        (reconstruction,) = parts.reconstruct(pixels[np.newaxis])
+        scores[key] = psnr(pixels, reconstruction)
     return scores
 
 

@@ -126,8 +126,10 @@ class DatasetBuild:
             listings = catalogue.refresh(make_sources(dataset.directories), bar.advance)
         if num_unprobed := catalogue.count_unprobed(listings):
             with progress(f"{title}: probing new images", num_unprobed, "images") as bar:
-                few = num_unprobed <= FEW_IMAGES
-                pool = None if few else self._builder.probe_pool()
+                sources = [listing.source for listing in listings]
+                # a header does not crash; a thumbnail needs the whole image
+                few = num_unprobed <= FEW_IMAGES and not any(source.finds_similar for source in sources)
+                pool = None if few else self._builder.probe_pool([source.root for source in sources])
                 catalogue.probe_images(listings, 0 if few else workers, bar.advance, pool)
         return listings
 

@@ -52,9 +52,10 @@ def dispatch(units: Sequence[Unit], workers: Workers[Worker, Handle]) -> dict[Un
 def _distribute(units: Sequence[Unit], workers: Workers[Worker, Handle], depth: int) -> dict[Unit, str]:
     """Try each unit once, with at most ``depth`` units per worker. Return those that failed, with the cause."""
     queue, running = deque(units), dict[Handle, tuple[Worker, Unit]]()
-    loads, failed, in_a_row = Counter[Worker](), dict[Unit, str](), 0
+    loads, failed, in_a_row, most_ready = Counter[Worker](), dict[Unit, str](), 0, 0
     while queue or running:
         ready = workers.ready(len(queue) + len(running))
+        most_ready = max(most_ready, len(ready))
         for level in range(1, depth + 1):  # the first unit of every worker before the second of any
             for worker in ready:
                 if queue and loads[worker] < level:
@@ -70,8 +71,8 @@ def _distribute(units: Sequence[Unit], workers: Workers[Worker, Handle], depth: 
             except WorkerFailed as error:
                 failed[unit] = str(error)
                 in_a_row += 1
-            # a unit alone may be at fault; many in a row have another cause, such as a full disk
-            if depth > 1 and in_a_row >= depth * max(_MIN_FAILURES, 2 * len(ready)):
+            # one unit may be at fault, and all workers may be lost at once; more in a row have another cause
+            if depth > 1 and in_a_row >= depth * max(_MIN_FAILURES, 2 * most_ready):
                 hint = "fix the cause and run again: finished shards are kept"
                 raise UserError(f"{in_a_row} shards in a row could not be built, the last: {failed[unit]}; {hint}")
     return failed

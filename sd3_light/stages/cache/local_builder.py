@@ -2,17 +2,25 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
 import torch
 
 from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.config.base import DataLocation
 from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.decode import Probe, SampleLocation
-from sd3_light.data.building.workers import BatchPool
+from sd3_light.data.building.decode import (
+    CRASHED_DECODE,
+    Decoded,
+    DecodeTask,
+    Probe,
+    SampleLocation,
+    decode_images,
+)
+from sd3_light.data.building.workers import BatchPool, WorkerPool
 from sd3_light.data.manifest import SHARDS
 from sd3_light.data.store.build_folder import BuildFolder
 from sd3_light.encoders.frozen_parts import FrozenParts
@@ -45,8 +53,11 @@ class Builder(Protocol):
     def device_type(self) -> str:
         """The kind of device that encodes: cuda or cpu."""
 
-    def probe_pool(self) -> BatchPool[SampleLocation, Probe] | None:
-        """Return the pool that probes new images; None: processes of this machine."""
+    def probe_pool(self, roots: Sequence[DataLocation]) -> BatchPool[SampleLocation, Probe] | None:
+        """Return the pool that probes new images of sources with these folders; None: processes of this machine."""
+
+    def decode_pool(self, roots: Sequence[DataLocation]) -> AbstractContextManager[BatchPool[DecodeTask, Decoded]]:
+        """Return a pool that decodes a few images of sources with these folders."""
 
     def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> int:
         """Build units. Return the number of samples that this command encoded."""
@@ -103,8 +114,12 @@ class LocalBuilder:
             self._parts = self._resources.enter_context(parts)
         return self._parts
 
-    def probe_pool(self) -> None:
+    def probe_pool(self, roots: Sequence[DataLocation]) -> None:
         """Probe with processes of this machine."""
+
+    def decode_pool(self, roots: Sequence[DataLocation]) -> WorkerPool[DecodeTask, Decoded]:
+        """Decode with one process of this machine, or in this one if it has no worker processes."""
+        return WorkerPool(min(1, self._train.caching_num_workers), decode_images, CRASHED_DECODE)
 
     def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> int:
         """Build the units together with other processes. Return the number of samples that this process encoded."""

@@ -1,12 +1,13 @@
 """Encode units on a Ray cluster: an actor per GPU or CPU, decode tasks on spare CPUs, results straight to the store.
 
-Ray restarts lost actors and repeats lost decode tasks; the driver repeats the units of a lost actor (`dispatch`). The
-number of actors follows the cluster unless it is given. Credentials come from the environment of the nodes: none is
-sent to them.
+Ray repeats lost decode tasks and restarts actors whose process was lost; the driver replaces those that are gone for
+good and repeats the units of both (`dispatch`). The number of actors follows the cluster unless it is given.
+Credentials come from the environment of the nodes: none is sent to them.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -14,10 +15,20 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from sd3_light.config import TrainConfig
+from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import Unit
-from sd3_light.data.building.decode import CRASHED_PROBE, Probe, SampleLocation, probe_images
-from sd3_light.data.manifest import SHARDS, damaged_mark
+from sd3_light.data.building.decode import (
+    CRASHED_DECODE,
+    CRASHED_PROBE,
+    Decoded,
+    DecodeTask,
+    Probe,
+    SampleLocation,
+    decode_images,
+    probe_images,
+)
+from sd3_light.data.manifest import SHARDS, damaged_mark, read_entry
 from sd3_light.data.store import private_temp_folder
 from sd3_light.data.store.build_folder import UnitFiles
 from sd3_light.encoders.frozen_parts import FrozenParts
@@ -25,7 +36,7 @@ from sd3_light.runlog import Bar, info
 from sd3_light.stages.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
 from sd3_light.stages.cache.local_builder import BuildJob
 from sd3_light.stages.cache.ray_encoder import EncoderSettings, ShardEncoder, UnitTask
-from sd3_light.stages.cache.ray_tasks import TaskPool
+from sd3_light.stages.cache.ray_tasks import TaskPool, error_line
 from sd3_light.stages.cache.recipe import make_recipe
 from sd3_light.stages.cache.unit_builder import reject_line, write_empty_unit, write_rejects
 
@@ -42,7 +53,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(eq=False)
 class _Actor:
-    """An actor; ``starting`` is its pending answer to `ready`, None once it accepts units."""
+    """An actor; ``starting`` is its pending answer to `ready`, None once it accepts units; ``node`` is that answer."""
 
     handle: Any
     starting: Any = None
@@ -137,11 +148,11 @@ class ActorPool:
         except RayTaskError as error:
             raise error.cause from error
         except RayError as error:
-            self._failed_starts += 1
+            self._failed_starts += not actor.node  # an actor that was ready before can start
             is_broken = isinstance(error, RayActorError) and error.actor_init_failed
             if is_broken or self._failed_starts > _MOST_FAILED_STARTS:
                 hint = "install the same sd3-light, Python and Ray on all nodes"
-                raise UserError(f"the encoders cannot start on the Ray cluster: {_line(error)}; {hint}") from error
+                raise UserError(f"the encoders cannot start on the Ray cluster: {error_line(error)}; {hint}") from error
             # perhaps dead for good, as after `ray.kill`: another takes its place
             ray.kill(actor.handle)
             self._actors[self._actors.index(actor)] = self._start()
@@ -178,10 +189,10 @@ class _UnitRun:
         except RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise error.cause from error
-            raise WorkerFailed(_line(error.cause)) from error
+            raise WorkerFailed(error_line(error.cause)) from error
         except RayError as error:
             self._pool.restart(worker)
-            raise WorkerFailed(_line(error)) from error
+            raise WorkerFailed(error_line(error)) from error
         self._job.place.adopt_unit(unit.file, files)
         self._require_visible(unit, worker.node)
         damaged_mark(self._shards / unit.file).unlink(missing_ok=True)
@@ -189,15 +200,25 @@ class _UnitRun:
         self._bar.advance(unit.count)
 
     def reject(self, unit: Unit, cause: str) -> None:
-        """Reject all samples of a unit that could not be built. The next run tries again."""
+        """Reject all samples of a unit that could not be built. The next run tries again.
+
+        An intact shard that was to be encoded again is kept instead.
+        """
         detail = f"failed {TRIES} times alone on a node of the Ray cluster: {cause}"
+        self._bar.advance(unit.count)
+        if self._has_intact_shard(unit):
+            info(f"kept the existing shard {unit.file}; encoding it again {detail}")
+            return
         rows = (member.row for member in self._job.plan.members(unit))
         write_rejects(self._shards, unit, [reject_line(row.key, "shard_failed", detail, row.image) for row in rows])
         write_empty_unit(self._shards, unit)
         self._job.place.push_unit(unit.file)
         damaged_mark(self._shards / unit.file).unlink(missing_ok=True)
         info(f"rejected the {unit.count} samples of {unit.file}, which {detail}")
-        self._bar.advance(unit.count)
+
+    def _has_intact_shard(self, unit: Unit) -> bool:
+        entry = read_entry(self._shards, unit.file)
+        return entry is not None and self._job.place.is_intact(entry)
 
     def _require_visible(self, unit: Unit, node: str) -> None:
         deadline = time.monotonic() + VISIBLE_SECONDS
@@ -247,11 +268,20 @@ class RayBuilder:
             self._pool = ActorPool(settings, self._num_actors)
         return self._pool
 
-    def probe_pool(self) -> TaskPool[SampleLocation, Probe]:
+    def probe_pool(self, roots: Sequence[DataLocation]) -> TaskPool[SampleLocation, Probe]:
         """Probe on all CPUs of the cluster that encoders of an earlier dataset leave."""
+        return TaskPool("probe images", probe_images, CRASHED_PROBE, *self._spare_cpus(), roots)
+
+    @contextmanager
+    def decode_pool(self, roots: Sequence[DataLocation]) -> Iterator[TaskPool[DecodeTask, Decoded]]:
+        """Decode on all CPUs of the cluster that the encoders leave; the first must have started."""
+        self._wait_for_actor()
+        yield TaskPool("decode images", decode_images, CRASHED_DECODE, *self._spare_cpus(), roots)
+
+    def _spare_cpus(self) -> tuple[int, int]:
+        """Return how many batches may be pending, and the CPUs that one reserves."""
         ahead = 2 * max(1, int(ray.cluster_resources().get("CPU", 0)))
-        num_cpus = 1 if self._pool is None else self._pool.decode_cpus
-        return TaskPool("probe images", probe_images, CRASHED_PROBE, ahead, num_cpus)
+        return ahead, 1 if self._pool is None else self._pool.decode_cpus
 
     def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> int:
         """Build units on the actors. Return the number of samples that they encoded."""
@@ -271,17 +301,21 @@ class RayBuilder:
         """Call a function with the encoders of an actor; again on another if that is lost."""
         cause: RayError | None = None
         for _ in range(TRIES):
-            while not (ready := self.pool.ready(1)):
-                ray.wait(self.pool.pending, timeout=POLL_SECONDS)
+            actor = self._wait_for_actor()
             try:
-                result: _Result = ray.get(ready[0].handle.call.remote(function, *args, **kwargs))
+                result: _Result = ray.get(actor.handle.call.remote(function, *args, **kwargs))
                 return result
             except RayTaskError as error:
                 raise error.cause from error
             except RayError as error:
-                self.pool.restart(ready[0])
+                self.pool.restart(actor)
                 cause = error
-        raise UserError(f"an encoder of the Ray cluster was lost {TRIES} times: {_line(cause)}") from cause
+        raise UserError(f"an encoder of the Ray cluster was lost {TRIES} times: {error_line(cause)}") from cause
+
+    def _wait_for_actor(self) -> _Actor:
+        while not (ready := self.pool.ready(1)):
+            ray.wait(self.pool.pending, timeout=POLL_SECONDS)
+        return ready[0]
 
 
 def _connect(address: str) -> None:
@@ -291,12 +325,7 @@ def _connect(address: str) -> None:
     except (OSError, RuntimeError, ValueError) as error:
         target = f"to {address}" if address else "to a Ray cluster, or start one"
         hint = "give the address of its head node as HOST:PORT, and use the cluster's versions of Python and Ray"
-        raise UserError(f"--ray: cannot connect {target}: {_line(error)}; {hint}") from error
+        raise UserError(f"--ray: cannot connect {target}: {error_line(error)}; {hint}") from error
     resources = ray.cluster_resources()
     devices = ", ".join(f"{int(resources.get(name, 0))} {name}s" for name in ("CPU", "GPU"))
     info(f"using the Ray cluster with {len(ray.nodes())} nodes, {devices}")
-
-
-def _line(error: BaseException | None) -> str:
-    """Return an exception in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -16,16 +16,17 @@ from sd3_light.config import ModelConfig
 from sd3_light.config.base import CacheLocation, DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import Member, Unit
-from sd3_light.data.building.decode import CRASHED_DECODE, Decoded, DecodeTask, decode_images
+from sd3_light.data.building.decode import CRASHED_DECODE, Decoded, DecodeTask, NodeError, decode_images
 from sd3_light.data.building.workers import BatchPool
 from sd3_light.data.manifest import SHARDS
 from sd3_light.data.store import private_temp_folder
 from sd3_light.data.store.build_folder import UnitFiles, open_unit_folder
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
+from sd3_light.files import disk_error
 from sd3_light.runlog import quiet_libraries
 from sd3_light.stages.cache.local_builder import open_parts
-from sd3_light.stages.cache.ray_tasks import TaskPool
+from sd3_light.stages.cache.ray_tasks import TaskPool, error_line
 from sd3_light.stages.cache.recipe import recipe_of
 from sd3_light.stages.cache.unit_builder import UnitInProgress, decode_batches, distinct_captions, write_unit
 from sd3_light.system import machine, process_start
@@ -76,7 +77,13 @@ class ShardEncoder:
     def ready(self) -> str:
         """Return the name of this node. Raises a UserError if its encoders differ from those of the driver."""
         with self._named_errors():
-            self._prepare()
+            try:
+                self._prepare()
+            except UserError:
+                raise
+            except Exception as error:  # of a library: about this node's GPU, driver or installation
+                hint = "--debug shows the traceback"
+                raise UserError(f"cannot load the encoders: {error_line(error)}; {hint}") from error
             return self._node
 
     def _prepare(self) -> tuple[FrozenParts, Path]:
@@ -121,16 +128,22 @@ class ShardEncoder:
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
-        """Add the name of this node to user errors, which the driver reports."""
+        """Add the name of this node to user errors, which the driver reports. A full disk is one, not a poison unit."""
         try:
             yield
+        except NodeError:
+            raise
         except UserError as error:
             raise UserError(f"{error} (on the node {self._node})") from error
+        except OSError as error:
+            if (line := disk_error(error)) is None:
+                raise
+            raise UserError(f"{line} (on the node {self._node})") from error
 
     def _decoder(self, task: UnitTask) -> BatchPool[DecodeTask, Decoded]:
         # without spare CPUs more than two tasks would only take the encoder's own
         ahead = self._settings.decode_ahead if task.decode_cpus else 2
-        return TaskPool("decode images", decode_images, CRASHED_DECODE, ahead, task.decode_cpus)
+        return TaskPool("decode images", decode_images, CRASHED_DECODE, ahead, task.decode_cpus, [task.root])
 
 
 def _require_same_encoders(settings: EncoderSettings, memo: Path) -> None:

@@ -156,6 +156,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
             *(config, context.data, order, share, engine, preparer, prefetch_to, reads_data),
             times,
             context.resident,
+            context.by_segment,
         ),
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),

@@ -37,7 +37,8 @@ from sd3_light.training.sd3 import Noise
 class RunContext:
     """What the parts of a run share. Some settings of ``config`` may be those of the checkpoint that it resumes from.
 
-    ``start`` names the weights to start from, ``resident`` the cache if it is in memory.
+    ``start`` names the weights to start from, ``resident`` the cache if it is in memory. ``by_segment``: ranks get the
+    samples of different shards, so that each machine reads few of them.
     """
 
     loaded: LoadedConfig
@@ -53,6 +54,7 @@ class RunContext:
     resumed: Checkpoint | None
     noise: Noise
     resident: ResidentCache | None
+    by_segment: bool
 
     @property
     def stages(self) -> int:
@@ -137,8 +139,12 @@ def open_context(
     config = settings_in_force(with_position_step(train, start), resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
+    # one machine keeps the order in which earlier versions distributed samples
+    by_segment: bool = groups.decide_on_rank_0(lambda: launch.spans_machines)
     if resumed is None and reads_data and resident is None:
-        MicroBatches(data, order, share.rank, share.world, config.gradient_accumulation_steps).prefetch_step(0)
+        micro = config.gradient_accumulation_steps
+        MicroBatches(data, order, share.rank, share.world, micro, by_segment).prefetch_step(0)
     return RunContext(
-        loaded, config, start, launch, device, by_deepspeed, folder, groups, data, order, resumed, noise, resident
+        *(loaded, config, start, launch, device, by_deepspeed, folder, groups, data, order, resumed, noise, resident),
+        by_segment,
     )

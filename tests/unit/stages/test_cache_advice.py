@@ -1,7 +1,10 @@
 """What the cache stage says before it encodes: cut captions, images that fit badly, a VAE that does not fit."""
 
 import json
+import multiprocessing
+import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,10 @@ import pytest
 from PIL import Image
 
 from sd3_light.data.buckets import fits, misfit
+from sd3_light.data.building.decode import Decoded, DecodeTask, Probe, SampleLocation, decode_images, probe_images
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.stages import cache, check
-from sd3_light.stages.cache import advice
+from sd3_light.stages.cache import advice, local_builder, shard_builder
 from tests.project import Project
 
 WIDE = 'resolutions = [64]\n[[directory]]\npath = "images"\n'
@@ -107,6 +111,42 @@ def test_a_vae_that_does_not_fit_is_reported(
         printed,
     )
     assert "reconstructs" not in build(odd_project, capfd), "nothing was encoded"
+
+
+def crash() -> None:
+    assert multiprocessing.parent_process() is not None, "this would end the run"
+    os._exit(1)
+
+
+def decode_or_crash(tasks: Sequence[DecodeTask]) -> list[Decoded]:
+    if any(task.location.image.path.endswith("long.png") for task in tasks):
+        crash()
+    return decode_images(tasks)
+
+
+def probe_or_crash(locations: Sequence[SampleLocation]) -> list[Probe]:
+    if any(location.with_thumbnail and location.image.path.endswith("long.png") for location in locations):
+        crash()
+    return probe_images(locations)
+
+
+def test_an_image_that_crashes_its_decoder_is_left_out(
+    odd_project: Project, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (advice, local_builder, shard_builder):
+        monkeypatch.setattr(module, "decode_images", decode_or_crash, raising=False)
+    assert "the VAE reconstructs 5 images" in build(odd_project, capfd)
+    assert rejects(odd_project) == {"long.png": ("decoder_crashed", "")}
+
+
+def test_few_images_with_thumbnails_are_probed_by_other_processes(
+    odd_project: Project, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thumbnail is made of the decoded image, which can crash."""
+    monkeypatch.setattr("sd3_light.data.building.catalogue.probe_images", probe_or_crash)
+    odd_project.data(f'{WIDE}duplicates = "drop_similar"\n')
+    build(odd_project, capfd)
+    assert rejects(odd_project)["long.png"] == ("decoder_crashed", "while its header was read")
 
 
 def test_few_images_are_taken_from_as_many_units_as_possible() -> None:

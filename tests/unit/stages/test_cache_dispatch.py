@@ -52,7 +52,7 @@ class FakeWorkers:
         worker, current = self._running[first]
         if current.number in self.poison:
             self.lose(worker)
-        return [handle for handle in handles if handle in self._lost] or [first]
+        return [handle for handle in handles if handle in self._lost][:1] or [first]
 
     def lose(self, worker: int) -> None:
         """End a worker; its units fail together."""
@@ -101,6 +101,27 @@ def test_units_of_a_lost_worker_are_repeated() -> None:
     assert dispatch(UNITS, workers) == {}
     assert sorted(workers.built) == list(range(30))
     assert sum(workers.tries.values()) <= 30 + DEPTH
+
+
+@pytest.mark.parametrize(("count", "lost"), [(8, 8), (32, 24), (32, 32)])
+def test_many_workers_may_be_lost_at_once(count: int, lost: int) -> None:
+    workers = FakeWorkers(count)
+    waits = iter(range(1000))
+
+    def lose_many() -> None:
+        number = next(waits)
+        if number == 4:
+            for worker in range(lost):
+                workers.lose(worker)
+            workers.names = workers.names[lost:]
+        if number == 120:
+            workers.names += range(count, count + lost)
+
+    workers.on_wait = lose_many
+    units = [unit(number) for number in range(200)]
+    assert dispatch(units, workers) == {}
+    assert sorted(workers.built) == list(range(200))
+    assert max(workers.most) == count + lost - 1, "the new workers get units"
 
 
 def test_workers_may_come_late_and_grow() -> None:

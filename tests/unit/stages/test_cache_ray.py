@@ -1,6 +1,8 @@
 """The cache stage on a stand-in for Ray in this process; tests/distributed/test_ray_cache.py uses Ray itself."""
 
+import errno
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -47,6 +49,7 @@ def test_the_bytes_are_those_of_a_single_process(fresh_project: Project, cached_
     assert content(fresh_project) == content(cached_project)
     assert [(options["num_cpus"], options["num_gpus"]) for options in ray.actor_options] == [(1, 0), (1, 0)]
     assert {(options["name"], options["num_cpus"]) for options in ray.task_options} == {("decode images", 1)}
+    assert len(ray.remote_functions) == 1, "every remote function is stored by the cluster and by all its processes"
     assert (ray.num_killed, ray.connected) == (2, False)
     assert build(fresh_project).encoded == 0
 
@@ -106,11 +109,31 @@ def test_a_poison_unit_is_rejected_and_tried_again_by_the_next_run(
     assert content(fresh_project) == content(cached_project)
 
 
+def test_a_poison_unit_keeps_its_intact_shard(project: Project, ray: FakeRay) -> None:
+    """With --regenerate-cache units are built again whose shards can be used."""
+    before = content(project)
+    kept, lost, damaged = sorted((project.cache / "shards").glob("images*.safetensors"))[:3]
+
+    def crash(name: str, args: Sequence[Any]) -> None:
+        if name == "build" and args[0].unit.file in (kept.name, lost.name, damaged.name):
+            raise fake_ray.RayActorError("segmentation fault")
+
+    ray.before = crash
+    lost.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    report = build(project, regenerate=True)
+    after = content(project)
+    assert after[kept.name] == before[kept.name]
+    assert not {lost.name, damaged.name} & after.keys()
+    failed = [line for line in rejects(project) if line["reason"] == "shard_failed"]
+    assert 0 < len(failed) == 40 - report.counts["used"]
+
+
 def test_an_image_that_crashes_its_decoder_is_rejected(fresh_project: Project, ray: FakeRay) -> None:
     broken = sorted(fresh_project.images.glob("*.png"))[3]
 
     def crash(name: str, args: Sequence[Any]) -> None:
-        if name == "decode images" and any(task.location.image.path == str(broken) for task in args[0]):
+        if name == "decode images" and any(task.location.image.path == str(broken) for task in args[-1]):
             raise fake_ray.WorkerCrashedError("segmentation fault")
 
     ray.before = crash
@@ -150,7 +173,87 @@ def test_tasks_for_which_no_cpu_gets_free_share_those_of_others(ray: FakeRay, mo
     assert len(cancelled) == 2
 
 
+def test_only_encoders_that_were_never_ready_count_as_failed_starts(
+    ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sd3_light.stages.cache import ray_builder
+
+    def fail(name: str, args: Sequence[Any]) -> None:
+        raise fake_ray.RayActorError("the node was removed")
+
+    monkeypatch.setattr(ray_builder.ShardEncoder, "ready", lambda self: "node-1")
+    settings: Any = None
+    pool = ray_builder.ActorPool(settings, 12)
+    monkeypatch.setattr(ray_builder.ActorPool, "_num_cpus", 1)
+    lost = pool.ready(12)
+    assert len(lost) == 12
+    ray.before = fail
+    for actor in lost:
+        pool.restart(actor)
+    pool.ready(12)  # all twelve answers are errors
+    with pytest.raises(UserError, match="the encoders cannot start on the Ray cluster"):
+        pool.ready(12)
+
+
 # --- what stops the run ---------------------------------------------------------------------------
+
+
+def test_a_full_disk_of_a_node_is_not_a_poison_unit(
+    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sd3_light.stages.cache import ray_encoder
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/ray-1")
+
+    monkeypatch.setattr(ray_encoder, "open_unit_folder", full)
+    with pytest.raises(UserError, match=r"No space left on device \(/scratch/ray-1\); free.*\(on the node \S+\)"):
+        build(fresh_project)
+    assert not (fresh_project.cache / "rejects.jsonl").exists()
+
+
+def test_a_full_object_store_is_not_a_poison_unit(fresh_project: Project, ray: FakeRay) -> None:
+    def fill(name: str, args: Sequence[Any]) -> None:
+        if name == "decode images":
+            raise fake_ray.OutOfDiskError("the local object store is full")
+
+    ray.before = fill
+    with pytest.raises(UserError, match="cannot decode images: the object store of Ray and the disk of a node"):
+        build(fresh_project)
+
+
+@pytest.mark.parametrize(("task", "number"), [("probe images", 0), ("decode images", 0), ("decode images", 1)])
+def test_a_node_without_the_sources_is_named(
+    fresh_project: Project, ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, number: int
+) -> None:
+    """The first decode task is one of the driver, for the reconstructions; the others are those of encoders."""
+    monkeypatch.setattr("sd3_light.stages.cache.dataset_build.FEW_IMAGES", 10)
+    calls: Counter[str] = Counter()
+
+    def unmount(name: str, args: Sequence[Any]) -> None:
+        if name == task and calls[name] == number:
+            fresh_project.images.rename(tmp_path / "unmounted")
+        calls[name] += 1
+
+    ray.before = unmount
+    expected = r"/images does not exist on the node \S+; every node needs it at the same path$"
+    with pytest.raises(UserError, match=expected):
+        build(fresh_project)
+    assert calls[task] > number
+    assert not list(fresh_project.cache.glob("shards/*"))
+
+
+def test_any_error_of_a_start_names_the_node(
+    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sd3_light.stages.cache import ray_encoder
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("CUDA driver version\nis insufficient")
+
+    monkeypatch.setattr(ray_encoder, "open_parts", fail)
+    with pytest.raises(UserError, match=r"RuntimeError: CUDA driver version is insufficient.* \(on the node \S+\)$"):
+        build(fresh_project)
 
 
 def test_an_error_of_a_node_names_it(fresh_project: Project, ray: FakeRay, tmp_path: Path) -> None:

@@ -1,9 +1,19 @@
-"""Order facts: a position in the order means the same samples only if the facts are equal."""
+"""Order facts, which give positions in the order their meaning, and the distribution of samples to ranks."""
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.data.order import Segment, build_order
+from sd3_light.engines import Launch
+from sd3_light.engines.processes import ProcessGroups
+from sd3_light.model.start import where_weights_start
+from sd3_light.stages import train
+from sd3_light.stages.train.folder import RunFolder
 from sd3_light.training.data import order_facts
+from tests.project import Project
 
 SEGMENTS = [Segment(8), Segment(5, 1.5)]
 
@@ -31,3 +41,31 @@ def test_changes_of_the_order_change_its_facts() -> None:
     ]
     assert all(other != facts() for other in changed)
     assert len({str(other) for other in changed}) == len(changed)
+
+
+@pytest.mark.parametrize(("nodes", "by_segment"), [((4, 2), True), ((3, 3), True), ((6,), False)])
+def test_all_ranks_distribute_samples_in_the_same_way(
+    cached_project: Project, monkeypatch: pytest.MonkeyPatch, nodes: tuple[int, ...], by_segment: bool
+) -> None:
+    """With two pipeline stages a node can have as many processes as there are replicas."""
+    seen: list[tuple[int, bool]] = []
+
+    def batches(data: Any, order: Any, rank: int, world: int, micro: int, by_segment: bool = False) -> Any:
+        assert world == 3
+        seen.append((rank, by_segment))
+        return SimpleNamespace(prefetch_step=lambda step: None)
+
+    monkeypatch.setattr("sd3_light.training.data.MicroBatches", batches)  # reads samples
+    monkeypatch.setattr("sd3_light.stages.train.context.MicroBatches", batches)  # prefetches the first ones
+    monkeypatch.setattr("sd3_light.stages.train.context.start_process_group", lambda *_: ProcessGroups())
+    loaded = cached_project.load("pipeline_stages=2")
+    start = where_weights_start(loaded.train.model)
+    parts = SimpleNamespace(dropout=None, preparer=None)
+    state: Any = SimpleNamespace(engine=None, averages=None, module=parts, pipeline=parts)
+    locations = [(size, local_rank) for size in nodes for local_rank in range(size)]
+    for rank, (size, local_rank) in enumerate(locations):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(size))
+        launch = Launch(rank, local_rank, 6)
+        context = train.open_context(loaded, start, launch, RunFolder(loaded, False), None, True)
+        train._make_run(context, state, Progress(), None)
+    assert seen == [(rank % 3, by_segment) for rank in range(6) for _ in range(2)]
