@@ -225,7 +225,7 @@ class _FirstPass:
         report.earlier_runs += bool(report.segments)
         report.segments.clear()
         for events in (report.last, report.events, report.samples, self.evals, self.metrics):
-            events.clear()  # type: ignore[attr-defined]
+            events.clear()
         self.steps, self.first_line = 0, self.lines - 1
 
     def set_limits(self) -> None:
@@ -272,9 +272,8 @@ def _build_curves(path: Path, report: RunReport, counts: _FirstPass) -> None:
 def _second_pass(path: Path, counts: _FirstPass) -> Iterator[tuple[int, bytes, LogEvent]]:
     """Yield the last run's lines of the first pass; of very many steps most are scanned instead of parsed."""
     every, steps = max(1, counts.steps // MOST_PARSED), 0
-    for number, line in islice(
-        log_lines(path), counts.first_line, counts.lines
-    ):  # the run may have logged more meanwhile
+    lines = islice(log_lines(path), counts.first_line, counts.lines)  # the run may have logged more meanwhile
+    for number, line in lines:
         scanned = None
         if line.startswith(_STEP_PREFIX):
             steps += 1
