@@ -242,7 +242,7 @@ def test_a_damaged_local_table_is_fetched_again(s3: S3, tmp_path: Path, monkeypa
 def test_downloads_that_are_never_opened_take_bounded_memory(
     s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sd3_light.data.store._NUM_HASHED", 3)
+    monkeypatch.setattr("sd3_light.data.store._NUM_HASHED", 3, raising=False)
     store = RemoteStore(s3.put(cache), tmp_path / "kept", COUNT * SIZE)
     paths = [store.path(entry) for entry in store.manifest.shards]
     assert len(store._hashed) == 3
@@ -254,7 +254,7 @@ def test_a_retry_is_reported_once_in_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(protocols, "PAUSES_SEC", (0.0, 0.0))
-    monkeypatch.setattr(protocols, "_next_report", 0.0)
+    monkeypatch.setattr(protocols, "_next_report", 0.0, raising=False)
 
     def refuse(files: Any, path: str) -> None:
         raise ConnectionRefusedError("Connection refused")
