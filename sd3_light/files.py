@@ -55,10 +55,17 @@ def atomic_file(path: Path) -> Iterator[Path]:
 @contextmanager
 def atomic_unsynced_file(path: Path) -> Iterator[Path]:
     """Like `atomic_file`, for files that are cheap to lose: not flushed to disk, and an OSError is not converted."""
+    with scratch_file(path) as temporary:
+        yield temporary
+        os.replace(temporary, path)
+
+
+@contextmanager
+def scratch_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path next to ``path``, removed at the end unless it was renamed."""
     temporary = _hidden(path, ".tmp")
     try:
         yield temporary
-        os.replace(temporary, path)
     finally:
         with suppress(OSError):  # on a read-only disk it would hide the error of the block
             temporary.unlink(missing_ok=True)

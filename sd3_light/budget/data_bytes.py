@@ -83,20 +83,24 @@ def loader_bytes(
     latents: int = 0,
     read: int = 0,
     in_use: int = 1,
+    downloads: int = 0,
 ) -> Amount:
     """Return the host memory of one rank's loader, without interpreters.
 
     It holds the prefetched micro-batches, those of the step ``in_use`` and one being copied to a device. Each process
     that prepares them adds the ``read`` bytes of a micro-batch's samples, three times its ``latents`` (noise, the
-    posterior draw and intermediate values), malloc's cache, and the indices of ``open_shards`` shards.
+    posterior draw and intermediate values), malloc's cache, the indices of ``open_shards`` shards, and
+    the ``downloads`` in progress from a URL.
     """
     preparers, in_copy = max(1, workers), int(workers > 0)
     index = open_shard_bytes(shard_size)
     batches = workers * prefetch + in_use + in_copy
-    value = batches * prepared.value + preparers * (3 * latents + read + MALLOC_CACHE_BYTES + open_shards * index)
+    own = 3 * latents + read + MALLOC_CACHE_BYTES + open_shards * index + downloads
+    value = batches * prepared.value + preparers * own
     formula = (
         f"({workers} workers·{prefetch} prefetched + {in_use} in use + {in_copy} in copy)·micro-batch + {preparers}·"
         f"(3·{latents / MIB:.1f} MiB latents + {read / MIB:.1f} MiB read + 64 MiB malloc + "
-        f"{open_shards} open shards·{index / 1024:.1f} KiB)"
+        f"{open_shards} open shards·{index / 1024:.1f} KiB"
+        f"{f' + {downloads / MIB:.0f} MiB downloads' if downloads else ''})"
     )
     return Amount(value, formula)

@@ -1,7 +1,7 @@
 """Verbs for trained models: export, sample, evaluate."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -10,6 +10,10 @@ from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEn
 from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
+
+if TYPE_CHECKING:
+    from sd3_light.engines import Launch
+    from sd3_light.metrics.composition import CompositionScore
 
 
 @app.command(cls=Command)
@@ -103,35 +107,46 @@ def sample(
             suggest(("sample", model, *(prompt or ()), *given_options(context, "seed", "out"), *again))
 
 
+AgainstData = Annotated[
+    Path | None, typer.Option(metavar="DATA", help="Dataset TOML of true images to measure the models against.")
+]
+Features = Annotated[
+    Path | None,
+    typer.Option(
+        help="With --against: the folder of `sd3-light parts` (its judge), or a CLIP or vision model in "
+        "safetensors, by whose features images are compared."
+    ),
+]
+Cells = Annotated[
+    Path | None,
+    typer.Option(
+        help="With --against: JSON list of file, concept and style of each image, for the row of the same concept "
+        "in the nearest style; default: cells.json beside DATA, if it exists."
+    ),
+]
+AgainstPage = Annotated[
+    Path | None, typer.Option(help="With --against: write a page with images beside the true ones to this file.")
+]
+NumPrompts = Annotated[
+    int | None,
+    typer.Option(min=1, help="Number of prompts to draw; default: 96, with --against at most 1000 of DATA."),
+]
+ValidationConfig = Annotated[
+    Path | None,
+    typer.Option(help="Train TOML: compute the validation loss of its eval_datasets, without drawing images."),
+]
+
+
 @app.command(cls=Command)
 def evaluate(
     models: Annotated[
         list[Path], typer.Argument(metavar="MODEL...", help="Diffusers folders, or run folders: their newest exports.")
     ],
-    against: Annotated[
-        Path | None, typer.Option(metavar="DATA", help="Dataset TOML of true images to measure the models against.")
-    ] = None,
-    features: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --against: the folder of `sd3-light parts` (its judge), or a CLIP or vision model in "
-            "safetensors, by whose features images are compared."
-        ),
-    ] = None,
-    cells: Annotated[
-        Path | None,
-        typer.Option(
-            help="With --against: JSON list of file, concept and style of each image, for the row of the same concept "
-            "in the nearest style; default: cells.json beside DATA, if it exists."
-        ),
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option(help="With --against: write a page with images beside the true ones to this file.")
-    ] = None,
-    prompts: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of prompts to draw; default: 96, with --against at most 1000 of DATA."),
-    ] = None,
+    against: AgainstData = None,
+    features: Features = None,
+    cells: Cells = None,
+    page: AgainstPage = None,
+    prompts: NumPrompts = None,
     seen: Annotated[
         bool, typer.Option("--seen", help="Use combinations from training instead of held-out ones.")
     ] = False,
@@ -141,10 +156,7 @@ def evaluate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and noise.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 16,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Train TOML: compute the validation loss of its eval_datasets, without drawing images."),
-    ] = None,
+    config: ValidationConfig = None,
     lora: Annotated[
         list[str] | None, typer.Option(metavar="FILE[:STRENGTH]", help="A LoRA to score with; may be repeated.")
     ] = None,
@@ -158,42 +170,59 @@ def evaluate(
     relations?"""
     launch = init_process()
     from sd3_light.sampling.lora_stack import Lora
+    from sd3_light.stages import evaluate as stage
+    from sd3_light.stages.evaluate import against as measure
 
     loras = tuple(map(Lora.parse, lora or []))
+    _require_one_measure(models, against, features, config, against_only=(features, cells, page))
+    if against is not None and features is not None:
+        options = measure.AgainstOptions(prompts or 1000, steps, guidance, seed, batch, cells, loras)
+        Console().print(measure.run(models, against, features, options, out, page).table())
+        _report_written(out, page)
+    elif config is not None:
+        if lora:
+            raise UserError("--lora does not work with --config; merge it first: sd3-light lora merge")
+        _validate(config, set_, models[0], launch, out)
+    else:
+        if not demo:
+            stage.require_demo_world(models[0])
+        scores = stage.run(models[0], prompts or 96, not seen, language, steps, guidance, seed, batch, out, loras)
+        _report_scores(models[0], scores, seen, out)
+
+
+def _require_one_measure(
+    models: list[Path],
+    against: Path | None,
+    features: Path | None,
+    config: Path | None,
+    against_only: tuple[Path | None, ...],
+) -> None:
+    """Raise a UserError unless the options of `evaluate` belong to one of its three measures."""
     if against is not None:
         if config is not None:
             raise UserError("--against and --config measure different things; give one of them")
         if features is None:
             raise UserError("--against needs --features: the folder of `sd3-light parts`, or of a CLIP or vision model")
-        from sd3_light.stages.evaluate import against as measure
-
-        options = measure.AgainstOptions(prompts or 1000, steps, guidance, seed, batch, cells, loras)
-        Console().print(measure.run(models, against, features, options, out, page).table())
-        _report_written(out, page)
-        return
-    if features is not None or cells is not None or page is not None:
+    elif any(against_only):
         raise UserError("--features, --cells and --page belong to --against DATA; give it, or leave them out")
-    if len(models) > 1:
+    elif len(models) > 1:
         raise UserError("several models are compared with --against DATA; otherwise give one")
-    model = models[0]
-    if config is not None:
-        if lora:
-            raise UserError("--lora does not work with --config; merge it first: sd3-light lora merge")
-        from sd3_light.journeys import cache_then_validate
 
-        table = cache_then_validate(load_checked(config, set_), model, launch, out)
-        if launch.is_main:
-            Console().print(table)
-            _report_written(out)
-        return
+
+def _validate(config: Path, overrides: list[str] | None, model: Path, launch: "Launch", out: Path | None) -> None:
+    from sd3_light.journeys import cache_then_validate
+
+    table = cache_then_validate(load_checked(config, overrides), model, launch, out)
+    if launch.is_main:
+        Console().print(table)
+        _report_written(out)
+
+
+def _report_scores(model: Path, scores: "CompositionScore", seen: bool, out: Path | None) -> None:
     from sd3_light.journeys import score_table
-    from sd3_light.stages import evaluate as stage
 
-    if not demo:
-        stage.require_demo_world(model)
-    result = stage.run(model, prompts or 96, not seen, language, steps, guidance, seed, batch, out, loras)
-    of = "of combinations seen in training" if seen else "of held-out combinations"
-    Console().print(score_table({str(model): result}, of))
+    combinations = "of combinations seen in training" if seen else "of held-out combinations"
+    Console().print(score_table({str(model): scores}, combinations))
     _report_written(out)
 
 

@@ -18,7 +18,7 @@ import pyarrow as pa
 from sd3_light.config.faults import UserError
 from sd3_light.data.shard_table import ENTRY_FIELDS, ShardTable, column
 from sd3_light.data.shard_table import ShardEntry as ShardEntry
-from sd3_light.files import atomic_file, file_sha256, write_atomically
+from sd3_light.files import atomic_file, file_sha256, scratch_file, write_atomically
 from sd3_light.inputs import INDEX_BYTES, is_inner_path, parse_json, read_limited
 from sd3_light.system import available_memory
 
@@ -104,8 +104,8 @@ class Manifest:
         return Manifest.from_json(data, str(path))
 
     @staticmethod
-    def from_json(data: bytes, where: str, local: "Callable[[TableFile], Path] | None" = None) -> "Manifest":
-        """Parse the bytes of the manifest file ``where``. ``local`` returns the path of its table; None: beside it."""
+    def from_json(data: bytes, where: str, open_table: "Callable[[TableFile], ShardTable] | None" = None) -> "Manifest":
+        """Parse the bytes of the manifest file ``where``. ``open_table`` reads its table; None: the one beside it."""
         try:
             content = parse_json(data, object_hook=_as_entry)  # entries need less memory than millions of dicts
             if content["format"] not in (CACHE_FORMAT, TABLE_FORMAT):
@@ -118,14 +118,16 @@ class Manifest:
                 shards: Sequence[ShardEntry] = tuple(map(_require_entry, listed))
             else:
                 table = TableFile(**listed)
-                shards = _read_table(table, Path(where).with_name(table.file) if local is None else local(table))
+                shards = open_table(table) if open_table else read_table(table, Path(where).with_name(table.file))
             _require_entry(empty)
             _require_table(content, "recipe", object)
             _require_table(content, "counts", int)
             _require_table(content, "places", str)
             return Manifest(content["recipe"], shards, empty, content["counts"], content["places"])
         except (ValueError, LookupError, TypeError, pa.ArrowException) as error:  # not written by `save`
-            raise UserError(f"{where} is damaged ({error!r}); rebuild the cache with --regenerate-cache") from error
+            raise UserError(
+                f"{where} is damaged ({error!r}); `sd3-light cache CONFIG` writes it again and keeps finished shards"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,17 @@ def _table_name(sha256: str) -> str:
 
 def _write_table(folder: Path, table: ShardTable) -> TableFile:
     """Write a table under the name of its content."""
-    with atomic_file(folder / ".manifest.arrow") as temporary:
-        table.write(temporary)
-        digest = file_sha256(temporary)
-        described = TableFile(_table_name(digest), len(table), temporary.stat().st_size, digest)
-    os.replace(folder / ".manifest.arrow", folder / described.file)
+    with scratch_file(folder / "manifest.arrow") as draft:
+        table.write(draft)
+        digest = file_sha256(draft)
+        described = TableFile(_table_name(digest), len(table), draft.stat().st_size, digest)
+        with atomic_file(folder / described.file) as temporary:
+            os.replace(draft, temporary)
     return described
 
 
-def _read_table(file: TableFile, path: Path) -> ShardTable:
+def read_table(file: TableFile, path: Path) -> ShardTable:
+    """Read the table that a manifest names from ``path``; a ValueError if it has other bytes or is missing."""
     try:
         if path.stat().st_size != file.bytes or file_sha256(path) != file.sha256:
             raise ValueError(f"{path.name} has other bytes than those that were written")

@@ -13,7 +13,8 @@ is written last.
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
@@ -45,6 +46,7 @@ from sd3_light.data.sources.selection import matches_size
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
+from sd3_light.runlog import progress
 
 PLAN_VERSION = 2
 _UNITS_PER_BATCH = 64
@@ -231,11 +233,13 @@ class _Planner:
         self._catalogue, self._recipe, self._shard_size = catalogue, recipe, shard_size
         self._counts = PlanCounts()
         self._duplicates: TextIO
+        self._advance: Callable[[], None]
 
     def write(self, path: Path, listings: Sequence[Listing]) -> None:
         """Write the plan, counts last."""
         with (
             open_earlier_images() as earlier,
+            _comparison_bar(listings) as self._advance,
             atomic_file(path.with_suffix(_DUPLICATES)) as list_path,
             open(list_path, "w", encoding="utf-8") as self._duplicates,
             atomic_file(path) as temporary,
@@ -276,6 +280,7 @@ class _Planner:
         earlier: EarlierImages,
     ) -> Iterator[dict[str, Any]]:
         for position, row in enumerate(rows, start=first):
+            self._advance()
             if row.reason:
                 self._counts.rejected[row.reason] += 1
                 continue
@@ -308,6 +313,16 @@ class _Planner:
         line = {"key": row.key, "image": row.image, "kind": DUPLICATES[duplicate.kind], **names}
         self._duplicates.write(json.dumps(line, ensure_ascii=False) + "\n")
         return duplicate.is_dropped
+
+
+@contextmanager
+def _comparison_bar(listings: Sequence[Listing]) -> Iterator[Callable[[], None]]:
+    """Yield a function to call per row: it advances a bar if similar images are to be found, which takes time."""
+    if not any(listing.source.finds_similar for listing in listings):
+        yield lambda: None
+        return
+    with progress("comparing images", sum(listing.rows for listing in listings), "images") as bar:
+        yield bar.advance
 
 
 def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed]) -> dict[str, Any]:

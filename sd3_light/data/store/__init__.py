@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
@@ -18,6 +19,7 @@ from sd3_light.data.store.remote import download, load_remote_manifest
 
 _Opened = TypeVar("_Opened")
 _OPEN_TRIES = 8
+_NUM_HASHED = 1024  # shards that a process has downloaded but not opened yet, at most
 
 
 class ShardStore(Protocol):
@@ -85,14 +87,14 @@ class RemoteStore:
         _check_entries(self.manifest, f"{url}/{MANIFEST}")
         _check_limit(self.manifest, url, limit_bytes, window)
         self.disk = DiskCache(folder, limit_bytes)
-        self._hashed: set[tuple[str, int, int]] = set()
+        self._hashed: deque[tuple[str, int, int]] = deque(maxlen=_NUM_HASHED)
 
     def path(self, entry: ShardEntry) -> Path:
         """Return the shard in the local folder, fetched if necessary."""
 
         def fetch(file: BinaryIO) -> None:
             download(f"{self.url}/{SHARDS}/{entry.file}", entry, file)
-            self._hashed.add(_identity(entry, os.fstat(file.fileno())))
+            self._hashed.append(_identity(entry, os.fstat(file.fileno())))
 
         return self.disk.path(entry.sha256, entry.bytes, fetch)
 
@@ -100,7 +102,7 @@ class RemoteStore:
         """Return whether this process has downloaded this file; False when asked again."""
         try:
             self._hashed.remove(_identity(entry, status))
-        except KeyError:
+        except ValueError:
             return False
         return True
 

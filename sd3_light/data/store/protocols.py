@@ -1,6 +1,7 @@
 """Access to URLs through fsspec, with one-line errors instead of each library's exceptions.
 
-No state is kept between calls. fsspec creates one file system object per process, so forked workers are safe.
+No state is kept between calls, except the time of the next line about a retry. fsspec creates one file system object
+per process, so forked workers are safe.
 """
 
 import random
@@ -14,9 +15,13 @@ import fsspec
 from fsspec.registry import known_implementations, registry
 
 from sd3_light.config.faults import UserError
+from sd3_light.runlog import info
 
 PAUSES_SEC = (0.5, 2.0, 8.0, 30.0)
 """Mean delays before a failed request is repeated; a store that throttles needs seconds."""
+REPORT_EVERY_SEC = 10.0
+"""Time between two lines about repeated requests."""
+_next_report = 0.0
 _JITTER = random.SystemRandom()  # so that the processes of many machines do not return at the same moment
 
 _Result = TypeVar("_Result")
@@ -91,14 +96,26 @@ def remote_filesystem(url: str, action: str = "read") -> Iterator[tuple[Any, str
 
 def with_retries(url: str, call: Callable[[Any, str], _Result], action: str = "read") -> _Result:
     """Return ``call(file system, path)``; repeat it after growing pauses while the store cannot be reached."""
-    for pause in PAUSES_SEC:
+    for number, pause in enumerate(PAUSES_SEC, start=2):
         try:
             with remote_filesystem(url, action) as (files, path):
                 return call(files, path)
-        except RemoteUnreachable:
-            time.sleep(pause * _JITTER.uniform(0.5, 1.5))
+        except RemoteUnreachable as error:
+            pause *= _JITTER.uniform(0.5, 1.5)
+            problem = f"cannot {action} {url} ({_first_line(error.__cause__ or error)})"
+            _report_retry(f"{problem}; retrying in {pause:.0f} s ({number} of {len(PAUSES_SEC) + 1})")
+            time.sleep(pause)
     with remote_filesystem(url, action) as (files, path):
         return call(files, path)
+
+
+def _report_retry(line: str) -> None:
+    """Print why a request is repeated, at most once in `REPORT_EVERY_SEC`: a store that throttles rejects many."""
+    global _next_report
+    now = time.monotonic()
+    if now >= _next_report:
+        _next_report = now + REPORT_EVERY_SEC
+        info(line)
 
 
 def _open_filesystem(url: str) -> tuple[Any, str]:

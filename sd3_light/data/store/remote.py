@@ -7,6 +7,7 @@ import time
 from collections.abc import Generator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -14,14 +15,17 @@ from typing import IO, Any
 from weakref import WeakKeyDictionary
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.manifest import MANIFEST, Manifest, ShardEntry, TableFile
+from sd3_light.data.manifest import MANIFEST, Manifest, ShardEntry, TableFile, damaged_mark, read_table
+from sd3_light.data.shard_table import ShardTable
 from sd3_light.data.store.disk_cache import DiskCache, private_temp_folder
 from sd3_light.data.store.protocols import RemoteNotFound, RemoteUnreachable, remote_filesystem, with_retries
 
 RANGE_BYTES = 8 << 20
 """Bytes of one request of a download."""
 RANGES_IN_FLIGHT = 8
-"""Most requests of a process at a time. A download asks for half as many more, which start when others end."""
+"""Most requests of a process at a time."""
+RANGES_PER_DOWNLOAD = RANGES_IN_FLIGHT * 3 // 2
+"""Requests that a download has open; those above `RANGES_IN_FLIGHT` start when others end."""
 PAUSES_SEC = (0.5, 2.0)
 """Delays before a failed download is retried, after the retries of its requests."""
 # by the library's event loop: a forked process has its own
@@ -41,12 +45,25 @@ def load_remote_manifest(url: str, folder: Path | None = None) -> Manifest:
             f"no cache at {url}: {where} does not exist; build it with `sd3-light cache CONFIG`, or copy a folder there"
         ) from error
 
-    def fetch_table(table: TableFile) -> Path:
+    def open_table(table: TableFile) -> ShardTable:
         disk = DiskCache(folder or private_temp_folder(url), sys.maxsize)  # no reason to evict shards
-        source = f"{url}/{table.file}"
-        return disk.path(table.sha256, table.bytes, lambda file: download(source, table, file), ".arrow")
 
-    return Manifest.from_json(data, where, fetch_table)
+        def path() -> Path:
+            fetch = partial(download, f"{url}/{table.file}", table)
+            return disk.path(table.sha256, table.bytes, fetch, ".arrow")
+
+        try:
+            return read_table(table, path())
+        except ValueError:  # the local copy has been damaged or removed: fetch it again, once
+            damaged_mark(path()).touch()
+            return read_table(table, path())
+
+    return Manifest.from_json(data, where, open_table)
+
+
+def download_bytes(shard: int) -> int:
+    """Return the most memory that the download of a shard of that many bytes takes."""
+    return min(shard, RANGES_PER_DOWNLOAD * RANGE_BYTES)
 
 
 def download(url: str, entry: ShardEntry | TableFile, file: IO[bytes]) -> None:
@@ -106,7 +123,7 @@ def _ranges(url: str, size: int) -> Generator[tuple[int, bytes], None, None]:
     pending: dict[Future[bytes], tuple[int, int]] = {}
     try:
         while True:
-            for start in islice(starts, RANGES_IN_FLIGHT * 3 // 2 - len(pending)):
+            for start in islice(starts, RANGES_PER_DOWNLOAD - len(pending)):
                 # the last range asks for a byte more: a larger file is damaged
                 end = start + RANGE_BYTES if start + RANGE_BYTES < size else size + 1
                 pending[_begin(url, start, end)] = start, end

@@ -32,6 +32,8 @@ def _add_status(report: RunReport, table: Table) -> None:
         table.add_row("started", utc_time(begin["time"]))
         if "trains" in begin:
             table.add_row("trains", Text(str(begin["trains"])))
+        if report.earlier_runs:
+            table.add_row("earlier runs", f"{report.earlier_runs}, not shown")
         table.add_row("running time", f"{duration(report.seconds)}, {plural(len(report.resumes), 'resume')}")
 
 

@@ -83,11 +83,13 @@ class EvenSample:
 
 @dataclass
 class RunReport:
-    """A run according to its log. Steps that a resumed run repeated count once, as last logged."""
+    """The last run of a log. Steps that a resumed run repeated count once, as last logged."""
 
     folder: Path
     is_running: bool | None = None
     """Whether a process trains in the folder now; None where that is not known."""
+    earlier_runs: int = 0
+    """Runs of the same log before the last start, as after `train --restart`; nothing else here is theirs."""
     segments: list[RunSegment] = field(default_factory=list)
     last: dict[str, LogEvent] = field(default_factory=dict)
     """The last valid event of each kind."""
@@ -190,6 +192,7 @@ class _FirstPass:
     def __init__(self, report: RunReport) -> None:
         self.report = report
         self.lines = 0
+        self.first_line = 0
         self.steps = 0
         self.evals: Counter[tuple[str, str]] = Counter()
         self.metrics: Counter[tuple[str, str]] = Counter()
@@ -207,6 +210,8 @@ class _FirstPass:
         if kind == "metrics":
             self.metrics[_eval_key(event)] += 1
             return
+        if kind == "start":
+            self._forget_earlier_run()
         if kind in _SEGMENT_STARTS:
             self.report.segments.append(RunSegment(event, event["time"]))
         if kind == "sample":
@@ -215,12 +220,20 @@ class _FirstPass:
             self.report.events.setdefault(kind, EvenSample()).add(event)
         self.report.last[kind] = event
 
+    def _forget_earlier_run(self) -> None:
+        report = self.report
+        report.earlier_runs += bool(report.segments)
+        report.segments.clear()
+        for events in (report.last, report.events, report.samples, self.evals, self.metrics):
+            events.clear()
+        self.steps, self.first_line = 0, self.lines - 1
+
     def set_limits(self) -> None:
         """Limit each segment to the steps before every later segment."""
         limit = math.inf
         for segment in reversed(self.report.segments):
             segment.limit = limit
-            limit = min(limit, segment.begin.get("step", math.inf if segment.begin["event"] == "resume" else 0))
+            limit = min(limit, segment.begin.get("step", math.inf))
 
 
 def _build_curves(path: Path, report: RunReport, counts: _FirstPass) -> None:
@@ -257,9 +270,10 @@ def _build_curves(path: Path, report: RunReport, counts: _FirstPass) -> None:
 
 
 def _second_pass(path: Path, counts: _FirstPass) -> Iterator[tuple[int, bytes, LogEvent]]:
-    """Yield the lines of the first pass; of very many steps most are scanned instead of parsed."""
+    """Yield the last run's lines of the first pass; of very many steps most are scanned instead of parsed."""
     every, steps = max(1, counts.steps // MOST_PARSED), 0
-    for number, line in islice(log_lines(path), counts.lines):  # the run may have logged more meanwhile
+    lines = islice(log_lines(path), counts.first_line, counts.lines)  # the run may have logged more meanwhile
+    for number, line in lines:
         scanned = None
         if line.startswith(_STEP_PREFIX):
             steps += 1

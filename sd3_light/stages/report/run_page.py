@@ -35,6 +35,8 @@ def render_run_page(report: RunReport, grids: list[GridSeries], notes: list[str]
     """Return the page of a run; ``values`` are those of pages that `sd3-light ui` serves."""
     folder = report.folder
     config = _read_config(folder, notes)
+    if report.earlier_runs:
+        notes.append(f"The log also has {plural(report.earlier_runs, 'earlier run')}: only the last one is shown.")
     events, omitted = event_rows(report)
     return render_template(
         "report.html",

@@ -1,6 +1,7 @@
 """The training stage: from a cache to checkpoints and exports."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
-from sd3_light.stages.train.resume import Resume, is_own_checkpoint, load_checkpoint, rate_settings, require_start
+from sd3_light.stages.train.resume import (
+    Resume,
+    changed_keys,
+    is_own_checkpoint,
+    load_checkpoint,
+    rate_settings,
+    require_start,
+)
 from sd3_light.stages.train.train_state import TrainState, describe_start, make_train_state
 from sd3_light.training.background_saves import EXPORT, FOLDERS
 from sd3_light.training.best import restore_best
@@ -80,7 +88,8 @@ def run(
         state, resumed, options = make_train_state(context), context.resumed, resume or Resume()
         progress, window = Progress(), None
         if resumed is not None:
-            progress, window = load_checkpoint(resumed, state.engine, state.averages, context.order, options)
+            changes = changed_keys(replace(loaded, train=context.config), resumed)
+            progress, window = load_checkpoint(resumed, state.engine, state.averages, context.order, options, changes)
         if measurer is not None:
             measurer.resume(folder.path / "log.jsonl", progress.step)
             if launch.is_main:

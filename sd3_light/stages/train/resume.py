@@ -1,7 +1,8 @@
 """Resuming from a checkpoint: which one, with which settings, and what is loaded from it."""
 
 import shlex
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -17,8 +18,9 @@ from sd3_light.checkpoint.store import (
     restore_replaced,
     step_of,
 )
-from sd3_light.config import LoadedConfig, TrainConfig
+from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
 from sd3_light.config.faults import UserError
+from sd3_light.config.toml_file import read_toml
 from sd3_light.data.order import Order
 from sd3_light.engines import Engine
 from sd3_light.engines.protocol import PARAM_KIND
@@ -33,6 +35,7 @@ from sd3_light.training.sd3 import Noise
 _DAMAGED_REMEDY = (
     "restore one from a copy, resume from another with --resume-from PATH, or start from the beginning with --restart"
 )
+_MOST_CHANGES = 8
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
 
 
@@ -177,17 +180,51 @@ def with_position_step(config: TrainConfig, start: WeightsStart) -> TrainConfig:
     return config.model_copy(update={"model": model})
 
 
+def changed_keys(loaded: LoadedConfig, resumed: Checkpoint | None) -> list[str]:
+    """Return the keys whose values differ from the `config.toml` of the resumed run, as `key = new (was old)`."""
+    if resumed is None:
+        return []
+    table, _ = read_toml(resumed.path.parent.parent / "config.toml")
+    if table is None:  # the checkpoint was copied without its run
+        return []
+    before, now = _flat(table), _flat(tomllib.loads(resolved_toml(loaded)))
+    keys = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key) and key != "output_dir")
+    return [f"{key} = {_value(now, key)} (was {_value(before, key)})" for key in keys]
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _value(table: Mapping[str, Any], key: str) -> str:
+    return f"{table[key]!r:.80}" if key in table else "not set"
+
+
+def _listed(changes: Sequence[str]) -> str:
+    more = f" and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
+    return ", ".join(changes[:_MOST_CHANGES]) + more
+
+
 def load_checkpoint(
-    saved: Checkpoint, engine: Engine, averages: Averages, order: Order, resume: Resume
+    saved: Checkpoint, engine: Engine, averages: Averages, order: Order, resume: Resume, changes: Sequence[str] = ()
 ) -> tuple[Progress, Mapping[str, Any] | None]:
-    """Load a checkpoint into engine and averages; return the progress, and the log's window that the run continues."""
-    _require_model(saved, engine)
+    """Load a checkpoint into engine and averages; return the progress, and the log's window that the run continues.
+
+    ``changes`` are the `changed_keys`: an error that refuses them names them, and the others are reported.
+    """
+    changed = f"; the config has {_listed(changes)}" if changes else ""
+    _require_model(saved, engine, changed)
     before, now = saved.table("order"), order_facts(order)
     if before != now and not resume.reset_dataloader:
         raise UserError(
             f"{saved.path} was trained on another order of data ({_difference(before, now)}); restore it, or start "
-            "the data again with --reset-dataloader"
+            f"the data again with --reset-dataloader{changed}"
         )
+    if changes:
+        info(f"the config has changed since the checkpoint: {_listed(changes)}")
     saved.load_into(engine.like_weights(PARAM_KIND, engine.weights) if resume.reset_optimizer else engine.pieces())
     for name, track in averages.tracks.items():
         if saved.names(track_kind(name)):
@@ -202,11 +239,11 @@ def load_checkpoint(
     return progress, saved.facts["window"]
 
 
-def _require_model(saved: Checkpoint, engine: Engine) -> None:
+def _require_model(saved: Checkpoint, engine: Engine, changed: str) -> None:
     shapes = {name: saved.shapes[f"{PARAM_KIND}/{name}"] for name in saved.names(PARAM_KIND)}
     differing = sorted(name for name in {*shapes, *engine.shapes} if shapes.get(name) != engine.shapes.get(name))[:3]
     if differing:
-        raise UserError(f"{saved.path} is of another model (differs in {differing}); check [model] and freeze")
+        raise UserError(f"{saved.path} is of another model (differs in {differing}); check [model] and freeze{changed}")
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

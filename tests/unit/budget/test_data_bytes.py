@@ -117,6 +117,9 @@ def test_the_loader_holds_prefetched_used_and_prepared_batches() -> None:
     )
     more = loader_bytes(prepared, 2, 1, 512, open_shards(4, 3), latents=10, read=70, in_use=4)
     assert more.value == 7000 + 2 * (30 + 70 + malloc + 24 * open_shard_bytes(512))
+    remote = loader_bytes(prepared, 2, 1, 512, open_shards(4, 3), latents=10, read=70, in_use=4, downloads=5 << 20)
+    assert remote.value - more.value == 10 << 20
+    assert remote.formula.endswith(" + 5 MiB downloads)")
 
 
 def test_formulas_list_their_terms() -> None:

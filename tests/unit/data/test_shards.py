@@ -212,7 +212,9 @@ def test_another_format_is_rejected(tmp_path: Path, manifest: Manifest, other: i
 def test_a_damaged_manifest_is_reported(tmp_path: Path, content: bytes) -> None:
     assert CACHE_FORMAT == 2
     (tmp_path / MANIFEST).write_bytes(content)
-    with pytest.raises(UserError, match=rf"{tmp_path / MANIFEST} is damaged .*--regenerate-cache"):
+    with pytest.raises(
+        UserError, match=rf"{tmp_path / MANIFEST} is damaged .*`sd3-light cache CONFIG` writes it again"
+    ):
         Manifest.load(tmp_path)
     with pytest.raises(UserError, match=r"s3://there is damaged"):
         Manifest.from_json(content, "s3://there")

@@ -3,6 +3,7 @@
 import io
 import re
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from sd3_light.model.start import where_weights_start
 from sd3_light.stages import check
 from sd3_light.stages.check import RunEstimate, estimate_run, render
 from sd3_light.stages.check import count as count_module
+from sd3_light.stages.check import estimate as estimate_module
 from tests.project import Project
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
@@ -220,6 +222,18 @@ def test_every_layout_is_described(files: Any) -> None:
     assert "because parallel = " in screen(4, top='parallel = "fsdp2"')
     assert "DeepSpeed (--deepspeed), ZeRO-3" in screen(4, True, "zero_stage = 3")
     assert "zero_stage = 1 has nothing to shard on one GPU" in screen(1, True)
+
+
+def test_a_cache_at_a_url_adds_its_downloads(files: Any) -> None:
+    files.image("a.png", 64, 64)
+    loaded = files.load(top="num_dataloader_workers = 2\nsd3_shard_size = 1000000")
+    local = estimated(loaded).data
+    remote = replace(local, cache_dir="s3://bucket/cache")
+    more = [estimate_module._loader(loaded.train, data, 1)[0].value for data in (local, remote)]
+    assert more[1] - more[0] == 2 * 3 * 12 * (8 << 20)  # workers, downloads, ranges
+    few = loaded.train.model_copy(update={"sd3_shard_size": 1})
+    shard = round(max(row.read / row.micro_batch for row in local.rows))
+    assert estimate_module._downloads(few, remote) == 3 * shard
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -79,6 +80,33 @@ def test_steps_that_a_resumed_run_repeats_count_once_as_last_logged(write: Write
 def test_a_new_start_discards_the_steps_before(write: Write) -> None:
     folder = write([event("start", 0, step=0), step(1, 1.0), step(2, 1.0), event("start", 9, step=0), step(1, 2.0)])
     assert loss_of(folder) == [(1, 2.0)]
+
+
+def test_nothing_of_an_earlier_run_is_shown(write: Write) -> None:
+    """After `train --restart` the log has two runs."""
+    earlier = [
+        event("start", 0, step=0, total=9),
+        step(1, 1.0),
+        event("eval", 1, step=0, set="held", weights="raw", flow=1.0),
+        event("metrics", 1, step=0, set="held", weights="raw", kid={"value": 1.0}),
+        event("sample", 1, step=1, weights="ema", file="samples/step-1.png"),
+        event("checkpoint", 1, step=1, file="step-1"),
+        event("resume", 50, step=1, total=9),
+        event("stop", 60, step=1, reason="SIGTERM"),
+    ]
+    report = stage.run(write([*earlier, event("start", 100, step=0, total=9), step(1, 2.0)]))
+    assert (report.resumes, len(report.segments)) == ([], 1)
+    assert (report.samples, report.evals, report.metrics) == ({}, {}, {})
+    assert set(report.events) == {"start"}
+    assert set(report.last) == {"start", "step"}
+    assert report.status == "at step 1; running, or killed"
+    assert report.earlier_runs == 1
+    text = table_text(report.folder)
+    assert re.search(r"earlier runs\s+│ 1, not shown", text)
+    assert "step-1" not in text
+    stage.write_run_page(report.folder, report.folder / "page.html")
+    page = (report.folder / "page.html").read_text(encoding="utf-8")
+    assert "The log also has 1 earlier run: only the last one is shown." in page
 
 
 def test_evaluations_are_separate_by_set_and_weights(write: Write) -> None:

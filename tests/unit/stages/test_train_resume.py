@@ -10,14 +10,16 @@ from torch import Tensor
 
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name, keep_newest
-from sd3_light.config import EmaConfig
+from sd3_light.config import EmaConfig, load_config, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.data.order import Segment, build_order
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.optim.ema import Averages
-from sd3_light.stages.train.resume import Resume, _difference, choose_checkpoint, load_checkpoint
+from sd3_light.stages.train.resume import Resume, _difference, changed_keys, choose_checkpoint, load_checkpoint
 from sd3_light.training.data import order_facts
 from tests.checkpoints import write_checkpoint
+
+MODEL = '[model]\ndiffusers_path = "folder"\ntrain_type = "sd3_light_pretrain"\n'
 
 
 def write_run(folder: Path, *steps: int) -> Path:
@@ -193,6 +195,32 @@ class OneWeight:
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         yield TensorPiece(f"{kind}/w", held["w"], 0, (2,))
+
+
+def test_keys_that_differ_from_the_resumed_run_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "train.toml"
+    for path, text in {config: "", tmp_path / "other.toml": "seed = 7\nlogging_steps = 3\n"}.items():
+        path.write_text(f'output_dir = "run"\ndataset = "data.toml"\nepochs = 1\n{text}{MODEL}', encoding="utf-8")
+    (tmp_path / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n', encoding="utf-8")
+    order = build_order(0, [([Segment(8, 1.0)], 4)])
+    facts = {"order": order_facts(order), "progress": {"step": 3, "samples": 12, "skipped": 0, "position": 3}}
+    folder = tmp_path / "run" / "checkpoints"
+    saved = open_checkpoint(
+        write_checkpoint(folder, 3, {"param/w": torch.tensor([5.0, 7.0])}, {**facts, "window": None})
+    )
+    other = load_config(tmp_path / "other.toml")
+    assert changed_keys(other, saved) == [], "a checkpoint without its run"
+    (tmp_path / "run" / "config.toml").write_text(resolved_toml(load_config(config)), encoding="utf-8")
+    assert changed_keys(load_config(config), saved) == changed_keys(other, None) == []
+    changes = changed_keys(other, saved)
+    assert changes == ["logging_steps = 3 (was 1)", "seed = 7 (was 0)"]
+    engine: Any = OneWeight()
+    averages = Averages(engine.weights, EmaConfig())
+    load_checkpoint(saved, engine, averages, order, Resume(), changes)
+    line = "the config has changed since the checkpoint: logging_steps = 3 (was 1), seed = 7 (was 0)"
+    assert line in capfd.readouterr().err.splitlines()
+    with pytest.raises(UserError, match=r"another order of data .*; the config has .*seed = 7 \(was 0\)"):
+        load_checkpoint(saved, engine, averages, build_order(7, [([Segment(8, 1.0)], 4)]), Resume(), changes)
 
 
 def test_an_average_that_the_checkpoint_lacks_starts_from_its_weights(tmp_path: Path) -> None:

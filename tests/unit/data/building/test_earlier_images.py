@@ -1,4 +1,4 @@
-"""Images that equal an earlier one or are similar to it: the grid finds exactly the pairs that comparing all would."""
+"""Images that equal an earlier one or are similar to it: exactly the pairs that comparing all would find."""
 
 import io
 from dataclasses import replace
@@ -45,21 +45,55 @@ def thumbnail_of(image: Image.Image, suffix: str = "png", **options: int) -> byt
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32), spread=st.sampled_from([2, 12, 13, 24, 25, 60]))
-def test_the_grid_finds_the_same_pairs_as_comparing_all(seed: int, spread: int) -> None:
+def test_the_tree_finds_the_same_pairs_as_comparing_all(seed: int, spread: int) -> None:
     rng = np.random.default_rng(seed)
     shape = THUMBNAIL_SIDE, THUMBNAIL_SIDE, 3
     centres = rng.choice([0, 31, 32, 128, 243, 255], (3, *shape))
     pixels = (centres[rng.integers(0, 3, 40)] + rng.integers(-spread, spread + 1, (40, *shape)) // 2).clip(0, 255)
-    # differences of exactly the tolerance, and one more, over the whole image: the edge of the grid's reach
+    # differences of exactly the tolerance, and one more, over the whole image: the edge of a leaf's reach
     pixels[1], pixels[2] = (pixels[0] + TOLERANCE).clip(0, 255), (pixels[0] + TOLERANCE + 1).clip(0, 255)
     thumbnails = pixels.astype(np.uint8).reshape(40, -1)
     kept: list[int] = []
-    with open_earlier_images() as images:
+    with pytest.MonkeyPatch.context() as monkeypatch, open_earlier_images() as images:
+        monkeypatch.setattr("sd3_light.data.building.thumbnail_tree.LEAF_ROWS", 4)
+        monkeypatch.setattr("sd3_light.data.building.thumbnail_tree._MIN_FREE", 2)
         for number, thumbnail in enumerate(thumbnails):
             expected = next((other for other in kept if are_similar(thumbnail, thumbnails[other])), None)
             duplicate = images.add(row(number, thumbnail.tobytes()), DIRECTORY)
             assert (duplicate and duplicate.first) == (None if expected is None else row(expected, b"").key)
             kept += [number] if duplicate is None else []
+
+
+def test_images_on_a_flat_background_are_compared_with_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As icons on white: most of their block means are equal."""
+    rng, side, count = np.random.default_rng(0), THUMBNAIL_SIDE, 1500
+    thumbnails = np.full((count, side, side, 3), 255, np.uint8)
+    for thumbnail, row_, column, colour in zip(
+        thumbnails, *rng.integers(0, side - 1, (2, count)), rng.integers(0, 200, (count, 3)), strict=True
+    ):
+        thumbnail[row_ : row_ + 2, column : column + 2] = colour
+    compared = 0
+
+    def counted(thumbnail: np.ndarray, others: np.ndarray) -> np.ndarray:
+        nonlocal compared
+        compared += len(others)
+        return are_similar(thumbnail, others)
+
+    monkeypatch.setattr("sd3_light.data.building.earlier_images.are_similar", counted)
+    with open_earlier_images() as images:
+        for number, thumbnail in enumerate(thumbnails):
+            images.add(row(number, thumbnail.tobytes()), DIRECTORY)
+    assert compared < count * 350
+
+
+def test_leaves_that_no_colour_divides_still_find_every_pair() -> None:
+    """Noise on a flat background: no limit separates them, so leaves grow beyond their size."""
+    rng = np.random.default_rng(0)
+    thumbnails = rng.integers(120, 137, (700, 3 * THUMBNAIL_SIDE**2), dtype=np.uint8)
+    with open_earlier_images() as images:
+        assert {images.add(row(n, thumbnail.tobytes()), DIRECTORY) for n, thumbnail in enumerate(thumbnails)} == {None}
+        copies = [images.add(row(1000 + n, thumbnails[n].tobytes()), DIRECTORY) for n in range(0, 700, 50)]
+    assert [copy and copy.first for copy in copies] == [f"images#0/{n}.png" for n in range(0, 700, 50)]
 
 
 def test_the_tolerance_applies_to_every_colour() -> None:

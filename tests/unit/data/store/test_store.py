@@ -225,6 +225,47 @@ def test_the_table_of_a_manifest_is_fetched_once(s3: S3, tmp_path: Path, monkeyp
     assert s3.log.gets(f"{url.removeprefix('s3:/')}/{table.name}") == 3
 
 
+def test_a_damaged_local_table_is_fetched_again(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_module, "TABLE_SHARDS", 3)
+    made = make_cache(tmp_path / "cache")
+    url, kept = s3.put(tmp_path / "cache"), tmp_path / "kept"
+    load_remote_manifest(url, kept)
+    (table,) = kept.glob("*.arrow")
+    table.write_bytes(b"x" * table.stat().st_size)
+    assert set(load_remote_manifest(url, kept).shards) == set(made.shards)
+    assert not list(kept.glob("*.damaged"))
+    requests = len(s3.log.lines)
+    load_remote_manifest(url, kept)
+    assert not any(".arrow" in line for line in s3.log.lines[requests:])
+
+
+def test_downloads_that_are_never_opened_take_bounded_memory(
+    s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sd3_light.data.store._NUM_HASHED", 3, raising=False)
+    store = RemoteStore(s3.put(cache), tmp_path / "kept", COUNT * SIZE)
+    paths = [store.path(entry) for entry in store.manifest.shards]
+    assert len(store._hashed) == 3
+    assert store.was_just_hashed(store.manifest.shards[-1], paths[-1].stat())
+    assert not store.was_just_hashed(store.manifest.shards[0], paths[0].stat())
+
+
+def test_a_retry_is_reported_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(protocols, "PAUSES_SEC", (0.0, 0.0))
+    monkeypatch.setattr(protocols, "_next_report", 0.0, raising=False)
+
+    def refuse(files: Any, path: str) -> None:
+        raise ConnectionRefusedError("Connection refused")
+
+    for _ in range(2):
+        with pytest.raises(UserError, match="cannot read memory://cache"):
+            protocols.with_retries("memory://cache", refuse)
+    line = "cannot read memory://cache (Connection refused); retrying in 0 s (2 of 3)"
+    assert capsys.readouterr().err.splitlines() == [line]
+
+
 def test_a_cached_shard_is_not_fetched_again(s3: S3, cache: Path, tmp_path: Path) -> None:
     url = s3.put(cache)
     for _ in range(2):  # a second run reuses the files of the first
