@@ -11,6 +11,7 @@ from sd3_light.config.load import FOLDER_RESOLUTION
 from sd3_light.runlog import info
 
 if TYPE_CHECKING:
+    from sd3_light.config.base import DataLocation
     from sd3_light.stages.parts import PartsResult
 
 
@@ -103,11 +104,19 @@ def _suggest_training(data: Path, out: Path, result: "PartsResult") -> None:
     """Print how to train a denoiser on the parts."""
     from sd3_light.model.pipeline_folder import tokenizer_length
 
-    first, *others = result.dataset.directories
+    paths = [directory.path for directory in result.dataset.directories]
+    first, *others = _joined(paths)
     size = [] if result.resolution == FOLDER_RESOLUTION else ["--resolution", str(result.resolution)]
-    suggest(("new", "icons", "--data", first.path, "--model", out, *size))
+    suggest(("new", "icons", "--data", first, "--model", out, *size))
     if others:
         info(f"  then add the other directories of {data} to icons_data.toml")
     keys = f'train_type = "sd3_light_pretrain", diffusers_path = "{out}"'
     length = tokenizer_length(out / "tokenizer_3")
     info(f"or in another train TOML: [model] {keys}, t5_max_length = {length}, and [model.shape]")
+
+
+def _joined(paths: "list[DataLocation]") -> "list[DataLocation]":
+    """Return the parent folder in place of all its subfolders."""
+    parent = Path(paths[0]).parent
+    subfolders = [str(child) for child in parent.iterdir() if child.is_dir()] if parent.is_dir() else []
+    return [parent] if len(paths) > 1 and sorted(map(str, paths)) == sorted(subfolders) else paths
