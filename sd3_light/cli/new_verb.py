@@ -82,7 +82,7 @@ def _ask(kind: str | None, data: str | None, model: str | None) -> tuple[str, st
             typer.echo(f"  {name:<9} {record.description}")
         kind = _prompt("What do you want to train?", _kind_problem, default="lora")
     data = data or _prompt("Folder of captioned images", _data_problem)
-    default = None if kind == "icons" else KINDS[kind].model  # icons train with parts of their own
+    default = None if kind == "icons" else KINDS[kind].model  # icons need trained parts
     return kind, data, model or typer.prompt("SD3 folder, or a model on the hub", default=default)
 
 
