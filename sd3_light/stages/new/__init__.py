@@ -75,7 +75,7 @@ def run(
     processes = max(1, len(gpus))
     cpu = None if gpus else kind.cpu
     first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, processes))
-    first = replace(first, layers=cpu and cpu.layers)
+    first = replace(first, layers=None if cpu is None else cpu.layers)
     with TemporaryDirectory() as folder:
         loaded = _load(kind, first, Path(folder))
         values = replace(first, prompts=tuple(_prompts(loaded)))  # sampling takes memory too
