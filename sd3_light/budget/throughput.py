@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 from sd3_light.budget.device_peaks import peak_flops
 
+CPU_CORE_FLOPS = 20e9
+"""Assumed FLOP/s of training in float32 per CPU core; cores differ several times."""
+
 
 class MeasuredSpeed(NamedTuple):
     """Words that a GPU's name contains, the kind of its blocks, and what was measured."""

@@ -87,6 +87,11 @@ class TrainingSetup:
         """Micro-batches of this stage that wait for their backward pass (one-forward-one-backward schedule)."""
         return min(self.accumulation, self.stages - self.stage)
 
+    @property
+    def block_kind(self) -> str:
+        """The kind of the joint blocks on GPUs: fast, compiled or stock."""
+        return "fast" if self.fast else "compiled" if self.compiled else "stock"
+
     # --- the layers of this stage --------------------------------------------------------------
 
     @cached_property

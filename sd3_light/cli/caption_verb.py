@@ -6,12 +6,13 @@ from typing import Annotated
 import typer
 
 from sd3_light.cli.app import Command, app
-from sd3_light.cli.process import command_line, continued_by, echo, init_process
+from sd3_light.cli.process import command_line, continued_by, echo, given_options, init_process
 
 
 @app.command(cls=Command)
 def caption(
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="The dataset TOML.")],
+    context: typer.Context,
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="Folder of images, or a dataset TOML.")],
     model: Annotated[
         str,
         typer.Option(metavar="FOLDER_OR_ID", help="An image-text-to-text model: a folder, or OWNER/NAME on the hub."),
@@ -32,7 +33,7 @@ def caption(
 
     prompts = tuple(prompt) if prompt else (stage.PROMPT,)
     options = stage.CaptionOptions(prompts, captions, max_tokens, temperature, seed, dtype, batch)
-    with continued_by(command_line("caption", data, "--model", model) + " with the same options"):
+    with continued_by(command_line("caption", data, *given_options(context, "restart"))):
         for table in stage.run(data, model, options, out, restart):
             echo(f"wrote {table}")
     if out is not None:

@@ -12,6 +12,7 @@ from sd3_light.cli.process import command_line, echo, suggest
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import info
+from sd3_light.system import Gpu, usable_cores, visible_gpus
 
 if TYPE_CHECKING:
     from sd3_light.stages.new import NewProject
@@ -32,7 +33,7 @@ def new(
         typer.Option(
             metavar="FOLDER_OR_ID",
             help="SD3 folder, or a model on the Hugging Face hub (default: SD3.5 medium, which is downloaded; for "
-            "`pretrain` and `icons` the encoders of SD3 medium).",
+            "`pretrain` the encoders of SD3 medium; `icons` needs one: the folder of `sd3-light parts`).",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the new files.")] = Path(),
@@ -47,7 +48,6 @@ def new(
     """Write the train and dataset TOMLs of a project, with a batch size that fits the GPU. Asks for KIND and data on a
     terminal."""
     from sd3_light.stages import new as stage
-    from sd3_light.system import Gpu, visible_gpus
 
     kind, data, model = _ask(kind, data, model)
     gpus = visible_gpus() if gpu_memory is None else [Gpu("the GPU", int(gpu_memory * 2**30))]
@@ -82,7 +82,8 @@ def _ask(kind: str | None, data: str | None, model: str | None) -> tuple[str, st
             typer.echo(f"  {name:<9} {record.description}")
         kind = _prompt("What do you want to train?", _kind_problem, default="lora")
     data = data or _prompt("Folder of captioned images", _data_problem)
-    return kind, data, model or typer.prompt("SD3 folder, or a model on the hub", default=KINDS[kind].model)
+    default = None if kind == "icons" else KINDS[kind].model  # icons need trained parts
+    return kind, data, model or typer.prompt("SD3 folder, or a model on the hub", default=default)
 
 
 def _prompt(question: str, problem_of: Callable[[str], str | None], default: str | None = None) -> str:
@@ -115,6 +116,7 @@ def _report(project: "NewProject") -> None:
     size = f"{project.images:,} images at {project.resolution} px"
     steps = f"{project.steps:,} steps of {plan.samples_per_step} samples"
     echo(f"wrote {project.train_toml} and {project.data_toml}: {size}, {steps}")
+    info(f"time: {_time(project)}")
     if plan.needed is None or plan.available is None:
         info("no GPU is visible: the batch size is for a CPU; --gpu-memory 24 plans for a GPU of 24 GiB elsewhere")
         return
@@ -126,3 +128,15 @@ def _report(project: "NewProject") -> None:
         info(
             f"does not fit: {memory}; give a smaller --resolution or --model, or use several GPUs (docs/multi-node.md)"
         )
+
+
+def _time(project: "NewProject") -> str:
+    from sd3_light.budget.throughput import CPU_CORE_FLOPS
+    from sd3_light.pages.formats import duration
+
+    if project.seconds is None:
+        return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"
+    text = f"about {duration(project.seconds)} of training steps"
+    if project.plan.needed is not None:
+        return f"{text}, from measurements on this kind of GPU"
+    return f"{text} on {usable_cores()} CPU cores, at an assumed {CPU_CORE_FLOPS / 1e9:.0f} GFLOP/s per core"

@@ -1,17 +1,26 @@
 """The verb `parts`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from sd3_light.cli.app import Command, app
-from sd3_light.cli.process import command_line, continued_by, echo, init_process
+from sd3_light.cli.process import command_line, continued_by, echo, given_options, init_process, suggest
+from sd3_light.config.load import FOLDER_RESOLUTION
+from sd3_light.runlog import info
+
+if TYPE_CHECKING:
+    from sd3_light.config.base import DataLocation
+    from sd3_light.stages.parts import PartsResult
 
 
 @app.command(cls=Command)
 def parts(
-    data: Annotated[Path, typer.Argument(metavar="DATA", help="The dataset TOML: images and captions.")],
+    context: typer.Context,
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA", help="Folder of captioned images (used at 128 px), or a dataset TOML.")
+    ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the parts; an unfinished one is continued.")],
     only: Annotated[str | None, typer.Option(help="Train one part: `vae` or `text`.")] = None,
     vae_size: Annotated[str, typer.Option(help="`tiny`, `small` or `medium`.")] = "small",
@@ -72,5 +81,42 @@ def parts(
         stop_after=stop_after,
     )
     stage.check_options(options)
-    with continued_by(command_line("parts", data, out) + " with the same options"):
-        echo(f"wrote {stage.run(data, out, options)}")
+    with continued_by(command_line("parts", data, out, *given_options(context))):
+        result = stage.run(data, out, options)
+    if result.trained:
+        echo(f"wrote {out}: {' and '.join(result.trained)}")
+    else:
+        _report_complete(data, out, only)
+    if result.missing:
+        missing = ("--only", result.missing[0])
+        suggest(("parts", data, out, *given_options(context, "only"), *missing))
+        return
+    _suggest_training(data, out, result)
+
+
+def _report_complete(data: Path, out: Path, only: str | None) -> None:
+    subject = out if only is None else f"the {only} part of {out}"
+    further = command_line("parts", data, "NEW", "--init", out)
+    info(f"{subject} is complete: nothing was trained; its VAE is trained further by: {further}")
+
+
+def _suggest_training(data: Path, out: Path, result: "PartsResult") -> None:
+    """Print how to train a denoiser on the parts."""
+    from sd3_light.model.pipeline_folder import tokenizer_length
+
+    paths = [directory.path for directory in result.dataset.directories]
+    first, *others = _joined(paths)
+    size = [] if result.resolution == FOLDER_RESOLUTION else ["--resolution", str(result.resolution)]
+    suggest(("new", "icons", "--data", first, "--model", out, *size))
+    if others:
+        info(f"  then add the other directories of {data} to icons_data.toml")
+    keys = f'train_type = "sd3_light_pretrain", diffusers_path = "{out}"'
+    length = tokenizer_length(out / "tokenizer_3")
+    info(f"or in another train TOML: [model] {keys}, t5_max_length = {length}, and [model.shape]")
+
+
+def _joined(paths: "list[DataLocation]") -> "list[DataLocation]":
+    """Return the parent folder in place of all its subfolders."""
+    parent = Path(paths[0]).parent
+    subfolders = [str(child) for child in parent.iterdir() if child.is_dir()] if parent.is_dir() else []
+    return [parent] if len(paths) > 1 and sorted(map(str, paths)) == sorted(subfolders) else paths

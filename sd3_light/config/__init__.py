@@ -2,7 +2,7 @@
 
 from sd3_light.config.base import CacheLocation, Resolution
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
-from sd3_light.config.load import LoadedConfig, load_config, load_dataset, resolved_toml
+from sd3_light.config.load import LoadedConfig, load_config, load_dataset, load_images, resolved_toml
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
 from sd3_light.config.schema_tables import (
     DEFAULT_GUIDANCE,
@@ -37,6 +37,7 @@ __all__ = [
     "batch_size_for",
     "load_config",
     "load_dataset",
+    "load_images",
     "resolve_size",
     "resolved_toml",
     "size_from_transformer_config",

@@ -12,7 +12,7 @@ import tomli_w
 from sd3_light.config.base import CacheLocation, absolute_path, walk_tables
 from sd3_light.config.cross_checks import adapter_faults, run_cross_checks
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
-from sd3_light.config.load_dataset import load_directories
+from sd3_light.config.load_dataset import directory_from_arguments, load_directories
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
 from sd3_light.config.schema_tables import AdapterConfig
 from sd3_light.config.schema_train import ALIASES, BatchSize, TrainConfig, named_entry
@@ -21,6 +21,8 @@ from sd3_light.config.toml_file import SET, apply_overrides, read_toml
 from sd3_light.config.unsupported import pop_unsupported
 from sd3_light.config.validation import check_table, format_value, is_secret_key, looks_like
 
+FOLDER_RESOLUTION = 128
+"""Side in pixels of a folder's images where no dataset TOML says another: that of the icons recipe."""
 # Values that let the cross checks run when required keys are missing or faulty.
 _PLACEHOLDERS = {"output_dir": "missing", "dataset": "missing.toml"}
 
@@ -76,6 +78,15 @@ def load_dataset(path: str | Path) -> DatasetConfig:
     if faults:
         raise ConfigFaults(faults)
     return DatasetConfig(path, path.with_suffix(".cache"), directories)
+
+
+def load_images(path: str | Path) -> DatasetConfig:
+    """Read a dataset TOML, or take a folder of captioned images as a dataset of 128 px."""
+    path = Path(os.path.abspath(path))
+    if not path.is_dir():
+        return load_dataset(path)
+    values = {"path": str(path), "resolutions": [FOLDER_RESOLUTION], "skip_empty_caption": True}
+    return DatasetConfig(path, path.with_suffix(".cache"), (directory_from_arguments(values, str(path)),))
 
 
 def _name_origin(fault: Fault, file: str, set_keys: set[str]) -> Fault:

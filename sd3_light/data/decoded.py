@@ -1,6 +1,6 @@
 """The images of a dataset, decoded into memory at the dataset's sizes."""
 
-from collections import Counter
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,10 @@ from sd3_light.data.building.catalogue import Catalogue, make_sources, sample_lo
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import CRASHED_DECODE, decode_images
 from sd3_light.data.building.workers import WorkerPool
+from sd3_light.data.manifest import REJECTS_FILE
 from sd3_light.data.preprocess import PREPROCESS_VERSION, Pixels
+from sd3_light.data.rejects import Rejects, reject_line
+from sd3_light.files import write_atomically
 from sd3_light.runlog import info, progress
 
 _SHARD, _BATCH = 1024, 32
@@ -30,10 +33,13 @@ class DecodedSample:
     pixels: Pixels
 
 
-def decode_dataset(dataset: DatasetConfig, folder: Path, max_images: int, workers: int) -> list[DecodedSample]:
+def decode_dataset(
+    dataset: DatasetConfig, folder: Path, max_images: int, workers: int, list_rejects: bool = False
+) -> list[DecodedSample]:
     """Read the ``max_images`` images with the lowest sample ids, at each of the dataset's sizes.
 
-    ``folder`` holds the catalogue of the sources, so that a second run need not probe the images again.
+    ``folder`` holds the catalogue of the sources, so that a second run need not probe the images again. With
+    ``list_rejects`` it keeps the list of rejected inputs too, whose first ones are always printed.
     """
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)
@@ -43,10 +49,27 @@ def decode_dataset(dataset: DatasetConfig, folder: Path, max_images: int, worker
             with progress("probing new images", num_unprobed, "images") as bar:
                 catalogue.probe_images(listings, workers if num_unprobed > _MIN_FOR_WORKERS else 0, bar.advance)
         plan = make_cache_plan(catalogue, listings, {"parts": PREPROCESS_VERSION}, _SHARD)
-        decoded = _decode(plan, _select(plan, max_images), workers)
+        lines = [reject_line(row.key, row.reason, row.detail, row.image) for row in plan.rejected()]
+        decoded = _decode(plan, _select(plan, max_images), workers, lines)
+    _report_rejects(lines, folder / REJECTS_FILE if list_rejects else None)
     if not decoded:
-        raise UserError(f"{dataset.path}: no usable image found; check the paths in it")
+        raise UserError(f"{dataset.path}: no usable image found; check its path and the captions")
     return decoded
+
+
+def _report_rejects(lines: list[dict[str, str]], file: Path | None) -> None:
+    """Print the first rejects of each reason, and write all of them to a file."""
+    rejects = Rejects()
+    # an image is decoded once per resolution and fails in each
+    unique = list({(line["key"], line["reason"]): line for line in lines}.values())
+    for line in unique:
+        rejects.add(line["reason"], line["key"])
+    if file is not None:
+        write_atomically(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in unique).encode())
+    for text in rejects.lines():
+        info(text)
+    if unique and file is not None:
+        info(f"all rejected inputs: {file}")
 
 
 def _select(plan: CachePlan, max_images: int) -> list[tuple[Unit, Member]]:
@@ -55,8 +78,11 @@ def _select(plan: CachePlan, max_images: int) -> list[tuple[Unit, Member]]:
     return [(unit, member) for unit in plan.units for member in plan.members(unit) if member.identity <= limit]
 
 
-def _decode(plan: CachePlan, samples: list[tuple[Unit, Member]], workers: int) -> list[DecodedSample]:
-    decoded, rejected = [], Counter(plan.counts.rejected)
+def _decode(
+    plan: CachePlan, samples: list[tuple[Unit, Member]], workers: int, rejected: list[dict[str, str]]
+) -> list[DecodedSample]:
+    """Decode samples; those that cannot be decoded are added to ``rejected``."""
+    decoded = []
     with (
         WorkerPool(workers if len(samples) > _MIN_FOR_WORKERS else 0, decode_images, CRASHED_DECODE) as pool,
         progress("decoding", len(samples), "images") as bar,
@@ -66,13 +92,11 @@ def _decode(plan: CachePlan, samples: list[tuple[Unit, Member]], workers: int) -
         for batch, images in zip(_batches(samples), results, strict=True):
             for (unit, member), image in zip(batch, images, strict=True):
                 if image.pixels is None:
-                    rejected[image.reason] += 1
+                    rejected.append(reject_line(member.row.key, image.reason, image.detail, member.row.image))
                 else:
                     location = sample_location(member.row, plan.source(unit).root)
                     decoded.append(DecodedSample(member, Path(location.image.path), image.pixels))
             bar.advance(len(batch))
-    if rejected:
-        info("rejected: " + ", ".join(f"{count:,} {reason}" for reason, count in rejected.most_common()))
     return decoded
 
 

@@ -109,7 +109,7 @@ _DIFFUSERS = f"""In diffusers, on its base model:
 import torch
 from diffusers import StableDiffusion3Pipeline
 
-pipe = StableDiffusion3Pipeline.from_pretrained("{{base}}", dtype=torch.float32)
+pipe = StableDiffusion3Pipeline.from_pretrained({{base}}, dtype=torch.float32)
 pipe.load_lora_weights("this folder")
 {_SEED}
 image = pipe("a prompt", {_SETTINGS}).images[0]
@@ -248,7 +248,7 @@ def licence_file(base: Path | None) -> dict[str, str]:
 
 def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
     """Return the card of an adapter as Markdown. The hub links it with a base model that is there."""
-    on_hub = {"base_model": spec.base_name} if "/" in spec.base_name else {}
+    on_hub = {"base_model": spec.base_repo} if spec.base_repo else {}
     return _ADAPTER_CARD.format(
         metadata=_front_matter(["sd3", "sd3-light", spec.adapter.type], **_NO_LICENCE, **on_hub),
         title=_title(spec.adapter),
@@ -287,4 +287,5 @@ def _adapter_use(spec: AdapterSpec) -> str:
         return _LYCORIS.format(file=spec.file, kind=_title(spec.adapter).removeprefix("A ")) + padded
     comfy = (_PADDED_COMFY if blocks else _COMFY).format(file=spec.file, blocks=blocks)
     comfy = _NO_COMFY if spec.adapter.use_dora else comfy
-    return _DIFFUSERS.format(base=spec.base_name) + "\n" + comfy
+    base = f'"{spec.base_repo}"' if spec.base_repo else f'"path/to/{spec.base_folder.name}"'
+    return _DIFFUSERS.format(base=base) + "\n" + comfy

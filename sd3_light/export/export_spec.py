@@ -13,6 +13,7 @@ from sd3_light.config.hub_ids import repo_or_name
 from sd3_light.export.lora_fusing import Padding, reader_padding
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 
+_EXPORTS = "exports"
 FACTS_FILE = "sd3_light.json"
 FROZEN = ("vae", *TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)
 LORA_FILE = "pytorch_lora_weights.safetensors"
@@ -69,9 +70,22 @@ class AdapterSpec(ExportSpec):
         return reader_padding(self.transformer_config)
 
     @property
+    def base_folder(self) -> Path:
+        """The folder or file of the base model."""
+        return self.base.parent if self.base.name == "transformer" else self.base
+
+    @property
+    def base_repo(self) -> str | None:
+        """OWNER/NAME of a base model from the Hugging Face hub."""
+        name = repo_or_name(self.base_folder)
+        return name if "/" in name else None
+
+    @property
     def base_name(self) -> str:
-        """The name of the base model, from its denoiser's folder or file."""
-        return repo_or_name(self.base.parent if self.base.name == "transformer" else self.base)
+        """The base model without folders of this machine: its repository, the run and step of an export, its name."""
+        folder = self.base_folder.resolve() if self.base_folder.is_symlink() else self.base_folder
+        is_export = folder.parent.name == _EXPORTS
+        return self.base_repo or (f"{folder.parent.parent.name}, {folder.name}" if is_export else folder.name)
 
 
 def write_texts(folder: Path, spec: ExportSpec, facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:

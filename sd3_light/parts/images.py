@@ -42,7 +42,7 @@ class Pool:
 def load_pools(dataset: DatasetConfig, folder: Path, max_images: int, workers: int) -> list[Pool]:
     """Read at most ``max_images`` images, selected by sample id, at each of the dataset's sizes."""
     decoded: defaultdict[tuple[int, ...], list[DecodedSample]] = defaultdict(list)
-    for sample in decode_dataset(dataset, folder, max_images, workers):
+    for sample in decode_dataset(dataset, folder, max_images, workers, list_rejects=True):
         decoded[sample.pixels.shape].append(sample)
     return [_pool(decoded[size]) for size in sorted(decoded)]
 

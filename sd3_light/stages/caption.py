@@ -23,10 +23,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from sd3_light.config import ConfigFaults, DirectoryConfig
+from sd3_light.config import DirectoryConfig, load_images
 from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import SCHEME, parse_hub_id
-from sd3_light.config.load_dataset import load_directories
 from sd3_light.data.preprocess import Reject, decode
 from sd3_light.data.sources.records import FileBytes, Rejected
 from sd3_light.data.sources.scan import scan
@@ -73,12 +72,10 @@ class CaptionedImage:
 
 
 def run(data: Path, model: str, options: CaptionOptions, page: Path | None = None, restart: bool = False) -> list[Path]:
-    """Caption every image of a dataset TOML that has no caption of this model yet; return the tables."""
+    """Caption every image of a folder or dataset TOML that has no caption of this model yet; return the tables."""
     if options.dtype not in DTYPES:
         raise UserError(f"--dtype {options.dtype}: use auto, float32, bfloat16 or float16")
-    directories, faults = load_directories(data)
-    if faults:
-        raise ConfigFaults(faults)
+    directories = load_images(data).directories
     if page is not None:
         check_output_path(page)
     by_folder: dict[Path, list[DirectoryConfig]] = {}

@@ -4,15 +4,18 @@
     OUT/judge/                                                            image and text tower, to measure results with
     OUT/training/                                                         states to resume from, grids; may be deleted
 
-The same command continues where an earlier one stopped. A finished part is not trained again.
+The same command continues where an earlier one stopped. A finished part is not trained again; another folder with
+`init` trains its VAE further.
 """
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 import torch
@@ -20,18 +23,27 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from transformers import PreTrainedTokenizerBase
 
 from sd3_light import __version__
-from sd3_light.config import DatasetConfig, load_dataset
+from sd3_light.config import DatasetConfig, load_images
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.judge import save_judge
+from sd3_light.encoders.vae import LOW_PSNR
 from sd3_light.engines import Launch
 from sd3_light.files import apply_umask, new_folder, refuse_existing, write_atomically, write_errors
+from sd3_light.inputs import read_json_file
 from sd3_light.model.pipeline_folder import JUDGE
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, captioned_images
 from sd3_light.parts.fit import Fit, FitOptions, Progress
 from sd3_light.parts.images import Pool, load_pools, on_device
 from sd3_light.parts.sizes import TEXT_SIZES, VAE_SIZES
 from sd3_light.parts.text_encoders import encode, scale_outputs
-from sd3_light.parts.tokenizers import MAX_TOKENS, learn_tokenizers, load_tokenizers, longest, save_tokenizers
+from sd3_light.parts.tokenizers import (
+    MAX_TOKENS,
+    T5_FOLDER,
+    learn_tokenizers,
+    load_tokenizers,
+    longest,
+    save_tokenizers,
+)
 from sd3_light.parts.vae import VaeOptions, VaeTask, build_vae, channel_statistics, open_vae
 from sd3_light.runlog import info
 from sd3_light.training.requests import RunRequests
@@ -50,6 +62,7 @@ _CLASSES = {
     "vae": ("diffusers", "AutoencoderKL"),
     **dict.fromkeys(("transformer", "feature_extractor", "image_encoder"), (None, None)),
 }
+_SHOWN_CAPTION = 160  # letters
 _SCALED_CAPTIONS = 2048  # captions that the scale of the text encoders is measured on
 
 
@@ -73,15 +86,30 @@ class PartsOptions:
     stop_after: float | None = None
 
 
-def run(data: Path, out: Path, options: PartsOptions | None = None) -> Path:
-    """Train the parts on the images of a dataset TOML and write them to ``out``."""
+@dataclass(frozen=True)
+class PartsResult:
+    """The parts that a run trained, those that the folder still lacks, and the dataset they were trained on."""
+
+    trained: tuple[str, ...]
+    missing: tuple[str, ...]
+    dataset: DatasetConfig
+
+    @property
+    def resolution(self) -> int:
+        """The side of squares of about the largest area of the images, a multiple of 16."""
+        directories = self.dataset.directories
+        sizes = (size for one in directories for size in (*one.resolutions, *(one.size_buckets or ())))
+        return max(16, *(round(math.sqrt(width * height) / 16) * 16 for width, height in sizes))
+
+
+def run(data: Path, out: Path, options: PartsOptions | None = None) -> PartsResult:
+    """Train the parts on a folder of captioned images, or those of a dataset TOML, and write them to ``out``."""
     options = options or PartsOptions()
-    dataset = load_dataset(data)
+    dataset = load_images(data)
     _open_folder(out)
     requests = RunRequests(out / WORK)
     with write_errors(out), requests.handling_signals():
-        _Stage(dataset, out, options, _stop_rule(requests, options.stop_after)).build()
-    return out
+        return _Stage(dataset, out, options, _stop_rule(requests, options.stop_after)).build()
 
 
 def _open_folder(out: Path) -> None:
@@ -115,12 +143,15 @@ class _Stage:
         self.device = Launch().device()
         torch.backends.cudnn.benchmark = self.device.type == "cuda"
 
-    def build(self) -> None:
+    def build(self) -> PartsResult:
         """Train what is missing."""
-        todo = [name for name in ("vae", "text") if self.options.only in (None, name) and not self._is_made(name)]
-        if not todo:
-            info(f"{self.out} is complete; choose another folder to train again")
-            return
+        todo = tuple(name for name in self._missing() if self.options.only in (None, name))
+        if todo:
+            self._train(todo)
+        self._warn_of_low_psnr()
+        return PartsResult(todo, self._missing(), self.dataset)
+
+    def _train(self, todo: Sequence[str]) -> None:
         workers = self.options.workers if self.options.workers is not None else min(16, (os.cpu_count() or 2) - 1)
         pools = load_pools(self.dataset, self.out / WORK, self.options.max_images, workers)
         total, held_out = sum(len(pool.ids) for pool in pools), sum(pool.held_out for pool in pools)
@@ -131,11 +162,21 @@ class _Stage:
             self._train_vae(pools)
         if "text" in todo:
             self._train_text(pools, tokenizers)
-        self._conclude(tokenizers)
 
-    def _is_made(self, part: str) -> bool:
-        folder = "vae" if part == "vae" else _TEXT_FOLDERS[-1]  # the last folder that a part writes
-        return (self.out / folder / MADE).is_file()
+    def _missing(self) -> tuple[str, ...]:
+        """Return the parts that are not trained, by the last folder that each writes."""
+        last = {"vae": "vae", "text": _TEXT_FOLDERS[-1]}
+        return tuple(part for part, folder in last.items() if not (self.out / folder / MADE).is_file())
+
+    def _warn_of_low_psnr(self) -> None:
+        made = self.out / "vae" / MADE
+        history = read_json_file(made)["history"] if made.is_file() else []
+        if history and (score := history[-1]["psnr"]) < LOW_PSNR:
+            info(
+                f"warning: the VAE reconstructs held-out images with {score:.1f} dB, below {LOW_PSNR:g} dB: what they "
+                f"show is lost before training. {self.out / WORK / 'vae' / 'grid.png'} shows it; train it longer, with "
+                f"a higher --vae-minutes and --init {self.out} in another folder"
+            )
 
     def _tokenizers(self, pools: list[Pool]) -> dict[str, PreTrainedTokenizerBase]:
         """Return the tokenizers, learned unless an earlier run did; training depends on them."""
@@ -144,12 +185,14 @@ class _Stage:
             captions = sorted({text for pool in pools for texts in pool.captions for text in texts})
             tokenizers = learn_tokenizers(captions, self.options.vocabulary)
             most = {name: longest(tokenizer, captions) for name, tokenizer in tokenizers.items()}
+            example = max(captions, key=lambda caption: longest(tokenizers[T5_FOLDER], [caption]))
             if max(most.values()) > MAX_TOKENS:
                 info(f"warning: the longest caption has {max(most.values()):,} tokens; {MAX_TOKENS} are used")
             save_tokenizers(tokenizers, self.out)
             facts = {"captions": len(captions), "longest": most, "tokens": {n: len(t) for n, t in tokenizers.items()}}
             write_atomically(done, json.dumps(facts).encode())
-            info(f"tokenizers: {len(captions):,} different captions; the longest has {max(most.values())} tokens")
+            text = f"the longest has {max(most.values())} tokens: {shorten(example, _SHOWN_CAPTION)}"
+            info(f"tokenizers: {len(captions):,} different captions; {text}")
         return load_tokenizers(self.out)
 
     def _write_index(self) -> None:
@@ -213,15 +256,6 @@ class _Stage:
             **identity, "version": __version__, "device": device, "steps": progress.step,
             "seconds": round(progress.seconds), "history": progress.history,
         }  # fmt: skip
-
-    def _conclude(self, tokenizers: Mapping[str, PreTrainedTokenizerBase]) -> None:
-        length = tokenizers["tokenizer_3"].model_max_length
-        missing = [name for name in ("vae", "text") if not self._is_made(name)]
-        if missing:
-            info(f"{self.out} lacks its {missing[0]} part: run the command without --only {self.options.only}")
-        else:
-            keys = f'diffusers_path = "{self.out}", t5_max_length = {length}'
-            info(f"use it in a train TOML: [model] {keys}, and [model.shape] for the denoiser")
 
 
 def _facts(options: VaeOptions | TextOptions) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Every shipped recipe is a valid config, and the demo recipes run."""
 
+import json
 import shutil
 import tomllib
 from pathlib import Path
@@ -30,6 +31,7 @@ def header(name: str) -> str:
 def test_the_recipes_are_found() -> None:
     assert {"demo/pretrain.toml", "demo/continue.toml", "demo/base.toml", "lora.toml", "finetune.toml"} <= set(TRAIN)
     assert {"sd3_light_256.toml", "sd3_light_256_seed.toml", "one_gpu_256.toml"} <= set(TRAIN)
+    assert {"icons_128.toml", "icons_256.toml"} <= set(TRAIN)
 
 
 @pytest.mark.parametrize("name", TRAIN)
@@ -132,3 +134,32 @@ def test_a_fine_tuning_recipe_runs_on_the_demo_model(
     (export,) = (loaded.train.output_dir / "exports").iterdir()
     assert (export / "pytorch_lora_weights.safetensors").is_file() == (name == "lora")
     assert (export / "model_index.json").is_file() == (name == "finetune")
+
+
+def test_the_icons_recipes_grow_from_128_to_256_px(
+    demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All keys as shipped except paths, counts, the denoiser's size and the limits of the demo's encoders."""
+    from safetensors.torch import load_file
+
+    from sd3_light.journeys import cache_then_train
+
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    for path in FOLDER.glob("icons_*.toml"):
+        shutil.copy(path, tmp_path)
+    write_dataset(tmp_path / "data" / "icons", 2, seed=1)
+    overrides = ["max_steps=2", "micro_batch_size_per_gpu=2", "gradient_accumulation_steps=1", "model.t5_max_length=16"]
+    overrides += ["num_dataloader_workers=0", "model.shape.num_layers=2", "model.shape.num_heads=2"]
+    overrides += [f'model.diffusers_path="{demo_folder / "model"}"']
+    transformers = []
+    for name in ("icons_128", "icons_256"):
+        start = [f'model.init="{folder.parent}"' for folder in transformers]
+        loaded = load_config(tmp_path / f"{name}.toml", [*overrides, *start])
+        progress = cache_then_train(loaded, Launch())
+        assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)
+        transformers.append(loaded.train.output_dir / "exports" / "step-00000002" / "transformer")
+    configs = [json.loads((folder / "config.json").read_text()) for folder in transformers]
+    assert [config["sample_size"] for config in configs] == [16, 32]
+    small, grown = (load_file(folder / "diffusion_pytorch_model.safetensors") for folder in transformers)
+    assert grown["pos_embed.pos_embed"].equal(small["pos_embed.pos_embed"])
+    assert not grown["proj_out.weight"].equal(small["proj_out.weight"])

@@ -23,9 +23,9 @@ from sd3_light.data.manifest import (
     ShardEntry,
     read_entry,
 )
+from sd3_light.data.rejects import reject_line
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.files import atomic_file
-from sd3_light.stages.cache.unit_builder import reject_line
 
 
 def write_manifest(

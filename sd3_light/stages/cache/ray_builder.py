@@ -29,6 +29,7 @@ from sd3_light.data.building.decode import (
     probe_images,
 )
 from sd3_light.data.manifest import SHARDS, damaged_mark, read_entry
+from sd3_light.data.rejects import reject_line
 from sd3_light.data.store import private_temp_folder
 from sd3_light.data.store.build_folder import UnitFiles
 from sd3_light.encoders.frozen_parts import FrozenParts
@@ -38,7 +39,7 @@ from sd3_light.stages.cache.local_builder import BuildJob
 from sd3_light.stages.cache.ray_encoder import EncoderSettings, ShardEncoder, UnitTask
 from sd3_light.stages.cache.ray_tasks import TaskPool, error_line
 from sd3_light.stages.cache.recipe import make_recipe
-from sd3_light.stages.cache.unit_builder import reject_line, write_empty_unit, write_rejects
+from sd3_light.stages.cache.unit_builder import write_empty_unit, write_rejects
 
 POLL_SECONDS = 2.0
 VISIBLE_SECONDS = 60.0

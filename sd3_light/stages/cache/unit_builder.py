@@ -16,6 +16,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import Member, Unit, decode_task
 from sd3_light.data.building.decode import Decoded, DecodeTask
 from sd3_light.data.manifest import damaged_mark, read_entry
+from sd3_light.data.rejects import reject_line
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.sources.access import exists
 from sd3_light.encoders.frozen_parts import CaptionTokens, FrozenParts
@@ -104,11 +105,6 @@ def decode_batches(members: Sequence[Member], root: DataLocation, unit: Unit, si
     """Yield the tasks of decoding a unit's images, in batches of ``size``."""
     for start in range(0, len(members), size):
         yield [decode_task(member, root, unit) for member in members[start : start + size]]
-
-
-def reject_line(key: str, reason: str, detail: str, image: str) -> dict[str, str]:
-    """Return one line of rejects.jsonl."""
-    return {"key": key, "reason": reason, "detail": detail, "image": image}
 
 
 def _stack_masks(masks: Sequence[NDArray[np.uint8] | None]) -> Tensor | None:

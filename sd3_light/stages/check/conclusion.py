@@ -66,7 +66,7 @@ def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
 
 def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
     setup, name = estimate.setup, "" if gpu is None else gpu.name
-    blocks = "fp8" if train.fp8 else "fast" if setup.fast else "compiled" if setup.compiled else "stock"
+    blocks = "fp8" if train.fp8 else setup.block_kind
     micro_batches = estimate.total_steps * setup.accumulation
     layers = estimate.start.size.num_layers
     seconds = training_seconds(name, blocks, estimate.run_flops.value, micro_batches, layers, setup.world)

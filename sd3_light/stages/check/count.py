@@ -12,6 +12,7 @@ from sd3_light.data.building.decode import SampleLocation, probe_images
 from sd3_light.data.building.earlier_images import EarlierImages, open_earlier_images
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.manifest import Manifest
+from sd3_light.data.rejects import Rejects
 from sd3_light.data.shard_table import column, group_shards
 from sd3_light.data.sources.captions import caption_variants
 from sd3_light.data.sources.records import Rejected
@@ -38,7 +39,7 @@ class SampleCounts:
     """The counts of a dataset. A sample is in ``buckets`` once per resolution, in ``samples`` once."""
 
     samples: int = 0
-    rejects: Counter[str] = field(default_factory=Counter)
+    rejects: Rejects = field(default_factory=Rejects)
     captions: CaptionSample = field(default_factory=CaptionSample)
     extremes: ExtremeFits = field(default_factory=ExtremeFits)
     buckets: dict[tuple[Resolution, Bucket], dict[int, BucketCount]] = field(default_factory=dict)
@@ -83,7 +84,7 @@ def _add(
     if not row.reason and not matches_size(directory.where, row.attributes, row.width, row.height):
         return
     if reason := row.reason or misfit(row.width, row.height, directory):
-        counts.rejects[reason] += 1
+        counts.rejects.add(reason, row.key)
         return
     if (duplicate := earlier.add(row, directory)) and duplicate.is_dropped:
         return
@@ -104,7 +105,7 @@ def _add(
 def _count_manifest(manifest: Manifest, dataset: DatasetConfig) -> SampleCounts:
     """Count one caption per sample; a manifest does not list cropping and enlarging per bucket."""
     numbers = {source.label: number for number, source in enumerate(make_sources(dataset.directories))}
-    counts = SampleCounts(manifest.counts.get("pictures", 0), Counter(manifest.rejects))  # it lists no captions
+    counts = SampleCounts(manifest.counts.get("pictures", 0), Rejects(Counter(manifest.rejects)))  # no captions
     for group in group_shards(manifest.shards):
         bucket = Bucket(*map(int, group.bucket.split("x")))
         labels, sizes = (column(group.shards, name).tolist() for name in ("directory", "count"))

@@ -35,6 +35,7 @@ from sd3_light.config.schema_blocks import TokenRoute
 from sd3_light.data.buckets import Bucket
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.order import BucketOrder, Segment, open_shards
+from sd3_light.data.rejects import Rejects
 from sd3_light.data.store import RemoteStore
 from sd3_light.data.store.remote import download_bytes
 from sd3_light.encoders.caption_lengths import CutCaptions, count_cut_captions
@@ -79,7 +80,7 @@ class DatasetEstimate:
     path: Path
     cache_dir: CacheLocation
     samples: int
-    rejects: Mapping[str, int]
+    rejects: Rejects
     rows: tuple[BucketEstimate, ...]
     cache: Amount
     index: int
@@ -150,10 +151,10 @@ def empty_faults(estimate: RunEstimate) -> list[Fault]:
     faults = []
     for data in (estimate.data, *estimate.evals):
         if data.samples == 0:
-            reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(data.rejects.items()))
+            reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(data.rejects.counts.items()))
             problem = f"no usable sample ({reasons or 'no images'})"
             hint = "check the path and the captions"
-            if "no_caption" in data.rejects:
+            if "no_caption" in data.rejects.counts:
                 hint += ": write each caption next to its image, as NAME.txt"
             faults.append(Fault(str(data.path), "directory", problem, hint=hint))
     if estimate.data.samples and estimate.data.steps == 0:
@@ -215,7 +216,7 @@ class _Estimator:
             path=dataset.path,
             cache_dir=dataset.cache_dir,
             samples=counts.samples,
-            rejects=dict(sorted(counts.rejects.items())),
+            rejects=counts.rejects,
             rows=tuple(rows),
             cache=cache,
             index=resident_index_bytes(images, captions),

@@ -1,6 +1,6 @@
 """Render an estimate as one screen: every number with its formula."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from rich.console import Group, RenderableType
@@ -9,7 +9,7 @@ from rich.text import Text
 
 from sd3_light.budget.amount import format_bytes, format_flops
 from sd3_light.budget.training_setup import TrainingSetup
-from sd3_light.data.preprocess import REASONS
+from sd3_light.data.manifest import REJECTS_FILE
 from sd3_light.model.text_shape import TextShape
 from sd3_light.pages.formats import plural
 from sd3_light.stages.check.conclusion import DOES_NOT_FIT, Line
@@ -35,7 +35,9 @@ def render(
         parts.append(_table(_lines(estimate, on_cpu)))
     for data in (estimate.data, *estimate.evals):
         parts.append(_buckets(data))
-        parts += [Text(f"  rejected {line}") for line in _rejects(data.rejects)]
+        parts += [Text(f"  {line}") for line in data.rejects.lines()]
+        if data.rejects.counts:
+            parts.append(Text(f"  `sd3-light cache` lists all rejected inputs in {data.cache_dir}/{REJECTS_FILE}"))
     return Group(*parts)
 
 
@@ -151,8 +153,3 @@ def _buckets(data: DatasetEstimate) -> Table:
         samples, steps = sum(row.samples for row in rest), sum(row.steps for row in rest)
         table.add_row(f"{len(rest)} more", "", f"{samples:,}", "", f"{steps:,}", "", "", "")
     return table
-
-
-def _rejects(rejects: Mapping[str, int]) -> list[str]:
-    most = sorted(rejects.items(), key=lambda item: (-item[1], item[0]))
-    return [f"{number:,}: {reason} ({REASONS[reason]})" for reason, number in most]

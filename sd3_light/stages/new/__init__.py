@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from sd3_light.budget.throughput import CPU_CORE_FLOPS, training_seconds
 from sd3_light.config import ConfigFaults, LoadedConfig
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
@@ -25,12 +26,13 @@ from sd3_light.stages import check
 from sd3_light.stages.new.kinds import KINDS, Kind
 from sd3_light.stages.new.memory_plan import MemoryPlan, plan_memory
 from sd3_light.stages.new.project_text import TextValues, data_toml, train_toml
-from sd3_light.system import Gpu
+from sd3_light.system import Gpu, usable_cores
 
 __all__ = ["KINDS", "NewProject", "run"]
 
 _PROMPTS = 4
 _SCANNED = 200  # samples that are read for prompts
+_FEWEST = 100  # steps on a CPU, however slow it is
 _SMALLEST = 16  # a resolution that every model accepts
 _LATENT_PIXELS = 8  # image pixels per latent pixel
 
@@ -46,6 +48,8 @@ class NewProject:
     steps: int
     resolution: int
     plan: MemoryPlan
+    seconds: float | None
+    """Estimated training time; None for a kind of GPU that was not measured."""
 
 
 def run(
@@ -60,7 +64,7 @@ def run(
     kind = KINDS[kind_name]
     if kind_name == "icons" and model is None:
         raise UserError(
-            "--model is missing: `sd3-light parts DATA.toml parts` trains the encoders on your images (then --model "
+            f"--model is missing: `sd3-light parts {data} parts` trains the encoders on your images (then --model "
             f"parts), or give --model {kind.model} to download those of SD3"
         )
     train_file, data_file = out / f"{kind_name}.toml", out / f"{kind_name}_data.toml"
@@ -69,7 +73,9 @@ def run(
             raise UserError(f"{path} exists; choose another folder with --out")
     source, base = _located(data), _located(model or kind.model)
     processes = max(1, len(gpus))
+    cpu = None if gpus else kind.cpu
     first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, processes))
+    first = replace(first, layers=None if cpu is None else cpu.layers)
     with TemporaryDirectory() as folder:
         loaded = _load(kind, first, Path(folder))
         values = replace(first, prompts=tuple(_prompts(loaded)))  # sampling takes memory too
@@ -81,13 +87,27 @@ def run(
             raise _about_options(error) from None
     plan = plan_memory(estimate, kind, gpus)
     epoch_steps = sum(math.ceil(row.samples / plan.samples_per_step) for row in estimate.data.rows)
-    values = replace(values, plan=plan, epoch_steps=epoch_steps)
+    step_seconds = _step_seconds(estimate, plan, gpus)
+    affordable = max(_FEWEST, int(60 * cpu.minutes / step_seconds)) if cpu and step_seconds else None
+    values = replace(values, plan=plan, epoch_steps=epoch_steps, affordable=affordable)
     values = replace(values, data=_relative(source, out), model=_relative(base, out))
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(data_file, data_toml(kind, values).encode())
     write_atomically(train_file, train_toml(kind, values).encode())
-    images, steps = estimate.data.samples, kind.steps(epoch_steps)
-    return NewProject(train_file, data_file, out / "runs" / kind_name, images, steps, values.resolution, plan)
+    images, steps = estimate.data.samples, kind.steps(epoch_steps, affordable)
+    seconds = step_seconds and steps * step_seconds
+    return NewProject(train_file, data_file, out / "runs" / kind_name, images, steps, values.resolution, plan, seconds)
+
+
+def _step_seconds(estimate: check.RunEstimate, plan: MemoryPlan, gpus: tuple[Gpu, ...]) -> float | None:
+    """Return the estimated time of an optimizer step; None for a kind of GPU that was not measured."""
+    images = sum(row.samples for row in estimate.data.rows)
+    epoch_flops = sum(row.samples * row.step_flops.value / row.global_batch for row in estimate.data.rows)
+    flops = plan.samples_per_step * epoch_flops / images
+    if not gpus:
+        return flops / (CPU_CORE_FLOPS * usable_cores())
+    layers = estimate.start.size.num_layers
+    return training_seconds(gpus[0].name, estimate.setup.block_kind, flops, plan.accumulation, layers, plan.processes)
 
 
 def _located(value: str) -> str:

@@ -7,11 +7,21 @@ _SD35 = "stabilityai/stable-diffusion-3.5-medium"
 
 
 @dataclass(frozen=True)
+class CpuScale:
+    """What a CPU can train: samples per step, layers and heads of the denoiser, and minutes of training."""
+
+    batch: int
+    layers: int
+    minutes: int
+
+
+@dataclass(frozen=True)
 class Kind:
     """A kind of project: its recipe, the default model, and the sizes that it aims at.
 
     ``batch`` is the number of samples per step, of which a GPU takes at most ``largest_micro_batch`` at a time. The
-    length is ``epochs`` passes over the images, within ``shortest`` and ``longest`` steps.
+    length is ``epochs`` passes over the images, within ``shortest`` and ``longest`` steps, but at most ``most_epochs``
+    passes. ``cpu`` replaces sizes and length on a CPU.
     """
 
     description: str
@@ -23,14 +33,16 @@ class Kind:
     epochs: int
     shortest: int = 1
     longest: int | None = None
+    most_epochs: int | None = None
+    cpu: CpuScale | None = None
     continues: bool = False
     """Whether training starts from the weights of the model; otherwise it uses its text encoders and its VAE."""
     t5_length: int = 256
 
-    def steps(self, epoch_steps: int) -> int:
-        """Return the number of optimizer steps, from those of an epoch."""
-        steps = max(self.shortest, self.epochs * epoch_steps)
-        return steps if self.longest is None else min(steps, self.longest)
+    def steps(self, epoch_steps: int, affordable: int | None = None) -> int:
+        """Return the number of optimizer steps, from those of an epoch; at most ``affordable``."""
+        limits = (self.longest, self.most_epochs and self.most_epochs * epoch_steps, affordable)
+        return min([max(self.shortest, self.epochs * epoch_steps), *(limit for limit in limits if limit is not None)])
 
 
 KINDS = {
@@ -60,6 +72,8 @@ KINDS = {
         epochs=100,
         shortest=10_000,
         longest=100_000,
+        most_epochs=1000,
+        cpu=CpuScale(batch=16, layers=4, minutes=60),
         t5_length=77,
     ),
 }

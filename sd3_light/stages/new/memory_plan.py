@@ -44,6 +44,8 @@ def plan_memory(estimate: RunEstimate, kind: Kind, gpus: Sequence[Gpu]) -> Memor
     largest = min(kind.largest_micro_batch, max(1, kind.batch // processes))
     sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
     if not sizes:
+        if kind.cpu is not None and not gpus:
+            return MemoryPlan(kind.cpu.batch, 1, False, processes)
         micro_batch = min(CPU_MICRO_BATCH, largest)
         return MemoryPlan(micro_batch, max(1, kind.batch // (micro_batch * processes)), False, processes)
     levels = [_fitting(estimate, kind.batch, largest, level, processes, min(sizes)) for level in _LEVELS]

@@ -22,7 +22,10 @@ _HEAD = """# Trains {description}.
 
 @dataclass(frozen=True)
 class TextValues:
-    """The values of a project: its name, data and model as written, and what they were fitted to."""
+    """The values of a project: its name, data and model as written, and what they were fitted to.
+
+    ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU.
+    """
 
     name: str
     data: str
@@ -32,6 +35,8 @@ class TextValues:
     t5_length: int = 1
     shift: float = 3.0
     epoch_steps: int = 1
+    affordable: int | None = None
+    layers: int | None = None
     prompts: tuple[str, ...] = ()
 
 
@@ -49,7 +54,7 @@ def data_toml(kind: Kind, values: TextValues) -> str:
 
 def train_toml(kind: Kind, values: TextValues) -> str:
     """Return the text of the train TOML."""
-    plan, steps = values.plan, kind.steps(values.epoch_steps)
+    plan, steps = values.plan, kind.steps(values.epoch_steps, values.affordable)
     text = _without_edits(_without_head((FOLDER / f"{kind.recipe}.toml").read_text(encoding="utf-8")))
     text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
     text = re.sub(r"^eval_.*\n", "", text, flags=re.MULTILINE)  # a new project has no validation images
@@ -73,6 +78,8 @@ def _changes(values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
         "model.diffusers_path": (values.model, ""),
         "model.t5_max_length": (values.t5_length, "tokens"),
     }
+    if values.layers is not None:
+        changes |= {f"model.shape.num_{part}": (values.layers, "few, for a CPU") for part in ("layers", "heads")}
     if "shift" in tomllib.loads(text)["model"]:
         changes["model.shift"] = (values.shift, "as in the model's scheduler")
     if "parallel" in _keys(text) and plan.processes == 1:

@@ -146,6 +146,8 @@ def test_a_model_from_icons_alone(build: Any, packages: Path, tmp_path: Path, mo
         _, verb, *arguments = line.split()
         result = CliRunner().invoke(app, [verb, *arguments, *smaller.get(verb, "").split()])
         assert result.exit_code == 0, result.output
+        if verb == "parts":
+            assert f"next: {commands[1]}" in " ".join(result.output.split()), "the page has the command that it prints"
     rows = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["rows"]
     assert list(rows) == ["true images", "true images, captions shuffled", "same concept, nearest style", "runs/icons"]
     assert rows["runs/icons"]["images"] == 8

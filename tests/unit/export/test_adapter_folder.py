@@ -164,3 +164,17 @@ def test_the_card_of_an_adapter_links_its_base_on_the_hub(tmp_path: Path) -> Non
     assert ModelCardData(**ModelCard(card).data.to_dict()).base_model == "owner/sd3"
     assert 'from_pretrained("owner/sd3"' in card
     assert "base_model" not in adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})
+
+
+def test_the_card_of_an_adapter_names_a_local_base_without_its_folders(tmp_path: Path) -> None:
+    card = adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})
+    assert "| base model | sd3 |" in card
+    assert 'from_pretrained("path/to/sd3"' in card
+    exports = tmp_path / "runs" / "icons" / "exports"
+    (exports / "step-00000400").mkdir(parents=True)
+    (exports / "best").symlink_to("step-00000400")
+    for name in ("step-00000400", "best"):
+        card = adapter_card(spec_of(exports / name / "transformer"), {})
+        assert "| base model | icons, step-00000400 |" in card
+        assert "base_model" not in card
+        assert str(tmp_path) not in card

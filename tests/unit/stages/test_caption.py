@@ -103,6 +103,12 @@ def test_every_image_gets_the_captions_that_the_dataset_reads(model: Path, data:
     assert len(parsed.attributes("img")) == 6
 
 
+def test_a_folder_needs_no_dataset_toml(model: Path, data: Path) -> None:
+    images = data.parent / "images"
+    assert caption.run(images, str(model), SHORT) == [images / caption.TABLE]
+    assert list(read_table(data)) == NAMES
+
+
 @pytest.mark.parametrize("captions", [1, 3])
 def test_captions_do_not_depend_on_the_batch_or_on_interruptions(model: Path, data: Path, captions: int) -> None:
     options = replace(SHORT, captions=captions)

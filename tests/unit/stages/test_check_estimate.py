@@ -45,7 +45,7 @@ def test_samples_are_counted_by_bucket_and_reject(files: Any) -> None:
     (files.folder / "images" / "broken.txt").write_text("a broken one")
     estimate = estimated(files.load(top="micro_batch_size_per_gpu = 2", dataset=BUCKETED))
     assert estimate.data.samples == 6
-    assert estimate.data.rejects == {"no_caption": 1, "not_an_image": 1}
+    assert estimate.data.rejects.counts == {"no_caption": 1, "not_an_image": 1}
     rows = {str(row.bucket): row for row in estimate.data.rows}
     assert {name: (row.samples, row.enlarged, row.steps, row.padding) for name, row in rows.items()} == {
         "64x64": (5, 0, 3, 1),
@@ -127,7 +127,8 @@ def test_the_screen_shows_numbers_and_formulas(files: Any) -> None:
     assert f"{estimate.start.size.num_parameters():,}" in text
     assert "random weights of size demo" in text
     assert "P·(weights 4 + AdamW 8 + EMA 4 + gradient buckets 4 + compute copies 2)" in text
-    assert "rejected 1: no_caption" in text
+    assert "rejected 1: no_caption (the image has no caption): images#0/silent.png" in text
+    assert f"lists all rejected inputs in {estimate.data.cache_dir}/rejects.jsonl" in text
     assert "64x64" in text
     assert "estimate" in text
     for line in ("host memory", "cache train", "FLOPs per step", "steps per epoch"):

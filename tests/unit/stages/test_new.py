@@ -14,6 +14,7 @@ from sd3_light.assets import DEMO
 from sd3_light.cli import app
 from sd3_light.cli.process import run_guarded
 from sd3_light.config import ConfigFaults, UserError
+from sd3_light.pages.formats import duration
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.stages import check, new
 from sd3_light.stages.new.kinds import KINDS
@@ -89,6 +90,46 @@ def test_the_shift_is_that_of_the_models_scheduler(tmp_path: Path, images: str, 
 def test_icons_need_a_model(tmp_path: Path, images: str) -> None:
     with pytest.raises(UserError, match=r"--model is missing: `sd3-light parts .* or give --model stabilityai/"):
         new.run("icons", images, None, tmp_path)
+
+
+def test_icons_on_a_cpu_are_planned_for_an_hour(
+    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sd3_light.stages.new.usable_cores", lambda: 1)
+    project = new.run("icons", images, str(DEMO), tmp_path / "cpu")
+    train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
+    assert (train["model"]["shape"], project.plan.samples_per_step) == ({"num_layers": 4, "num_heads": 4}, 16)
+    assert 100 <= project.steps < 3000, "40 images, and an hour of one core"
+    assert project.seconds == pytest.approx(3600, rel=0.02)
+    assert project.steps == check.run(check.load(project.train_toml)).total_steps
+    monkeypatch.setattr("sd3_light.stages.new.usable_cores", lambda: 64)
+    assert new.run("icons", images, str(DEMO), tmp_path / "many").steps == 3000, "1,000 epochs of 3 steps"
+    monkeypatch.setattr("sd3_light.cli.new_verb.visible_gpus", lambda: [])
+    monkeypatch.setattr("sd3_light.cli.new_verb.usable_cores", lambda: 64)
+    arguments = ["new", "icons", "--data", images, "--model", str(DEMO), "--out", str(tmp_path / "said")]
+    assert run_guarded(lambda: app(arguments, standalone_mode=False)) == 0
+    time = r"time: about .* of training steps on 64 CPU cores, at an assumed 20 GFLOP/s"
+    assert re.search(time, capfd.readouterr().err)
+
+
+def test_few_images_are_not_repeated_for_10000_steps(tmp_path: Path, images: str) -> None:
+    h200 = (Gpu("NVIDIA H200", 140 * GIB),)
+    project = new.run("icons", images, str(DEMO), tmp_path, gpus=h200)
+    train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
+    assert (project.steps, train["max_steps"]) == (1000, 1000), "1,000 epochs of one step"
+    assert train["model"]["shape"] == {"num_layers": 12, "num_heads": 12}
+    estimate = check.run(check.load(project.train_toml))
+    lines = dict(check.conclude(check.load(project.train_toml).train, estimate, check.Target(h200[0])))
+    assert project.seconds is not None
+    assert duration(project.seconds) in lines["time"], "the estimate of check"
+    assert new.run("icons", images, str(DEMO), tmp_path / "unknown", gpus=gpu(24)).seconds is None
+
+
+def test_the_help_says_that_icons_need_a_model() -> None:
+    output = CliRunner().invoke(app, ["new", "--help"], env={"COLUMNS": "200"}).output
+    assert "icons needs one: the folder of sd3-light parts" in re.sub(r"[\s│`]+", " ", output)
+    header = (RECIPES / "icons_128.toml").read_text(encoding="utf-8").partition("\noutput_dir")[0]
+    assert "sd3-light new icons --data FOLDER --model" in header
 
 
 def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path, images: str) -> None:

@@ -1,6 +1,7 @@
 """The parts stage: a complete folder from images alone, and what it refuses."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from typer.testing import CliRunner
 
+from sd3_light.cli import app
+from sd3_light.config import load_images
 from sd3_light.config.faults import ConfigFaults, Stopped, UserError
 from sd3_light.model.pipeline_folder import check_configs, missing_parts
 from sd3_light.parts.contrastive import TextOptions
@@ -50,7 +54,9 @@ def options(**more: Any) -> PartsOptions:
 
 @pytest.fixture(scope="module")
 def built(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return stage.run(data, tmp_path_factory.mktemp("parts") / "out", options())
+    out = tmp_path_factory.mktemp("parts") / "out"
+    assert stage.run(data, out, options()).trained == ("vae", "text")
+    return out
 
 
 def test_the_folder_is_complete(built: Path) -> None:
@@ -78,7 +84,7 @@ def test_the_stock_pipeline_loads_it(built: Path) -> None:
 
 def test_a_second_run_changes_nothing(built: Path, data: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()}
-    stage.run(data, built, options())
+    assert stage.run(data, built, options()).trained == ()
     assert {path: path.stat().st_mtime_ns for path in built.rglob("*") if path.is_file()} == before
 
 
@@ -95,13 +101,15 @@ def test_an_interrupted_run_continues_to_the_same_bytes(built: Path, data: Path,
 
 
 def test_continuing_from_a_vae(built: Path, data: Path, tmp_path: Path) -> None:
-    out = stage.run(data, tmp_path / "out", options(only="vae", init=built, channels=4))
+    out = tmp_path / "out"
+    stage.run(data, out, options(only="vae", init=built, channels=4))
     assert json.loads((out / "vae" / "config.json").read_text())["latent_channels"] == 16
     assert not (out / "text_encoder").exists()
 
 
 def test_random_text_encoders(data: Path, tmp_path: Path) -> None:
-    out = stage.run(data, tmp_path / "out", options(only="text", random_text=True))
+    out = tmp_path / "out"
+    stage.run(data, out, options(only="text", random_text=True))
     assert (out / "text_encoder_3" / "model.safetensors").is_file()
     assert not (out / "judge").exists()
 
@@ -140,3 +148,67 @@ def test_a_train_toml_is_refused(tmp_path: Path) -> None:
 def test_contradicting_options(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         stage.check_options(options(**wrong))
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+SIZES = ("--vae-size", "tiny", "--text-size", "tiny", "--vae-batch", "4", "--text-batch", "8", "--workers", "0")
+SMALL = (*SIZES, "--vae-steps", "2", "--text-steps", "2")
+
+
+def command(*words: str | Path) -> tuple[int, str]:
+    """Return the exit code and all output of `sd3-light parts`, in one line."""
+    result = CliRunner().invoke(app, ["parts", *map(str, words)])
+    error = f"error: {result.exception}" if result.exception else ""
+    return result.exit_code, " ".join(f"{result.output} {error}".split())
+
+
+def test_a_folder_of_captioned_images(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder needs no TOML; bad files are named; the end shows what follows and warns of a VAE that is not ready."""
+    images = Path(shutil.copytree(data.parent / "images", tmp_path / "images"))
+    (images / "captionless.png").write_bytes((images / "000000.png").read_bytes())
+    (images / "broken.png").write_bytes(b"not an image")
+    longest = "a remarkably long caption of a very small red circle that shows where the longest one is"
+    table = json.loads((images / "captions.json").read_text(encoding="utf-8"))
+    captions = {**table, "broken.png": "a broken file", "000000.png": longest}
+    (images / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    code, text = command("images", "parts", *SMALL)
+    assert code == 0, text
+    made = json.loads((tmp_path / "parts" / "training" / "tokenizers.json").read_text())
+    assert f"the longest has {max(made['longest'].values())} tokens: {longest}" in text
+    assert re.search(r"rejected 1: not_an_image \(.*?\): images#0/broken\.png", text)
+    assert re.search(r"rejected 1: no_caption \(.*?\): images#0/captionless\.png", text)
+    listed = (tmp_path / "parts" / "training" / "rejects.jsonl").read_text().splitlines()
+    assert [json.loads(line)["reason"] for line in listed] == ["not_an_image", "no_caption"]
+    assert "all rejected inputs: parts/training/rejects.jsonl" in text
+    assert re.search(r"warning: the VAE reconstructs held-out images with \S+ dB, below 20 dB", text)
+    assert "next: sd3-light new icons --data images --model parts" in text
+    assert 'train_type = "sd3_light_pretrain"' in text
+    (pixels, *_) = stage.load_pools(load_images(images), tmp_path, 4, 0)
+    assert pixels.size == (128, 128)
+
+
+def test_the_next_command_fits_the_dataset(built: Path, data: Path, tmp_path: Path) -> None:
+    code, text = command(data, built, *SMALL, "--vae-minutes", "9")
+    assert code == 0
+    assert "wrote" not in text
+    assert f"{built} is complete: nothing was trained" in text
+    assert f"sd3-light parts {data} NEW --init {built}" in text
+    assert f"sd3-light new icons --data {data.parent / 'images'} --model {built} --resolution 32" in text
+    two = tmp_path / "two.toml"
+    folder = f'[[directory]]\npath = "{data.parent / "images"}"\n'
+    two.write_text(f"resolutions = [64]\n{folder}{folder}", encoding="utf-8")
+    _, text = command(two, built, *SMALL)
+    assert f"add the other directories of {two} to icons_data.toml" in text
+
+
+def test_a_stopped_run_shows_the_whole_command(data: Path, tmp_path: Path) -> None:
+    words = (data, tmp_path / "out", *SMALL, "--only", "vae", "--no-compile", "--stop-after", "0.01")
+    stop = CliRunner().invoke(app, ["parts", *map(str, words), "--vae-steps", "100000"]).exception
+    assert isinstance(stop, Stopped)
+    (notes,) = stop.__notes__
+    assert notes.startswith(f"continue with: sd3-light parts {data} {tmp_path / 'out'} --only vae --vae-size tiny")
+    assert "--vae-batch 4" in notes
+    assert "--no-compile" in notes
+    assert "same options" not in notes

@@ -1,0 +1,36 @@
+"""Rejected inputs by reason: how many there are, and the keys of the first few."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from sd3_light.data.preprocess import REASONS
+
+_SHOWN = 3
+
+
+@dataclass
+class Rejects:
+    """Counts by reason, and the keys of the first inputs of each."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    keys: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, reason: str, key: str) -> None:
+        """Count one input."""
+        self.counts[reason] += 1
+        if self.counts[reason] <= _SHOWN:
+            self.keys.setdefault(reason, []).append(key)
+
+    def lines(self) -> list[str]:
+        """Return one line per reason, the most frequent first."""
+        return [self._line(*item) for item in sorted(self.counts.items(), key=lambda item: (-item[1], item[0]))]
+
+    def _line(self, reason: str, count: int) -> str:
+        line, keys = f"rejected {count:,}: {reason} ({REASONS[reason]})", self.keys.get(reason, [])
+        more = f" and {count - len(keys):,} more" if count > len(keys) else ""
+        return f"{line}: {', '.join(keys)}{more}" if keys else line
+
+
+def reject_line(key: str, reason: str, detail: str, image: str) -> dict[str, str]:
+    """Return one line of rejects.jsonl."""
+    return {"key": key, "reason": reason, "detail": detail, "image": image}
