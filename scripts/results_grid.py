@@ -1,6 +1,7 @@
 """Makes a PNG from the page of `sd3-light evaluate --page`: drawn images, each beside the true image of its caption.
 
-    python scripts/results_grid.py PAGE.html OUT.png [--model ROW] [--first 0] [--count 40] [--worst N] [--side 96] [--columns 5]
+    python scripts/results_grid.py PAGE.html OUT.png [--model ROW] [--first 0] [--count 40] [--worst N] [--side 96]
+                                    [--columns 5]
 
 The captions come in the page's order; none is chosen. `--worst N` shows the N with the largest distance to the true
 image instead. The PNG has 256 colours, so that it stays small.
