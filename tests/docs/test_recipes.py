@@ -148,12 +148,18 @@ def test_the_icons_recipes_grow_from_128_to_256_px(
     for path in FOLDER.glob("icons_*.toml"):
         shutil.copy(path, tmp_path)
     write_dataset(tmp_path / "data" / "icons", 2, seed=1)
-    overrides = ["max_steps=2", "micro_batch_size_per_gpu=2", "gradient_accumulation_steps=1", "model.t5_max_length=16"]
+    overrides = [
+        "max_steps=2",
+        "cooldown_steps=1",
+        "micro_batch_size_per_gpu=2",
+        "gradient_accumulation_steps=1",
+        "model.t5_max_length=16",
+    ]
     overrides += ["num_dataloader_workers=0", "model.shape.num_layers=2", "model.shape.num_heads=2"]
     overrides += [f'model.diffusers_path="{demo_folder / "model"}"']
     transformers = []
     for name in ("icons_128", "icons_256"):
-        start = [f'model.init="{folder.parent}"' for folder in transformers]
+        start = [f'model.init="{folder.parent}"' for folder in transformers] or ["cooldown_steps=1"]
         loaded = load_config(tmp_path / f"{name}.toml", [*overrides, *start])
         progress = cache_then_train(loaded, Launch())
         assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)

@@ -122,9 +122,10 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_d
     text = text_shape(train.model.diffusers_path, train.model.t5_max_length, train.model.text_tokens == "real")
     by_deepspeed = by_deepspeed or train.pipeline_stages > 1
     estimator = _Estimator(train, start, text, world, by_deepspeed, train.gradient_accumulation_steps)
-    setup = estimator.setup(Tokens(0, 0), 0)
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
+    resident = data.cache.value if train.residence == "device" else 0
+    setup = replace(estimator, resident=resident).setup(Tokens(0, 0), 0)
     evals = tuple(estimator.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
     limits = (train.max_steps, None if train.epochs is None else train.epochs * data.steps)
     steps = min(limit for limit in limits if limit is not None)

@@ -68,9 +68,9 @@ KINDS = {
     ),
     "icons": Kind(
         "a small model from random weights, on thousands of icons or other simple images",
-        *("icons_128", _SD3, 128, 256, 256),
-        epochs=100,
-        shortest=10_000,
+        *("icons_128", _SD3, 128, 1024, 1024),
+        epochs=200,
+        shortest=2_000,
         longest=100_000,
         most_epochs=1000,
         cpu=CpuScale(batch=16, layers=4, minutes=60),

@@ -59,7 +59,7 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
     text = re.sub(r"^eval_.*\n", "", text, flags=re.MULTILINE)  # a new project has no validation images
     text = _HEAD.format(description=kind.description, name=values.name) + text
-    for key, (value, comment) in {**_changes(values, text), **_lengths(values, text, steps)}.items():
+    for key, (value, comment) in {**_changes(kind, values, text), **_lengths(values, text, steps)}.items():
         text = _set(text, key, value, comment)
     if plan.accumulation > 1:
         line = f"gradient_accumulation_steps = {plan.accumulation}"
@@ -67,7 +67,7 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     return text.rstrip() + "\n" + (_sampling(values.prompts, max(1, steps // 10)) if values.prompts else "")
 
 
-def _changes(values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
+def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
     """Return the keys that name the project or depend on memory, each with its value and a comment."""
     plan = values.plan
     changes = {
@@ -80,7 +80,7 @@ def _changes(values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
     }
     if values.layers is not None:
         changes |= {f"model.shape.num_{part}": (values.layers, "few, for a CPU") for part in ("layers", "heads")}
-    if "shift" in tomllib.loads(text)["model"]:
+    if kind.continues and "shift" in tomllib.loads(text)["model"]:
         changes["model.shift"] = (values.shift, "as in the model's scheduler")
     if "parallel" in _keys(text) and plan.processes == 1:
         changes["parallel"] = ("ddp", 'several GPUs: "fsdp2" shards the weights')
@@ -92,6 +92,8 @@ def _lengths(values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, 
     keys, changes = _keys(text), {}
     if "max_steps" in keys:
         changes["max_steps"] = (steps, f"{steps / values.epoch_steps:,.0f} epochs")
+    if "cooldown_steps" in keys:
+        changes["cooldown_steps"] = (max(1, steps // 6), "decay to 0 at the end")
     for key, share in (("save_every_n_steps", 4), ("checkpoint_every_n_steps", 4), ("warmup_steps", 10)):
         limit = max(1, steps // share)
         if int(keys.get(key, 0)) > limit:

@@ -76,15 +76,19 @@ def test_a_recipe_keeps_its_keys_and_comments(tmp_path: Path, images: str) -> No
     assert "8 GPUs" not in text
 
 
-@pytest.mark.parametrize(("kind", "shift"), [("lora", 1.0), ("finetune", 1.5), ("icons", None)])
-def test_the_shift_is_that_of_the_models_scheduler(tmp_path: Path, images: str, kind: str, shift: float | None) -> None:
+@pytest.mark.parametrize(
+    ("kind", "scheduler", "shift"), [("lora", 1.0, 1.0), ("finetune", 1.5, 1.5), ("icons", 2.0, 3.0)]
+)
+def test_continued_weights_keep_the_shift_of_their_scheduler(
+    tmp_path: Path, images: str, kind: str, scheduler: float, shift: float
+) -> None:
     model = Path(shutil.copytree(DEMO, tmp_path / "model"))
     path = model / "scheduler" / "scheduler_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "shift": shift or 2.0}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shift": scheduler}))
     project = new.run(kind, images, str(model), tmp_path / "out")
     text = project.train_toml.read_text(encoding="utf-8")
-    assert tomllib.loads(text)["model"].get("shift") == shift
-    assert ("as in the model's scheduler" in text) == (shift is not None)
+    assert tomllib.loads(text)["model"]["shift"] == shift
+    assert ("as in the model's scheduler" in text) == (shift == scheduler)
 
 
 def test_icons_need_a_model(tmp_path: Path, images: str) -> None:
@@ -95,15 +99,18 @@ def test_icons_need_a_model(tmp_path: Path, images: str) -> None:
 def test_icons_on_a_cpu_are_planned_for_an_hour(
     tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sd3_light.stages.new.usable_cores", lambda: 1)
+    monkeypatch.setattr("sd3_light.stages.new.usable_cores", lambda: 0.5)
     project = new.run("icons", images, str(DEMO), tmp_path / "cpu")
     train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
-    assert (train["model"]["shape"], project.plan.samples_per_step) == ({"num_layers": 4, "num_heads": 4}, 16)
-    assert 100 <= project.steps < 3000, "40 images, and an hour of one core"
+    assert (train["model"]["shape"], project.plan.samples_per_step) == (
+        {"num_layers": 4, "num_heads": 4, "position_step": 1.0},
+        16,
+    )
+    assert 100 <= project.steps < 2000, "40 images, and an hour of half a core"
     assert project.seconds == pytest.approx(3600, rel=0.02)
     assert project.steps == check.run(check.load(project.train_toml)).total_steps
     monkeypatch.setattr("sd3_light.stages.new.usable_cores", lambda: 64)
-    assert new.run("icons", images, str(DEMO), tmp_path / "many").steps == 3000, "1,000 epochs of 3 steps"
+    assert new.run("icons", images, str(DEMO), tmp_path / "many").steps == 2000, "the shortest run"
     monkeypatch.setattr("sd3_light.cli.new_verb.visible_gpus", lambda: [])
     monkeypatch.setattr("sd3_light.cli.new_verb.usable_cores", lambda: 64)
     arguments = ["new", "icons", "--data", images, "--model", str(DEMO), "--out", str(tmp_path / "said")]
@@ -117,7 +124,7 @@ def test_few_images_are_not_repeated_for_10000_steps(tmp_path: Path, images: str
     project = new.run("icons", images, str(DEMO), tmp_path, gpus=h200)
     train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
     assert (project.steps, train["max_steps"]) == (1000, 1000), "1,000 epochs of one step"
-    assert train["model"]["shape"] == {"num_layers": 12, "num_heads": 12}
+    assert train["model"]["shape"] == {"num_layers": 8, "num_heads": 8, "position_step": 1.0}
     estimate = check.run(check.load(project.train_toml))
     lines = dict(check.conclude(check.load(project.train_toml).train, estimate, check.Target(h200[0])))
     assert project.seconds is not None
@@ -134,15 +141,15 @@ def test_the_help_says_that_icons_need_a_model() -> None:
 
 def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path, images: str) -> None:
     plans = []
-    for number, gib in enumerate((80, 12, 10, 8)):
+    for number, gib in enumerate((80, 16, 6, 4)):
         plan = new.run("icons", images, str(DEMO), tmp_path / str(number), gpus=gpu(gib)).plan
         assert plan.fits, gib
-        assert plan.samples_per_step == 256, "accumulation keeps the batch"
+        assert plan.samples_per_step == 1024, "accumulation keeps the batch"
         assert plan.needed is not None
         assert plan.needed <= 0.92 * gib * GIB
         plans.append((plan.micro_batch, plan.checkpointing))
-    assert plans[0] == (256, False)
-    assert plans[1][0] < 256
+    assert plans[0] == (1024, False)
+    assert plans[1][0] < 1024
     assert plans[1][1] is False
     assert plans[-1][1] is True
     assert [size for size, _ in plans] == sorted((size for size, _ in plans), reverse=True)
