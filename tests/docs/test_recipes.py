@@ -150,7 +150,6 @@ def test_the_icons_recipes_grow_from_128_to_256_px(
     write_dataset(tmp_path / "data" / "icons", 2, seed=1)
     overrides = [
         "max_steps=2",
-        "cooldown_steps=1",
         "micro_batch_size_per_gpu=2",
         "gradient_accumulation_steps=1",
         "model.t5_max_length=16",
