@@ -302,7 +302,7 @@ def profiling(file: Path, warm: int) -> Iterator[None]:
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     profiler, train_step = torch.profiler.profile(activities=activities), TorchEngine.train_step
-    began, calls = 0.0, 0
+    began, calls, first = 0.0, 0, max(1, warm - PROFILED_STEPS)
 
     def synchronized() -> float:
         if torch.cuda.is_available():
@@ -312,11 +312,11 @@ def profiling(file: Path, warm: int) -> Iterator[None]:
     def profiled(self: TorchEngine, *arguments: Any) -> Any:
         nonlocal began, calls
         calls += 1
-        if calls == warm - PROFILED_STEPS:
+        if calls == first:
             synchronized()
             profiler.start()
             began = time.perf_counter()
-        elif calls == warm:
+        elif calls == first + PROFILED_STEPS:
             seconds = synchronized() - began
             profiler.stop()
             file.write_text(profile_tables(profiler, seconds), encoding="utf-8")
