@@ -20,7 +20,7 @@ time. `host_seconds` says what the main process does in a step.
 With `--text real` the number of T5 tokens per caption is log-normal (median 22, sigma 0.5, mean 25, at least 5), with
 the same number of CLIP tokens, at most 77. `--out` keeps log, config and summary; the rest is deleted. `--feed-only`
 does not train: it measures how many samples per second the loader workers prepare for a GPU, which adds the noise.
-`--profile` writes where the time of a few steps after the warm-up goes: launches, operations of the host, kernels.
+`--profile` writes where the time of the last steps of the warm-up goes: launches, operations of the host, kernels.
 """
 
 import argparse
@@ -296,13 +296,13 @@ PROFILED_STEPS = 5
 
 @contextmanager
 def profiling(file: Path, warm: int) -> Iterator[None]:
-    """Profile some steps after the first ``warm`` ones of the run inside the block, and write tables of them."""
+    """Profile the last of the first ``warm`` steps of the run inside the block, and write tables of them."""
     from sd3_light.engines.torch import TorchEngine
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     profiler, train_step = torch.profiler.profile(activities=activities), TorchEngine.train_step
-    began, calls = 0.0, 0
+    began, calls, first = 0.0, 0, max(1, warm - PROFILED_STEPS)
 
     def synchronized() -> float:
         if torch.cuda.is_available():
@@ -312,11 +312,11 @@ def profiling(file: Path, warm: int) -> Iterator[None]:
     def profiled(self: TorchEngine, *arguments: Any) -> Any:
         nonlocal began, calls
         calls += 1
-        if calls == warm:
+        if calls == first:
             synchronized()
             profiler.start()
             began = time.perf_counter()
-        elif calls == warm + PROFILED_STEPS:
+        elif calls == first + PROFILED_STEPS:
             seconds = synchronized() - began
             profiler.stop()
             file.write_text(profile_tables(profiler, seconds), encoding="utf-8")
