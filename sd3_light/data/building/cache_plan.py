@@ -14,7 +14,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
@@ -46,7 +46,6 @@ from sd3_light.data.sources.selection import matches_size
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
-from sd3_light.runlog import progress
 
 PLAN_VERSION = 2
 _UNITS_PER_BATCH = 64
@@ -160,9 +159,16 @@ class CachePlan:
 
 
 def make_cache_plan(
-    catalogue: Catalogue, listings: Sequence[Listing], recipe: Mapping[str, Any], shard_size: int
+    catalogue: Catalogue,
+    listings: Sequence[Listing],
+    recipe: Mapping[str, Any],
+    shard_size: int,
+    show_progress: "ShowProgress | None" = None,
 ) -> CachePlan:
-    """Return the plan of the catalogue's contents. A new plan is written by one process while the others wait."""
+    """Return the plan of the catalogue's contents. A new plan is written by one process while the others wait.
+
+    ``show_progress`` (`runlog.progress`) shows a bar while similar images are looked for.
+    """
     recipe_digest = _digest(repr(sorted(recipe.items())))
     settings = [
         (*listing.parts, listing.source.directory.model_dump_json(exclude=_IGNORED_SETTINGS)) for listing in listings
@@ -171,7 +177,7 @@ def make_cache_plan(
     path = catalogue.folder / f"{name}.arrow"
 
     def write(_: str) -> None:
-        _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
+        _Planner(catalogue, recipe_digest, shard_size, show_progress).write(path, listings)
         _prune_plans(catalogue.folder)
 
     catalogue.claims.divide([name], lambda _: _is_planned(path, catalogue.claims), write)
@@ -220,6 +226,8 @@ _PLAN_SCHEMA = pa.schema(
     ]
 )
 
+ShowProgress = Callable[[str, int | None, str], AbstractContextManager[Any]]
+"""Shows a bar with a title, a total and a unit; `advance` of what it yields counts."""
 _UnitKey = tuple[tuple[int, int], Bucket]
 """(resolution, bucket) of a unit."""
 _Placed = tuple[int, int, str]
@@ -229,8 +237,11 @@ _Placed = tuple[int, int, str]
 class _Planner:
     """Assigns samples to units in catalogue order; holds one open unit per bucket and a few finished ones."""
 
-    def __init__(self, catalogue: Catalogue, recipe: str, shard_size: int) -> None:
+    def __init__(
+        self, catalogue: Catalogue, recipe: str, shard_size: int, show_progress: "ShowProgress | None" = None
+    ) -> None:
         self._catalogue, self._recipe, self._shard_size = catalogue, recipe, shard_size
+        self._show_progress = show_progress
         self._counts = PlanCounts()
         self._duplicates: TextIO
         self._advance: Callable[[], None]
@@ -239,7 +250,7 @@ class _Planner:
         """Write the plan, counts last."""
         with (
             open_earlier_images() as earlier,
-            _comparison_bar(listings) as self._advance,
+            _comparison_bar(listings, self._show_progress) as self._advance,
             atomic_file(path.with_suffix(_DUPLICATES)) as list_path,
             open(list_path, "w", encoding="utf-8") as self._duplicates,
             atomic_file(path) as temporary,
@@ -316,12 +327,12 @@ class _Planner:
 
 
 @contextmanager
-def _comparison_bar(listings: Sequence[Listing]) -> Iterator[Callable[[], None]]:
+def _comparison_bar(listings: Sequence[Listing], show: "ShowProgress | None") -> Iterator[Callable[[], None]]:
     """Yield a function to call per row: it advances a bar if similar images are to be found, which takes time."""
-    if not any(listing.source.finds_similar for listing in listings):
+    if show is None or not any(listing.source.finds_similar for listing in listings):
         yield lambda: None
         return
-    with progress("comparing images", sum(listing.rows for listing in listings), "images") as bar:
+    with show("comparing images", sum(listing.rows for listing in listings), "images") as bar:
         yield bar.advance
 
 

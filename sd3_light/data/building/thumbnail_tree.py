@@ -34,7 +34,7 @@ class Split(NamedTuple):
 
 
 class ThumbnailTree:
-    """Nodes are numbers. Thumbnails of different lengths, with and without a mask, have roots of their own."""
+    """Nodes are numbers. Thumbnails of different lengths, with and without a mask, have separate roots."""
 
     def __init__(self) -> None:
         self._numbers = count()

@@ -4,6 +4,7 @@ No state is kept between calls, except the time of the next line about a retry. 
 per process, so forked workers are safe.
 """
 
+import logging
 import random
 import sys
 import time
@@ -15,13 +16,13 @@ import fsspec
 from fsspec.registry import known_implementations, registry
 
 from sd3_light.config.faults import UserError
-from sd3_light.runlog import info
 
 PAUSES_SEC = (0.5, 2.0, 8.0, 30.0)
 """Mean delays before a failed request is repeated; a store that throttles needs seconds."""
 REPORT_EVERY_SEC = 10.0
 """Time between two lines about repeated requests."""
 _next_report = 0.0
+_LOGGER = logging.getLogger(__name__)  # not `runlog`: sources must not import torch
 _JITTER = random.SystemRandom()  # so that the processes of many machines do not return at the same moment
 
 _Result = TypeVar("_Result")
@@ -115,7 +116,7 @@ def _report_retry(line: str) -> None:
     now = time.monotonic()
     if now >= _next_report:
         _next_report = now + REPORT_EVERY_SEC
-        info(line)
+        _LOGGER.warning(line)
 
 
 def _open_filesystem(url: str) -> tuple[Any, str]:

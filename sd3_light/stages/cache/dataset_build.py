@@ -70,7 +70,7 @@ class DatasetBuild:
             recipe = make_recipe(self._train, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._list_inputs(title, catalogue, dataset)
-            plan = make_cache_plan(catalogue, listings, recipe, self._train.sd3_shard_size)
+            plan = make_cache_plan(catalogue, listings, recipe, self._train.sd3_shard_size, progress)
             place.push_catalogue()
             if not plan.units:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())

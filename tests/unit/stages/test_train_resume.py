@@ -200,7 +200,10 @@ class OneWeight:
 def test_keys_that_differ_from_the_resumed_run_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "train.toml"
     for path, text in {config: "", tmp_path / "other.toml": "seed = 7\nlogging_steps = 3\n"}.items():
-        path.write_text(f'output_dir = "run"\ndataset = "data.toml"\nepochs = 1\n{text}{MODEL}', encoding="utf-8")
+        path.write_text(
+            f'output_dir = "run"\ndataset = "data.toml"\nepochs = 1\nsave_every_n_steps = 5\n{text}{MODEL}',
+            encoding="utf-8",
+        )
     (tmp_path / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n', encoding="utf-8")
     order = build_order(0, [([Segment(8, 1.0)], 4)])
     facts = {"order": order_facts(order), "progress": {"step": 3, "samples": 12, "skipped": 0, "position": 3}}

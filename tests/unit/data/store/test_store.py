@@ -250,9 +250,7 @@ def test_downloads_that_are_never_opened_take_bounded_memory(
     assert not store.was_just_hashed(store.manifest.shards[0], paths[0].stat())
 
 
-def test_a_retry_is_reported_once_in_a_while(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_retry_is_reported_once_in_a_while(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(protocols, "PAUSES_SEC", (0.0, 0.0))
     monkeypatch.setattr(protocols, "_next_report", 0.0, raising=False)
 
@@ -263,7 +261,7 @@ def test_a_retry_is_reported_once_in_a_while(
         with pytest.raises(UserError, match="cannot read memory://cache"):
             protocols.with_retries("memory://cache", refuse)
     line = "cannot read memory://cache (Connection refused); retrying in 0 s (2 of 3)"
-    assert capsys.readouterr().err.splitlines() == [line]
+    assert caplog.messages == [line]
 
 
 def test_a_cached_shard_is_not_fetched_again(s3: S3, cache: Path, tmp_path: Path) -> None:
