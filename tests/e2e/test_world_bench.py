@@ -21,9 +21,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TABLE = """
 [rows.base]
 about = "as it is"
-[rows.joint]
-about = "joint dropout"
-set = ['model.uncond_text_dropout="joint"']
+[rows.shift]
+about = "another shift"
+set = ["model.shift=1.0"]
 """
 TOY = [
     *("model.size=tiny2", "max_steps=4", "micro_batch_size_per_gpu=4", "warmup_steps=1", "eval_every_n_steps=4"),
@@ -97,9 +97,9 @@ def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeyp
     results = _results(bench)
     assert [(entry["row"], entry["seed"]) for entry in results] == [
         ("base", 1),
-        ("joint", 1),
+        ("shift", 1),
         ("base", 2),
-        ("joint", 2),
+        ("shift", 2),
     ]
     for entry in results:
         assert [samples for samples, _ in entry["scores"]] == [8, 16]
@@ -133,11 +133,11 @@ def test_the_table_has_a_line_per_row(scripts: SimpleNamespace, tmp_path: Path) 
     (tmp_path / "table.toml").write_text(TABLE, encoding="utf-8")
     entry = {"right": 0.5, "fixed": {"raw": 0.6, "ema": 0.4}, "samples_to_0.9": 1_500_000, "minutes": 2.0}
     other = {**entry, "right": 0.75, "samples_to_0.9": None, "ema_lengths": {"0.1": 0.8}}
-    results = [{"row": "joint", "seed": 2, **other}, {"row": "joint", "seed": 1, **entry}]
+    results = [{"row": "shift", "seed": 2, **other}, {"row": "shift", "seed": 1, **entry}]
     lines = scripts.ablate.markdown(results, scripts.ablate.read_rows(tmp_path / "table.toml")).splitlines()
     assert lines[2:] == [
-        "| joint | joint dropout | 0.500 / 0.750 | 0.4000 / 0.4000 | 1.50 / - | 2.0 / 2.0 |",
-        "| joint | average of length 0.1 | 0.800 | | | |",
+        "| shift | another shift | 0.500 / 0.750 | 0.4000 / 0.4000 | 1.50 / - | 2.0 / 2.0 |",
+        "| shift | average of length 0.1 | 0.800 | | | |",
     ]
 
 
@@ -154,7 +154,7 @@ def test_the_shipped_table_is_valid(bench: SimpleNamespace) -> None:
 
 @pytest.mark.slow
 def test_unknown_rows_and_folders_are_one_line(bench: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"error: .* has no row nothing; it has base, joint"):
+    with pytest.raises(SystemExit, match=r"error: .* has no row nothing; it has base, shift"):
         _ablate(bench, "--rows", "nothing")
     with pytest.raises(SystemExit, match=r"was prepared as Bench\(hard=False, side=64, num_prompts=3\)"):
         call(bench.world_prepare, bench.folder, "--scenes", "hard", "--processes", "1")
