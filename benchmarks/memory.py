@@ -117,6 +117,7 @@ class ZeroEncoders:
 
     latent_channels = 16
     device = torch.device("cpu")
+    vae_dtype = torch.float32
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
