@@ -299,7 +299,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models and images, also on a CPU")
     args = parser.parse_args()
     if args.tiny:
-        args.side, args.samples, args.batch_size, args.seconds, args.num_images = 32, 4, 2, 0.0, 1
+        args.side, args.samples, args.batch_size, args.seconds, args.num_images = 32, 4, 2, 0.01, 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}")
