@@ -3,9 +3,9 @@
 from sd3_light.config import ModelSize, TrainConfig
 from sd3_light.model.fast.choice import why_stock_by_config
 
-LAUNCH_BOUND_FLOPS = 5e12
-"""FLOPs per block and micro-batch up to which a step may be bound by launches: an H200 needs about 10 ms for them, and
-the host as long to queue the kernels of a block (docs/LOG.md)."""
+LAUNCH_BOUND_FLOPS = 1e12
+"""FLOPs per block and micro-batch up to which a step is bound by launches: an H200 needs 2 to 3 ms for them, and the
+host 8 ms to queue the kernels of a block (docs/LOG.md). Larger steps gain little, and graphs need memory."""
 
 
 def why_no_graphs(

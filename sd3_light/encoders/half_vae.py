@@ -7,6 +7,7 @@ that the latents have anyway. The decoder stays in float32.
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import SubprocessError
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +17,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import encode_pixels, load_vae
 from sd3_light.runlog import info
 
@@ -47,16 +49,41 @@ def resolve_vae_dtype(setting: VaeDtype, diffusers_path: Path, device: torch.dev
     """Return the VAE's dtype on a device: float32 on CPUs; ``auto`` is float16 on GPUs where it is precise enough."""
     if device.type != "cuda":
         return torch.float32
+    has_triton = find_spec("triton") is not None
+    if setting not in ("auto", "float32") and not has_triton:
+        raise UserError(
+            f'model.vae_dtype = "{setting}" needs Triton, which is not installed; write "auto" or "float32"'
+        )
     if setting != "auto":
         dtype: torch.dtype = getattr(torch, setting)
         return dtype
-    if find_spec("triton") is None or torch.cuda.get_device_capability(device) < (8, 0):
+    if not has_triton or torch.cuda.get_device_capability(device) < (8, 0):
         return torch.float32
-    measured = measure_precision(diffusers_path, device, torch.float16)
+    measured = _try_precision(diffusers_path, device)
+    if isinstance(measured, str):
+        info(f"the VAE computes in float32: its float16 kernels do not run on this GPU ({measured})")
+        return torch.float32
     is_precise = measured.share < ERROR_LIMIT  # false for NaN
     result = "float16" if is_precise else "float32; float16 is not precise enough"
     info(f"the VAE computes in {result}: its error is {measured.share:.1%} of the latents' own noise")
     return torch.float16 if is_precise else torch.float32
+
+
+def _try_precision(diffusers_path: Path, device: torch.device) -> PrecisionError | str:
+    """Measure float16; return the error if its kernels do not compile or run here, as without a C compiler."""
+    try:
+        return measure_precision(diffusers_path, device, torch.float16)
+    except torch.OutOfMemoryError:  # of a GPU that others fill: says nothing about the kernels
+        raise
+    except (_triton_error(), RuntimeError, OSError, SubprocessError) as error:
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _triton_error() -> type[Exception]:
+    from triton.errors import TritonError
+
+    error: type[Exception] = TritonError
+    return error
 
 
 def measure_precision(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> PrecisionError:

@@ -88,6 +88,6 @@ class AsyncHostCopies:
 def _require_finite(is_finite: Tensor, source: str) -> None:
     if not is_finite:
         raise UserError(
-            f"{source} returned NaN or infinity; check its weights, or use model.dtype = 'bfloat16' (of the VAE: "
-            "model.vae_dtype = 'float32') if it overflows float16. Finished shards are kept"
+            f"{source} returned NaN or infinity; check its weights. If it overflows float16, write model.dtype = "
+            "'bfloat16', which keeps finished shards, or for a VAE model.vae_dtype = 'float32', which encodes again"
         )

@@ -84,14 +84,15 @@ class MicroBatchGraphs:
         device = self._gradients[0].device
         inputs = map_tensors(batch, lambda tensor: tensor.to(device, copy=True))
         run = partial(self._run, inputs, count)
-        expected = self._warm_up(run)
         try:
+            expected = self._warm_up(run)
             graph = _Graph(_tensors(inputs), self._recorder.record(run))
-        except RuntimeError as error:
+            is_right = self._agrees(graph.recording, expected)
+        except RuntimeError as error:  # also if the GPU's memory is full
             reason = str(error).partition("\n")[0]
             info(f"CUDA graphs: recording failed, so kernels are launched one by one ({reason})")
             return None
-        if not self._agrees(graph.recording, expected):
+        if not is_right:
             info("CUDA graphs: a graph computes other numbers than its kernels, so these are launched one by one")
             return None
         return graph
@@ -99,13 +100,15 @@ class MicroBatchGraphs:
     def _warm_up(self, run: Callable[[], Numbers]) -> tuple[Tensor, Tensor]:
         """Run twice, the second time adding to gradients; return numbers and squared gradient norm of the first."""
         self._use([None] * len(self._weights))
-        with self._recorder.warming_up():
-            _, numbers = run()
-            gradients = [weight.grad for weight in self._weights if weight.grad is not None]
-            assert len(gradients) == len(self._weights), "no gradient reached some weights"
-            squares = sum_of_squares(gradients)
-            run()
-        self._use(self._gradients)
+        try:
+            with self._recorder.warming_up():
+                _, numbers = run()
+                gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+                assert len(gradients) == len(self._weights), "no gradient reached some weights"
+                squares = sum_of_squares(gradients)
+                run()
+        finally:
+            self._use(self._gradients)
         return numbers, squares
 
     def _agrees(self, recording: Recording, expected: tuple[Tensor, Tensor]) -> bool:

@@ -5,15 +5,28 @@ import signal
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
 from tests.waiting import HANG_SECONDS, wait_until
-from tests.warm import REAL_PYTHON
+from tests.warm import ENVIRONMENT, REAL_PYTHON
+from tests.warm.client import IMPORT_VARIABLES
 
 SHOW = "import os, sys; print(sys.argv[1:], os.getcwd(), 'torch' in sys.modules, 'sd3_light' in sys.modules)"
 WAIT = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+@pytest.fixture(autouse=True)
+def _servers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Undo what module fixtures of other tests, or libraries that they imported, have left in the environment."""
+    for name in {*ENVIRONMENT, *os.environ} - {"PYTHONPATH"}:
+        if name.startswith(IMPORT_VARIABLES) and os.environ.get(name) != ENVIRONMENT.get(name):
+            warnings.warn(f"earlier tests changed {name}, so that later ones start slowly", stacklevel=1)
+            monkeypatch.delenv(name, raising=False)
+            if name in ENVIRONMENT:
+                monkeypatch.setenv(name, ENVIRONMENT[name])
 
 
 @pytest.fixture

@@ -22,6 +22,9 @@ REAL_PYTHON = sys.executable
 
 _CLIENT = Path(__file__).with_name("client.py")
 
+ENVIRONMENT: dict[str, str] = {}
+"""The server's environment, once it is installed."""
+
 
 def install(folder: Path) -> Path:
     """Write the executable into ``folder``, and the command `sd3-light` beside it; return the executable's path.
@@ -29,11 +32,12 @@ def install(folder: Path) -> Path:
     The server ends with the calling process.
     """
     client, command = folder / "python", folder / "sd3-light"
+    ENVIRONMENT.update({name: value for name, value in os.environ.items() if name != "PYTHONPATH"})
     settings = {
         "python": REAL_PYTHON,
         "server": str(_CLIENT.with_name("server.py")),
         "owner": os.getpid(),
-        "environment": {name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "environment": dict(ENVIRONMENT),
     }
     source = _CLIENT.read_text(encoding="utf-8").replace("SETTINGS = {}", f"SETTINGS = {settings!r}")
     client.write_text(f"#!{REAL_PYTHON} -IS\n{source}", encoding="utf-8")

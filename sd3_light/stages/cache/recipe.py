@@ -14,6 +14,7 @@ from sd3_light.encoders.fingerprint import parts_fingerprint
 from sd3_light.runlog import info
 
 _SHORT_KEYS = ("format", "preprocess", "text_tokens", "t5_max_length", "vae_dtype")  # their values fit in a message
+_DEFAULTS = {"vae_dtype": "auto"}  # of keys that a recipe may lack
 
 
 def make_recipe(train: TrainConfig, memo: Path | None = None) -> dict[str, Any]:
@@ -58,8 +59,8 @@ def is_trusted(dataset: DatasetConfig, train: TrainConfig) -> bool:
 
 def _require(location: str, manifest: Manifest, expected: Mapping[str, Any], hint: str) -> None:
     """Raise a UserError if a cache was built with settings or encoders other than the config's."""
-    for key, value in expected.items():
-        built = manifest.recipe.get(key)
+    for key in dict.fromkeys((*expected, *manifest.recipe)):
+        value, built = (recipe.get(key, _DEFAULTS.get(key)) for recipe in (expected, manifest.recipe))
         if built != value:
             difference = f"{key} = {built!r}, the config says {value!r}" if key in _SHORT_KEYS else f"another {key}"
             raise UserError(f"{location} was built with {difference}; {hint}")

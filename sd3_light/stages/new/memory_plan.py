@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from sd3_light.budget.flops import step_flops
 from sd3_light.budget.gpu_memory import gpu_memory
+from sd3_light.budget.graph_choice import why_no_graphs
+from sd3_light.config import TrainConfig
 from sd3_light.config.base import Checkpointing
 from sd3_light.stages.check import RunEstimate
 from sd3_light.stages.new.kinds import Kind
@@ -38,7 +41,7 @@ class MemoryPlan:
         return self.needed is None or self.available is None or self.needed <= USABLE * self.available
 
 
-def plan_memory(estimate: RunEstimate, kind: Kind, gpus: Sequence[Gpu]) -> MemoryPlan:
+def plan_memory(estimate: RunEstimate, train: TrainConfig, kind: Kind, gpus: Sequence[Gpu]) -> MemoryPlan:
     """Return the fastest plan that fits, or the smallest one if none does."""
     processes = max(1, len(gpus))
     largest = min(kind.largest_micro_batch, max(1, kind.batch // processes))
@@ -48,22 +51,32 @@ def plan_memory(estimate: RunEstimate, kind: Kind, gpus: Sequence[Gpu]) -> Memor
             return MemoryPlan(kind.cpu.batch, 1, False, processes)
         micro_batch = min(CPU_MICRO_BATCH, largest)
         return MemoryPlan(micro_batch, max(1, kind.batch // (micro_batch * processes)), False, processes)
-    levels = [_fitting(estimate, kind.batch, largest, level, processes, min(sizes)) for level in _LEVELS]
+    levels = [_fitting(estimate, train, kind.batch, largest, level, processes, min(sizes)) for level in _LEVELS]
     fitting = [plan for plan in levels if plan.fits]
     enough = [plan for plan in fitting if plan.micro_batch * _ENOUGH >= largest]
     return enough[0] if enough else max(fitting, key=lambda plan: plan.micro_batch, default=levels[-1])
 
 
 def _fitting(
-    estimate: RunEstimate, batch: int, micro_batch: int, level: Checkpointing, processes: int, available: int
+    estimate: RunEstimate,
+    train: TrainConfig,
+    batch: int,
+    micro_batch: int,
+    level: Checkpointing,
+    processes: int,
+    available: int,
 ) -> MemoryPlan:
     """Return the plan with the largest micro-batch that fits, at most ``micro_batch``, or with one sample."""
     costliest = max(estimate.data.rows, key=lambda row: row.tokens.image)
+    size, tokens = estimate.start.size, costliest.tokens
+    config = train.model_copy(update={"activation_checkpointing": level})
     while True:
         accumulation = max(1, batch // (micro_batch * processes))
+        flops = step_flops(size, tokens.image, [tokens.text] * micro_batch)
         setup = replace(
             estimate.setup,
-            tokens=costliest.tokens,
+            tokens=tokens,
+            graphs=why_no_graphs(config, size, flops, processes) is None,
             batch=micro_batch,
             accumulation=accumulation,
             checkpointing=level,

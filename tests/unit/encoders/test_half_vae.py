@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.assets import DEMO
+from sd3_light.config.faults import UserError
 from sd3_light.encoders import half_vae
 from sd3_light.encoders.half_vae import PrecisionError, TorchOperations, resolve_vae_dtype, to_half_encoder
 from sd3_light.encoders.vae import encode_pixels, load_vae
@@ -93,3 +94,26 @@ def test_auto_is_float16_only_where_it_is_precise(
     assert resolve_vae_dtype("bfloat16", DEMO, GPU) == torch.bfloat16
     assert resolve_vae_dtype("auto", DEMO, CPU) == torch.float32
     assert resolve_vae_dtype("float16", DEMO, CPU) == torch.float32
+
+
+def test_kernels_that_do_not_compile_leave_float32(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> PrecisionError:
+        raise RuntimeError("Failed to find C compiler.\nmore")
+
+    errors = ModuleType("triton.errors")
+    errors.TritonError = ValueError  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton.errors", errors)
+    monkeypatch.setattr(half_vae, "find_spec", lambda _: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(half_vae, "measure_precision", fail)
+    assert resolve_vae_dtype("auto", DEMO, GPU) == torch.float32
+    assert "do not run on this GPU (RuntimeError: Failed to find C compiler.)" in capsys.readouterr().err
+
+
+def test_half_precision_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_vae, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match='vae_dtype = "bfloat16" needs Triton'):
+        resolve_vae_dtype("bfloat16", DEMO, GPU)
+    assert resolve_vae_dtype("auto", DEMO, GPU) == resolve_vae_dtype("float32", DEMO, GPU) == torch.float32

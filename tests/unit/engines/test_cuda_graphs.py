@@ -192,3 +192,20 @@ def test_a_step_has_one_part_per_micro_batch(make: Make) -> None:
     engine.part_queued = lambda: parts.append(1)
     engine.train_step(steps()[0], 1e-2)
     assert len(parts) == 2
+
+
+def test_a_warm_up_without_memory_falls_back_to_launches(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected, (engine, recorder) = plain(tmp_path), make()
+
+    @contextmanager
+    def full() -> Iterator[None]:
+        yield
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(recorder, "warming_up", full)
+    assert train(engine) == train(expected)
+    assert equal(snapshot(engine), snapshot(expected))
+    assert not recorder.recordings
+    assert "recording failed, so kernels are launched one by one (CUDA out of memory.)" in capsys.readouterr().err

@@ -137,7 +137,8 @@ def test_a_model_from_icons_alone(build: Any, packages: Path, tmp_path: Path, mo
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     smaller = {
         "parts": "--vae-steps 2 --text-steps 2 --vae-batch 4 --text-batch 8",
-        "train": "--set max_steps=2 --set cooldown_steps=1 --set micro_batch_size_per_gpu=2 --set num_dataloader_workers=0",
+        "train": "--set max_steps=2 --set cooldown_steps=1 --set micro_batch_size_per_gpu=2 "
+        "--set num_dataloader_workers=0",
         "evaluate": "--prompts 8 --steps 1 --out scores.json",
     }
     commands = [line for line in trial_commands() if line.startswith("sd3-light")]

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from sd3_light.journeys import build_caches
 from sd3_light.stages import inspect
 from sd3_light.stages.cache import make_recipe
 from sd3_light.stages.cache.freshness import CacheState, check_freshness, render_state
+from sd3_light.stages.cache.recipe import is_trusted
 from sd3_light.stages.cache.shard_builder import ShardBuilder
 from sd3_light.stages.check import disk_faults
 from sd3_light.stages.check.count import count_samples
@@ -127,6 +129,15 @@ def test_auto_precision_keeps_caches_and_another_one_encodes_again(cached_projec
     state = current_state(cached_project, 'model.vae_dtype="float16"')
     assert state.fresh == 0
     assert dict(state.causes) == {"changed: vae_dtype": state.stale}
+
+
+def test_a_trusted_cache_of_another_precision_is_refused(cached_project: Project, tmp_path: Path) -> None:
+    project = cached_project.copy(tmp_path / "project")
+    manifest = Manifest.load(project.cache)
+    replace(manifest, recipe={**manifest.recipe, "vae_dtype": "bfloat16"}).save(project.cache)
+    loaded = project.load()
+    with pytest.raises(UserError, match=r"vae_dtype = 'bfloat16', the config says 'auto'; run without --trust-cache"):
+        is_trusted(loaded.dataset, loaded.train)
 
 
 def add_image(project: Project, name: str) -> None:

@@ -70,7 +70,7 @@ def test_extreme_crops_and_enlargements_are_reported_and_can_be_excluded(
     assert check.run(odd_project.load()).data.rejects.counts == {"too_small": 1}
     odd_project.data(f"min_side = 16\nmax_crop = 0.5\n{WIDE}")
     estimate = check.run(odd_project.load())
-    assert (estimate.data.samples, estimate.data.rejects) == (4, {"crop_too_large": 1, "too_small": 1})
+    assert (estimate.data.samples, estimate.data.rejects.counts) == (4, {"crop_too_large": 1, "too_small": 1})
 
 
 @pytest.mark.parametrize(

@@ -241,3 +241,16 @@ def test_a_wrong_answer_is_asked_again(tmp_path: Path, images: str, monkeypatch:
     assert result.exit_code == 0, result.output
     assert "unknown kind 'icon'; the kinds are lora, finetune, pretrain, icons" in result.output
     assert "no such file or folder: nowhere" in result.output
+
+
+def test_a_cache_that_fills_the_gpu_is_streamed(tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def residence(name: str, *gpus: Gpu) -> str:
+        project = new.run("icons", images, str(DEMO), tmp_path / name, gpus=gpus)
+        text = project.train_toml.read_text(encoding="utf-8")
+        value: str = tomllib.loads(text)["cache_residence"]
+        return value
+
+    assert residence("gpu", *gpu(24)) == "device"
+    assert residence("cpu") == "stream"
+    monkeypatch.setattr(new, "_CACHE_SHARE", 1e-6)
+    assert residence("full", *gpu(24)) == "stream"
