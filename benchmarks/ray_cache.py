@@ -1,11 +1,11 @@
 """The cache stage on Ray: the speed of two encoders compared with one, and the memory of driver and encoders.
 
-    python benchmarks/ray_cache.py speed [--images 400]               # two free cores, about five minutes
+    python benchmarks/ray_cache.py speed [--images 1200]              # two free cores, three minutes
     python benchmarks/ray_cache.py memory [--samples 10000 100000 1000000]
 
-Both start a local Ray cluster. `speed` gives it two CPUs and builds a cache of generated images with the demo's
-encoders, one CPU thread each, once to warm up and once more for the measurement, with one and with two encoders.
-`memory` gives it four, so that Ray keeps two processes for decoding. It builds caches of tiny images with encoders that
+Both start a local Ray cluster of four CPUs, so that Ray keeps two processes for decoding beside two encoders; set
+RAY_worker_niceness=0 where other programs run. `speed` builds a cache of generated images with the demo's encoders, one
+CPU thread each, once to warm up and once more for the measurement, with one and with two encoders. `memory` builds caches of tiny images with encoders that
 return zeros, each in a new process, and prints the peaks of anonymous memory: those of the driver above the value when
 it is connected, and those of the largest encoder.
 """
@@ -36,6 +36,7 @@ from sd3_light.stages.cache.ray_encoder import EncoderSettings, ShardEncoder
 from sd3_light.world import write_dataset
 
 OBJECT_STORE = 100 << 20
+NUM_CPUS = 4
 SHARDS = ("sd3_shard_size=16", "caching_batch_size=8")  # small, so that both encoders end at the same time
 DATA = 'size_buckets = [[64, 64], [80, 48], [48, 80]]\n[[directory]]\npath = "images"\n'
 
@@ -49,10 +50,14 @@ class ZeroEncoder(ShardEncoder):
 
 
 @contextmanager
-def builder_of(loaded: LoadedConfig, actors: int, cpus: int) -> Iterator[RayBuilder]:
+def builder_of(loaded: LoadedConfig, actors: int) -> Iterator[RayBuilder]:
     """Yield a builder whose encoders have started, on a new local cluster."""
     ray.init(
-        address="local", num_cpus=cpus, object_store_memory=OBJECT_STORE, include_dashboard=False, log_to_driver=False
+        address="local",
+        num_cpus=NUM_CPUS,
+        object_store_memory=OBJECT_STORE,
+        include_dashboard=False,
+        log_to_driver=False,
     )
     try:
         with RayBuilder(loaded.train, "", actors) as builder:
@@ -74,7 +79,7 @@ def measure_speed(folder: Path, images: int) -> None:
     rates = []
     for actors in (1, 2):
         loaded = load_config(folder / "train.toml", [*SHARDS, f"cache_dir={folder / f'cache-{actors}'}"])
-        with builder_of(loaded, actors, cpus=2) as builder:
+        with builder_of(loaded, actors) as builder:
             for options in (CacheOptions(), CacheOptions(regenerate=True)):
                 started = time.perf_counter()
                 report = DatasetBuild(loaded.train, Launch(), options, builder).build("", loaded.dataset)
@@ -115,7 +120,7 @@ def measure_memory(folder: Path, samples: int) -> None:
     memory.write_samples(folder, samples)
     ray_builder.ShardEncoder = ZeroEncoder  # type: ignore[misc]
     loaded = load_config(folder / "train.toml")
-    with builder_of(loaded, 2, cpus=4) as builder:
+    with builder_of(loaded, 2) as builder:
         actors: list[Any] = builder.pool.ready(2)
         processes = [ray.get(actor.handle.__ray_call__.remote(lambda self: os.getpid())) for actor in actors]
         with PeakMeter([os.getpid(), *processes]) as meter:
@@ -136,7 +141,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["speed", "memory"])
-    parser.add_argument("--images", type=int, default=400)
+    parser.add_argument("--images", type=int, default=1200)
     parser.add_argument("--samples", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--tmp", type=Path, help="where to write (default: the system's temp folder)")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
