@@ -5,9 +5,9 @@
 
 Both start a local Ray cluster of four CPUs, so that Ray keeps two processes for decoding beside two encoders; set
 RAY_worker_niceness=0 where other programs run. `speed` builds a cache of generated images with the demo's encoders, one
-CPU thread each, once to warm up and once more for the measurement, with one and with two encoders. `memory` builds caches of tiny images with encoders that
-return zeros, each in a new process, and prints the peaks of anonymous memory: those of the driver above the value when
-it is connected, and those of the largest encoder.
+CPU thread each, once to warm up and once more for the measurement, with one and with two encoders. `memory` builds
+caches of tiny images with encoders that return zeros, each in a new process, and prints the peaks of anonymous memory:
+those of the driver above the value when it is connected, and those of the largest encoder.
 """
 
 import argparse
