@@ -110,7 +110,9 @@ def test_from_s3_to_s3_with_a_killed_actor_and_a_removed_node(
     after: dict[int, Callable[[Any], object]],
     raw_project: Project,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     local = raw_project.copy(tmp_path / "local")
     small_shards(local)
     local.build_cache("caching_num_workers=0")
@@ -125,6 +127,10 @@ def test_from_s3_to_s3_with_a_killed_actor_and_a_removed_node(
     secrets = [os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"]]
     manifest = store.files.cat_file(f"{project.url}/manifest.json").decode()
     assert not any(secret in manifest for secret in secrets)
+    for each in (local, project):
+        each.train("max_steps=2")
+    assert list(project.losses()) == [1, 2]
+    assert project.losses() == local.losses()
 
 
 def test_a_poison_unit_a_crashing_image_and_a_node_that_joins(
