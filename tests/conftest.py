@@ -94,6 +94,16 @@ def _same_environment() -> Iterator[None]:
             os.environ[name] = before[name]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _same_main_process() -> Iterator[None]:
+    """Restore whether this process prints: a server of `sd3-light ui` in this process turns that off."""
+    from sd3_light.runlog import console
+
+    before = console._main_process
+    yield
+    console._main_process = before
+
+
 @pytest.fixture(autouse=True)
 def _same_signal_handlers() -> Iterator[None]:
     """Restore the handlers that a test has set: child processes of later tests would inherit an ignored signal."""
