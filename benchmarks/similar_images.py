@@ -86,9 +86,9 @@ def measure(name: str, files: list[bytes], with_copies: bool) -> None:
             jpegs = (encode(Image.open(io.BytesIO(file)).convert("RGB"), "jpeg", quality=75) for file in files[::4])
             copies = add_all(images, (make_thumbnail(jpeg, None) for jpeg in jpegs), "c")
     each, last = 1e3 * (ended - started) / len(files), 1e3 * (ended - middle) / (len(files) - head)
-    found = f"; {sum(map(bool, copies))} of {len(copies)} JPEG copies found" if copies else ""
+    copied = f"; {sum(map(bool, copies))} of {len(copies)} JPEG copies found" if copies else ""
     print(
-        f"{name}: {each:.2f} ms per image, last tenth {last:.2f} ms; {sum(map(bool, firsts))} similar{found}",
+        f"{name}: {each:.2f} ms per image, last tenth {last:.2f} ms; {sum(map(bool, firsts))} similar{copied}",
         flush=True,
     )
 

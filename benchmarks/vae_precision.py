@@ -130,7 +130,7 @@ def new_vae(tiny: bool, device: torch.device) -> Any:
 # --- 2. error of the VAE -----------------------------------------------------------------------
 
 
-def test_images(args: argparse.Namespace) -> dict[str, Tensor]:
+def error_images(args: argparse.Namespace) -> dict[str, Tensor]:
     """Return uint8 images [B, H, W, 3] by kind."""
     side = args.side
     kinds = {"test": probe_pixels()[: args.num_images, :side, :side]}
@@ -150,7 +150,7 @@ def vae_errors(folder: Path, args: argparse.Namespace, device: torch.device) -> 
     print(f"\n## Error of the means, {folder.name}\n")
     print("| images | variant | rms error | largest | / posterior std | / 8-bit rounding | / latents' std | bits |")
     print("|---|---|---:|---:|---:|---:|---:|---|", flush=True)
-    for kind, images in test_images(args).items():
+    for kind, images in error_images(args).items():
         pixels = images.to(device)
         exact = load_vae(folder, device, FULL)
         with torch.inference_mode():

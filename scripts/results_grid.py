@@ -11,6 +11,7 @@ import argparse
 import base64
 import io
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,7 +47,10 @@ def read_pairs(page: Path, model: str | None) -> list[Pair]:
     pairs = []
     for card in _CARD.findall(page.read_text(encoding="utf-8")):
         images = {label: (data, rest) for data, label, rest in _IMAGE.findall(card)}
-        data, rest = images[model or list(images)[-1]]
+        row = model or list(images)[-1]
+        if row not in images:
+            sys.exit(f"error: {page} has no row {row}; it has {', '.join(images)}")
+        data, rest = images[row]
         caption = " ".join(_TAGS.sub(" ", card).split())
         pairs.append(Pair(caption, _decode(data), _decode(images[TRUE][0]), float(rest.rsplit("distance ", 1)[1])))
     return pairs
@@ -69,6 +73,8 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=5)
     args = parser.parse_args()
     pairs = read_pairs(args.page, args.model)
+    if not pairs:
+        sys.exit(f"error: {args.page} shows no images; write it with `sd3-light evaluate --against ... --page`")
     if args.worst:
         chosen = sorted(pairs, key=lambda pair: -pair.distance)[: args.worst]
     else:

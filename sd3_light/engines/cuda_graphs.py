@@ -82,9 +82,9 @@ class MicroBatchGraphs:
     def _record(self, batch: MicroBatch, count: int) -> "_Graph | None":
         assert all(tensor.dtype != torch.int64 for tensor in _tensors(batch)), "numbers on the host cannot be recorded"
         device = self._gradients[0].device
-        inputs = map_tensors(batch, lambda tensor: tensor.to(device, copy=True))
-        run = partial(self._run, inputs, count)
         try:
+            inputs = map_tensors(batch, lambda tensor: tensor.to(device, copy=True))
+            run = partial(self._run, inputs, count)
             expected = self._warm_up(run)
             graph = _Graph(_tensors(inputs), self._recorder.record(run))
             is_right = self._agrees(graph.recording, expected)
@@ -114,12 +114,14 @@ class MicroBatchGraphs:
     def _agrees(self, recording: Recording, expected: tuple[Tensor, Tensor]) -> bool:
         """Replay on zero gradients and compare with the warm-up; the gradients are restored."""
         before = [gradient.clone() for gradient in self._gradients]
-        torch._foreach_zero_(self._gradients)
-        _, numbers = recording.replay()
-        squares = sum_of_squares(self._gradients)
-        is_same = torch.allclose(numbers, expected[0], rtol=0, atol=0, equal_nan=True)
-        is_close = torch.allclose(squares, expected[1], rtol=2 * _NORM_TOLERANCE, atol=0, equal_nan=True)
-        torch._foreach_copy_(self._gradients, before)
+        try:
+            torch._foreach_zero_(self._gradients)
+            _, numbers = recording.replay()
+            squares = sum_of_squares(self._gradients)
+            is_same = torch.allclose(numbers, expected[0], rtol=0, atol=0, equal_nan=True)
+            is_close = torch.allclose(squares, expected[1], rtol=2 * _NORM_TOLERANCE, atol=0, equal_nan=True)
+        finally:  # earlier micro-batches of the step have added to them
+            torch._foreach_copy_(self._gradients, before)
         return is_same and is_close
 
     def _use(self, gradients: Sequence[Tensor | None]) -> None:

@@ -194,6 +194,30 @@ def test_a_step_has_one_part_per_micro_batch(make: Make) -> None:
     assert len(parts) == 2
 
 
+def test_a_failed_comparison_keeps_the_gradients_of_earlier_micro_batches(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, (engine, recorder) = plain(tmp_path), make()
+    record = recorder.record
+
+    def recorded(function: Callable[[], Numbers]) -> Recording:
+        recording = record(function)
+        if len(recorder.recordings) == 2:  # that of the step's second micro-batch
+            monkeypatch.setattr(recording, "replay", fail)
+        return recording
+
+    def fail() -> Numbers:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(recorder, "record", recorded)
+    first, (features, (target, _)) = steps()[0]
+    second: MicroBatch = features, (target, torch.ones(len(target)))  # a mask makes it another shape
+    results = [each.train_step([first, second], 1e-2).read() for each in (expected, engine)]
+    assert len(recorder.recordings) == 2
+    assert results[1] == results[0]
+    assert equal(snapshot(engine), snapshot(expected))
+
+
 def test_a_warm_up_without_memory_falls_back_to_launches(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
