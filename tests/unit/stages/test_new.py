@@ -243,6 +243,17 @@ def test_a_wrong_answer_is_asked_again(tmp_path: Path, images: str, monkeypatch:
     assert "no such file or folder: nowhere" in result.output
 
 
+@pytest.mark.parametrize(("limit", "has_graphs"), [(1e3, False), (1e15, True)])
+def test_graphs_count_where_training_uses_them(
+    tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, limit: float, has_graphs: bool
+) -> None:
+    monkeypatch.setattr("sd3_light.budget.graph_choice.LAUNCH_BOUND_FLOPS", limit)
+    project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24))
+    estimate = check.run(check.load(project.train_toml))
+    assert ("graphs" in estimate.gpu.step.formula) == has_graphs
+    assert estimate.gpu.total == project.plan.needed
+
+
 def test_a_cache_that_fills_the_gpu_is_streamed(tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def residence(name: str, *gpus: Gpu) -> str:
         project = new.run("icons", images, str(DEMO), tmp_path / name, gpus=gpus)
