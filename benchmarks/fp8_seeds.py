@@ -139,6 +139,13 @@ def train(kind: str, seed: int, data: Data) -> dict[str, Any]:
     }
 
 
+def earlier_runs(file: Path | None, scale: str) -> list[dict[str, Any]]:
+    """Return the pairs of runs that an earlier command wrote with the same data and model."""
+    content = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else {}
+    runs: list[dict[str, Any]] = content.get("runs", []) if content.get("scale") == scale else []
+    return runs
+
+
 def compare(runs: Sequence[dict[str, Any]], key: str) -> dict[str, float]:
     """Return means and deviations of both kinds, and fp8's difference in standard errors: unpaired, and by seed."""
     by_kind = {kind: {run["seed"]: run[key] for run in runs if run["kind"] == kind} for kind in KINDS}
@@ -180,7 +187,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--steps", type=int, help="steps of each run")
-    parser.add_argument("--out", type=Path, help="JSON file for the results, complete after each run")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="JSON file for the results, complete after each pair of runs; the same command continues it",
+    )
     parser.add_argument("--data", type=Path, help="file with the encoded images, created if it is missing")
     parser.add_argument("--limit", type=float, default=300, help="seconds after which no pair of runs starts")
     parser.add_argument("--tiny", action="store_true", help="a small version for a CPU")
@@ -195,8 +206,9 @@ def main() -> None:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"{name}, torch {torch.__version__}; {scale}; data ready after {time.perf_counter() - started:.1f} s")
     print("| kind | seed | first loss | train | held out | images/s | seconds |\n|---|---|---:|---:|---:|---:|---:|")
-    runs: list[dict[str, Any]] = []
-    for seed in range(args.seeds):
+    runs = earlier_runs(args.out, str(scale))
+    done = {run["seed"] for run in runs}
+    for seed in (seed for seed in range(args.seeds) if seed not in done):
         if runs and time.perf_counter() - started > args.limit:
             print(f"stopped before seed {seed}: {args.limit:.0f} s have passed")
             break

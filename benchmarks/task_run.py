@@ -20,7 +20,8 @@ from accelerate import Accelerator
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 from torch.utils.data import Dataset
-from train_run import Shape, summary
+from train_run import summary
+from train_run_folder import Shape
 
 from sd3_light import tasks
 from sd3_light.config import SIZES

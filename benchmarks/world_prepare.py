@@ -4,9 +4,9 @@
                                        [--parts FOLDER] [--caches padded real] [--vae-seconds 240] [--processes 8]
 
 `simple` scenes are those of the demo and use its encoders. `hard` scenes have up to six objects with sizes, textures
-and overlaps; their captions need new text encoders (`scripts/demo_text.py --hard`, a few seconds) and their textures a
-new VAE (`scripts/demo_vae.py --hard`, on a GPU). `--parts` takes both from the `model` of an earlier folder instead. At
-the end the judge checks images that the VAE reconstructed: a model can hardly score higher.
+and overlaps; their captions need other tokenizers and text encoders, which stay random, and their textures another VAE.
+The parts stage makes them from the images; the VAE needs a GPU. `--parts` takes both from the `model` of an earlier
+folder instead. At the end the judge checks images that the VAE reconstructed: a model can hardly score higher.
 
 Steps that are done are skipped, so that an interrupted command continues. `cache` holds padded text, `cache-real` real
 tokens, which only the row `real-text` needs.
@@ -33,16 +33,19 @@ from sd3_light.assets import DEMO
 from sd3_light.config import UserError
 from sd3_light.encoders.vae import load_vae
 from sd3_light.metrics.composition import judge_images
-from sd3_light.stages import cache
+from sd3_light.model.pipeline_folder import missing_parts
+from sd3_light.parts.fit import FitOptions
+from sd3_light.parts.vae import VaeOptions
+from sd3_light.stages import cache, parts
 from sd3_light.world import Prompt, draw_square_image, write_dataset
 from sd3_light.world.dataset import AnyScene
+from sd3_light.world.hard.captions import ZH_HARD_WORDS
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = ROOT / "scripts"
 NUM_FOLDERS = 16  # image folders, drawn in parallel
 NUM_HELD_OUT = 1024
 TRAIN_SEED, HELD_OUT_SEED = 100, 2
-
+VAE_PIXELS = 48_000 * 128**2  # of all images that the VAE is trained on
 
 CACHES = {"padded": (), "real": REAL_CACHE}
 """Overrides by kind of text."""
@@ -54,28 +57,27 @@ def prepare(args: argparse.Namespace, bench: Bench) -> None:
         raise UserError(f"{args.folder} was prepared as {Bench.read(args.folder)}; choose another folder")
     args.folder.mkdir(parents=True, exist_ok=True)
     (args.folder / BENCH_FILE).write_text(json.dumps(asdict(bench), indent=1) + "\n", encoding="utf-8")
-    make_parts(args.folder / "model", bench, args.parts, args.vae_seconds)
     draw_images(args.folder, bench, args.images, args.processes)
+    make_parts(args.folder, bench, args.parts, args.vae_seconds)
     for text in args.caches:
         build_cache(args.folder, CACHES[text], args.processes)
 
 
-def make_parts(model: Path, bench: Bench, parts: Path | None, vae_seconds: float) -> None:
+def make_parts(folder: Path, bench: Bench, source: Path | None, vae_seconds: float) -> None:
     """Write the encoders, tokenizers, scheduler and VAE."""
-    if (model / "model_index.json").is_file():
+    model, source = folder / "model", source or (None if bench.hard else DEMO)
+    if not missing_parts(model, transformer=False):
         return
-    source = parts or (None if bench.hard else DEMO)
     if source is not None:
-        shutil.copytree(source, model, ignore=shutil.ignore_patterns("transformer"), dirs_exist_ok=True)
+        ignored = shutil.ignore_patterns("transformer", parts.WORK)
+        shutil.copytree(source, model, ignore=ignored, dirs_exist_ok=True)
         return
-    run_script("demo_text.py", model, "--hard")
-    run_script("demo_vae.py", model / "vae", "--hard", "--seconds", str(vae_seconds), "--batch", "128")
-    shutil.copy(DEMO / "model_index.json", model)  # last: it marks the folder as complete
-
-
-def run_script(name: str, *arguments: object) -> None:
-    """Run a script of the repository."""
-    subprocess.run([sys.executable, str(SCRIPTS / name), *map(str, arguments)], check=True)
+    options = parts.PartsOptions(
+        vae_size="tiny", text_size="tiny", random_text=True, words=ZH_HARD_WORDS,
+        max_images=VAE_PIXELS // bench.side**2,
+        vae=VaeOptions(batch=128, seed=7), vae_fit=FitOptions(minutes=vae_seconds / 60, lr=1.5e-3),
+    )  # fmt: skip
+    parts.run(folder / "data.toml", model, options)
 
 
 def draw_images(folder: Path, bench: Bench, images: int, processes: int) -> None:

@@ -32,6 +32,13 @@ def differences(folder: Path) -> list[str]:
     ]
 
 
+def write_hashes(folder: Path) -> str:
+    """Write the list of a folder; returns its text."""
+    text = json.dumps(hashes(folder), indent=1) + "\n"
+    (folder / "hashes.json").write_text(text, encoding="utf-8")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=ASSETS)
@@ -41,9 +48,7 @@ def main() -> None:
         lines = differences(args.folder)
         print("\n".join(lines) or "all files match the list")
         sys.exit(1 if lines else 0)
-    text = json.dumps(hashes(args.folder), indent=1) + "\n"
-    (args.folder / "hashes.json").write_text(text, encoding="utf-8")
-    print(text, end="")
+    print(write_hashes(args.folder), end="")
 
 
 if __name__ == "__main__":

@@ -246,11 +246,11 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
 def _graph_bytes(setup: TrainingSetup, moments: Mapping[str, Mapping[str, int]]) -> int:
     """Return the bytes that only CUDA graphs use: inputs, and a step's memory beside that of a step not yet recorded.
 
-    Graphs share this memory, so that the largest one counts.
+    Graphs share the latter, so that the largest one counts. Each has inputs, here those of the largest for all.
     """
     passes = (moments[name] for name in ("end of forward", "start of backward"))
     largest = max(sum(terms.values()) - terms["accumulated gradients"] for terms in passes)
-    return largest + next_batch_bytes(setup)
+    return largest + setup.graph_shapes * next_batch_bytes(setup)
 
 
 def _evaluation(setup: TrainingSetup, one_block: int, copies: int) -> dict[str, int]:

@@ -8,6 +8,10 @@ LAUNCH_BOUND_FLOPS = 1e12
 host 8 ms to queue the kernels of a block (docs/LOG.md). Larger steps gain little, and graphs need memory."""
 
 
+MAX_GRAPHS = 16
+"""Graphs per run, one per shape of a micro-batch. Micro-batches of further shapes run as usual."""
+
+
 def why_no_graphs(
     config: TrainConfig, size: ModelSize, flops: float, world: int = 1, by_deepspeed: bool = False
 ) -> str | None:

@@ -35,6 +35,7 @@ class TrainingSetup:
     compiled: bool = False
     fast: bool = False
     graphs: bool = False  # CUDA graphs: gradients, and the memory of a step, stay allocated
+    graph_shapes: int = 1  # recorded shapes of micro-batches; each has its own inputs
     compute_dtype: str = "bfloat16"
     accumulation: int = 1
     optimizer: str = "adamw"

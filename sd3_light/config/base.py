@@ -151,6 +151,15 @@ def parse_image_size(value: Any) -> Resolution:
     return resolution
 
 
+def parse_steps_or_share(value: Any) -> int | float:
+    """Return a number of steps, or a share of all steps: a float between 0 and 1."""
+    is_share = isinstance(value, float) and 0 <= value < 1
+    if is_share or is_count(value) or (value == 0 and not isinstance(value, bool)):
+        number: int | float = value
+        return number
+    raise invalid_value("not a number of steps or a share of them")
+
+
 def check_slug(value: Any) -> Any:
     """Return ``value`` if it is safe in a file name."""
     if isinstance(value, str) and not re.fullmatch(r"[\w.\-]+", value):
@@ -170,6 +179,9 @@ Fraction = Annotated[float, Strict(), Ge(0), Le(1)]
 Decay = Annotated[float, Strict(), Ge(0), Lt(1)]
 Count = Annotated[int, Strict(), Ge(1), Le(LARGEST_INTEGER)]
 CountOrZero = Annotated[int, Strict(), Ge(0), Le(LARGEST_INTEGER)]
+StepsOrShare = Annotated[
+    int | float, BeforeValidator(parse_steps_or_share), Allowed("a number of steps, or a share of them between 0 and 1")
+]
 TomlPath = Annotated[Path, BeforeValidator(parse_path), Allowed("a path")]
 CacheLocation = Path | str
 """The location of a cache: a Path is a folder, a str is a URL that fsspec supports."""

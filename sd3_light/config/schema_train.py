@@ -19,6 +19,7 @@ from sd3_light.config.base import (
     NotNegative,
     Positive,
     Resolution,
+    StepsOrShare,
     Table,
     TomlLocation,
     TomlPath,
@@ -135,9 +136,9 @@ class TrainConfig(Table):
     """`step` only: optimizer steps between decays."""
     lr_step_gamma: Annotated[float, Strict(), Gt(0), Le(1)] | None = None
     """`step` only: factor of each decay."""
-    cooldown_steps: CountOrZero = 0
-    """`constant` and `step` only: the last optimizer steps of the run, over which the learning rate decays to 0. Taken
-    from the config on resume, so that a short run can branch off any checkpoint."""
+    cooldown_steps: StepsOrShare = 0
+    """`constant` and `step` only: the last optimizer steps of the run, over which the learning rate decays to 0; 0.2 is
+    the last fifth. Taken from the config on resume, so that a short run can branch off any checkpoint."""
     cooldown_shape: Literal["linear", "sqrt"] = "linear"
     """Decay in the cool-down: `linear`, or `sqrt` (1 minus the square root of its share done), which drops faster."""
     force_constant_lr: Positive | None = None

@@ -4,6 +4,7 @@ import atexit
 import multiprocessing.util
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
@@ -108,7 +109,8 @@ class _PreparedItems(Dataset[Any]):
         with times.measuring("prepare"):
             prepared = self.prepare(batch) if self._into is None else self._into(batch, packer.empty)
             packed = packer.pack(prepared)
-        self._reads_to_slot = self._reads_to_slot or _shares_memory(prepared, self._scratch)
+        if self._into is None:  # with it, large tensors are in the slot already, and the rest is copied there
+            self._reads_to_slot = self._reads_to_slot or _shares_memory(prepared, self._scratch)
         return replace(packed, times=times)
 
     def _read(self, item: int, allocate: Callable[[int], Tensor]) -> Any:
@@ -141,7 +143,8 @@ class PipelineDataLoader:
     With ``pin`` a device can copy directly from the workers' memory; the copy must end before the tensors are freed.
     Workers that have a slot call ``prepare_into``, if given, instead of the model's `prepare_inputs`: see
     `PreparesInPlace`. Workers run as long as the iteration: if you leave it early, close it, or they run until the
-    program exits. ``times`` sums up where the time goes.
+    program exits. ``times`` sums up where the time goes. ``slot_bytes`` are those of the largest prepared batch, if
+    known: slots are then pinned once, in the background.
     """
 
     def __init__(
@@ -156,8 +159,10 @@ class PipelineDataLoader:
         pin: Pin | None = None,
         prepare_into: Callable[[Any, AllocateTensor], PreparedBatch] | None = None,
         times: LoadTimes | None = None,
+        slot_bytes: int = 0,
     ) -> None:
         self.engine, self._pin = engine, pin
+        self._slot_bytes = slot_bytes if num_dataloader_workers else 0  # otherwise slots hold what was read
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._items = _PreparedItems(dataset, model.prepare_inputs, prepare_into)
         self.times = self._items.times = LoadTimes() if times is None else times
@@ -176,8 +181,10 @@ class PipelineDataLoader:
         )
 
     def __iter__(self) -> Generator[PreparedBatch, None, None]:
-        pool = self._items.pool = SlotPool(self._num_slots, self._pin)
+        pool = self._items.pool = SlotPool(self._num_slots, self._pin, self._slot_bytes)
         batches = iter(self.dataloader)  # workers start here, with this pool
+        if self._pin is not None and self._slot_bytes:  # while workers prepare the first batches
+            threading.Thread(target=pool.reserve, daemon=True).start()
         _WORKERS.update(dict.fromkeys(getattr(batches, "_workers", ()), os.getpid()))
         try:
             yield from self._prepared(batches, pool)

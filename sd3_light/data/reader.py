@@ -173,6 +173,11 @@ class ShardReader:
         """Return the width of an encoder's ``.tokens`` or ``.pooled``."""
         return self.fields[field].shape[1]
 
+    def longest_text(self) -> int:
+        """Return the rows of the longest caption: CLIP's, then T5's."""
+        clip_l, clip_g, t5 = (np.diff(self.index[f"{name}.start"]) for name in TOKENS)
+        return int((np.maximum(clip_l, clip_g) + t5).max())
+
     def image(self, row: int, variant: int) -> tuple[Tensor, Tensor | None]:
         """Read a sample's moments [2C, h, w] and its mask [h, w], None if the shard has no masks."""
         offsets = self.locate(row, 0, variant)

@@ -9,6 +9,7 @@ being read is never assigned again.
 import math
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -72,15 +73,18 @@ class SlotPool:
     """Slots of a trainer and the workers forked from it. Only the trainer assigns; only the assigned worker writes.
 
     With ``pin`` the trainer's view of a slot is pinned when it is created, so that a device copies from it directly.
+    Slots have ``capacity`` bytes from the beginning, in pages that are allocated when they are written or pinned.
     """
 
-    def __init__(self, count: int, pin: Pin | None = None) -> None:
+    def __init__(self, count: int, pin: Pin | None = None, capacity: int = 0) -> None:
         self._pin, self._trainer = pin, os.getpid()
         self._files = [os.memfd_create("sd3-light-batch", os.MFD_CLOEXEC) for _ in range(count)]
         self._free: deque[int] = deque(range(count))
         self._maps: dict[int, NDArray[np.uint8]] = {}
+        self._locks = [threading.Lock() for _ in range(count)]
         for file in self._files:
             weakref.finalize(self, os.close, file)
+            os.ftruncate(file, -(-capacity // _GROWTH) * _GROWTH)
 
     def acquire(self) -> int | None:
         """Return a free slot, the most recently released first (its pages are mapped); None if all are in use."""
@@ -89,6 +93,11 @@ class SlotPool:
     def release(self, slot: int) -> None:
         """Release a slot that was acquired and not used."""
         self._free.append(slot)
+
+    def reserve(self) -> None:
+        """Map and pin all slots ahead of their use; another thread may call it while slots are in use."""
+        for slot in reversed(range(len(self._files))):  # in the order in which they are acquired
+            self._mapped(slot, 0)
 
     def memory(self, slot: int, nbytes: int) -> Tensor:
         """Return the first ``nbytes`` of a slot, which grows if necessary."""
@@ -106,16 +115,22 @@ class SlotPool:
         return replace_items(packed.value, _TensorRef, lambda ref: carve(memory, ref.offset, ref.dtype, ref.shape))
 
     def _mapped(self, slot: int, nbytes: int) -> NDArray[np.uint8]:
-        view = self._maps.get(slot)
-        if view is None or len(view) < nbytes:
-            if view is not None:  # batches differ: grow rarely, because pinning and unpinning stop the device
-                nbytes = max(nbytes + nbytes // _HEADROOM, *map(len, self._maps.values()))
-            size = max(os.fstat(self._files[slot]).st_size, -(-max(1, nbytes) // _GROWTH) * _GROWTH)
+        with self._locks[slot]:
+            view = self._maps.get(slot)
+            if view is None or len(view) < nbytes:
+                view = self._maps[slot] = self._map(slot, nbytes, view is not None)
+            return view
+
+    def _map(self, slot: int, nbytes: int, grows: bool) -> NDArray[np.uint8]:
+        if grows:  # batches differ: grow rarely, because pinning and unpinning stop the device
+            nbytes = max(nbytes + nbytes // _HEADROOM, *map(len, list(self._maps.values())))
+        size = max(old := os.fstat(self._files[slot]).st_size, -(-max(1, nbytes) // _GROWTH) * _GROWTH)
+        if size > old:
             os.ftruncate(self._files[slot], size)
-            view = self._maps[slot] = np.frombuffer(mmap.mmap(self._files[slot], size), dtype=np.uint8)
-            undo = self._pin(view.ctypes.data, size) if self._pin and os.getpid() == self._trainer else None
-            if undo is not None:  # unpinned when the last user of the view is freed, before its memory is
-                weakref.finalize(view, undo).atexit = False
+        view = np.frombuffer(mmap.mmap(self._files[slot], size), dtype=np.uint8)
+        undo = self._pin(view.ctypes.data, size) if self._pin and os.getpid() == self._trainer else None
+        if undo is not None:  # unpinned when the last user of the view is freed, before its memory is
+            weakref.finalize(view, undo).atexit = False
         return view
 
 

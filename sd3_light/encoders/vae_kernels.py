@@ -60,7 +60,7 @@ def _add(x, y, bias, out, count, C: tl.constexpr, BLOCK: tl.constexpr, R: tl.con
 
 def _blocks(channels: int) -> dict[str, int]:
     block = triton.next_power_of_2(channels)
-    return {"C": channels, "BLOCK": block, "R": max(1, TILE // block)}
+    return {"C": channels, "BLOCK": block, "R": min(ROWS_PER_PROGRAM, max(1, TILE // block))}
 
 
 def norm_silu(x_BCHW: Tensor, bias: Tensor, groups: int, weight: Tensor, shift: Tensor, eps: float) -> Tensor:

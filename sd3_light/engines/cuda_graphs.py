@@ -15,12 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from sd3_light.budget.graph_choice import MAX_GRAPHS
 from sd3_light.engines.prefetch import map_tensors
 from sd3_light.engines.protocol import MicroBatch, sum_of_squares
 from sd3_light.runlog import info
 
-MAX_GRAPHS = 16
-"""Graphs per run. Micro-batches of further shapes run as usual."""
 _NORM_TOLERANCE = 1e-3  # attention may sum its gradients in any order
 
 Numbers = tuple[tuple[str, ...], Tensor]

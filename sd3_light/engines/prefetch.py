@@ -44,11 +44,12 @@ class DeviceSender:
     Of a pair of features and label, counts (int64) stay on the host.
 
     Work on the current stream may use a sent micro-batch until `send` is called for the micro-batch after the next.
-    ``finish`` turns a micro-batch that arrived into what `send` returns, on the current stream.
+    ``finish`` turns a micro-batch that arrived into what `send` returns, on the current stream. ``capacity`` are the
+    bytes of the largest micro-batch, if known: its memory is allocated once.
     """
 
-    def __init__(self, device: torch.device, finish: Finish | None = None) -> None:
-        self.device, self._finish = device, finish
+    def __init__(self, device: torch.device, finish: Finish | None = None, capacity: int = 0) -> None:
+        self.device, self._finish, self._capacity = device, finish, capacity
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers = [_DeviceBuffer() for _ in range(NUM_BUFFERS)]
         self._current = 0
@@ -62,7 +63,7 @@ class DeviceSender:
         for tensor in tensors:
             starts.append(aligned(end))
             end = starts[-1] + tensor.nbytes
-        memory = buffer.reserve(end, self.device)
+        memory = buffer.reserve(max(end, self._capacity), self.device)
         copies = {
             id(tensor): memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for tensor, start in zip(tensors, starts, strict=True)
@@ -173,15 +174,19 @@ def equal_micro_batches(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
 
 
 def prefetch_steps(
-    source: Generator[MicroBatch, None, None], count: int, device: torch.device, finish: Finish | None = None
+    source: Generator[MicroBatch, None, None],
+    count: int,
+    device: torch.device,
+    finish: Finish | None = None,
+    capacity: int = 0,
 ) -> Generator[PrefetchedStep, None, None]:
     """Yield steps of ``count`` micro-batches; the first micro-batch of each is already being copied.
 
-    ``finish`` turns a micro-batch on the device into one of the step.
+    ``finish`` turns a micro-batch on the device into one of the step; ``capacity``: see `DeviceSender`.
 
     Closing the generator closes the source, even while a step is still referenced.
     """
-    sender = DeviceSender(device, finish)
+    sender = DeviceSender(device, finish, capacity)
     with closing(source):
         while True:
             try:
@@ -191,11 +196,15 @@ def prefetch_steps(
             yield step
 
 
-def pin_host_memory(address: int, nbytes: int) -> Callable[[], Any] | None:
-    """Pin existing host memory for the GPU; return a function that unpins it, or None if the driver refuses."""
+def pin_host_memory(address: int, nbytes: int, device: torch.device | None = None) -> Callable[[], Any] | None:
+    """Pin existing host memory for the GPU; return a function that unpins it, or None if the driver refuses.
+
+    ``device`` is the current one by default, which a new thread has not set.
+    """
     runtime = torch.cuda.cudart()
-    if int(runtime.cudaHostRegister(address, nbytes, 0)) == 0:
-        return lambda: runtime.cudaHostUnregister(address)
-    with suppress(RuntimeError):
-        torch.zeros(1, device="cuda")  # the first kernel after the refusal raises the pending error: clear it here
+    with torch.cuda.device(device):
+        if int(runtime.cudaHostRegister(address, nbytes, 0)) == 0:
+            return lambda: runtime.cudaHostUnregister(address)
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # the first kernel after the refusal raises the pending error: clear it here
     return None

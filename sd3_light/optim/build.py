@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.optimizers import OPTIMIZERS
+from sd3_light.optim.batched_muon import BatchedMuon
 from sd3_light.optim.customized import CustomizedOptimizer, create_customized_state, make_customized
 from sd3_light.optim.groups import WeightKinds
 from sd3_light.optim.sharded_muon import ShardedMuon
@@ -40,7 +41,7 @@ Named = Mapping[str, nn.Parameter]
 class OptimizerPart:
     """A torch optimizer for some of the weights, and a function that creates a weight's state of step 0.
 
-    ``skips_on_device``: its fused kernel reads `found_inf`, so a step is skipped without synchronizing with the host.
+    ``skips_on_device``: it reads `found_inf`, so a step is skipped without synchronizing with the host.
     """
 
     optimizer: torch.optim.Optimizer
@@ -74,7 +75,7 @@ class Optimizer:
     def step(self, skip: Tensor | None = None) -> None:
         """Take one step, or change nothing if ``skip`` (a float32 scalar on the weights' device) is 1.0.
 
-        AdamW decides this on the device. The others wait for the host to read ``skip``.
+        AdamW and Muon of whole matrices decide this on the device. The others wait for the host to read ``skip``.
         """
         if not self._prepared:
             self.prepare_state()
@@ -84,7 +85,7 @@ class Optimizer:
             skip = None
         for part in self._parts:
             if part.skips_on_device:
-                # attributes that torch's GradScaler sets for fused kernels; a skipped step is not counted
+                # attributes that torch's GradScaler sets, too; a skipped step is not counted
                 part.optimizer.grad_scale, part.optimizer.found_inf = None, skip  # type: ignore[attr-defined]
             part.optimizer.step()
 
@@ -148,10 +149,10 @@ def _make_muon(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> lis
     parts = _make_adamw(rest, kinds, config) if rest else []
     if matrices:
         sharded = any(isinstance(matrix, DTensor) for matrix in matrices.values())
-        optimizer = (ShardedMuon if sharded else torch.optim.Muon)(
+        optimizer = (ShardedMuon if sharded else BatchedMuon)(
             list(matrices.values()), lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
-        parts.append(OptimizerPart(optimizer, _create_muon_state, skips_on_device=False))
+        parts.append(OptimizerPart(optimizer, _create_muon_state, skips_on_device=not sharded))
     else:
         info('optimizer "muon": no matrix of a block trains, so AdamW updates all weights')
     return parts

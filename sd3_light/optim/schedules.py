@@ -9,11 +9,12 @@ def learning_rate(done: int, total: int, peak: float, settings: Any) -> float:
 
     ``settings`` has the config's keys of the schedule. The first rate is above 0, the last of the warm-up is the peak.
     `constant` stays there, `linear` and `cosine` decay to 0 at ``total`` (which the last step does not reach), `step`
-    multiplies by `lr_step_gamma` every `lr_step_size` after the warm-up. The last `cooldown_steps` decay to 0 at
-    ``total``: a run that ends there can branch off any checkpoint of a longer one.
+    multiplies by `lr_step_gamma` every `lr_step_size` after the warm-up. The last `cooldown_steps` (below 1: a share
+    of ``total``) decay to 0 at ``total``: a run that ends there can branch off any checkpoint of a longer one.
     """
     assert done >= 0, done
     rate, cooldown = _rate_before_cooldown(done, total, peak, settings), settings.cooldown_steps
+    cooldown = cooldown if cooldown >= 1 else round(cooldown * total)
     if not cooldown or total - done >= cooldown:
         return rate
     share = max(0, total - done) / cooldown

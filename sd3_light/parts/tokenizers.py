@@ -1,8 +1,9 @@
 """Tokenizers learned from captions: byte-level BPE in CLIP's layout and Unigram in T5's, for any languages.
 
-English words are learned as byte pairs. Every character of Chinese, Japanese or Korean is one token: a token that spans
-words, such as "红色圆形", would be missing for a combination that the captions never show. CLIP's tokenizer knows every
-byte and therefore every text. T5's knows the characters of the captions and of ASCII; others become `<unk>`, as in T5.
+English words are learned as byte pairs. Every character of Chinese, Japanese or Korean is one token, and so are the
+words that the caller lists: a token that spans words, such as "红色圆形", would be missing for a combination that the
+captions never show. CLIP's tokenizer knows every byte and therefore every text. T5's knows the characters of the
+captions and of ASCII; others become `<unk>`, as in T5.
 Nothing here is random.
 """
 
@@ -49,16 +50,18 @@ def clip_vocabulary(merges: Iterable[Merge]) -> dict[str, int]:
     return {symbol: index for index, symbol in enumerate(dict.fromkeys(symbols))}
 
 
-def learn_clip_merges(captions: Sequence[str], vocabulary: int) -> list[Merge]:
-    """Learn the merges of a vocabulary of at most this many tokens; at most half of it are characters of Chinese."""
+def learn_clip_merges(captions: Sequence[str], vocabulary: int, words: Sequence[str] = ()) -> list[Merge]:
+    """Learn the merges of a vocabulary of at most this many tokens; at most half of it are Chinese.
+
+    ``words`` are words of Chinese that become one token each, wherever their characters follow one another.
+    """
     budget = max(0, vocabulary - len(clip_vocabulary(())))
-    characters = list(_character_merges(captions))[: budget // 2]
+    chinese = [*_character_merges([*captions, *words]), *_word_merges(words)][: budget // 2]
     stock = CLIPTokenizer().backend_tokenizer
     tokenizer = Tokenizer(BPE(end_of_word_suffix="</w>"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = stock.normalizer, stock.pre_tokenizer
-    words = _train_bpe(tokenizer, captions, vocabulary - len(characters), byte_letters(), end_of_word_suffix="</w>")
-    known = set(characters)
-    return [*characters, *(merge for merge in words if merge not in known)][:budget]
+    others = _train_bpe(tokenizer, captions, vocabulary - len(chinese), byte_letters(), end_of_word_suffix="</w>")
+    return list(dict.fromkeys([*chinese, *others]))[:budget]
 
 
 def _character_merges(captions: Iterable[str]) -> Iterator[Merge]:
@@ -77,6 +80,18 @@ def _character_merges(captions: Iterable[str]) -> Iterator[Merge]:
                 yield merge
 
 
+def _word_merges(words: Iterable[str]) -> Iterator[Merge]:
+    """Yield the merges that join the characters of each word, within a run of Chinese and at its end."""
+    letters = byte_letters()
+    for word in words:
+        first, *middle, last = ("".join(letters[byte] for byte in character.encode()) for character in word)
+        for character in middle:
+            yield first, character
+            first += character
+        yield first, last
+        yield first, f"{last}</w>"
+
+
 def _train_bpe(
     tokenizer: Tokenizer, captions: Iterable[str], vocabulary: int, alphabet: list[str], **options: Any
 ) -> list[Merge]:
@@ -89,28 +104,32 @@ def _train_bpe(
     return [(first, second) for first, second in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-def learn_t5_pieces(captions: Sequence[str], vocabulary: int) -> list[tuple[str, float]]:
+def learn_t5_pieces(captions: Sequence[str], vocabulary: int, words: Sequence[str] = ()) -> list[tuple[str, float]]:
     """Learn T5's pieces and scores for a vocabulary of about this many tokens: marks, words, single characters."""
-    letters = sorted(letter for letter in {*map(chr, range(33, 127)), *"".join(captions)} if not letter.isspace())
+    alphabet = {*map(chr, range(33, 127)), *"".join([*captions, *words])}
+    letters = sorted(letter for letter in alphabet if not letter.isspace())
     tokenizer = Tokenizer(BPE())
     alone = pre_tokenizers.Split(Regex(r"[^\p{L}\p{M}▁]"), "isolated")  # digits and punctuation are not merged
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(_SPACE, "always"), alone]
     )
     merges = _train_bpe(tokenizer, captions, vocabulary - len(_MARKS), [_SPACE, *letters])
-    words = dict.fromkeys(first + second for first, second in merges)
-    pieces = {**dict.fromkeys((_SPACE, *letters), _LETTER), **dict.fromkeys(words, _PIECE)}
+    learned = (first + second for first, second in merges)
+    pieces = {**dict.fromkeys((_SPACE, *letters), _LETTER), **dict.fromkeys((*learned, *words), _PIECE)}
     return [*((mark, 0.0) for mark in _MARKS), *pieces.items()]
 
 
-def learn_tokenizers(captions: Sequence[str], vocabulary: int) -> dict[str, PreTrainedTokenizerBase]:
+def learn_tokenizers(
+    captions: Sequence[str], vocabulary: int, words: Sequence[str] = ()
+) -> dict[str, PreTrainedTokenizerBase]:
     """Return the three tokenizers by folder name, with maximum lengths that cut no caption up to `MAX_TOKENS`."""
-    merges = learn_clip_merges(captions, vocabulary)
+    words = [word for word in words if len(word) > 1]
+    merges = learn_clip_merges(captions, vocabulary, words)
     vocab = clip_vocabulary(merges)
     tokenizers: dict[str, PreTrainedTokenizerBase] = {
         name: CLIPTokenizer(vocab=vocab, merges=merges, pad_token=pad) for name, pad in CLIP_PADS.items()
     }
-    tokenizers[T5_FOLDER] = T5TokenizerFast(vocab=learn_t5_pieces(captions, vocabulary), extra_ids=0)
+    tokenizers[T5_FOLDER] = T5TokenizerFast(vocab=learn_t5_pieces(captions, vocabulary, words), extra_ids=0)
     for tokenizer in tokenizers.values():
         tokenizer.model_max_length = length_for(longest(tokenizer, captions))
     return tokenizers

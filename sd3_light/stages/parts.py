@@ -68,7 +68,8 @@ _SCALED_CAPTIONS = 2048  # captions that the scale of the text encoders is measu
 
 @dataclass(frozen=True)
 class PartsOptions:
-    """What to train and how. ``only`` is one of the parts; ``stop_after`` limits this run in minutes."""
+    """What to train and how. ``only`` is one of the parts; ``words`` are words of Chinese, Japanese or Korean that are
+    one token each; ``stop_after`` limits this run in minutes."""
 
     only: Literal["vae", "text"] | None = None
     vae_size: str = "small"
@@ -81,6 +82,7 @@ class PartsOptions:
     vae_fit: FitOptions = field(default_factory=lambda: FitOptions(minutes=5))
     text_fit: FitOptions = field(default_factory=lambda: FitOptions(minutes=3))
     vocabulary: int = 8192
+    words: tuple[str, ...] = ()
     max_images: int = 200_000
     workers: int | None = None
     stop_after: float | None = None
@@ -170,7 +172,7 @@ class _Stage:
 
     def _warn_of_low_psnr(self) -> None:
         made = self.out / "vae" / MADE
-        history = read_json_file(made)["history"] if made.is_file() else []
+        history = read_json_file(made).get("history") if made.is_file() else None  # a copied VAE has none
         if history and (score := history[-1]["psnr"]) < LOW_PSNR:
             info(
                 f"warning: the VAE reconstructs held-out images with {score:.1f} dB, below {LOW_PSNR:g} dB: what they "
@@ -183,7 +185,7 @@ class _Stage:
         done = self.out / WORK / "tokenizers.json"
         if not done.is_file():
             captions = sorted({text for pool in pools for texts in pool.captions for text in texts})
-            tokenizers = learn_tokenizers(captions, self.options.vocabulary)
+            tokenizers = learn_tokenizers(captions, self.options.vocabulary, self.options.words)
             most = {name: longest(tokenizer, captions) for name, tokenizer in tokenizers.items()}
             example = max(captions, key=lambda caption: longest(tokenizers[T5_FOLDER], [caption]))
             if max(most.values()) > MAX_TOKENS:

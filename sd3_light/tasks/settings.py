@@ -13,6 +13,7 @@ from sd3_light.config.base import (
     Decay,
     NotNegative,
     Positive,
+    StepsOrShare,
     Table,
     describe_type,
     field_types,
@@ -52,7 +53,7 @@ class TaskSettings(Table):
     warmup_steps: CountOrZero = 0
     lr_step_size: Count | None = None
     lr_step_gamma: Positive | None = None
-    cooldown_steps: CountOrZero = 0
+    cooldown_steps: StepsOrShare = 0
     cooldown_shape: Literal["linear", "sqrt"] = "linear"
     optimizer: OptimizerName = "adamw"
     customized_optimizer: Annotated[str, Allowed("the path of a class, such as 'torch.optim.Adam'")] | None = None

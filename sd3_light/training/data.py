@@ -1,6 +1,7 @@
 """The data of a run: a cache, the order of its samples, and the loader that follows it."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from itertools import count
 from typing import Any
@@ -15,6 +16,7 @@ from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
 from sd3_light.data.resident import ResidentCache, ResidentPicks
+from sd3_light.data.slot_size import largest_batch_bytes
 from sd3_light.data.slots import Pin
 from sd3_light.data.store import open_store
 from sd3_light.data.stream import CachedDataset, MicroBatches
@@ -78,6 +80,7 @@ def make_loader(
     items: range | None = None,
     pin: Pin | None = None,
     times: LoadTimes | None = None,
+    slot_bytes: int = 0,
 ) -> PipelineDataLoader:
     """Return a loader with the config's workers."""
     return PipelineDataLoader(
@@ -91,6 +94,7 @@ def make_loader(
         pin=pin,
         prepare_into=preparer.prepare_into,
         times=times,
+        slot_bytes=slot_bytes,
     )
 
 
@@ -125,11 +129,17 @@ def training_steps(
         items = range(first * micro, 2**62)
         if prefetch_to is None:
             return make_loader(config, dataset, engine, micro, in_workers, items, times=times).steps()
-        pin = pin_host_memory if prefetch_to.type == "cuda" else None
-        loader = make_loader(config, dataset, engine, micro, in_workers, items, pin, times)
-        return prefetch_steps(iter(loader), micro, prefetch_to, finish)
+        batches = [batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution) for bucket in data.buckets]
+        largest = largest_batch_bytes(data, batches, isinstance(in_workers, IndexPreparer)) if finish else 0
+        loader = make_loader(config, dataset, engine, micro, in_workers, items, _pin_for(prefetch_to), times, largest)
+        return prefetch_steps(iter(loader), micro, prefetch_to, finish, largest)
 
     return steps
+
+
+def _pin_for(device: torch.device) -> Pin | None:
+    """Return the function that pins memory from which the device copies."""
+    return partial(pin_host_memory, device=device) if device.type == "cuda" else None
 
 
 def _divide_work(

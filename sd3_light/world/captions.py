@@ -123,7 +123,10 @@ _ZH_EXAMPLE = "白色背景上有一个大的红色圆形"
 _EN_WORDS = sorted(
     {"a", "an", "on", "background"} | {part for word in _MEANINGS if word.isascii() for part in word.split()}
 )
-_ZH_WORDS = sorted({"背景上", "，", "有", "一个", "在", "的"} | {word for word in _MEANINGS if not word.isascii()})
+ZH_WORDS = tuple(
+    sorted({"背景上", "，", "有", "一个", "在", "的"} | {word for word in _MEANINGS if not word.isascii()})
+)
+"""The words of the Chinese captions."""
 
 
 def _unknown_english(text: str) -> str:
@@ -135,12 +138,12 @@ def _unknown_english(text: str) -> str:
 
 def _unknown_chinese(text: str) -> str:
     """Explain why a Chinese sentence matches no pattern: the parts that no known word covers."""
-    longest_first = sorted(_ZH_WORDS, key=len, reverse=True)
+    longest_first = sorted(ZH_WORDS, key=len, reverse=True)
     rest = re.split("|".join(map(re.escape, longest_first)), text)
-    hints = [_hint(part, _ZH_WORDS) for part in rest if part]
+    hints = [_hint(part, ZH_WORDS) for part in rest if part]
     return "; ".join(hints) or f"write it as {_ZH_EXAMPLE!r}"
 
 
-def _hint(word: str, words: list[str]) -> str:
-    near = difflib.get_close_matches(word, words, n=2, cutoff=0.3)
+def _hint(word: str, words: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(words), n=2, cutoff=0.3)
     return f"unknown word {word!r}" + (f", nearest: {', '.join(near)}" if near else "")

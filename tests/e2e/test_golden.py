@@ -27,6 +27,7 @@ OVERRIDES = (f"max_steps={STEPS}", "logging_steps=1", f"eval_every_n_steps={STEP
 RECIPE_THEN = (
     *("model.position_step=0.25", "model.shift=3.0"),
     *('model.uncond_text_dropout="per_encoder"', "model.uncond_text_dropout_prob=0.25"),
+    *('lr_scheduler="linear"', "cooldown_steps=0", "optimizer.lr=4e-3"),
 )
 """Values that the recipe had when the golden file was written."""
 COLUMNS = ("samples", "loss", "grad_norm", "lr")

@@ -76,6 +76,21 @@ def test_a_prepared_folder_reports_its_vae(bench: SimpleNamespace) -> None:
 
 
 @pytest.mark.slow
+def test_hard_scenes_get_parts_from_the_stage(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    options = ["--scenes", "hard", "--side", "64", "--images", "16", "--prompts", "3", "--vae-seconds", "0.1"]
+    options += ["--processes", "1", "--check", "2", "--caches", "padded"]
+    call(scripts.world_prepare, tmp_path / "first", *options)
+    made = json.loads((tmp_path / "first" / "model" / "text_encoder" / "made.json").read_text(encoding="utf-8"))
+    assert made["random"] is True
+    assert (tmp_path / "first" / "cache").is_dir()
+    call(scripts.world_prepare, tmp_path / "second", *options, "--parts", tmp_path / "first" / "model")
+    vae = Path("vae") / "diffusion_pytorch_model.safetensors"
+    first, second = (tmp_path / name / "model" for name in ("first", "second"))
+    assert (first / vae).read_bytes() == (second / vae).read_bytes()
+    assert not (second / "training").exists()
+
+
+@pytest.mark.slow
 def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     original, scored = bench.world_runs.ScoredRun._score, []
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config import EmaConfig, OptimizerConfig
+from sd3_light.optim.batched_muon import BatchedMuon
 from sd3_light.optim.build import Optimizer, make_optimizer
 from sd3_light.optim.ema import Averages
 
@@ -44,8 +45,9 @@ def test_a_skipped_step_changes_nothing(kind: str) -> None:
     assert [name for name in with_skips if not torch.equal(with_skips[name], clean[name])] == []
 
 
-def test_adamw_and_averages_never_synchronize() -> None:
-    named, optimizer = toy("adamw")
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_optimizers_and_averages_never_synchronize(kind: str) -> None:
+    named, optimizer = toy(kind)
     tracks: Any = ({"name": "power", "power_width": 0.1},)
     averages = Averages(named, EmaConfig(enable=True, update_every=1, track=tracks))
     optimizer.prepare_state()
@@ -66,3 +68,23 @@ def test_adamw_and_averages_never_synchronize() -> None:
         torch.cuda.set_sync_debug_mode(before)
     assert optimizer.state("proj_out.bias")["step"].item() == 2
     assert optimizer.state("proj_out.bias")["step"].device.type == "cuda"
+
+
+def test_muon_launches_few_kernels_for_many_matrices() -> None:
+    """Their number depends on the shapes, not on the matrices; the updates are those of torch's Muon."""
+
+    def train(kind: type[torch.optim.Muon], copies: int) -> tuple[int, list[nn.Parameter]]:
+        generator = torch.Generator("cuda").manual_seed(0)
+        weights = [nn.Parameter(torch.randn(64, 96, generator=generator, device="cuda")) for _ in range(copies)]
+        optimizer = kind(weights, lr=1e-2, adjust_lr_fn="match_rms_adamw")
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator, device="cuda")
+        optimizer.step()
+        with torch.profiler.profile() as profile:
+            optimizer.step()
+        return sum("bmm" in event.name for event in profile.events() if event.name.startswith("aten::")), weights
+
+    (few, _), (many, ours), (_, theirs) = train(BatchedMuon, 2), train(BatchedMuon, 30), train(torch.optim.Muon, 30)
+    assert 0 < few == many
+    for weight, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-3)  # steps of 2e-2, in bfloat16

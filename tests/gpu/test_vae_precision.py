@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 
 
-@pytest.mark.parametrize("shape", [(3, 128, 96, 64), (2, 512, 33, 31), (1, 24, 5, 7)])
+@pytest.mark.parametrize("shape", [(3, 128, 96, 64), (2, 512, 33, 31), (1, 24, 5, 7), (2, 8, 64, 96)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_kernels_equal_their_torch_versions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     generator = torch.Generator(GPU).manual_seed(0)
@@ -43,7 +43,7 @@ def test_float16_is_precise_and_bfloat16_is_less_so() -> None:
 
 
 @pytest.mark.parametrize("one_at_a_time", [False, True])
-def test_moments_repeat_and_match_float32(demo_parts: Path, one_at_a_time: bool) -> None:
+def test_moments_repeat_and_match_the_cpu(demo_parts: Path, one_at_a_time: bool) -> None:
     def encode(device: torch.device) -> torch.Tensor:
         with FrozenParts(
             demo_parts, device, text_dtype=torch.float32, t5_max_length=16, text_tokens="real", batch_size=4,

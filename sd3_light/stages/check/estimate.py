@@ -17,7 +17,7 @@ from sd3_light.budget.data_bytes import (
 )
 from sd3_light.budget.flops import Tokens, image_tokens, training_flops
 from sd3_light.budget.gpu_memory import GpuMemory, checkpoint_copy_bytes, gpu_memory
-from sd3_light.budget.graph_choice import why_no_graphs
+from sd3_light.budget.graph_choice import MAX_GRAPHS, why_no_graphs
 from sd3_light.budget.partition import stage_bounds
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import (
@@ -73,7 +73,8 @@ class BucketEstimate:
 class DatasetEstimate:
     """The numbers of a dataset. ``samples`` counts usable images; each is in one bucket per resolution.
 
-    ``index`` is the host memory of the cache's index if the cache is held in memory.
+    ``index`` is the host memory of the cache's index if the cache is held in memory. ``shapes`` counts those of
+    micro-batches.
     """
 
     name: str
@@ -84,6 +85,7 @@ class DatasetEstimate:
     rows: tuple[BucketEstimate, ...]
     cache: Amount
     index: int
+    shapes: int
     cut: CutCaptions | None = None
     extremes: ExtremeFits = field(default_factory=ExtremeFits)
 
@@ -125,7 +127,7 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_d
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
     resident = data.cache.value if train.residence == "device" else 0
-    setup = replace(estimator, resident=resident).setup(Tokens(0, 0), 0)
+    setup = replace(estimator, resident=resident, shapes=data.shapes).setup(Tokens(0, 0), 0)
     evals = tuple(estimator.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
     limits = (train.max_steps, None if train.epochs is None else train.epochs * data.steps)
     steps = min(limit for limit in limits if limit is not None)
@@ -176,6 +178,8 @@ class _Estimator:
     accumulation: int
     resident: int = 0
     """Bytes of the cache in GPU memory."""
+    shapes: int = 1
+    """Shapes of micro-batches."""
 
     @property
     def replicas(self) -> int:
@@ -205,7 +209,8 @@ class _Estimator:
         counts = count_samples(dataset, self.train.seed)
         cache = _cache(counts, dataset.directories, self.text, self.start.size.latent_channels)
         on_device = self.train.residence == "device" and not streams
-        estimator = replace(self, resident=cache.value if on_device else 0)
+        shapes = sum(map(_num_shapes, counts.buckets.values()))
+        estimator = replace(self, resident=cache.value if on_device else 0, shapes=shapes)
         images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
         captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
         rows = [
@@ -221,6 +226,7 @@ class _Estimator:
             rows=tuple(rows),
             cache=cache,
             index=resident_index_bytes(images, captions),
+            shapes=shapes,
             extremes=counts.extremes,
             cut=count_cut_captions(counts.captions.captions(), self.train.model.diffusers_path, self.text.t5_tokens),
         )
@@ -278,6 +284,7 @@ class _Estimator:
             compiled=train.compile,
             fast=self.why_stock is None,
             graphs=why_no_graphs(train, size, flops, self.world, self.by_deepspeed) is None,
+            graph_shapes=min(self.shapes, MAX_GRAPHS),
             compute_dtype=train.model.transformer_dtype,
             accumulation=self.accumulation,
             optimizer=train.optimizer.type,
@@ -294,6 +301,12 @@ class _Estimator:
             route=self.route,
             base_bits=16 if train.adapter is None else train.adapter.base_bits,
         )
+
+
+def _num_shapes(directories: Mapping[int, BucketCount]) -> int:
+    """Return the shapes of a bucket's micro-batches: two if only some have masks."""
+    masked, samples = (sum(getattr(count, name) for count in directories.values()) for name in ("masked", "samples"))
+    return 2 if 0 < masked < samples else 1
 
 
 def _cache(counts: SampleCounts, directories: tuple[DirectoryConfig, ...], text: TextShape, channels: int) -> Amount:

@@ -15,7 +15,7 @@ from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped
 from sd3_light.data.loader import LoadTimes
 from sd3_light.data.order import Order
-from sd3_light.engines import Launch, deepspeed
+from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.cpu_threads import use_training_threads
 from sd3_light.metrics.truths import load_truths
 from sd3_light.model.start import where_weights_start
@@ -54,6 +54,7 @@ _OUT_OF_MEMORY = (
     "lower micro_batch_size_per_gpu (and raise gradient_accumulation_steps), or write activation_checkpointing = true, "
     "compile = true or, on several GPUs, parallel = 'fsdp2'; `sd3-light check` estimates memory use"
 )
+_GRAPHS_OUT_OF_MEMORY = f"write cuda_graphs = false, which needs about half of a step's memory, or {_OUT_OF_MEMORY}"
 
 
 OnSample = Callable[[Progress, Sampler, DenoiseFeatures], None]
@@ -105,7 +106,7 @@ def run(
             schedule=_make_schedule(context.config, context.order.steps_per_epoch, training.total_steps),
             facts=_checkpoint_facts(context),
             keep_last=context.config.keep_last_n_checkpoints,
-            out_of_memory=_OUT_OF_MEMORY,
+            out_of_memory=memory_hint(state.engine),
             resume_hint="--resume",
         )
         with driver.running():
@@ -125,6 +126,11 @@ def run(
     elif end.step > progress.step:
         info(f"finished: {total:,} steps, {end.samples:,} samples; the run is in {folder.path}")
     return end
+
+
+def memory_hint(engine: Engine) -> str:
+    """Return what to change if the GPU's memory is full."""
+    return _OUT_OF_MEMORY if getattr(engine, "graphs", None) is None else _GRAPHS_OUT_OF_MEMORY
 
 
 def _checkpoint_facts(context: RunContext) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from sd3_light.world.captions import (
     ZH_RELATIONS,
     ZH_SHAPES,
     ZH_SIZES,
+    ZH_WORDS,
     any_of,
 )
 from sd3_light.world.hard.scene import HARD_RELATIONS, TEXTURES, Group, HardScene
@@ -21,6 +22,10 @@ _EN_COUNTS = {**EN_COUNTS, 5: "five", 6: "six"}
 _ZH_COUNTS = {1: "一个", **ZH_COUNTS, 5: "五个", 6: "六个"}
 _ZH_TEXTURES = {"striped": "条纹", "dotted": "圆点"}
 _ZH_RELATIONS = {**ZH_RELATIONS, "in front of": "前面", "behind": "后面"}
+ZH_HARD_WORDS = tuple(
+    sorted({*ZH_WORDS, *_ZH_COUNTS.values(), *_ZH_TEXTURES.values(), *_ZH_RELATIONS.values(), "、", "和"})
+)
+"""The words of the Chinese captions of harder scenes."""
 
 
 def hard_captions(scene: HardScene) -> dict[str, str]:

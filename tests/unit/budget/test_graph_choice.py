@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sd3_light.budget.flops import Tokens, training_flops
-from sd3_light.budget.gpu_memory import gpu_memory
+from sd3_light.budget.gpu_memory import gpu_memory, next_batch_bytes
 from sd3_light.budget.graph_choice import why_no_graphs
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, TrainConfig
@@ -71,3 +71,9 @@ def test_the_memory_of_a_recorded_step_stays_allocated(checkpointing: bool) -> N
     assert 1.8 * step < both < 2.3 * step
     assert "graphs" in gpu_memory(recorded).step.formula
     assert "graphs" not in gpu_memory(plain).step.formula
+
+
+def test_every_recorded_shape_has_its_own_inputs() -> None:
+    setup = TrainingSetup(SIZES["demo"], Tokens(16, 32), 1024, fast=True, graphs=True)
+    one, ten = (gpu_memory(replace(setup, graph_shapes=shapes)).step.value for shapes in (1, 10))
+    assert ten - one == pytest.approx(9 * next_batch_bytes(setup), rel=0.04), "and slack"

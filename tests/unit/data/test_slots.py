@@ -208,3 +208,22 @@ def test_workers_do_not_pin() -> None:
         pool.memory(0, 10)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_slots_of_known_capacity_are_pinned_once() -> None:
+    pins: list[int] = []
+
+    def pin(address: int, nbytes: int) -> Any:
+        pins.append(nbytes)
+        return lambda: pins.append(-nbytes)
+
+    pool = SlotPool(3, pin, capacity=(5 << 20) - 7)
+    assert [os.fstat(file).st_blocks for file in pool._files] == [0, 0, 0], "no memory is used before it is written"
+    pool.reserve()
+    assert pins == [5 << 20] * 3
+    for megabytes in (1, 4, 2, 5):
+        assert pool.unpack(packed_into(pool, torch.ones((megabytes << 20) - 64, dtype=torch.uint8))).all()
+    assert pins == [5 << 20] * 3
+    assert pool.unpack(packed_into(pool, torch.ones(6 << 20, dtype=torch.uint8))).all(), "more than expected"
+    gc.collect()
+    assert len(pins) == 5, "the slot grew"

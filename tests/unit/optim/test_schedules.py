@@ -19,7 +19,7 @@ def rate(
     total: int = 100,
     step_size: int = 30,
     step_gamma: float = 0.5,
-    cooldown: int = 0,
+    cooldown: float = 0,
     shape: str = "linear",
 ) -> float:
     """One rate; by default `step` halves every 30."""
@@ -102,6 +102,11 @@ def test_a_cool_down_is_a_line_to_the_end_of_the_run() -> None:
     assert rates[:80] == [PEAK] * 80
     assert rates[80:] == pytest.approx([PEAK * left / 20 for left in range(20, 0, -1)], rel=1e-12)
     assert rate("constant", 100, cooldown=20) == rate("constant", 105, cooldown=20) == 0
+
+
+def test_a_cool_down_may_be_a_share_of_the_run() -> None:
+    assert curve("constant", 100, cooldown=0.2) == curve("constant", 100, cooldown=20)
+    assert curve("constant", 3, cooldown=0.1) == [PEAK] * 3
 
 
 def test_a_square_root_cool_down_drops_faster() -> None:

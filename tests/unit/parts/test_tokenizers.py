@@ -17,6 +17,9 @@ from sd3_light.parts.tokenizers import (
     longest,
     save_tokenizers,
 )
+from sd3_light.randomness import stream
+from sd3_light.world.hard.captions import ZH_HARD_WORDS, hard_captions
+from sd3_light.world.hard.scene import draw_hard_scene
 
 ODD = ("It's a TEST: café,  3d style!", "熊猫，立体风格 (两只)", "mañana 😀", "")
 
@@ -65,6 +68,32 @@ def test_words_and_chinese_characters_are_tokens(tokenizers: dict[str, PreTraine
     # 粉色圆形 may never be in a caption; its characters are
     assert len(clip("粉色圆形").input_ids) == 4 + 2
     assert len(t5("粉色圆形").input_ids) == 1 + 4 + 1
+
+
+def test_listed_words_are_tokens_and_others_are_split() -> None:
+    rng = stream(1, "test-words", 0, 0, 0)
+    known, new = (
+        [text for _ in range(300) for text in hard_captions(draw_hard_scene(rng, held_out)).values()]
+        for held_out in (False, True)
+    )
+    tokenizers = learn_tokenizers(known, 8192, ZH_HARD_WORDS)
+    word = re.compile("|".join((*sorted(ZH_HARD_WORDS, key=len, reverse=True), "[a-z]+", r"\S")))
+    for text in new:
+        words = len(word.findall(text))
+        assert longest(tokenizers["tokenizer"], [text]) == words + 2, text
+        space = not text.isascii()  # T5 has a piece for the space before Chinese
+        assert longest(tokenizers["tokenizer_3"], [text]) == words + 1 + space, text
+    assert tokenizers["tokenizer"].model_max_length == 24, "as benchmarks/world_runs.py expects"
+    assert len(tokenizers["tokenizer"]("红条色").input_ids) == 3 + 2
+    assert len(tokenizers["tokenizer_3"]("红条色").input_ids) == 1 + 3 + 1
+
+
+def test_a_vocabulary_too_small_for_the_words_keeps_characters(captions: list[str]) -> None:
+    size = len(learn_tokenizers(captions, 8192)["tokenizer"])
+    for vocabulary in (600, size - 20, size):
+        tokenizer = learn_tokenizers(captions, vocabulary, ZH_HARD_WORDS)["tokenizer"]
+        assert len(tokenizer) <= vocabulary
+        assert tokenizer.decode(tokenizer("红色圆形").input_ids, skip_special_tokens=True) == "红色圆形"
 
 
 def test_marks_are_where_sd3_expects_them(tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:

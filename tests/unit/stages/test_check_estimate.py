@@ -54,6 +54,18 @@ def test_samples_are_counted_by_bucket_and_reject(files: Any) -> None:
     assert estimate.data.steps == 4
 
 
+def test_every_bucket_needs_inputs_for_its_graph(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    files.image("square.png", 80, 80)
+    one = estimated(files.load(dataset=BUCKETED))
+    files.image("wide.png", 40, 20)
+    two = estimated(files.load(dataset=BUCKETED))
+    assert (one.setup.graph_shapes, two.setup.graph_shapes) == (1, 2)
+    monkeypatch.setattr(estimate_module, "MAX_GRAPHS", 1)
+    limited = estimated(files.load(dataset=BUCKETED))
+    assert limited.setup.graph_shapes == 1
+    assert limited.gpu.total < two.gpu.total
+
+
 def test_steps_follow_world_accumulation_and_repeats(files: Any) -> None:
     for number in range(8):
         files.image(f"{number}.png", 64, 64)

@@ -12,6 +12,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from typer.testing import CliRunner
 
+from sd3_light.assets import DEMO
 from sd3_light.cli import app
 from sd3_light.config import load_images
 from sd3_light.config.faults import ConfigFaults, Stopped, UserError
@@ -112,6 +113,8 @@ def test_random_text_encoders(data: Path, tmp_path: Path) -> None:
     stage.run(data, out, options(only="text", random_text=True))
     assert (out / "text_encoder_3" / "model.safetensors").is_file()
     assert not (out / "judge").exists()
+    shutil.copytree(DEMO / "vae", out / "vae")  # from elsewhere, with another note
+    assert stage.run(data, out, options()) == stage.PartsResult((), (), load_images(data))
 
 
 def test_other_images_are_refused(data: Path, tmp_path: Path) -> None:

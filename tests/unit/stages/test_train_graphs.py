@@ -8,6 +8,7 @@ import pytest
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
+from sd3_light.stages.train import memory_hint
 from sd3_light.stages.train.train_state import _choose_graphs
 from sd3_light.training.blocks import Blocks
 
@@ -48,3 +49,11 @@ def test_a_request_that_cannot_be_met_is_explained(capsys: pytest.CaptureFixture
     assert not choose(Blocks("compiled", "a kernel does not fit"), cuda_graphs=True)
     line = "cuda_graphs = true is not available: the blocks are compiled; kernels are launched one by one\n"
     assert capsys.readouterr().err.endswith(line)
+
+
+@pytest.mark.parametrize("graphs", [None, object()])
+def test_a_full_gpu_can_do_without_graphs(graphs: object) -> None:
+    engine: Any = SimpleNamespace(graphs=graphs)
+    assert ("cuda_graphs = false" in memory_hint(engine)) == (graphs is not None)
+    assert "micro_batch_size_per_gpu" in memory_hint(engine)
+    assert "cuda_graphs" not in memory_hint(SimpleNamespace()), "DeepSpeed's engine records none"  # type: ignore[arg-type]
