@@ -26,12 +26,13 @@ end of its first step, twice, so that files are in the page cache the second tim
 """
 
 import argparse
+import fcntl
 import json
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,17 @@ def print_summary(results: Mapping[str, Any]) -> None:
             print(f"{name:22} {f'{value:.4g}' if isinstance(value, float) else value}")
 
 
+@contextmanager
+def turn(lock: Path | None) -> Iterator[None]:
+    """Hold the lock file: runs with the same file prepare their caches at the same time and train one after another."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a", encoding="utf-8") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def options() -> argparse.ArgumentParser:
     """Return the argument parser."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -187,6 +199,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--residence", choices=("stream", "host", "device"), default="stream", help="of the cache")
     parser.add_argument("--checkpoint-every", type=int, help="steps between checkpoints; default: one at the end")
+    parser.add_argument("--lock", type=Path, help="runs with the same file prepare at once and train one at a time")
     parser.add_argument("--tmp", type=Path, help="working folder; default: the system's temporary folder")
     parser.add_argument("--out", type=Path, help="folder for log, config and summary.json")
     return parser
@@ -207,8 +220,8 @@ def main() -> None:
         if args.start_only:
             measure_start(folder)
             return
-        started = time.time()
-        with nullcontext() if args.profile is None else profiling(args.profile, args.warm):
+        with turn(args.lock), nullcontext() if args.profile is None else profiling(args.profile, args.warm):
+            started = time.time()
             train(folder, args.engine, not args.no_save)
         results = {**about, **summary(folder / "run" / "log.jsonl", args.warm, started)}
         if args.out is not None:

@@ -71,6 +71,18 @@ def test_the_exit_code_and_the_traceback_arrive(script: Path) -> None:
     assert done.stderr.endswith("ValueError: wrong\n")
 
 
+def test_a_process_ends_as_usual(script: Path) -> None:
+    """It waits for its threads, runs what is registered for its end, and prints the text of `sys.exit`."""
+    script.write_text(
+        "import atexit, sys, threading, time\natexit.register(print, 'registered')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+        "print('end')\nif sys.argv[1:]: sys.exit(sys.argv[1])"
+    )
+    assert run(script).stdout == "end\nthread\nregistered\n"
+    done = run(script, "text")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "end\nthread\nregistered\n", "text\n")
+
+
 def test_input_variables_and_inherited_files_arrive(script: Path) -> None:
     reader, writer = os.pipe()
     script.write_text("import os, sys; os.write(int(sys.argv[1]), (input() + os.environ['RANK']).encode())")

@@ -1,6 +1,7 @@
 """The server behind the stand-in for `python`: forks processes that have torch, diffusers and transformers imported."""
 
 import array
+import atexit
 import fcntl
 import gc
 import io
@@ -12,6 +13,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,12 +37,16 @@ def import_libraries() -> None:
     import accelerate  # noqa: F401
     import numpy as np  # noqa: F401
     import peft  # noqa: F401
+    import PIL.ImageFont  # noqa: F401
+    import pyarrow.compute  # noqa: F401
     import pyarrow.parquet  # noqa: F401
-    import pydantic  # noqa: F401
-    import rich.console  # noqa: F401
+    import rich.progress  # noqa: F401
+    import rich.table  # noqa: F401
+    import tomli_w  # noqa: F401
     import typer  # noqa: F401
     from diffusers import AutoencoderKL, SD3Transformer2DModel, StableDiffusion3Pipeline  # noqa: F401
     from diffusers.utils import dynamic_modules_utils  # noqa: F401
+    from pydantic import BaseModel  # noqa: F401
     from transformers import CLIPTextModelWithProjection, T5EncoderModel  # noqa: F401
 
 
@@ -205,9 +211,24 @@ def run(request: dict[str, Any]) -> None:
         runpy.run_path(target, run_name="__main__")
 
 
+def exit_now(code: object) -> None:
+    """End as `sys.exit(code)` does, without the interpreter's clean-up, which takes longer than many commands."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if code is None else code & 0xFF if isinstance(code, int) else 1)
+
+
 if __name__ == "__main__":
     import_libraries()
     gc.freeze()
     request = serve(sys.argv[1], int(sys.argv[2]))
     if request is not None:
-        run(request)
+        try:
+            run(request)
+        except SystemExit as end:
+            exit_now(end.code)
+        exit_now(None)
