@@ -12,9 +12,6 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_ETAG_TIMEOUT"] = os.environ["HF_HUB_DOWNLOAD_TIMEOUT"] = "120"  # a busy machine is slow
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
-# Without bytecode files every child process would compile the package, which takes as long as most tests.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +30,12 @@ TEMPORARY_BYTES = 12 * 2**30
 
 
 def pytest_configure() -> None:
-    """Keep temporary files in memory where there is plenty: most tests write and sync many small files."""
+    """Keep temporary files in memory where there is plenty: most tests write and sync many small files.
+
+    Write bytecode, whatever the environment says: without it every child process would compile the package.
+    """
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
     memory = Path("/dev/shm")
     if memory.is_dir() and min(shutil.disk_usage(memory).free, available_memory() or 0) > TEMPORARY_BYTES:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))

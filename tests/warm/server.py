@@ -38,9 +38,9 @@ def import_libraries() -> None:
     import numpy as np  # noqa: F401
     import peft  # noqa: F401
     import PIL.ImageFont  # noqa: F401
-    import pyarrow.compute  # noqa: F401
+    import pyarrow.compute
     import pyarrow.parquet  # noqa: F401
-    import rich.progress  # noqa: F401
+    import rich.progress
     import rich.table  # noqa: F401
     import tomli_w  # noqa: F401
     import typer  # noqa: F401
