@@ -1,6 +1,7 @@
 """The torch engine: one process, or several under torchrun with replicated (DDP) or sharded (FSDP2) weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +25,9 @@ from sd3_light.engines.protocol import (
 from sd3_light.engines.weight_layouts import Replicas, replicate, shard
 from sd3_light.flow.objective import NUM_BANDS, sum_by_band
 from sd3_light.optim.build import make_optimizer
+
+WEIGHTS_PER_PART = 32
+"""Weights whose gradients make up one part of a backward pass: about one block, so that a GPU's queue holds a part."""
 
 
 class TorchEngine(Engine):
@@ -95,12 +99,30 @@ class TorchEngine(Engine):
         for weight in self._parameters.values():
             weight.grad = None
 
-    def _run_pass(self, batch: Any, count: int, forward_queued: Callable[[], None] = lambda: None) -> Numbers:
+    def _run_pass(self, batch: Any, count: int, part_queued: Callable[[], None] | None = None) -> Numbers:
         """Queue forward and backward pass of one of ``count`` micro-batches."""
         losses, bands = self._losses(batch)
-        forward_queued()
-        (losses["loss"] / count).backward()
+        loss = losses["loss"] / count
+        if part_queued is None:  # recorded passes contain no events of a timer
+            loss.backward()
+        else:
+            part_queued()
+            with self._between_gradients(part_queued):
+                loss.backward()
         return tuple(losses), StepResult.pack(losses, bands) / count
+
+    @contextmanager
+    def _between_gradients(self, act: Callable[[], None]) -> Iterator[None]:
+        """Call ``act`` in a backward pass, about once per `WEIGHTS_PER_PART` gradients."""
+        weights = list(self._parameters.values())[-WEIGHTS_PER_PART::-WEIGHTS_PER_PART]
+        # FSDP2 copies the gradients of weights in host memory later if they have hooks
+        here = [weight for weight in weights if weight.device.type == self.device.type]
+        hooks = [weight.register_post_accumulate_grad_hook(lambda _: act()) for weight in here]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _losses(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
         """Return the losses of a micro-batch, ``loss`` with its gradient, and those of its samples by timestep band."""

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 
 FIRST_PROBE = 3
-"""Steps before the first probe of a device whose own time is unknown."""
+"""Steps before the first probe; the wait doubles with every probe that fails."""
 PROBE_EVERY = 100
-"""Steps between probes."""
+"""Steps between a measured step and the next probe."""
 _LONGEST_SLEEP = 2.0
 _CYCLES_PER_SECOND = 2e9  # no less than a GPU's clock, so a sleep is long enough
 
@@ -28,17 +28,21 @@ class DeviceQueue(Protocol):
 
 
 class CudaQueue:
-    """The current CUDA stream."""
+    """The CUDA stream that is current where this is made; autograd's threads may have others."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.current_stream()
 
     def mark(self) -> torch.cuda.Event:
         """Record an event."""
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._stream)
         return event
 
     def sleep(self, seconds: float) -> None:
         """Queue a kernel that spins."""
-        torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(int(seconds * _CYCLES_PER_SECOND))
 
 
 class StepTimer:
@@ -46,9 +50,12 @@ class StepTimer:
 
     The time between two events is the device's own if it had not reached the first one when the host had queued the
     second, because then no kernel waited for the host. A part is shorter than a step because a queue is limited, to
-    about 1,000 kernels on NVIDIA GPUs: a host that is far ahead of its device is still never ahead by a long step. A
-    host that is slower than its device is not ahead at all: then, every `PROBE_EVERY` steps, the device sleeps before
-    each part while the host queues it.
+    about 1,000 kernels on NVIDIA GPUs: a host that is far ahead of its device is still never ahead by a long step.
+
+    A host that is slower than its device is not ahead at all. Then a probe makes the device sleep before each part
+    that was not measured, while the host queues it. A part that is longer than the queue stays unmeasured, and its
+    sleep is as long as the part, because the host waits for the device while it queues it. So every probe that fails
+    doubles the number of steps before the next. Events and queries do not wait for the device.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -56,45 +63,59 @@ class StepTimer:
         self._step: list[_Interval] = []
         self._pending: deque[tuple[list[_Interval], float]] = deque()
         self._parts: list[_Part] = []
-        self._queueing: list[float] = []  # seconds to queue each part of the last step
-        self._unmeasured, self._probes = 0, False
+        self._sleeps: list[float] = []  # before each part of a probe, from the last step; 0: it was measured
+        self._unmeasured, self._probe_after, self._probes = 0, FIRST_PROBE, False
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measure the step that the block queues."""
-        is_known = bool(self._parts) and all(part.rate is not None for part in self._parts)
-        self._probes = self._unmeasured >= (PROBE_EVERY if is_known else FIRST_PROBE)
+        self._probes = self._unmeasured >= self._probe_after
         self._step = []
-        self._begin_part()
+        self._begin_part(self._queue.mark())
         yield
         self._end_part()
-        self._queueing = [interval.queueing for interval in self._step]
-        is_measured = self._probes or all(interval.is_own for interval in self._step)
-        self._unmeasured = 0 if is_measured else self._unmeasured + 1
+        self._sleeps = [0.0 if part.is_own else min(1.25 * part.queueing, _LONGEST_SLEEP) for part in self._step]
+        if all(part.is_own for part in self._step):
+            self._unmeasured, self._probe_after = 0, PROBE_EVERY
+        elif self._probes:
+            self._unmeasured, self._probe_after = 0, 2 * self._probe_after
+        else:
+            self._unmeasured += 1
 
     def split(self) -> None:
-        """End a part of the step and begin the next. All steps have the same number of parts."""
-        self._end_part()
-        self._begin_part()
+        """End a part of the step and begin the next, from any thread. All steps have the same number of parts."""
+        self._begin_part(self._end_part())
 
-    def _begin_part(self) -> None:
-        if self._probes and len(self._step) < len(self._queueing):
-            self._queue.sleep(min(1.25 * self._queueing[len(self._step)], _LONGEST_SLEEP))
-        self._step.append(_Interval(self._queue.mark(), time.perf_counter()))
+    def _begin_part(self, start: Any) -> None:
+        number = len(self._step)
+        if self._probes and number < len(self._sleeps) and self._sleeps[number]:
+            self._queue.sleep(self._sleeps[number])
+            start = self._queue.mark()
+        self._step.append(_Interval(start, time.perf_counter()))
 
-    def _end_part(self) -> None:
+    def _end_part(self) -> Any:
         interval = self._step[-1]
         interval.stop = self._queue.mark()
         interval.is_own = not interval.start.query()
         interval.queueing = time.perf_counter() - interval.began
+        return interval.stop
 
     def add(self, work: float) -> None:
         """Set the amount of work of the last step."""
         if any(interval.is_own for interval in self._step):
             self._pending.append((self._step, work))
+        self._read_events()
 
     def own_seconds(self, work: float) -> float | None:
         """Return the device's own time for an amount of work, by the latest measurements; None before the first."""
+        self._read_events()
+        for part in self._parts:
+            part.conclude()
+        rates = [part.rate for part in self._parts if part.rate is not None]
+        return sum(rates) * work if rates and len(rates) == len(self._parts) else None
+
+    def _read_events(self) -> None:
+        """Add the measured parts of the steps that the device has finished."""
         while self._pending and self._pending[0][0][-1].stop.query():
             step, amount = self._pending.popleft()
             if len(step) != len(self._parts):
@@ -103,10 +124,6 @@ class StepTimer:
                 if interval.is_own:
                     part.seconds += interval.start.elapsed_time(interval.stop) / 1000
                     part.work += amount
-        for part in self._parts:
-            part.conclude()
-        rates = [part.rate for part in self._parts if part.rate is not None]
-        return sum(rates) * work if rates and len(rates) == len(self._parts) else None
 
 
 @dataclass

@@ -89,3 +89,21 @@ def test_a_step_that_is_longer_than_the_queue_is_measured_in_parts() -> None:
     fields = fields_of(part, 20, parts=4)
     assert fields["data_wait"] < 0.05
     assert 1000 * fields["gpu_seconds"] == pytest.approx(4 * own_milliseconds(part), rel=0.1)
+
+
+def test_a_part_that_is_longer_than_the_queue_does_not_slow_training() -> None:
+    x = torch.ones(1024, 1024, device=CUDA, dtype=torch.bfloat16)
+
+    def part() -> None:
+        for _ in range(2500):
+            torch.mm(x, x)
+
+    part()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    part()
+    torch.cuda.synchronize()
+    alone = time.perf_counter() - start
+    fields = fields_of(part, 30)
+    assert "gpu_seconds" not in fields
+    assert fields["seconds"] < 1.1 * alone

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
+from sd3_light.engines import torch as torch_engine
 from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
@@ -107,6 +108,25 @@ def real_batch(count: int = 4) -> MicroBatch:
     noisy, times, prompt, pooled = (torch.randn(shape, generator=generator) for shape in shapes)
     target = torch.randn(count, 16, 4, 6, generator=generator)
     return (noisy, 1000 * times.sigmoid(), prompt, pooled), (target, None)
+
+
+def test_a_backward_pass_has_a_part_per_some_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last weights' gradients come first; a part ends while most gradients are still missing."""
+    monkeypatch.setattr(torch_engine, "WEIGHTS_PER_PART", 10)
+    plain, engine = real_engine(tmp_path), real_engine(tmp_path)
+    missing: list[int] = []
+    engine.part_queued = lambda: missing.append(len(engine.weights) - len(gradients(engine)))
+    for _ in range(2):
+        missing.clear()
+        timed, untimed = (each.train_step([real_batch()], 1e-3).read() for each in (engine, plain))
+        assert timed == untimed
+        forward, *parts, backward = missing
+        assert (forward, backward) == (len(engine.weights), 0)
+        assert len(parts) == len(engine.weights) // 10
+        assert parts == sorted(parts, reverse=True)
+        assert parts[0] > len(engine.weights) / 2
+    assert equal(snapshot(engine), snapshot(plain))
+    assert not any(weight._post_accumulate_grad_hooks for weight in engine.module.parameters())
 
 
 def test_accumulation_does_not_change_the_step(tmp_path: Path) -> None:
