@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from sd3_light.config.faults import UserError
+from sd3_light.flow.diffsynth_loss import pipe_flow_loss
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
-from sd3_light.flow.pipe_loss import pipe_flow_loss
 from sd3_light.flow.timesteps import times_from_quantiles
 from sd3_light.model.device_copy import to_device
 

@@ -6,7 +6,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export.single_file import Contents, Conversion, is_single_file, read_single_file, write_single_file
 from sd3_light.sampling.lora_stack import adapter_file
 from sd3_light.training.background_saves import CHECKPOINT, EXPORT, FOLDERS
-from sd3_light.training.run_exports import exports_of
+from sd3_light.training.chosen_model import exports_of
 
 
 def run(

@@ -25,8 +25,8 @@ from sd3_light.model.start import where_weights_start
 from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
 from sd3_light.runlog import info
 from sd3_light.training.background_saves import FOLDERS, SNAPSHOT, newest_usable
+from sd3_light.training.exports import RAW, adapter_spec, export_spec, model_config, whole_state
 from sd3_light.training.model_facts import ModelFacts
-from sd3_light.training.saver import RAW, adapter_spec, export_spec, model_config, whole_state
 from sd3_light.training.sd3 import starting_transformer
 
 

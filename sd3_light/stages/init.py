@@ -9,7 +9,7 @@ from sd3_light.config import LoadedConfig
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.files import refuse_existing, write_errors
 from sd3_light.model.start import MARKER, where_weights_start
-from sd3_light.training.saver import export_spec, model_config
+from sd3_light.training.exports import export_spec, model_config
 from sd3_light.training.sd3 import starting_transformer
 
 

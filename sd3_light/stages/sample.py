@@ -35,7 +35,7 @@ from sd3_light.sampling.png import PNG_FACTS, parameters, read_png_facts, save_p
 from sd3_light.sampling.precision import check_dtype, compute_in
 from sd3_light.sampling.scheduler import SAMPLERS, check_sampler, use_sampler
 from sd3_light.sampling.texts import TextPolicy
-from sd3_light.training.run_exports import ChosenModel, choose_model
+from sd3_light.training.chosen_model import ChosenModel, choose_model
 
 GRID = "grid.png"
 

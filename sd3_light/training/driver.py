@@ -24,8 +24,8 @@ from sd3_light.runlog import info
 from sd3_light.training.background_saves import CHECKPOINT, EXPORT, FOLDERS, SNAPSHOT, BackgroundSaves
 from sd3_light.training.best import METRICS_EVENT, mark_best
 from sd3_light.training.errors import COMMON_ERRORS, explain_runtime_errors
+from sd3_light.training.exports import RAW
 from sd3_light.training.loop import Due, Hook, Run, every, never, train
-from sd3_light.training.saver import RAW
 
 if TYPE_CHECKING:  # it loads models of features, which most runs do not need
     from sd3_light.training.measurement import Measurement

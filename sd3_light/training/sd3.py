@@ -31,7 +31,7 @@ from sd3_light.model.part_configs import LOCAL_WEIGHTS
 from sd3_light.model.random_weights import new_transformer, transformer_from_state
 from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
-from sd3_light.training.saver import model_config, model_spec
+from sd3_light.training.exports import model_config, model_spec
 
 _TEXT = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")
 _LENGTHS = ("clip_l.length", "clip_g.length", "t5.length")

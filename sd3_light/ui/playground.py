@@ -198,7 +198,7 @@ class Playground:
 
     def _load(self, folder: Path, options: "SampleOptions", launch: "Launch") -> "OpenModel":
         from sd3_light.stages.sample import open_model
-        from sd3_light.training.run_exports import choose_model
+        from sd3_light.training.chosen_model import choose_model
 
         key = (choose_model(folder), options.loras, options.sampler, options.dtype)
         if self._open is None or self._open[0] != key:

@@ -22,7 +22,7 @@ from sd3_light.stages import evaluate, export, init, inspect, report, sample
 from sd3_light.stages.evaluate import against
 from sd3_light.stages.evaluate.against import AgainstOptions
 from sd3_light.stages.train import Resume
-from sd3_light.training.run_exports import choose_model
+from sd3_light.training.chosen_model import choose_model
 from tests.checkpoints import read_checkpoint
 from tests.judge_folders import write_clip
 from tests.project import Project

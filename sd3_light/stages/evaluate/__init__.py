@@ -28,10 +28,10 @@ from sd3_light.model.start import where_weights_start
 from sd3_light.runlog import progress
 from sd3_light.sampling.lora_stack import Lora
 from sd3_light.training.blocks import decide_blocks
+from sd3_light.training.chosen_model import choose_model
 from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.run_exports import choose_model
 from sd3_light.training.sd3 import InputPreparer
 from sd3_light.world import draw_prompts
 from sd3_light.world.captions import parse_caption

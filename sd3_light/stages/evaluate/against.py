@@ -32,7 +32,7 @@ from sd3_light.pages import check_output_path, data_uri, render_template, save_p
 from sd3_light.runlog import info, progress
 from sd3_light.sampling.generate import ImageRequest, generate
 from sd3_light.sampling.lora_stack import Lora
-from sd3_light.training.run_exports import ChosenModel, choose_model
+from sd3_light.training.chosen_model import ChosenModel, choose_model
 
 TRUE, COPY, SHUFFLED = "true images", "same concept, nearest style", "true images, captions shuffled"
 TITLES = {

@@ -40,13 +40,13 @@ from sd3_light.training.device_time import CudaQueue, StepTimer
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
+from sd3_light.training.exports import SAMPLES
 from sd3_light.training.idle import IdleAdvice
 from sd3_light.training.loop import Run, every
 from sd3_light.training.measurement import Measurer, caption_requests
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import RunRequests
 from sd3_light.training.samples import DenoiseFeatures, Sampler
-from sd3_light.training.saver import SAMPLES
 
 __all__ = ["OnSample", "Resume", "require_start", "run"]
 

@@ -15,8 +15,8 @@ from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext
 from sd3_light.training.blocks import Blocks, choose_blocks
+from sd3_light.training.exports import Saver
 from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.saver import Saver
 from sd3_light.training.sd3 import LightSD3Pipeline
 from sd3_light.training.trainable import choose_what_trains
 

@@ -30,7 +30,7 @@ from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof import ProofError, combined_digest, prove
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.system import machine
-from sd3_light.training.saver import model_spec
+from sd3_light.training.exports import model_spec
 from tests.project import with_nan
 from tests.warm import REAL_PYTHON
 

@@ -12,10 +12,10 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.training import saver as module
+from sd3_light.training import exports as module
 from sd3_light.training import sd3
 from sd3_light.training.best import mark_best
-from sd3_light.training.saver import Saver
+from sd3_light.training.exports import Saver
 from sd3_light.training.sd3 import LightSD3Pipeline
 
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}
