@@ -72,10 +72,17 @@ def check(
     gpu: Annotated[
         str | None, typer.Option(metavar="NAME", help="Kind of GPU, such as H200 (default: that of this machine).")
     ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(metavar="GIB", min=1, help="Memory of each GPU, for a run on another machine (default: as here)."),
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show all numbers with their formulas.")] = False,
     set_: Overrides = None,
 ) -> None:
-    """Report all problems of a config, or whether its run fits, how long it takes and how much disk it needs."""
+    """Report all problems of a config, or whether its run fits, how long it takes and how much disk it needs.
+
+    Exits with 2 if the config has a problem or the run does not fit.
+    """
     from sd3_light.budget.device_peaks import require_known_gpu
     from sd3_light.stages import check as stage
     from sd3_light.system import Gpu, visible_gpus
@@ -84,9 +91,15 @@ def check(
         require_known_gpu(gpu)
     loaded = load_checked(config, set_)
     estimate = stage.run(loaded, processes, deepspeed)
-    here = [Gpu(gpu)] if gpu is not None else visible_gpus()
-    target = stage.Target(here[0] if here else None, on_cpu=not (here or processes or estimate.setup.deepspeed))
-    Console().print(stage.render(estimate, stage.conclude(loaded.train, estimate, target), explain, target.on_cpu))
+    is_other = gpu is not None or gpu_memory is not None
+    memory = None if gpu_memory is None else int(gpu_memory * 2**30)
+    gpus = [Gpu(gpu or "the GPU", memory)] if is_other else visible_gpus()
+    on_cpu = not (gpus or processes or estimate.setup.deepspeed)
+    target = stage.Target(gpus[0] if gpus else None, on_cpu, elsewhere=is_other or not (gpus or on_cpu))
+    conclusion = stage.conclude(loaded.train, estimate, target)
+    Console().print(stage.render(estimate, conclusion, explain, target.on_cpu), crop=False)
+    if exceeded := stage.what_does_not_fit(conclusion):
+        raise UserError(f"{config}: the run does not fit ({'; '.join(exceeded)}); the lines above say what to change")
     suggest(("cache", config, *_set_options(set_)), ("train", config, *_set_options(set_)))
 
 

@@ -1,4 +1,5 @@
-"""How many captions are longer than the text encoders read: counted from the tokenizers' files, without torch."""
+"""Captions and prompts that are longer than the text encoders read: counted from the tokenizers' files, without
+torch."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ MAX_CAPTIONS = 10_000
 _CLIP_WORDS = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 _CLIP, _T5 = "CLIP", "T5"
 _SHOWN = 120  # characters of a caption
+_SHOWN_PROMPTS = 5
 
 
 @dataclass
@@ -62,29 +64,72 @@ class CutCaptions:
         encoder, length, caption = self.longest
         return (
             f"of {self.captions:,} captions {', '.join(counts)}: the rest of each is cut ({remedy}); the longest has "
-            f"{length:,} {encoder} tokens: {caption[:_SHOWN]!r}{'...' if len(caption) > _SHOWN else ''}"
+            f"{length:,} {encoder} tokens: {_shown(caption)}"
         )
+
+
+@dataclass(frozen=True)
+class CutText:
+    """A text that encoders cut: its tokens by encoder, and how many of them each encoder reads."""
+
+    text: str
+    lengths: dict[str, int]
+    limits: dict[str, int]
+
+    def sentence(self) -> str:
+        """Return one line with the text and the tokens that are lost."""
+        lost = [
+            f"{name} reads {self.limits[name]:,} of its {length:,} tokens ({length - self.limits[name]:,} are lost)"
+            for name, length in self.lengths.items()
+        ]
+        remedy = "shorten it" if _T5 in self.lengths else "T5 reads it completely"
+        return f"the prompt {_shown(self.text)} is cut: {', '.join(lost)}; {remedy}"
 
 
 def count_cut_captions(captions: Iterable[str], diffusers_path: Path, t5_max_length: int) -> CutCaptions | None:
     """Count captions that a text encoder cuts; None where no tokenizer file can be read."""
-    limits = {_CLIP: tokenizer_length(diffusers_path / "tokenizer") or CLIP_TOKENS, _T5: t5_max_length}
-    tokenizers = {_CLIP: _load(diffusers_path / "tokenizer"), _T5: _load(diffusers_path / "tokenizer_3")}
-    known = {name: tokenizer for name, tokenizer in tokenizers.items() if tokenizer is not None}
-    if not known:
+    tokenizers = _load_tokenizers(diffusers_path, t5_max_length)
+    if not tokenizers:
         return None
     texts, cut = list(captions), Counter[str]()
     longest: tuple[str, int, str] | None = None
     most = 0
-    for name, tokenizer in known.items():
+    for name, (tokenizer, limit) in tokenizers.items():
         for text in texts:
-            # one by one: in batches the library starts threads, and warns when a process with them forks
-            length = len(tokenizer.encode(text).ids)
-            if length > limits[name]:
+            length = _length(tokenizer, text)
+            if length > limit:
                 cut[name] += 1
-                if length - limits[name] > most:
-                    most, longest = length - limits[name], (name, length, text)
-    return CutCaptions(len(texts), {name: limits[name] for name in known}, cut, longest)
+                if length - limit > most:
+                    most, longest = length - limit, (name, length, text)
+    return CutCaptions(len(texts), {name: limit for name, (_, limit) in tokenizers.items()}, cut, longest)
+
+
+def cut_prompts(prompts: Iterable[str], diffusers_path: Path, t5_max_length: int) -> list[str]:
+    """Return one line per different prompt that a text encoder cuts; the last line counts those beyond a few."""
+    tokenizers, cut = _load_tokenizers(diffusers_path, t5_max_length), list[CutText]()
+    limits = {name: limit for name, (_, limit) in tokenizers.items()}
+    for text in dict.fromkeys(prompts):
+        lengths = {name: _length(tokenizer, text) for name, (tokenizer, _) in tokenizers.items()}
+        if beyond := {name: length for name, length in lengths.items() if length > limits[name]}:
+            cut.append(CutText(text, beyond, limits))
+    lines = [each.sentence() for each in cut[:_SHOWN_PROMPTS]]
+    return lines if len(cut) <= _SHOWN_PROMPTS else [*lines, f"{len(cut) - _SHOWN_PROMPTS:,} more prompts are cut"]
+
+
+def _shown(text: str) -> str:
+    return f"{text[:_SHOWN]!r}{'...' if len(text) > _SHOWN else ''}"
+
+
+def _length(tokenizer: Tokenizer, text: str) -> int:
+    # one by one: in batches the library starts threads, and warns when a process with them forks
+    return len(tokenizer.encode(text).ids)
+
+
+def _load_tokenizers(folder: Path, t5_max_length: int) -> dict[str, tuple[Tokenizer, int]]:
+    """Return the tokenizers that can be read, each with the number of tokens that its encoder reads."""
+    limits = {_CLIP: tokenizer_length(folder / "tokenizer") or CLIP_TOKENS, _T5: t5_max_length}
+    tokenizers = {_CLIP: _load(folder / "tokenizer"), _T5: _load(folder / "tokenizer_3")}
+    return {name: (tokenizer, limits[name]) for name, tokenizer in tokenizers.items() if tokenizer is not None}
 
 
 def _load(folder: Path) -> Tokenizer | None:

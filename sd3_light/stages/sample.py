@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from PIL import Image
 from sd3_light import __version__
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
+from sd3_light.encoders.caption_lengths import cut_prompts
 from sd3_light.engines import Launch
 from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.open_pipeline import open_pipeline
@@ -92,6 +93,8 @@ def run(
     if share or shown:
         opened = open_model(model, options, launch)
         requests = {first + at: opened.request(row, seed) for at, (row, seed) in enumerate(jobs)}
+        for line in opened.cut_prompts(requests.values()):
+            info(f"warning: {line}")
         slowest = _generate(opened, {number: requests[number] for number in share}, out)
         if shown:
             _wait_for([image_path(out, number) for number in shown], max(_MIN_TIMEOUT_SEC, 10 * slowest))
@@ -163,6 +166,11 @@ class OpenModel:
         steps = options.steps if row.steps is None else row.steps
         guidance = options.guidance if row.guidance is None else row.guidance
         return ImageRequest(row.prompt, seed, width, height, negative, steps, guidance)
+
+    def cut_prompts(self, requests: Iterable[ImageRequest]) -> list[str]:
+        """Return one line per prompt or negative prompt that the text encoders cut."""
+        texts = [text for request in requests for text in (request.prompt, request.negative_prompt)]
+        return cut_prompts(texts, self.chosen.folder, self.policy.t5_max_length)
 
     def draw(self, requests: Mapping[int, ImageRequest], out: Path) -> Iterator[list[int]]:
         """Generate the images and write each to ``out`` by its number; yield the numbers as they are written."""

@@ -24,6 +24,7 @@ from sd3_light.config.base import CacheLocation
 from sd3_light.config.schema_tables import SampleImage, SamplingConfig
 from sd3_light.data.shard_table import BucketShards
 from sd3_light.data.stream import CachedDataset
+from sd3_light.encoders.caption_lengths import cut_prompts
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
 from sd3_light.flow.timesteps import constant_shift
@@ -295,5 +296,7 @@ def _texts(
     missing = [prompt for prompt, features in cached.items() if features is None]
     if missing:
         info(f"train: {len(missing)} prompt(s) are not in the cache: encoding them once, now")
+        for line in cut_prompts(missing, model.diffusers_path, model.t5_max_length):
+            info(f"train: warning: {line}")
         cached |= dict(zip(missing, encode_prompts_one_by_one(model, missing, device), strict=True))
     return {prompt: join_features(features) for prompt, features in cached.items() if features is not None}

@@ -63,6 +63,7 @@ class Drawing:
     request: DrawRequest
     status: str = "waiting"
     error: str = ""
+    warnings: list[str] = field(default_factory=list)
     images: list[dict[str, Any]] = field(default_factory=list)
     is_done: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
@@ -72,7 +73,7 @@ class Drawing:
         seeds = list(map(str, self.request.seeds))  # JavaScript's numbers would round large ones
         total = len(self.request.models) * len(seeds)
         facts = {"id": self.id, "status": self.status, "error": self.error, "done": self.is_done, "total": total}
-        return {**facts, "seeds": seeds, "images": list(self.images)}
+        return {**facts, "seeds": seeds, "images": list(self.images), "warnings": list(self.warnings)}
 
 
 class Playground:
@@ -188,6 +189,8 @@ class Playground:
             first = first_free_number(self.out)
             row = PromptRow(request.prompt)
             requests = {first + at: model.request(row, seed) for at, seed in enumerate(request.seeds)}
+            cut = model.cut_prompts(requests.values())
+            drawing.warnings += [f"{label}: {line}" for line in cut]
             drawing.status = f"drawing with {label}"
             for numbers in model.draw(requests, self.out):
                 for number in numbers:

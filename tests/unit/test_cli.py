@@ -26,7 +26,7 @@ from sd3_light.config.schema_tables import SamplingConfig
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
 from sd3_light.sampling.generate import generate, stream_images
-from sd3_light.stages import evaluate, lora, report, sample
+from sd3_light.stages import check, evaluate, lora, report, sample
 from sd3_light.stages.cache import CacheOptions
 from sd3_light.stages.evaluate import against
 from sd3_light.stages.sample import SampleOptions
@@ -679,6 +679,42 @@ def test_check_knows_its_gpus(verb: Callable[..., Result], project: Project) -> 
         result = verb("check", project.train_toml, "--gpu", name)
         assert re.search(r"unknown kind of GPU; .*H200, .*4090", error_line(result))
     assert verb("check", project.train_toml, "--gpu", "NVIDIA H200").code == 0
+
+
+def test_check_fails_if_the_run_does_not_fit(
+    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scripts rely on the exit code; the output stays."""
+    result = verb("check", project.train_toml)
+    assert result.code == 0
+    assert "next:" in result.err
+    monkeypatch.setattr(check.conclusion.shutil, "disk_usage", lambda _: Mock(free=1))
+    result = verb("check", project.train_toml)
+    assert result.code == 2
+    problem = "the run does not fit (disk, run); the lines above say what to change"
+    assert f"error: {project.train_toml}: {problem}" in result.err
+    assert "next:" not in result.err
+    assert result.out.splitlines()[0] == f"{project.train_toml}: no faults, but the run does not fit"
+    assert "micro-batch" in result.out
+
+
+def test_check_for_another_gpu_asks_for_its_memory_alone(
+    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk and the memory of this machine decide nothing about a run elsewhere."""
+    monkeypatch.setattr(check.conclusion.shutil, "disk_usage", lambda _: Mock(free=1))
+    for options, verdict in (
+        (("--gpu", "H200"), "no faults"),
+        (("--processes", "2"), "no faults"),
+        (("--gpu-memory", "24"), "no faults and the run fits"),
+        (("--gpu", "H200", "--gpu-memory", "141"), "no faults and the run fits"),
+    ):
+        result = verb("check", project.train_toml, *options)
+        assert result.code == 0, result.err
+        assert result.out.splitlines()[0] == f"{project.train_toml}: {verdict}", "in one line, also if it is long"
+    result = verb("check", project.train_toml, "--gpu-memory", "1", "--set", "micro_batch_size_per_gpu=100000")
+    assert result.code == 2
+    assert "the run does not fit (GPU memory)" in result.err
 
 
 def test_an_error_about_no_file_names_none(capsys: pytest.CaptureFixture[str]) -> None:

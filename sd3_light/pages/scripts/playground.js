@@ -1,7 +1,7 @@
 // Send the form, ask how far the drawing is, and show each image as soon as it is written.
 const form = document.querySelector('#draw'), state = document.querySelector('#state');
 const cancel = document.querySelector('#cancel'), drawn = document.querySelector('#drawn');
-const table = drawn.querySelector('table');
+const table = drawn.querySelector('table'), warnings = document.querySelector('#warnings');
 let current = 0;
 
 const element = (tag, text = '', className = '') => {
@@ -49,6 +49,8 @@ const follow = async drawing => {
   while (current === drawing.id) {
     showTable(drawing);
     state.textContent = drawing.error || `${drawing.status} · ${drawing.images.length} of ${drawing.total} images`;
+    warnings.replaceChildren(...drawing.warnings.map(line => element('div', line)));
+    warnings.hidden = !drawing.warnings.length;
     cancel.hidden = drawing.done;
     if (drawing.done) return;
     await new Promise(resolve => setTimeout(resolve, 500));

@@ -3,7 +3,7 @@
 Of a large dataset they look at a part that is spread over all units.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from statistics import median
 
@@ -14,7 +14,7 @@ from sd3_light.data.buckets import plan as plan_resize
 from sd3_light.data.building.cache_plan import CachePlan, Member, Unit, decode_task
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.preprocess import Pixels
-from sd3_light.encoders.caption_lengths import MAX_CAPTIONS, count_cut_captions
+from sd3_light.encoders.caption_lengths import MAX_CAPTIONS, count_cut_captions, cut_prompts
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.vae import LOW_PSNR, psnr
 from sd3_light.runlog import info
@@ -29,6 +29,12 @@ def warn_of_cut_captions(title: str, plan: CachePlan, model: ModelConfig) -> Non
     cut = count_cut_captions(captions, model.diffusers_path, model.t5_max_length)
     if cut is not None and (sentence := cut.sentence()):
         info(f"{title}: warning: {sentence}")
+
+
+def warn_of_cut_prompts(title: str, prompts: Sequence[str], model: ModelConfig) -> None:
+    """Print which prompts of [sampling] are longer than the text encoders read."""
+    for line in cut_prompts(prompts, model.diffusers_path, model.t5_max_length):
+        info(f"{title}: warning: {line}")
 
 
 def warn_of_extreme_fits(title: str, plan: CachePlan) -> None:

@@ -20,7 +20,12 @@ from sd3_light.files import sweep_files
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress, show
 from sd3_light.sampling.prompt_features import encode_prompts
-from sd3_light.stages.cache.advice import measure_reconstructions, warn_of_cut_captions, warn_of_extreme_fits
+from sd3_light.stages.cache.advice import (
+    measure_reconstructions,
+    warn_of_cut_captions,
+    warn_of_cut_prompts,
+    warn_of_extreme_fits,
+)
 from sd3_light.stages.cache.cached_prompts import add_orphans, cache_prompts, missing_prompts, wait_for_prompts
 from sd3_light.stages.cache.freshness import (
     CacheState,
@@ -186,6 +191,7 @@ class DatasetBuild:
             wait_for_prompts(folder, prompts, recipe, self._train.sd3_manifest_timeout_sec)
             return
         todo = list(dict.fromkeys(prompts)) if self._options.regenerate else missing_prompts(folder, prompts, recipe)
+        warn_of_cut_prompts(title, todo, self._train.model)
         cache_prompts(folder, todo, recipe, lambda prompts: self._builder.call(encode_prompts, prompts), title)
 
     def _finish(

@@ -10,7 +10,7 @@ from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_
 from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.model.fast.choice import why_no_fp8
 from sd3_light.model.start import WeightsStart
-from sd3_light.stages.check.conclusion import Target, conclude
+from sd3_light.stages.check.conclusion import Target, conclude, what_does_not_fit
 from sd3_light.stages.check.disk import PATH_HINT, check_disk, disk_faults
 from sd3_light.stages.check.estimate import RunEstimate, empty_faults, estimate_run
 from sd3_light.stages.check.hub_paths import hub_keys, with_local_paths
@@ -27,6 +27,7 @@ __all__ = [
     "render",
     "require",
     "run",
+    "what_does_not_fit",
 ]
 
 

@@ -2,7 +2,9 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from sd3_light.budget.throughput import measured_speed, training_seconds
 from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.data.manifest import LARGEST_SHARE, MANIFEST
+from sd3_light.encoders.caption_lengths import cut_prompts
 from sd3_light.pages.formats import duration, plural
 from sd3_light.stages.check.estimate import RunEstimate
 from sd3_light.system import Gpu, available_memory
@@ -24,10 +27,14 @@ Line = tuple[str, str]
 
 @dataclass(frozen=True)
 class Target:
-    """Where a run is checked for: a GPU of this machine or kind, GPUs elsewhere (``gpu`` None), or a CPU."""
+    """Where a run is checked for: a GPU of this machine or kind, GPUs elsewhere (``gpu`` None), or a CPU.
+
+    ``elsewhere``: on another machine, so that the disk and memory of this one decide nothing.
+    """
 
     gpu: Gpu | None = None
     on_cpu: bool = False
+    elsewhere: bool = False
 
 
 def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
@@ -38,8 +45,23 @@ def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[
     else:
         lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
         lines.append(("time", _time(train, estimate, target.gpu)))
-    lines += [*_disk(train, estimate), ("host memory", _host_memory(estimate))]
+    lines += [*_disk(train, estimate, target), ("host memory", _host_memory(estimate, target))]
     return [*lines, ("cache residence", _residence(estimate, target)), *_warnings(train, estimate)]
+
+
+def what_does_not_fit(conclusion: Sequence[Line]) -> list[str]:
+    """Return the labels of the resources that the run exceeds."""
+    return [label for label, text in conclusion if text.startswith(DOES_NOT_FIT)]
+
+
+def first_line(estimate: RunEstimate, conclusion: Sequence[Line]) -> str:
+    """Return the verdict; nothing is said about a GPU whose memory is unknown."""
+    text = f"{estimate.path}: no faults"
+    if what_does_not_fit(conclusion):
+        return f"{text}, but the run does not fit"
+    lines = dict(conclusion)
+    is_known = "device" in lines or lines.get("GPU memory", "").startswith("fits")
+    return f"{text} and the run fits" if is_known else text
 
 
 def _subject(estimate: RunEstimate) -> Iterator[Line]:
@@ -57,7 +79,7 @@ def _subject(estimate: RunEstimate) -> Iterator[Line]:
 def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
     needed = estimate.gpu.total
     if gpu is None or gpu.total_bytes is None:
-        return f"{format_bytes(needed)} per GPU, estimated"
+        return f"{format_bytes(needed)} per GPU, estimated; --gpu-memory GIB says whether it fits"
     if needed <= gpu.total_bytes:
         return f"fits: {format_bytes(needed)} of the {format_bytes(gpu.total_bytes)} of {gpu.name}, estimated"
     remedy = "lower micro_batch_size_per_gpu, write activation_checkpointing = true, or shard with parallel = 'fsdp2'"
@@ -81,6 +103,7 @@ def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
     yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps))
+    yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
     for data in (estimate.data, *estimate.evals):
         if data.cut is not None and (sentence := data.cut.sentence()):
             yield f"captions {data.name}", sentence
@@ -88,15 +111,20 @@ def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
             yield f"images {data.name}", sentence
 
 
+def _cut_prompts(train: TrainConfig) -> list[str]:
+    return cut_prompts(train.sampling.texts, train.model.diffusers_path, train.model.t5_max_length)
+
+
 # --- disk ---------------------------------------------------------------------------------------
 
 
-def _disk(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
+def _disk(train: TrainConfig, estimate: RunEstimate, target: Target) -> Iterator[Line]:
     caches = [data for data in (estimate.data, *estimate.evals) if isinstance(data.cache_dir, Path)]
     missing = sum(data.cache.value for data in caches if not (Path(data.cache_dir) / MANIFEST).is_file())
     at_most = estimate.text.at_most
     if missing:
-        yield "disk, cache", _fits(missing, Path(caches[0].cache_dir), f"{at_most}{format_bytes(missing)}")
+        text = f"{at_most}{format_bytes(missing)}"
+        yield "disk, cache", _fits(missing, Path(caches[0].cache_dir), text, target, "cache_dir of the dataset TOML")
     elif caches:
         yield "disk, cache", "the cache exists"
     checkpoint, export = checkpoint_bytes(estimate), export_bytes(train, estimate)
@@ -104,13 +132,40 @@ def _disk(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
     parts = f"{plural(checkpoints, 'checkpoint')} of {format_bytes(checkpoint)}"
     parts += f", {plural(exports, 'export')} of {format_bytes(export)}"
     total = checkpoints * checkpoint + exports * export
-    yield "disk, run", _fits(total, train.output_dir, f"{format_bytes(total)}: {parts}")
+    yield (
+        "disk, run",
+        _fits(
+            total,
+            train.output_dir,
+            f"{format_bytes(total)}: {parts}",
+            target,
+            "output_dir, or a lower keep_last_n_checkpoints",
+        ),
+    )
 
 
-def _fits(needed: int, folder: Path, text: str) -> str:
+def _fits(needed: int, folder: Path, text: str, target: Target, remedy: str) -> str:
+    """Compare what a folder will hold with the free space and what it holds already."""
+    if target.elsewhere:
+        return text
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    free = shutil.disk_usage(existing).free
-    return f"{_verdict(needed, free)}: {text}; {format_bytes(free)} are free"
+    free, used = shutil.disk_usage(existing).free, _bytes_in(folder)
+    verdict = _verdict(needed, free + used)
+    text = f"{verdict}: {text}; {format_bytes(free)} are free"
+    if used:
+        text += f" and {format_bytes(used)} already written"
+    return text if verdict != DOES_NOT_FIT else f"{text}; choose another {remedy}"
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the bytes of the files in a folder, without links to files elsewhere."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # a running run replaces its files
+                file = os.lstat(os.path.join(place, name))
+                total += file.st_size if stat.S_ISREG(file.st_mode) and file.st_nlink == 1 else 0
+    return total
 
 
 def checkpoint_bytes(estimate: RunEstimate) -> int:
@@ -150,12 +205,14 @@ def _times_due(estimate: RunEstimate, steps: int | None, epochs: int | None, mor
     return max(1, count + any(total % interval > 0 for interval in intervals if interval))
 
 
-def _host_memory(estimate: RunEstimate) -> str:
+def _host_memory(estimate: RunEstimate, target: Target) -> str:
     needed, free = estimate.host.value, available_memory()
     text = f"{format_bytes(needed)} per process, without interpreters"
-    if free is None or estimate.setup.world > 1:
+    if free is None or estimate.setup.world > 1 or target.elsewhere:
         return text
-    return f"{_verdict(needed, free)}: {text}; {format_bytes(free)} are free"
+    verdict = _verdict(needed, free)
+    remedy = "" if verdict != DOES_NOT_FIT else "; write cache_residence = 'stream', or lower num_dataloader_workers"
+    return f"{verdict}: {text}; {format_bytes(free)} are free{remedy}"
 
 
 def _residence(estimate: RunEstimate, target: Target) -> str:

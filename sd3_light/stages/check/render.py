@@ -12,7 +12,7 @@ from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.data.manifest import REJECTS_FILE
 from sd3_light.model.text_shape import TextShape
 from sd3_light.pages.formats import plural
-from sd3_light.stages.check.conclusion import DOES_NOT_FIT, Line
+from sd3_light.stages.check.conclusion import Line, first_line
 from sd3_light.stages.check.estimate import DatasetEstimate, RunEstimate
 
 MAX_ROWS = 12
@@ -26,9 +26,9 @@ def render(
 
     ``on_cpu`` leaves out what concerns GPUs.
     """
-    problem = any(text.startswith(DOES_NOT_FIT) for _, text in conclusion)
-    verdict = ", but the run does not fit" if problem else " and the run fits" if conclusion else ""
-    parts: list[RenderableType] = [Text(f"{estimate.path}: no faults{verdict}")]
+    parts: list[RenderableType] = [
+        Text(first_line(estimate, conclusion), no_wrap=True, overflow="ignore")  # a wrapped path cannot be copied
+    ]
     if conclusion:
         parts.append(_table((name, text) for name, text in conclusion))
     if explain:

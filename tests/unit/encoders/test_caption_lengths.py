@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sd3_light.assets import DEMO
-from sd3_light.encoders.caption_lengths import CaptionSample, count_cut_captions
+from sd3_light.encoders.caption_lengths import CaptionSample, count_cut_captions, cut_prompts
 from sd3_light.encoders.text import load_tokenizer
 
 CAPTIONS = ["", "a red star", "Don't  stop:\n12 green stars, 3 é!", "白色背景上有一个大的红色圆形", "a red star " * 30]
@@ -51,6 +51,26 @@ def test_the_sentence_counts_by_encoder_and_shows_the_longest(folder: Path) -> N
     assert text.endswith("...")
     assert len(text) < 350
     assert count_cut_captions(CAPTIONS[:2], folder, 512).sentence() == ""  # type: ignore[union-attr]
+
+
+def test_a_cut_prompt_is_named_with_the_tokens_it_loses(folder: Path) -> None:
+    prompt = "a red star " * 8
+    ((clip, t5),) = lengths(DEMO, [prompt])
+    (line,) = cut_prompts(["a red star", prompt, prompt], folder, t5 - 3)
+    assert line == (
+        f"the prompt {prompt!r} is cut: CLIP reads 16 of its {clip} tokens ({clip - 16} are lost), "
+        f"T5 reads {t5 - 3} of its {t5} tokens (3 are lost); shorten it"
+    )
+    (line,) = cut_prompts([prompt], folder, t5)
+    assert line.endswith(f"CLIP reads 16 of its {clip} tokens ({clip - 16} are lost); T5 reads it completely")
+    assert cut_prompts(["", "a red star"], folder, t5) == []
+    assert cut_prompts([prompt], folder / "elsewhere", t5) == []
+
+
+def test_many_cut_prompts_are_counted(folder: Path) -> None:
+    lines = cut_prompts([f"{'a red star ' * 30}{number}" for number in range(8)], folder, 512)
+    assert len(lines) == 6
+    assert lines[-1] == "3 more prompts are cut"
 
 
 def test_tokenizers_that_cannot_be_read_are_not_counted(folder: Path, tmp_path: Path) -> None:

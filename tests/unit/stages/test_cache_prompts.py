@@ -77,6 +77,16 @@ def test_only_the_prompts_are_added_to_a_fresh_cache(project: Project, capsys: p
     assert "encoding 2 prompt(s) of [sampling]" in capsys.readouterr().err
 
 
+def test_a_prompt_that_is_cut_is_named_when_it_is_encoded(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    long = "a red star " * 12
+    project.build_cache(*sampling("a star", long))
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "is cut" in line]
+    assert line.startswith("cache: warning: the prompt 'a red star a red")
+    assert "T5 reads 16 of its" in line
+    project.build_cache(*sampling("a star", long))
+    assert "is cut" not in capsys.readouterr().err, "only once"
+
+
 @pytest.mark.usefixtures("no_encoders")
 def test_without_prompts_nothing_is_encoded_or_written(project: Project) -> None:
     project.build_cache()

@@ -20,6 +20,7 @@ from sd3_light.tensor_file import header_bytes
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
 GIB = 1 << 30
+UNKNOWN_GPU = " per GPU, estimated; --gpu-memory GIB says whether it fits"
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_the_first_line_says_whether_it_fits(files: Any, concluded: Callable[...
     assert needed.startswith("does not fit: ")
     assert "NVIDIA H200 has 100 MiB; lower micro_batch_size_per_gpu" in needed
     assert concluded(Target(large))["GPU memory"].startswith("fits: ")
-    assert concluded(Target(None), world=2)["GPU memory"].endswith(" per GPU, estimated")
+    assert concluded(Target(None), world=2)["GPU memory"].endswith(UNKNOWN_GPU)
     loaded = files.load(model=PRETRAIN)
     estimate = check.run(loaded)
     console = Console(width=240, file=io.StringIO())
@@ -89,8 +90,57 @@ def test_disk_counts_checkpoints_and_exports_that_are_kept(
     monkeypatch.setattr(conclusion.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5 << 20}))
     lines = concluded(Target(on_cpu=True), top=top)
     assert lines["disk, run"].startswith("does not fit: ")
-    assert lines["disk, run"].endswith("; 5 MiB are free")
+    assert "; 5 MiB are free; choose another output_dir, or a lower keep_last_n_checkpoints" in lines["disk, run"]
     assert lines["disk, cache"].startswith("fits: ")
+
+
+def test_files_that_the_run_has_written_count_as_space_for_it(
+    files: Any, concluded: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a run in progress would not fit any more."""
+    monkeypatch.setattr(conclusion.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
+    assert concluded(Target(on_cpu=True))["disk, run"].startswith("does not fit: ")
+    checkpoint = files.folder / "runs/checkpoints/step-1/state.safetensors"
+    checkpoint.parent.mkdir(parents=True)
+    with checkpoint.open("wb") as file:
+        file.truncate(1 << 30)
+    (checkpoint.parent / "link").hardlink_to(checkpoint)
+    assert concluded(Target(on_cpu=True))["disk, run"].startswith("does not fit: "), "links take no space"
+    (checkpoint.parent / "link").unlink()
+    line = concluded(Target(on_cpu=True))["disk, run"]
+    assert line.startswith("fits: ")
+    assert line.endswith("; 1 MiB are free and 1 GiB already written")
+
+
+def test_another_machine_is_not_judged_by_the_disk_and_memory_of_this_one(
+    files: Any, concluded: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conclusion.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
+    monkeypatch.setattr(conclusion, "available_memory", lambda: 1)
+    here, there = concluded(Target(on_cpu=True)), concluded(Target(None, elsewhere=True))
+    for label in ("disk, cache", "disk, run", "host memory"):
+        assert here[label].startswith("does not fit: ")
+        assert there[label] in here[label]
+        assert "fit" not in there[label]
+    assert "write cache_residence = 'stream', or lower num_dataloader_workers" in here["host memory"]
+    estimate = check.run(files.load(model=PRETRAIN))
+    console = Console(width=240, file=io.StringIO())
+    console.print(check.render(estimate, list(there.items())))
+    assert console.file.getvalue().splitlines()[0].endswith(": no faults"), "the GPU's memory is unknown"
+
+
+def test_prompts_that_are_cut_have_a_line(files: Any) -> None:
+    for name in ("tokenizer", "tokenizer_3"):
+        shutil.copytree(DEMO / name, files.folder / "sd3" / name, dirs_exist_ok=True)
+    (files.sd3 / "vae/diffusion_pytorch_model.safetensors").write_bytes(header_bytes([]))
+    files.image("short.png", 64, 64, caption="a star")
+    sampling = '[sampling]\nevery_n_steps = 5\nprompts = ["a star", "{}"]'
+    loaded = files.load(model=PRETRAIN, tables=sampling.format("a red star " * 20))
+    lines = dict(conclude(loaded.train, check.run(loaded), Target(on_cpu=True)))
+    assert lines["prompt"].startswith("warning: the prompt 'a red star a red star")
+    assert "T5 reads 12 of its" in lines["prompt"]
+    loaded = files.load(model=PRETRAIN, tables=sampling.format("a blue star"))
+    assert "prompt" not in dict(conclude(loaded.train, check.run(loaded), Target(on_cpu=True)))
 
 
 def test_captions_that_are_cut_are_counted(files: Any) -> None:
@@ -130,7 +180,7 @@ def test_it_says_where_the_cache_fits(
     concluded: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, residence: str
 ) -> None:
     top = f'cache_residence = "{residence}"'
-    whole = concluded(Target(), 'cache_residence = "device"')["GPU memory"].removesuffix(" per GPU, estimated")
+    whole = concluded(Target(), 'cache_residence = "device"')["GPU memory"].removesuffix(UNKNOWN_GPU)
     for free, word in ((1 << 40, "fits"), (1 << 10, "does not fit")):
         monkeypatch.setattr(conclusion, "available_memory", lambda free=free: free)
         line = concluded(Target(Gpu("NVIDIA H200", free)), top)["cache residence"]

@@ -124,6 +124,16 @@ def test_rows_and_seeds_make_numbered_images(model: Path, tmp_path: Path) -> Non
     assert not np.array_equal(pixels(out / "00000.png"), pixels(out / "00001.png"))
 
 
+def test_a_prompt_that_is_cut_is_named_once(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [PromptRow("a star"), PromptRow("a red star " * 12), PromptRow("b", negative_prompt="no blue star " * 12)]
+    sample.run(model, rows, [1, 2], tmp_path / "out", SampleOptions(1, guidance=1.0, grid=False))
+    lines = [line for line in capsys.readouterr().err.splitlines() if "is cut" in line]
+    assert len(lines) == 2
+    assert lines[0].startswith("warning: the prompt 'a red star a red star")
+    assert "T5 reads 16 of its" in lines[0]
+    assert "'no blue star" in lines[1]
+
+
 @pytest.mark.parametrize("text_tokens", [pytest.param("padded", marks=pytest.mark.slow), "real"])
 def test_batch_and_split_do_not_change_a_byte(tmp_path: Path, demo_parts: Path, text_tokens: str) -> None:
     model = model_folder(tmp_path / "tiny", demo_parts / "vae", text_tokens=text_tokens, uncond_text="zero")

@@ -312,6 +312,7 @@ def test_images_of_two_models_are_drawn_with_their_settings(
         settings = [facts[name] for name in ("prompt", "seed", "steps", "guidance")]
         assert settings == ["a red circle", int(image["seed"]), 2, 1.5]
     assert set(content) == {(str(model), seed) for model in models for seed in ("3", large)}
+    assert drawing["warnings"] == []
     page = painter.get("/playground").text
     assert page.count('data-facts="') == 4
 
@@ -323,6 +324,14 @@ def test_a_drawing_that_fails_says_why_and_the_next_one_works(painter: TestClien
     no_lora = painter.post("/playground/drawings", json={**values, "loras": "none.safetensors:0.5"}).json()
     assert "none.safetensors does not exist" in wait_for(painter, no_lora)["error"]
     assert wait_for(painter, painter.post("/playground/drawings", json=values).json())["error"] == ""
+
+
+def test_a_prompt_that_is_cut_is_a_warning(painter: TestClient, models: list[Path]) -> None:
+    values = {"models": [folder_id(models[0])], "prompt": "a red star " * 12, "seeds": "0-1", "steps": 1}
+    drawing = wait_for(painter, painter.post("/playground/drawings", json=values).json())
+    (line,) = drawing["warnings"]
+    assert line.startswith(f"{models[0]}: the prompt 'a red star a red star")
+    assert "is cut: CLIP reads 16 of its" in line
 
 
 def test_a_drawing_can_be_cancelled_while_it_waits(painter: TestClient, models: list[Path]) -> None:
