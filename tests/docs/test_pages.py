@@ -30,6 +30,7 @@ TRANSLATED = [
     ("docs/compatibility.md", "docs/zh/compatibility.md"),
     ("docs/from-diffsynth.md", "docs/zh/from-diffsynth.md"),
     ("docs/from-diffusion-pipe.md", "docs/zh/from-diffusion-pipe.md"),
+    ("docs/from-sd-scripts.md", "docs/zh/from-sd-scripts.md"),
 ]
 
 

@@ -55,7 +55,7 @@ def what_does_not_fit(conclusion: Sequence[Line]) -> list[str]:
 
 
 def first_line(estimate: RunEstimate, conclusion: Sequence[Line]) -> str:
-    """Return the verdict; nothing is said about a GPU whose memory is unknown."""
+    """Return the verdict, which leaves out whether it fits a GPU of unknown memory."""
     text = f"{estimate.path}: no faults"
     if what_does_not_fit(conclusion):
         return f"{text}, but the run does not fit"
