@@ -1,10 +1,9 @@
 """The streaming dataset: batches read from a cache's shards in the sequence of an `Order`, in bounded memory."""
 
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
-from os import getpid
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from sd3_light.data.order import (
     rank_slice,
 )
 from sd3_light.data.reader import ShardReader
+from sd3_light.data.shard_prefetch import ShardPrefetcher
 from sd3_light.data.shard_table import column, group_shards
 from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.slots import AllocateBytes, InPlaceDataset
@@ -65,13 +65,14 @@ class CachedDataset:
         self.has_lengths = self.manifest.recipe.get("text_tokens") == "real"
         self.max_open = open_shards(WINDOW, len(self.buckets))
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
-        self._prefetchers: list[threading.Thread] = []
+        self._prefetcher = ShardPrefetcher(self._prefetch, store.prefetch_threads)
         folder = store.path(self.manifest.empty).parent
-        self._verifier = Verifier(folder, launched, store.keeps_times, store.was_just_hashed)
+        self._verifier = Verifier(folder, launched, store.keeps_times)
+        store.on_hashed = self._verifier.accept
 
     def __getstate__(self) -> dict[str, Any]:
-        # open files and threads cannot be sent to worker processes
-        return {**self.__dict__, "_open": OrderedDict(), "_prefetchers": []}
+        # open files cannot be sent to worker processes
+        return {**self.__dict__, "_open": OrderedDict()}
 
     def order(
         self,
@@ -159,6 +160,8 @@ class CachedDataset:
             if reader is not None and not self._verifier.is_same(entry, reader.status()):
                 del self._open[entry.file]
         missing = [entry for entry in entries if entry.file not in self._open]
+        if len(missing) > 1 and self.store.prefetch_threads > 1:
+            self._prefetcher.request(missing, first=True)  # a download waits for the network, not for the others
         self._verifier.require((entry, self.store.path(entry)) for entry in missing)
         self._open |= {entry.file: self._new_verified_reader(entry) for entry in missing}
         readers = [self._open[entry.file] for entry in entries]
@@ -180,34 +183,14 @@ class CachedDataset:
     def _new_reader(self, entry: ShardEntry) -> ShardReader:
         return open_shard(self.store, entry, lambda path: ShardReader(path, entry))
 
-    def prefetch(self, bucket: int, segments: Sequence[int]) -> bool:
-        """Fetch and hash shards in the background; False if an earlier prefetch is still running."""
-        if any(thread.is_alive() for thread in self._prefetchers):
-            return False
+    def prefetch(self, bucket: int, segments: Sequence[int]) -> None:
+        """Fetch and hash shards in the background, in this order."""
         shards = self.buckets[bucket].shards
-        entries = [shards[segment] for segment in segments if not self._verifier.is_verified(shards[segment])]
-        if not entries:
-            return True
-        first = getpid() % len(entries)  # processes start at different shards
-        remaining = deque([*entries[first:], *entries[:first]])
-        self._prefetchers = [
-            threading.Thread(target=self._prefetch, args=(remaining,), daemon=True)
-            for _ in range(self.store.prefetch_threads)
-        ]
-        for thread in self._prefetchers:
-            thread.start()
-        return True
+        self._prefetcher.request([shards[segment] for segment in segments])
 
-    def _prefetch(self, remaining: deque[ShardEntry]) -> None:
-        while remaining:
-            try:
-                entry = remaining.popleft()
-            except IndexError:  # another thread took the last one
-                return
-            try:
-                self._verifier.prefetch((entry, self.store.path(entry)))
-            except (UserError, OSError):
-                return  # reported when the shard is read
+    def _prefetch(self, entry: ShardEntry) -> None:
+        if (path := self.store.prefetch(entry)) is not None:
+            self._verifier.prefetch((entry, path))
 
 
 def weighted_caption(seed: int, epoch: int, repeat: int, sample_id: int, count: int, weights: Sequence[float]) -> int:
@@ -247,8 +230,12 @@ class MicroBatches(InPlaceDataset):
         """Read a micro-batch; its tensors share one block of memory from ``allocate``."""
         step, micro = divmod(item, self.micro_batches)
         share = self.rank, self.world, micro, self.micro_batches
-        batch = self.data.read(rank_picks(self.order, step, *share, self.by_segment), self.order.seed, allocate)
-        self._prefetch(self.order.next_windows(step, *self._rank_share(step)))
+        picks = rank_picks(self.order, step, *share, self.by_segment)
+        ahead = self.order.next_windows(step, *self._rank_share(step))
+        if self.data.store.prefetches_early:  # downloads continue while the last shards of this step arrive
+            self._prefetch(ahead)
+        batch = self.data.read(picks, self.order.seed, allocate)
+        self._prefetch(ahead)
         return batch
 
     def prefetch_step(self, step: int) -> None:
@@ -260,10 +247,11 @@ class MicroBatches(InPlaceDataset):
         return rank_slice(self.order.batch_size(step), self.rank, self.world, 0, 1)
 
     def _prefetch(self, windows: WindowRange) -> None:
-        if windows in self._prefetched:
-            return
-        if self.data.prefetch(windows.bucket, self._segments(windows).tolist()):
+        if windows not in self._prefetched:
             self._prefetched.append(windows)
+            for number in range(windows.first, windows.last + 1):  # in the order in which they are read
+                window = replace(windows, first=number, last=number)
+                self.data.prefetch(windows.bucket, self._segments(window).tolist())
 
     def _segments(self, windows: WindowRange) -> Indices:
         """Return the segments of some windows that this rank will read."""

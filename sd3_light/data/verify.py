@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
@@ -38,18 +38,9 @@ class Verifier:
     the last write. A shard that is another file than the one that was hashed is hashed again.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        launched: bool = False,
-        with_times: bool = True,
-        was_just_hashed: Callable[[ShardEntry, os.stat_result], bool] | None = None,
-    ) -> None:
-        """``launched``: this process is one of several that its parent started, and shares markers with them.
-
-        ``was_just_hashed`` returns whether a file has just been hashed, when it was downloaded.
-        """
-        self._with_times, self._was_just_hashed = with_times, was_just_hashed
+    def __init__(self, folder: Path, launched: bool = False, with_times: bool = True) -> None:
+        """``launched``: this process is one of several that its parent started, and shares markers with them."""
+        self._with_times = with_times
         # a parent that never ends (the first process of a container) does not identify a launch
         shared = launched and os.getppid() > 1
         self._markers = _marker_folder(folder, os.getppid() if shared else os.getpid())
@@ -61,8 +52,9 @@ class Verifier:
         return (*identity, status.st_mtime_ns) if self._with_times else identity
 
     def is_same(self, entry: ShardEntry, status: os.stat_result) -> bool:
-        """Return whether this file is the one that was verified."""
-        return self.is_verified(entry) and self._verified[entry.file] == self.identity(status)
+        """Return whether this file is the one that was verified, by this process or since then by another."""
+        identity = self.identity(status)
+        return self._verified.get(entry.file) == identity or self._marked(entry) == identity
 
     def _is_current(self, shard: ShardFile) -> bool:
         try:
@@ -89,11 +81,16 @@ class Verifier:
 
     def is_verified(self, entry: ShardEntry) -> bool:
         """Return whether the shard was verified in this launch."""
-        if entry.file not in self._verified and self._markers is not None:
+        return entry.file in self._verified or self._marked(entry) is not None
+
+    def _marked(self, entry: ShardEntry) -> Identity | None:
+        """Return the identity in a shard's marker, and keep it; None without one."""
+        if self._markers is not None:
             with suppress(OSError):  # no marker yet
                 if text := (self._markers / _name(entry)).read_text():
-                    self._verified[entry.file] = tuple(map(int, text.split()))
-        return entry.file in self._verified
+                    identity = self._verified[entry.file] = tuple(map(int, text.split()))
+                    return identity
+        return None
 
     def _check(self, shard: ShardFile, wait: bool) -> bool:
         """Verify a shard; False if another process or thread is hashing it and ``wait`` is off."""
@@ -102,13 +99,16 @@ class Verifier:
         with _locked(marker, wait) as is_locked:
             if is_locked and not self._is_current(shard):
                 before = _status(path)  # a file that is changed while it is hashed differs from this
-                if self._was_just_hashed is None or not self._was_just_hashed(entry, before):
-                    verify(path, entry)
-                self._verified[entry.file] = self.identity(before)
-                if marker is not None:
-                    with suppress(OSError):  # without space for the marker another process hashes the shard again
-                        marker.write_text(" ".join(map(str, self.identity(before))))
+                verify(path, entry)
+                self.accept(entry, before)
         return is_locked
+
+    def accept(self, entry: ShardEntry, status: os.stat_result) -> None:
+        """Record that a file has the bytes of its entry, for all processes of the launch."""
+        identity = self._verified[entry.file] = self.identity(status)
+        if self._markers is not None:
+            with suppress(OSError):  # without space for the marker another process hashes the shard again
+                (self._markers / _name(entry)).write_text(" ".join(map(str, identity)))
 
 
 def _status(path: Path) -> os.stat_result:

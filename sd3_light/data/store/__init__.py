@@ -2,8 +2,8 @@
 
 import os
 import re
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO, Protocol, TypeVar
 
@@ -15,11 +15,14 @@ from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry
 from sd3_light.data.shard_table import ShardTable, column, group_shards
 from sd3_light.data.store.disk_cache import DiskCache
 from sd3_light.data.store.disk_cache import private_temp_folder as private_temp_folder
-from sd3_light.data.store.remote import download, load_remote_manifest
+from sd3_light.data.store.remote import download, downloads_at_once, load_remote_manifest
 
 _Opened = TypeVar("_Opened")
 _OPEN_TRIES = 8
-_NUM_HASHED = 1024  # shards that a process has downloaded but not opened yet, at most
+_WINDOWS_ON_DISK = 3  # the current one, the next one, and one that another process still reads
+
+OnHashed = Callable[[ShardEntry, os.stat_result], None]
+"""Receives the status of a file when its bytes have been compared with the entry's hash."""
 
 
 class ShardStore(Protocol):
@@ -29,13 +32,17 @@ class ShardStore(Protocol):
     keeps_times: bool
     """Whether reading leaves the modification times of the files unchanged."""
     prefetch_threads: int
-    """Shards to prefetch at a time; with two, one is downloaded while the other is flushed and hashed."""
+    """Shards to prefetch at a time."""
+    prefetches_early: bool
+    """Whether the shards of the next windows may be prefetched before those of the current step are open."""
+    on_hashed: OnHashed | None
+    """Called for every download, before other processes can see its file."""
 
     def path(self, entry: ShardEntry) -> Path:
         """Return a local file of the shard. It may be removed before it is opened: use `open_shard`."""
 
-    def was_just_hashed(self, entry: ShardEntry, status: os.stat_result) -> bool:
-        """Return, once per download, whether this process has just compared this file with its entry's hash."""
+    def prefetch(self, entry: ShardEntry) -> Path | None:
+        """Return the file like `path`; None if another process or thread is fetching it."""
 
 
 def open_shard(store: ShardStore, entry: ShardEntry, reader: Callable[[Path], _Opened]) -> _Opened:
@@ -53,9 +60,11 @@ class LocalStore:
 
     keeps_times = True
     prefetch_threads = 1
+    prefetches_early = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.on_hashed: OnHashed | None = None  # a local shard is hashed before it is used
         self.manifest = Manifest.load(folder)
 
     def path(self, entry: ShardEntry) -> Path:
@@ -65,13 +74,13 @@ class LocalStore:
             raise UserError(f"{path} is missing; run `sd3-light cache CONFIG` to build it again")
         return path
 
-    def was_just_hashed(self, entry: ShardEntry, status: os.stat_result) -> bool:
-        """Return False: a local shard is hashed before it is used."""
-        return False
+    def prefetch(self, entry: ShardEntry) -> Path | None:
+        """Return the shard in the cache folder."""
+        return self.path(entry)
 
 
 class RemoteStore:
-    """A cache at a URL. Shards are fetched on demand, verified, and stored in ``folder``.
+    """A cache at a URL. Shards are fetched on demand or ahead of it, verified, and stored in ``folder``.
 
     The folder holds at most ``limit_bytes`` and can be shared by several processes, runs and URLs. ``window`` is the
     number of shards per bucket in use at a time. A limit below their total size is rejected, because it would fetch
@@ -79,32 +88,30 @@ class RemoteStore:
     """
 
     keeps_times = False  # they order the shards by their last use
-    prefetch_threads = 2
 
     def __init__(self, url: str, folder: Path, limit_bytes: int, window: int = 1) -> None:
         self.url = url
         self.manifest = load_remote_manifest(url, folder)
         _check_entries(self.manifest, f"{url}/{MANIFEST}")
-        _check_limit(self.manifest, url, limit_bytes, window)
+        in_use = _check_limit(self.manifest, url, limit_bytes, window)
+        sizes = column(self.manifest.shards, "bytes")
+        self.prefetch_threads = downloads_at_once(int(sizes.mean()) if len(sizes) else 0)
+        self.prefetches_early = limit_bytes >= _WINDOWS_ON_DISK * in_use
+        self.on_hashed: OnHashed | None = None
         self.disk = DiskCache(folder, limit_bytes)
-        self._hashed: deque[tuple[str, int, int]] = deque(maxlen=_NUM_HASHED)
 
     def path(self, entry: ShardEntry) -> Path:
         """Return the shard in the local folder, fetched if necessary."""
+        return self.disk.path(entry.sha256, entry.bytes, partial(self._download, entry))
 
-        def fetch(file: BinaryIO) -> None:
-            download(f"{self.url}/{SHARDS}/{entry.file}", entry, file)
-            self._hashed.append(_identity(entry, os.fstat(file.fileno())))
+    def prefetch(self, entry: ShardEntry) -> Path | None:
+        """Return the shard like `path`; None if another process or thread is fetching it."""
+        return self.disk.prefetch(entry.sha256, entry.bytes, partial(self._download, entry))
 
-        return self.disk.path(entry.sha256, entry.bytes, fetch)
-
-    def was_just_hashed(self, entry: ShardEntry, status: os.stat_result) -> bool:
-        """Return whether this process has downloaded this file; False when asked again."""
-        try:
-            self._hashed.remove(_identity(entry, status))
-        except ValueError:
-            return False
-        return True
+    def _download(self, entry: ShardEntry, file: BinaryIO) -> None:
+        download(f"{self.url}/{SHARDS}/{entry.file}", entry, file)
+        if self.on_hashed is not None:
+            self.on_hashed(entry, os.fstat(file.fileno()))
 
 
 def open_store(location: CacheLocation, folder: Path | None, limit_bytes: int, window: int = 1) -> ShardStore:
@@ -112,10 +119,6 @@ def open_store(location: CacheLocation, folder: Path | None, limit_bytes: int, w
     if isinstance(location, Path):
         return LocalStore(location)
     return RemoteStore(location, folder or private_temp_folder(location), limit_bytes, window)
-
-
-def _identity(entry: ShardEntry, status: os.stat_result) -> tuple[str, int, int]:
-    return entry.sha256, status.st_dev, status.st_ino
 
 
 def _check_entries(manifest: Manifest, where: str) -> None:
@@ -126,7 +129,8 @@ def _check_entries(manifest: Manifest, where: str) -> None:
             raise UserError(f"{where} is damaged at {entry.file!r}; copy the cache folder there again")
 
 
-def _check_limit(manifest: Manifest, url: str, limit_bytes: int, window: int) -> None:
+def _check_limit(manifest: Manifest, url: str, limit_bytes: int, window: int) -> int:
+    """Return the bytes of the shards that are in use at a time; a UserError if the limit is below that."""
     buckets = group_shards(manifest.shards)
     in_use = sum(int(np.sort(column(bucket.shards, "bytes"))[-window:].sum()) for bucket in buckets)
     needed = max(in_use, manifest.empty.bytes)
@@ -135,6 +139,7 @@ def _check_limit(manifest: Manifest, url: str, limit_bytes: int, window: int) ->
             f"stream_cache_gb = {limit_bytes / 1e9:g} is too small for the shards of {url} that are in use at a time "
             f"({window} per bucket, {len(buckets)} buckets); set {_round_up(needed)} or more, or lower shuffle_window"
         )
+    return needed
 
 
 def _round_up(count: int) -> str:

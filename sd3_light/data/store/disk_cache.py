@@ -15,7 +15,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -51,13 +51,24 @@ class DiskCache:
         assert _NAME.fullmatch(whole.name)
         with self._disk_errors():
             while not _touch(whole, size):
-                with _claimed(whole.with_name(whole.name + PART)) as part:
-                    # another process may have fetched the file while this one waited for the lock
-                    if part is not None and not _touch(whole, size):
-                        self._reserve(part, size)
-                        fetch(part)
-                        self._put(part, whole)
+                self._fetch(whole, size, fetch, wait=True)
         return whole
+
+    def prefetch(self, digest: str, size: int, fetch: Callable[[BinaryIO], None]) -> Path | None:
+        """Return the file like `path`; None if another process or thread is fetching it."""
+        whole = self.folder / f"{digest}.safetensors"
+        with self._disk_errors():
+            if not _touch(whole, size):
+                self._fetch(whole, size, fetch, wait=False)
+            return whole if whole.exists() else None
+
+    def _fetch(self, whole: Path, size: int, fetch: Callable[[BinaryIO], None], wait: bool) -> None:
+        """Fetch a file unless another process or thread does so, or has done so while this one waited for the lock."""
+        with _claimed(whole.with_name(whole.name + PART), None if wait else self._folder_lock) as part:
+            if part is not None and not _touch(whole, size):
+                self._reserve(part, size)
+                fetch(part)
+                self._put(part, whole)
 
     def _reserve(self, part: BinaryIO, size: int) -> None:
         """Wait until the folder has space for ``part`` and set its size."""
@@ -137,11 +148,18 @@ def _touch(whole: Path, size: int) -> bool:
 
 
 @contextmanager
-def _claimed(part: Path) -> Iterator[BinaryIO | None]:
-    """Yield the file at ``part``, locked, then remove it unless it was renamed; None if it was renamed meanwhile."""
+def _claimed(part: Path, folder_lock: Callable[[], AbstractContextManager[None]] | None) -> Iterator[BinaryIO | None]:
+    """Yield the file at ``part``, locked, then remove it unless it was renamed; None if it was renamed meanwhile.
+
+    With a ``folder_lock`` it does not wait, and yields None if the file is locked elsewhere.
+    """
     part.parent.mkdir(parents=True, exist_ok=True)
-    with open(part, "r+b", opener=_creating) as file, _locked(file):
-        if not _is_at(file, part):
+    with ExitStack() as stack:
+        # looking for leftovers locks files too, for a moment and under the folder's lock
+        with folder_lock() if folder_lock else nullcontext():
+            file = stack.enter_context(open(part, "r+b", opener=_creating))
+            is_locked = stack.enter_context(_locked(file, wait=folder_lock is None))
+        if not is_locked or not _is_at(file, part):
             yield None
             return
         try:
@@ -156,11 +174,18 @@ def _creating(path: str, flags: int) -> int:
 
 
 @contextmanager
-def _locked(file: IO[bytes]) -> Iterator[None]:
-    """Hold the lock of an open file; unlock explicitly, as a process forked meanwhile has the file open too."""
-    fcntl.flock(file, fcntl.LOCK_EX)
+def _locked(file: IO[bytes], wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of an open file; yields False if it is held elsewhere and ``wait`` is off.
+
+    Unlocks explicitly, as a process forked meanwhile has the file open too.
+    """
     try:
-        yield
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        yield False
+        return
+    try:
+        yield True
     finally:
         fcntl.flock(file, fcntl.LOCK_UN)
 

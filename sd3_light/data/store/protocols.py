@@ -4,11 +4,12 @@ No state is kept between calls, except the time of the next line about a retry. 
 per process, so forked workers are safe.
 """
 
+import asyncio
 import logging
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -79,8 +80,15 @@ def remote_filesystem(url: str, action: str = "read") -> Iterator[tuple[Any, str
     """Yield (file system, path) of a URL; convert errors of the network and its libraries to UserErrors."""
     if problem := protocol_problem(url):
         raise UserError(f"{url}: {problem}")
-    try:
+    with remote_errors(url, action):
         yield _open_filesystem(url)
+
+
+@contextmanager
+def remote_errors(url: str, action: str = "read") -> Iterator[None]:
+    """Convert errors of the network and its libraries to UserErrors."""
+    try:
+        yield
     except FileNotFoundError as error:
         if action != "read":
             problem = "the bucket does not exist or is not visible; create it, or correct cache_dir"
@@ -102,21 +110,33 @@ def with_retries(url: str, call: Callable[[Any, str], _Result], action: str = "r
             with remote_filesystem(url, action) as (files, path):
                 return call(files, path)
         except RemoteUnreachable as error:
-            pause *= _JITTER.uniform(0.5, 1.5)
-            problem = f"cannot {action} {url} ({_first_line(error.__cause__ or error)})"
-            _report_retry(f"{problem}; retrying in {pause:.0f} s ({number} of {len(PAUSES_SEC) + 1})")
-            time.sleep(pause)
+            time.sleep(_pause_before_retry(f"cannot {action} {url}", error, number, pause))
     with remote_filesystem(url, action) as (files, path):
         return call(files, path)
 
 
-def _report_retry(line: str) -> None:
-    """Print why a request is repeated, at most once in `REPORT_EVERY_SEC`: a store that throttles rejects many."""
+async def await_with_retries(url: str, request: Callable[[], Awaitable[_Result]]) -> _Result:
+    """Return ``await request()``; repeat it like `with_retries`, while other requests of the event loop continue."""
+    for number, pause in enumerate(PAUSES_SEC, start=2):
+        try:
+            return await request()
+        except RemoteUnreachable as error:
+            await asyncio.sleep(_pause_before_retry(f"cannot read {url}", error, number, pause))
+    return await request()
+
+
+def _pause_before_retry(problem: str, error: RemoteUnreachable, number: int, mean: float) -> float:
+    """Return the seconds before attempt ``number``.
+
+    Prints why, at most once in `REPORT_EVERY_SEC`: a store that throttles rejects many requests.
+    """
     global _next_report
-    now = time.monotonic()
+    pause, now = mean * _JITTER.uniform(0.5, 1.5), time.monotonic()
     if now >= _next_report:
         _next_report = now + REPORT_EVERY_SEC
-        _LOGGER.warning(line)
+        reason = _first_line(error.__cause__ or error)
+        _LOGGER.warning(f"{problem} ({reason}); retrying in {pause:.0f} s ({number} of {len(PAUSES_SEC) + 1})")
+    return pause
 
 
 def _open_filesystem(url: str) -> tuple[Any, str]:

@@ -2,13 +2,12 @@
 
 import asyncio
 import hashlib
+import os
 import sys
 import time
 from collections.abc import Generator
-from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -18,14 +17,20 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, Manifest, ShardEntry, TableFile, damaged_mark, read_table
 from sd3_light.data.shard_table import ShardTable
 from sd3_light.data.store.disk_cache import DiskCache, private_temp_folder
-from sd3_light.data.store.protocols import RemoteNotFound, RemoteUnreachable, remote_filesystem, with_retries
+from sd3_light.data.store.protocols import (
+    RemoteNotFound,
+    RemoteUnreachable,
+    await_with_retries,
+    remote_errors,
+    remote_filesystem,
+    with_retries,
+)
 
 RANGE_BYTES = 8 << 20
 """Bytes of one request of a download."""
-RANGES_IN_FLIGHT = 8
-"""Most requests of a process at a time."""
-RANGES_PER_DOWNLOAD = RANGES_IN_FLIGHT * 3 // 2
-"""Requests that a download has open; those above `RANGES_IN_FLIGHT` start when others end."""
+RANGES_IN_FLIGHT = 16
+"""Most ranges of a process that are requested or in memory at a time, over all its downloads."""
+_FINISHING = 3  # downloads whose bytes are flushed and hashed while those of others arrive
 PAUSES_SEC = (0.5, 2.0)
 """Delays before a failed download is retried, after the retries of its requests."""
 # by the library's event loop: a forked process has its own
@@ -61,18 +66,28 @@ def load_remote_manifest(url: str, folder: Path | None = None) -> Manifest:
     return Manifest.from_json(data, where, open_table)
 
 
+def downloads_at_once(shard: int) -> int:
+    """Return how many shards of that many bytes are prefetched at a time, to use all `RANGES_IN_FLIGHT`."""
+    ranges = max(1, -(-shard // RANGE_BYTES))
+    return _FINISHING + -(-RANGES_IN_FLIGHT // ranges)
+
+
 def download_bytes(shard: int) -> int:
-    """Return the most memory that the download of a shard of that many bytes takes."""
-    return min(shard, RANGES_PER_DOWNLOAD * RANGE_BYTES)
+    """Return the most memory that the downloads of a process take, for shards of that many bytes."""
+    downloads = downloads_at_once(shard) + 1  # the reader may wait for one more
+    # the library joins the parts of one range at a time; a download without ranges holds as much as a range
+    return min(downloads * shard, max(RANGES_IN_FLIGHT + 1, downloads) * RANGE_BYTES)
 
 
 def download(url: str, entry: ShardEntry | TableFile, file: IO[bytes]) -> None:
     """Download a URL to ``file`` (mode "w+b"), with retries; a UserError unless size and hash are ``entry``'s."""
+    written: dict[int, int] = {}
     for pause in (*PAUSES_SEC, None):
         try:
-            size, digest = _copy(url, file, entry.bytes)
+            size, digest = _copy(url, file, entry.bytes, written)
             if (size, digest) == (entry.bytes, entry.sha256):
                 return
+            written.clear()
             received = f"{size} bytes" if size <= entry.bytes else f"more than {entry.bytes} bytes"
             failure = UserError(
                 f"{url} is damaged: expected {entry.bytes} bytes with sha256 {entry.sha256[:16]}, received {received} "
@@ -91,75 +106,97 @@ def verify_remote(url: str, entry: ShardEntry, folder: Path) -> None:
         download(url, entry, file)
 
 
-def _copy(url: str, file: IO[bytes], limit: int) -> tuple[int, str]:
-    """Copy a URL to a file and return (size, sha256); stop after more than ``limit`` bytes."""
+def _copy(url: str, file: IO[bytes], limit: int, written: dict[int, int]) -> tuple[int, str]:
+    """Copy a URL to a file and return (size, sha256); what exceeds ``limit`` bytes is not written.
+
+    ``written`` has the start and size of ranges that need not be copied again after an error.
+    """
+    with remote_filesystem(url) as (files, _):
+        has_ranges = getattr(files, "async_impl", False)
+    if has_ranges and not url.startswith(("http://", "https://")):  # a web server may not support ranges
+        _copy_ranges(url, file.fileno(), limit, written)
+        size = sum(written.values())
+    else:
+        size = _copy_stream(url, file.fileno(), limit)
+    with open(os.dup(file.fileno()), "rb", buffering=0) as copy:
+        copy.seek(0)
+        return size, hashlib.file_digest(copy, "sha256").hexdigest()
+
+
+def _copy_stream(url: str, file: int, limit: int) -> int:
+    """Copy a URL from its start to its end; return its size, or more than ``limit`` as soon as it is larger."""
     size = 0
-    with closing(_pieces(url, limit)) as pieces:
-        for start, data in pieces:
+    with closing(_pieces(url)) as pieces:
+        for data in pieces:
             size += len(data)
             if size > limit:
                 break
-            file.seek(start)
-            file.write(data)
-    file.flush()
-    file.seek(0)
-    return size, hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+            _write(file, data, size - len(data))
+    return size
 
 
-def _pieces(url: str, size: int) -> Generator[tuple[int, bytes], None, None]:
-    """Yield (offset, bytes) of a file, and more than ``size`` bytes if it is larger: by range where possible."""
+def _pieces(url: str) -> Generator[bytes, None, None]:
+    with remote_filesystem(url) as (files, path), files.open(path, "rb", cache_type="none") as source:
+        while data := source.read(RANGE_BYTES):
+            yield data
+
+
+def _copy_ranges(url: str, file: int, size: int, written: dict[int, int]) -> None:
+    """Copy the ranges of a URL that are not in ``written``, concurrently."""
     with remote_filesystem(url) as (files, path):
-        if getattr(files, "async_impl", False) and not url.startswith(("http://", "https://")):
-            yield from _ranges(url, size)
-            return
-        with files.open(path, "rb", cache_type="none") as source:  # a web server may not support ranges
-            while data := source.read(RANGE_BYTES):
-                yield source.tell() - len(data), data
-
-
-def _ranges(url: str, size: int) -> Generator[tuple[int, bytes], None, None]:
-    """Yield (offset, bytes) of ranges as they arrive, so that one that is repeated does not hold up the others."""
-    starts = iter(range(0, size, RANGE_BYTES))
-    pending: dict[Future[bytes], tuple[int, int]] = {}
+        # a copy of the descriptor: the event loop may run for a moment after this thread was interrupted
+        copies = _write_ranges(files, url, path, os.dup(file), size, written)
+        future = asyncio.run_coroutine_threadsafe(copies, files.loop)
     try:
-        while True:
-            for start in islice(starts, RANGES_PER_DOWNLOAD - len(pending)):
-                # the last range asks for a byte more: a larger file is damaged
-                end = start + RANGE_BYTES if start + RANGE_BYTES < size else size + 1
-                pending[_begin(url, start, end)] = start, end
-            if not pending:
-                return
-            for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                start, end = pending.pop(future)
-                yield start, _finish(url, start, end, future)
+        future.result()
     finally:
-        for future in pending:
-            future.cancel()
+        future.cancel()
 
 
-def _begin(url: str, start: int, end: int) -> "Future[bytes]":
-    with remote_filesystem(url) as (files, path):
-        return asyncio.run_coroutine_threadsafe(_read_range(files, path, start, end), files.loop)
-
-
-async def _read_range(files: Any, path: str, start: int, end: int) -> bytes:
-    """Read a range when fewer than `RANGES_IN_FLIGHT` requests of this process are running."""
+async def _write_ranges(files: Any, url: str, path: str, file: int, size: int, written: dict[int, int]) -> None:
+    """Write ranges to ``file`` and close it. If the store cannot be reached, the other ranges are copied first."""
     slots = _SLOTS.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(RANGES_IN_FLIGHT))
-    async with slots:
-        data: bytes = await files._cat_file(path, start=start, end=end)
-        return data
+    failures: list[RemoteUnreachable] = []
 
+    async def copy(start: int) -> None:
+        # the last range asks for a byte more: a larger file is damaged
+        end = start + RANGE_BYTES if start + RANGE_BYTES < size else size + 1
+        async with slots:  # until the bytes are written, which bounds memory; not during the pause before a retry
+            data = await _read_range(files, url, path, start, end)
+            _write(file, data[: size - start], start)
+            written[start] = len(data)
 
-def _finish(url: str, start: int, end: int, future: "Future[bytes]") -> bytes:
-    """Return the bytes of a range; a request that failed is repeated after growing pauses."""
+    async def copy_or_note(start: int) -> None:
+        try:
+            await await_with_retries(url, partial(copy, start))
+        except RemoteUnreachable as error:
+            failures.append(error)
+
+    starts = [start for start in range(0, size, RANGE_BYTES) if start not in written]
+    copies = [asyncio.ensure_future(copy_or_note(start)) for start in starts]
     try:
-        with remote_filesystem(url):
-            try:
-                return future.result()
-            except OSError as error:
-                if "not satisfiable" in str(error):  # the file ends before this range
-                    return b""
+        await asyncio.gather(*copies)
+    finally:
+        for task in copies:
+            task.cancel()  # it writes nothing after this
+        os.close(file)
+    if failures:
+        raise failures[0]
+
+
+async def _read_range(files: Any, url: str, path: str, start: int, end: int) -> bytes:
+    with remote_errors(url):
+        try:
+            data: bytes = await files._cat_file(path, start=start, end=end)
+        except OSError as error:
+            if "not satisfiable" not in str(error):
                 raise
-    except RemoteUnreachable:
-        data: bytes = with_retries(url, lambda files, path: files.cat_file(path, start=start, end=end))
+            data = b""  # the file ends before this range
         return data
+
+
+def _write(file: int, data: bytes, start: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(file, view, start)
+        view, start = view[count:], start + count

@@ -36,7 +36,6 @@ from sd3_light.data.buckets import Bucket
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.data.rejects import Rejects
-from sd3_light.data.store import RemoteStore
 from sd3_light.data.store.remote import download_bytes
 from sd3_light.encoders.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.model.fast.choice import why_stock_by_config
@@ -353,6 +352,6 @@ def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amo
 
 
 def _downloads(train: TrainConfig, data: DatasetEstimate) -> int:
-    """Return the memory of a process's downloads: those of its prefetch threads, and a shard that it waits for."""
+    """Return the memory of a process's downloads."""
     sample = max((row.read / max(1, row.micro_batch) for row in data.rows), default=0)
-    return (RemoteStore.prefetch_threads + 1) * download_bytes(round(train.sd3_shard_size * sample))
+    return download_bytes(round(train.sd3_shard_size * sample))

@@ -5,6 +5,7 @@ import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,12 @@ def test_a_damaged_shard_is_reported_when_it_is_read(make_cache: MakeCache) -> N
         steps_of(data, order_of(data))
 
 
+def join_prefetch(data: CachedDataset) -> None:
+    assert data._prefetcher.threads
+    for thread in data._prefetcher.threads:
+        thread.join()
+
+
 def test_the_next_windows_shards_are_hashed_in_the_background(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,37 +351,38 @@ def test_the_next_windows_shards_are_hashed_in_the_background(
     real = verify_module.file_sha256
 
     def note(path: Path) -> str:
-        hashed[path.name] = threading.current_thread() in data._prefetchers
+        hashed[path.name] = threading.current_thread() in data._prefetcher.threads
         return real(path)
 
     monkeypatch.setattr(verify_module, "file_sha256", note)
     batches = MicroBatches(data, order, 0, 1, 1)
     for step in range(6):
         batches[step]
-        assert data._prefetchers
-        data._prefetchers[0].join()
+        join_prefetch(data)
     assert Counter(hashed.values())[True] >= 3, "all shards except those of the first window"
 
 
-def test_prefetch_is_repeated_if_an_earlier_one_is_running(
+def test_windows_are_prefetched_once_and_in_the_order_in_which_they_are_read(
     make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
-    batches, answers = MicroBatches(data, order, 0, 1, 1), iter([False, True, True])
+    batches = MicroBatches(data, order, 0, 1, 1)
     calls: list[list[int]] = []
-    monkeypatch.setattr(data, "prefetch", lambda bucket, segments: calls.append(segments) or next(answers))
+    monkeypatch.setattr(data, "prefetch", lambda bucket, segments: calls.append(segments))
     for _ in range(4):
         batches[0]
-    assert len(calls) == 2, "repeated after False, not after True"
+    windows = order.next_windows(0)
+    each = [replace(windows, first=number, last=number) for number in range(windows.first, windows.last + 1)]
+    assert len(each) == 2
+    assert calls == [order.segments_in(window).tolist() for window in each]
 
 
 def test_prefetch_step_hashes_the_shards_of_a_step(make_cache: MakeCache) -> None:
     data = make_cache(sizes=(4,) * 6)
     order = order_of(data, window=2)
     MicroBatches(data, order, 0, 1, 1).prefetch_step(0)
-    assert data._prefetchers
-    data._prefetchers[0].join()
+    join_prefetch(data)
     verified = {number for number, entry in enumerate(data.buckets[0].shards) if data._verifier.is_verified(entry)}
     assert set(order.picks(0).segment.tolist()) <= verified
     assert len(verified) <= 3

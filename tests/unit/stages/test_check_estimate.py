@@ -246,10 +246,10 @@ def test_a_cache_at_a_url_adds_its_downloads(files: Any) -> None:
     local = estimated(loaded).data
     remote = replace(local, cache_dir="s3://bucket/cache")
     more = [estimate_module._loader(loaded.train, data, 1)[0].value for data in (local, remote)]
-    assert more[1] - more[0] == 2 * 3 * 12 * (8 << 20)  # workers, downloads, ranges
+    assert more[1] - more[0] == 2 * (16 + 1) * (8 << 20)  # workers, ranges in flight and one that is joined
     few = loaded.train.model_copy(update={"sd3_shard_size": 1})
     shard = round(max(row.read / row.micro_batch for row in local.rows))
-    assert estimate_module._downloads(few, remote) == 3 * shard
+    assert estimate_module._downloads(few, remote) == (16 + 3 + 1) * shard  # in flight, hashed, waited for
 
 
 @pytest.mark.parametrize(

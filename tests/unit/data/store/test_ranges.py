@@ -1,10 +1,13 @@
 """Downloads by range against a slow S3 server that fails: requests overlap, are bounded, and survive a storm."""
 
+import asyncio
 import hashlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from errno import EBUSY
 from pathlib import Path
 
 import pytest
@@ -62,11 +65,83 @@ def test_requests_overlap_and_are_bounded(store: ObjectStore, tmp_path: Path) ->
     assert 3 <= max(peaks) <= remote.RANGES_IN_FLIGHT
 
 
-def test_a_storm_of_errors_repeats_only_what_failed(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_storm_of_errors_repeats_only_what_failed(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as many attempts as in training: requests are concurrent, so some fail several times
+    monkeypatch.setattr(remote, "PAUSES_SEC", (0.0, 0.0))
+    monkeypatch.setattr(protocols, "PAUSES_SEC", (0.01,) * 4)
     number = iter(range(10**6))
     store.fails = lambda method, path: next(number) % 3 == 0
     assert fetch(store, tmp_path) == DATA
     assert COUNT < len(store.requests) <= 2 * COUNT
+
+
+def test_a_failed_range_waits_alone(store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocols, "PAUSES_SEC", (0.5, 0.5))
+    read, starts = store.files._cat_file, []
+
+    async def fail_twice(path: str, start: int, end: int) -> bytes:
+        starts.append(start)
+        if start == 0 and starts.count(0) < 3:
+            raise OSError(EBUSY, "Please try again")
+        data: bytes = await read(path, start=start, end=end)
+        return data
+
+    monkeypatch.setattr(store.files, "_cat_file", fail_twice)
+    assert fetch(store, tmp_path) == DATA
+    assert len(starts) == COUNT + 2
+    assert starts[-2:] == [0, 0], "all others were requested in the first pause"
+
+
+def test_a_second_attempt_requests_only_the_ranges_that_failed(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "PAUSES_SEC", (0.0,))
+    read, starts = store.files._cat_file, []
+
+    async def fail_often(path: str, start: int, end: int) -> bytes:
+        starts.append(start)
+        if start == 0 and starts.count(0) < 5:  # three requests per attempt
+            raise OSError(EBUSY, "Please try again")
+        data: bytes = await read(path, start=start, end=end)
+        return data
+
+    monkeypatch.setattr(store.files, "_cat_file", fail_often)
+    assert fetch(store, tmp_path) == DATA
+    assert Counter(starts) == {start * RANGE: 5 if start == 0 else 1 for start in range(COUNT)}
+
+
+def test_downloads_share_one_limit_of_requests_and_memory(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    current, peak, write = [0], [0], remote._write
+
+    async def slow(path: str, start: int, end: int) -> bytes:
+        current[0] += 1
+        peak[0] = max(peak[0], current[0])
+        await asyncio.sleep(0.02)
+        return DATA[start:end]
+
+    def note(file: int, data: bytes, start: int) -> None:
+        write(file, data, start)
+        current[0] -= 1  # a range counts until it is written
+
+    monkeypatch.setattr(store.files, "_cat_file", slow)
+    monkeypatch.setattr(remote, "_write", note)
+    folders = [tmp_path / str(number) for number in range(4)]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(len(folders)) as pool:
+        assert list(pool.map(lambda folder: fetch(store, folder), folders)) == [DATA] * len(folders)
+    assert peak == [remote.RANGES_IN_FLIGHT]
+
+
+def test_a_full_disk_is_not_a_fault_of_the_store(store: ObjectStore, tmp_path: Path) -> None:
+    with open("/dev/full", "r+b", buffering=0) as full, pytest.raises(OSError, match="No space left") as caught:
+        download(f"{store.url}/shard", ENTRY, full)
+    assert not isinstance(caught.value, UserError)
+    assert len(store.requests) <= COUNT, "not repeated"
 
 
 def test_an_outage_ends_with_one_line(store: ObjectStore, tmp_path: Path) -> None:

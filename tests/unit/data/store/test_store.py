@@ -239,15 +239,19 @@ def test_a_damaged_local_table_is_fetched_again(s3: S3, tmp_path: Path, monkeypa
     assert not any(".arrow" in line for line in s3.log.lines[requests:])
 
 
-def test_downloads_that_are_never_opened_take_bounded_memory(
-    s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sd3_light.data.store._NUM_HASHED", 3, raising=False)
+def test_a_download_is_reported_as_hashed_before_its_file_appears(s3: S3, cache: Path, tmp_path: Path) -> None:
     store = RemoteStore(s3.put(cache), tmp_path / "kept", COUNT * SIZE)
-    paths = [store.path(entry) for entry in store.manifest.shards]
-    assert len(store._hashed) == 3
-    assert store.was_just_hashed(store.manifest.shards[-1], paths[-1].stat())
-    assert not store.was_just_hashed(store.manifest.shards[0], paths[0].stat())
+    reported: list[tuple[str, int]] = []
+
+    def note(entry: ShardEntry, status: os.stat_result) -> None:
+        assert not (tmp_path / "kept" / f"{entry.sha256}.safetensors").exists()
+        reported.append((entry.file, status.st_ino))
+
+    store.on_hashed = note
+    first, second = store.manifest.shards[:2]
+    assert store.prefetch(first) == store.path(first)
+    assert store.path(second) == store.prefetch(second)
+    assert reported == [(entry.file, store.path(entry).stat().st_ino) for entry in (first, second)]
 
 
 def test_a_retry_is_reported_once_in_a_while(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -418,10 +422,10 @@ def test_a_file_fetched_by_another_process_is_not_fetched_again(
     def fetch(file: Any) -> None:
         fetched.append(file.write(content(0)))
 
-    def late(part: Path) -> Any:
+    def late(part: Path, folder_lock: Any) -> Any:
         monkeypatch.setattr(disk_cache, "_claimed", claimed)
         disk.path(digest, SIZE, fetch)
-        return claimed(part)
+        return claimed(part, folder_lock)
 
     monkeypatch.setattr(disk_cache, "_claimed", late)
     assert disk.path(digest, SIZE, fetch).read_bytes() == content(0)
@@ -444,16 +448,16 @@ def test_processes_share_one_limit(
 
 def _stop_halfway(url: str, folder: Path, parent: Any) -> None:
     """Download half of the first shard, report it, and continue on request."""
-    pieces = remote._pieces
+    write, written = remote._write, []
 
-    def half(url: str, size: int) -> Iterator[tuple[int, bytes]]:
-        rest = pieces(url, size)
-        yield next(rest)
-        parent.send("half")
-        parent.recv()
-        yield from rest
+    def half(file: int, data: bytes, start: int) -> None:
+        write(file, data, start)
+        written.append(start)
+        if len(written) == 1:
+            parent.send("half")
+            parent.recv()
 
-    remote.RANGE_BYTES, remote._pieces = SIZE // 2, half
+    remote.RANGE_BYTES, remote._write = SIZE // 2, half
     store = RemoteStore(url, folder, 3 * SIZE)
     parent.send(store.path(store.manifest.shards[0]).name)
 
@@ -492,6 +496,43 @@ def test_leftovers_of_a_killed_process_are_overwritten(half_a_download: tuple[st
     child.join()
     assert read(store, 0) == content(0)
     assert used(store.disk) == SIZE
+
+
+def test_a_prefetch_does_not_wait_for_the_download_of_another_process(
+    half_a_download: tuple[str, Any, Any], tmp_path: Path
+) -> None:
+    url, _, line = half_a_download
+    store = RemoteStore(url, tmp_path / "kept", 3 * SIZE)
+    first, second = store.manifest.shards[:2]
+    assert store.prefetch(first) is None
+    assert store.prefetch(second) == store.path(second)
+    line.send("continue")
+    assert line.recv() == f"{first.sha256}.safetensors"
+    assert store.prefetch(first) == store.path(first)
+
+
+def test_a_prefetch_is_not_skipped_while_leftovers_are_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, digest = DiskCache(tmp_path, 10 * SIZE), hashlib.sha256(content(0)).hexdigest()
+    creating, cleaners = disk_cache._creating, []
+
+    def clean() -> None:
+        with disk._folder_lock():
+            assert disk._free_space(0)
+
+    def create(path: str, flags: int) -> int:
+        file = creating(path, flags)  # not locked yet, like a leftover
+        cleaners.append(threading.Thread(target=clean))
+        cleaners[-1].start()
+        cleaners[-1].join(0.3)
+        return file
+
+    monkeypatch.setattr(disk_cache, "_creating", create)
+    path = disk.prefetch(digest, SIZE, lambda file: file.write(content(0)) and None)
+    assert path == tmp_path / f"{digest}.safetensors"
+    assert len(cleaners) == 1
+    cleaners[0].join()
 
 
 def test_a_running_download_keeps_its_space_and_file(half_a_download: tuple[str, Any, Any], tmp_path: Path) -> None:
@@ -541,15 +582,18 @@ def test_a_damaged_object_is_reported(
 
 @pytest.mark.usefixtures("quick")
 def test_a_damaged_download_is_retried(s3: S3, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces, calls = remote._pieces, []
+    copy, calls = remote._copy_ranges, []
 
-    def sometimes(url: str, size: int) -> Iterator[tuple[int, bytes]]:
+    def sometimes(url: str, file: int, size: int, written: dict[int, int]) -> None:
         calls.append(url)
         if len(calls) == 1:
             raise protocols.RemoteUnreachable("cut off")
-        yield from [(0, bytes(SIZE // 2))] if len(calls) == 2 else pieces(url, size)
+        if len(calls) == 2:
+            written[0] = os.pwrite(file, bytes(SIZE // 2), 0)
+        else:
+            copy(url, file, size, written)
 
-    monkeypatch.setattr(remote, "_pieces", sometimes)
+    monkeypatch.setattr(remote, "_copy_ranges", sometimes)
     assert read(RemoteStore(s3.put(cache), tmp_path / "kept", 10**6), 0) == content(0)
     assert len(calls) == 3
 
