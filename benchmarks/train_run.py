@@ -5,7 +5,7 @@
                                    [--steps 60] [--text padded|real] [--ema-every 100]
                                    [--fast true|false|auto] [--fp8] [--compile] [--checkpointing true|false|selective]
                                    [--cuda-graphs true|false|auto] [--profile FILE]
-                                   [--workers 8] [--residence stream|host|device] [--engine torch|deepspeed]
+                                   [--workers 8] [--residence auto|stream|host|device] [--engine torch|deepspeed]
                                    [--out FOLDER] [--feed-only] [--start-only]
 
 Writes a cache of random numbers (256 px and SD3's text widths for the large sizes, those of the demo for the small
@@ -197,7 +197,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--feed-only", action="store_true", help="measure only the loader")
     parser.add_argument("--start-only", action="store_true", help="measure only the time to the end of the first step")
     parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--residence", choices=("stream", "host", "device"), default="stream", help="of the cache")
+    parser.add_argument(
+        "--residence", choices=("auto", "stream", "host", "device"), default="stream", help="of the cache"
+    )
     parser.add_argument("--checkpoint-every", type=int, help="steps between checkpoints; default: one at the end")
     parser.add_argument("--lock", type=Path, help="runs with the same file prepare at once and train one at a time")
     parser.add_argument("--tmp", type=Path, help="working folder; default: the system's temporary folder")

@@ -226,9 +226,10 @@ class TrainConfig(Table):
     """Loader processes per rank; 0 loads in the training process."""
     dataloader_prefetch_per_worker: Count = 1
     """Batches that each loader process prefetches. Also spelled `prefetch_batches_per_worker`."""
-    cache_residence: Literal["stream", "host", "device"] = "stream"
+    cache_residence: Literal["auto", "stream", "host", "device"] = "auto"
     """Where the training cache is during a run. `stream`: in its shards, read as needed. `host`: all of it in host
-    memory. `device`: all of it in GPU memory. `host` and `device` hold a copy in every process."""
+    memory. `device`: all of it in GPU memory. `host` and `device` hold a copy in every process. `auto`: on GPUs
+    `device` if it fits beside training, else `host` if it fits into half of the free memory, else `stream`."""
     sd3_streaming_dataset: Flag = True
     """false: the same as `cache_residence = "host"`."""
     sd3_shard_size: Count = 512
@@ -261,9 +262,9 @@ class TrainConfig(Table):
     """Trackers."""
 
     @property
-    def residence(self) -> Literal["stream", "host", "device"]:
+    def residence(self) -> Literal["auto", "stream", "host", "device"]:
         """Where the training cache is during a run, by both keys."""
-        if self.cache_residence == "stream" and not self.sd3_streaming_dataset:
+        if self.cache_residence in ("auto", "stream") and not self.sd3_streaming_dataset:
             return "host"
         return self.cache_residence
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from sd3_light.budget.residence import LARGEST_SHARE
 from sd3_light.config.faults import UserError
 from sd3_light.data.shard_table import ENTRY_FIELDS, ShardTable, column
 from sd3_light.data.shard_table import ShardEntry as ShardEntry
@@ -29,8 +30,6 @@ TABLE_SHARDS = 10_000
 """Most shards that `manifest.json` itself lists."""
 MANIFEST = "manifest.json"
 SHARDS = "shards"
-LARGEST_SHARE = 0.8
-"""Share of the available memory that a cache may use."""
 REJECTED = "rejected: "
 """Prefix of a manifest's counts of rejects."""
 
@@ -59,9 +58,14 @@ class Manifest:
     counts: dict[str, int] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all shards."""
+        return int(column(self.shards, "bytes").sum())
+
     def too_large(self, processes: int = 1) -> str | None:
         """Return why the cache does not fit into memory for each of ``processes`` (law 10); None if it does."""
-        nbytes, free = int(column(self.shards, "bytes").sum()), available_memory()
+        nbytes, free = self.nbytes, available_memory()
         if free is None or nbytes * processes <= LARGEST_SHARE * free:
             return None
         copies = f", {processes} times on this machine," if processes > 1 else ""

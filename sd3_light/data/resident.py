@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from sd3_light.budget.residence import LARGEST_SHARE
 from sd3_light.config.faults import UserError
-from sd3_light.data.manifest import LARGEST_SHARE, Manifest, ShardEntry
+from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Picks, rank_picks
 from sd3_light.data.reader import ShardReader
-from sd3_light.data.shard_table import column
 from sd3_light.data.shards import POOLED, TOKENS, CaptionFeatures
 from sd3_light.data.stream import CachedDataset
 
@@ -56,15 +56,19 @@ class ResidentBucket:
     text: ResidentText
 
 
+class CacheTooLarge(UserError):
+    """A cache does not fit into memory."""
+
+
 class ResidentCache:
     """All samples of a cache on a device; every process holds a copy.
 
-    ``processes`` is the number of processes on this machine. Raises a UserError if the memory does not suffice.
+    ``processes`` is the number of processes on this machine. Raises `CacheTooLarge` if the memory does not suffice.
     """
 
     def __init__(self, data: CachedDataset, device: torch.device, processes: int = 1) -> None:
         if problem := _too_large(data.manifest, device, processes):
-            raise UserError(problem)
+            raise CacheTooLarge(problem)
         empty = data.empty_text()
         self.device, self.pick_captions = device, data.pick_captions
         self.buckets = [_load_bucket(data, bucket.shards, empty, device) for bucket in data.buckets]
@@ -73,7 +77,7 @@ class ResidentCache:
 def _too_large(manifest: Manifest, device: torch.device, processes: int) -> str | None:
     if device.type != "cuda":
         return manifest.too_large(processes)
-    nbytes, free = int(column(manifest.shards, "bytes").sum()), torch.cuda.mem_get_info(device)[0]
+    nbytes, free = manifest.nbytes, torch.cuda.mem_get_info(device)[0]
     if nbytes <= LARGEST_SHARE * free:
         return None
     return (

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ _HEARTBEAT_SECONDS = 1.0
 _MAX_GROUPS = 4  # with gloo: the default group, control, saving, snapshots
 _FILES_PER_GROUP = 3  # measured with 2, 4 and 8 processes
 _OTHER_FILES = 1024  # open shards, logs, libraries, loaders
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,15 @@ class ProcessGroups:
 
     def first_problem(self, problem: str | None) -> str | None:
         """Return on all ranks the problem of the first rank that has one; None if no rank has one."""
+        return next((each for each in self.gathered(problem) if each is not None), None)
+
+    def gathered(self, value: _Value) -> list[_Value]:
+        """Return on all ranks the values of all of them."""
         if self.control is None:
-            return problem
-        problems: list[str | None] = [None] * dist.get_world_size(self.control)
-        dist.all_gather_object(problems, problem, self.control)
-        return next((each for each in problems if each is not None), None)
+            return [value]
+        values = [value] * dist.get_world_size(self.control)
+        dist.all_gather_object(values, value, self.control)
+        return values
 
 
 def start_process_group(

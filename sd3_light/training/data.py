@@ -37,6 +37,7 @@ def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch) -> C
 
 def load_cache(data: CachedDataset, config: TrainConfig, launch: Launch, device: torch.device) -> ResidentCache | None:
     """Read a whole cache into the memory of host or device, as the config says; None if it is streamed."""
+    assert config.residence != "auto", "`place_cache` chooses"
     if config.residence == "stream":
         return None
     # the first process of a machine checks the memory for all: the others may start when it is already in use

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from sd3_light.budget.amount import format_bytes
 from sd3_light.budget.gpu_memory import checkpoint_copy_bytes
+from sd3_light.budget.residence import FROM_HOST, LARGEST_SHARE, Room, choose_residence
 from sd3_light.budget.throughput import measured_speed, training_seconds
 from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import config_warnings
-from sd3_light.data.manifest import LARGEST_SHARE, MANIFEST
+from sd3_light.data.manifest import MANIFEST
 from sd3_light.encoders.caption_lengths import cut_prompts
 from sd3_light.pages.formats import duration, plural
 from sd3_light.stages.check.estimate import RunEstimate
@@ -227,7 +228,20 @@ def _residence(estimate: RunEstimate, target: Target) -> str:
         if target.gpu is not None and target.gpu.total_bytes is not None:
             text = f"{_verdict(total, target.gpu.total_bytes)}: {text}"
         options.append(f'"device" as much GPU memory ({text})')
-    return f"{estimate.residence}; {', '.join(options)}"
+    residence = _auto(estimate, target) if estimate.residence == "auto" else estimate.residence
+    return f"{residence}; {', '.join(options)}"
+
+
+def _auto(estimate: RunEstimate, target: Target) -> str:
+    """Say where `cache_residence = "auto"` puts the cache; all processes count as those of one machine."""
+    data, setup, gpu = estimate.data, estimate.setup, None if target.gpu is None else target.gpu.total_bytes
+    if gpu is None and not target.on_cpu:
+        return "auto, by the memory of the GPUs when training starts"
+    room = Room(gpu, estimate.gpu.total, None if target.elsewhere else available_memory(), setup.world)
+    epochs = estimate.total_steps / max(1, data.steps)
+    why_not_device = FROM_HOST if setup.stages > 1 else None
+    choice = choose_residence(data.cache.value, [room], epochs, not isinstance(data.cache_dir, Path), why_not_device)
+    return f"auto picks {choice.residence} ({choice.reason})"
 
 
 def _verdict(needed: int, available: int) -> str:

@@ -17,8 +17,6 @@ from sd3_light.budget.data_bytes import (
 )
 from sd3_light.budget.flops import Tokens, image_tokens, training_flops
 from sd3_light.budget.gpu_memory import GpuMemory, checkpoint_copy_bytes, gpu_memory
-from sd3_light.budget.graph_choice import MAX_GRAPHS, why_no_graphs
-from sd3_light.budget.partition import stage_bounds
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import (
     BatchSize,
@@ -39,12 +37,12 @@ from sd3_light.data.rejects import Rejects
 from sd3_light.data.store.remote import download_bytes
 from sd3_light.encoders.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.model.fast.choice import why_stock_by_config
-from sd3_light.model.linears import adapter_layer_parameters
-from sd3_light.model.pipeline_folder import stored_weights, text_shape
+from sd3_light.model.pipeline_folder import text_shape
 from sd3_light.model.positions import start_position_step
 from sd3_light.model.start import WeightsStart
 from sd3_light.model.text_shape import TextShape
 from sd3_light.stages.check.count import BucketCount, SampleCounts, count_samples
+from sd3_light.training.run_setup import run_setup
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,7 @@ class DatasetEstimate:
 class RunEstimate:
     """The numbers of a run; memory is that of the costliest bucket. ``why_stock``: why GPUs run stock blocks.
 
+    With ``residence`` "auto" memory does not contain the cache, which is in memory only if it fits beside the rest.
     ``position_step`` is None if the weights contain a position table of another kind.
     """
 
@@ -268,37 +267,11 @@ class _Estimator:
         )
 
     def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
-        train, size = self.train, self.start.size
-        draws_samples = bool(train.sampling.images) or train.metrics is not None
-        adapter = None if train.adapter is None else adapter_layer_parameters(size, train.adapter)
-        weights = size.layer_parameters() if adapter is None else adapter
-        flops = micro_batch * training_flops(size, tokens).value
-        vae = stored_weights(train.model.diffusers_path / "vae") if draws_samples else ()
-        return TrainingSetup(
-            size,
-            tokens,
-            micro_batch,
-            ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
-            checkpointing=train.activation_checkpointing,
-            compiled=train.compile,
-            fast=self.why_stock is None,
-            graphs=why_no_graphs(train, size, flops, self.world, self.by_deepspeed) is None,
-            graph_shapes=min(self.shapes, MAX_GRAPHS),
-            compute_dtype=train.model.transformer_dtype,
+        return run_setup(
+            *(self.train, self.start.size, tokens, micro_batch, self.world, self.by_deepspeed),
             accumulation=self.accumulation,
-            optimizer=train.optimizer.type,
-            world=self.world,
-            parallel=train.parallel,
-            evaluates=bool(train.eval_datasets) or draws_samples,
-            other_models=4 * sum(count for _, count in vae),
+            shapes=self.shapes,
             cache=self.resident,
-            adapter=adapter,
-            deepspeed=self.by_deepspeed,
-            zero=train.zero_stage,
-            stages=train.pipeline_stages,
-            bounds=stage_bounds(weights, train.pipeline_stages, train.partition_method, train.partition_split),
-            route=self.route,
-            base_bits=16 if train.adapter is None else train.adapter.base_bits,
         )
 
 
@@ -328,7 +301,7 @@ def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEsti
     if evaluation:
         formula += f"; + {evaluation / MIB:.0f} MiB by the same formula while evaluating"
     formula += f"; + {copies.value / MIB:.0f} MiB copies for checkpoints = {copies.formula}"
-    resident = {"stream": 0, "host": data.cache.value + data.index, "device": data.index}[train.residence]
+    resident = {"host": data.cache.value + data.index, "device": data.index}.get(train.residence, 0)
     if resident:
         formula += f"; + {resident / MIB:.0f} MiB for the cache in memory ({train.residence})"
     return Amount(loader.value + evaluation + copies.value + resident, formula)

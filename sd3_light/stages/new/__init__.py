@@ -32,7 +32,6 @@ __all__ = ["KINDS", "NewProject", "run"]
 
 _PROMPTS = 4
 _SCANNED = 200  # samples that are read for prompts
-_CACHE_SHARE = 0.2  # of a GPU's memory, for a cache that stays there
 _FEWEST = 100  # steps on a CPU, however slow it is
 _SMALLEST = 16  # a resolution that every model accepts
 _LATENT_PIXELS = 8  # image pixels per latent pixel
@@ -86,14 +85,11 @@ def run(
             estimate = check.run(loaded, processes)
         except ConfigFaults as error:
             raise _about_options(error) from None
-    streams = _is_too_large(estimate, gpus)
-    if streams:
-        estimate = replace(estimate, setup=replace(estimate.setup, cache=0))
     plan = plan_memory(estimate, loaded.train, kind, gpus)
     epoch_steps = sum(math.ceil(row.samples / plan.samples_per_step) for row in estimate.data.rows)
     step_seconds = _step_seconds(estimate, plan, gpus)
     affordable = max(_FEWEST, int(60 * cpu.minutes / step_seconds)) if cpu and step_seconds else None
-    values = replace(values, plan=plan, epoch_steps=epoch_steps, affordable=affordable, streams=streams)
+    values = replace(values, plan=plan, epoch_steps=epoch_steps, affordable=affordable)
     values = replace(values, data=_relative(source, out), model=_relative(base, out))
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(data_file, data_toml(kind, values).encode())
@@ -101,12 +97,6 @@ def run(
     images, steps = estimate.data.samples, kind.steps(epoch_steps, affordable)
     seconds = step_seconds and steps * step_seconds
     return NewProject(train_file, data_file, out / "runs" / kind_name, images, steps, values.resolution, plan, seconds)
-
-
-def _is_too_large(estimate: check.RunEstimate, gpus: tuple[Gpu, ...]) -> bool:
-    """Return whether the cache should not be in GPU memory: a CPU run, or too little memory besides the model."""
-    sizes = [gpu.total_bytes for gpu in gpus if gpu.total_bytes is not None]
-    return not sizes or estimate.data.cache.value > _CACHE_SHARE * min(sizes)
 
 
 def _step_seconds(estimate: check.RunEstimate, plan: MemoryPlan, gpus: tuple[Gpu, ...]) -> float | None:

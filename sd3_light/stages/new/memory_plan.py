@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from sd3_light.budget.flops import step_flops
 from sd3_light.budget.gpu_memory import gpu_memory
 from sd3_light.budget.graph_choice import why_no_graphs
+from sd3_light.budget.residence import USABLE
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import Checkpointing
 from sd3_light.stages.check import RunEstimate
 from sd3_light.stages.new.kinds import Kind
 from sd3_light.system import Gpu
 
-USABLE = 0.92
-"""Share of a GPU's memory that is planned for: the estimate was within 8% of the measured memory."""
 CPU_MICRO_BATCH = 4
 _LEVELS: tuple[Checkpointing, ...] = (False, "selective", True)  # from the fastest to the smallest
 _ENOUGH = 4  # a quarter of the largest micro-batch is nearly as fast: no need to recompute activations for more

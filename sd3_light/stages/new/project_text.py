@@ -35,7 +35,6 @@ class TextValues:
     t5_length: int = 1
     shift: float = 3.0
     epoch_steps: int = 1
-    streams: bool = False
     affordable: int | None = None
     layers: int | None = None
     prompts: tuple[str, ...] = ()
@@ -83,8 +82,6 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
         changes |= {f"model.shape.num_{part}": (values.layers, "few, for a CPU") for part in ("layers", "heads")}
     if kind.continues and "shift" in tomllib.loads(text)["model"]:
         changes["model.shift"] = (values.shift, "as in the model's scheduler")
-    if values.streams and "cache_residence" in _keys(text):
-        changes["cache_residence"] = ("stream", '"host" and "device" keep the cache in memory')
     if "parallel" in _keys(text) and plan.processes == 1:
         changes["parallel"] = ("ddp", 'several GPUs: "fsdp2" shards the weights')
     return changes

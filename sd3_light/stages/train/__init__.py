@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sd3_light.budget.device_peaks import peak_flops
+from sd3_light.budget.residence import Residence
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import LoadedConfig, TrainConfig
@@ -106,7 +107,7 @@ def run(
             schedule=_make_schedule(context.config, context.order.steps_per_epoch, training.total_steps),
             facts=_checkpoint_facts(context),
             keep_last=context.config.keep_last_n_checkpoints,
-            out_of_memory=memory_hint(state.engine),
+            out_of_memory=memory_hint(state.engine, context.residence),
             resume_hint="--resume",
         )
         with driver.running():
@@ -128,9 +129,10 @@ def run(
     return end
 
 
-def memory_hint(engine: Engine) -> str:
-    """Return what to change if the GPU's memory is full."""
-    return _OUT_OF_MEMORY if getattr(engine, "graphs", None) is None else _GRAPHS_OUT_OF_MEMORY
+def memory_hint(engine: Engine, residence: Residence = "stream") -> str:
+    """Return what to change if the GPU's memory is full, given where the cache is."""
+    hint = _OUT_OF_MEMORY if getattr(engine, "graphs", None) is None else _GRAPHS_OUT_OF_MEMORY
+    return hint if residence != "device" else f'write cache_residence = "stream", or {hint}'
 
 
 def _checkpoint_facts(context: RunContext) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from sd3_light.budget.flops import image_tokens, step_flops
+from sd3_light.budget.residence import Residence
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config import LoadedConfig, TrainConfig, batch_size_for
@@ -28,8 +29,9 @@ from sd3_light.stages.train.resume import (
     settings_in_force,
     with_position_step,
 )
-from sd3_light.training.data import load_cache, make_order, open_cache
+from sd3_light.training.data import make_order, open_cache
 from sd3_light.training.model_facts import ModelFacts, bucket_size, commonest_bucket
+from sd3_light.training.residence import place_cache
 from sd3_light.training.sd3 import Noise
 
 
@@ -73,6 +75,11 @@ class RunContext:
         return ModelFacts(step, bucket_size(self.bucket))
 
     @property
+    def residence(self) -> Residence:
+        """Where the cache is."""
+        return "stream" if self.resident is None else "device" if self.resident.device.type == "cuda" else "host"
+
+    @property
     def share(self) -> Launch:
         """The rank and world of this process among those that get different data."""
         return self.launch.data_launch(self.stages)
@@ -103,7 +110,7 @@ class RunContext:
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}
         engine_name = deepspeed.engine_name if self.by_deepspeed else TorchEngine.engine_name
-        facts |= {"trains": trains, "engine": engine_name(self.config, self.launch)}
+        facts |= {"trains": trains, "engine": engine_name(self.config, self.launch), "cache": self.residence}
         checkpoint = {} if self.resumed is None else {"checkpoint": self.resumed.path.name}
         self.folder.log("resume" if checkpoint else "start", **progress.as_dict(), **facts, **checkpoint)
         self._report_dropped()
@@ -130,7 +137,6 @@ def open_context(
     train, device = loaded.train, launch.device()
     reads_data = launch.reads_data(train.pipeline_stages)
     data = open_cache(loaded.dataset, train, launch)
-    resident = load_cache(data, train, launch, device) if reads_data else None
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     path = groups.decide_on_rank_0(lambda: choose_checkpoint(folder.path, resume))
@@ -141,6 +147,7 @@ def open_context(
     order = make_order(data, loaded, share)
     # one machine keeps the order in which earlier versions distributed samples
     by_segment: bool = groups.decide_on_rank_0(lambda: launch.spans_machines)
+    resident = place_cache(data, order, config, start.size, launch, device, by_deepspeed, groups, noise)
     if resumed is None and reads_data and resident is None:
         micro = config.gradient_accumulation_steps
         MicroBatches(data, order, share.rank, share.world, micro, by_segment).prefetch_step(0)

@@ -190,6 +190,29 @@ def test_it_says_where_the_cache_fits(
     assert "device" not in concluded(Target(on_cpu=True))["cache residence"]
 
 
+def test_it_says_what_auto_picks(concluded: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rules of training."""
+
+    def picked(target: Target, top: str = "max_steps = 1000", **keys: Any) -> str:
+        return concluded(target, top, **keys)["cache residence"].partition('; "host" takes ')[0]
+
+    large, small = Gpu("NVIDIA H200", 140 * GIB), Gpu("NVIDIA H200", GIB // 2)
+    monkeypatch.setattr(conclusion, "available_memory", lambda: 10 * GIB)
+    assert re.fullmatch(
+        r"auto picks device \(it takes \S+ KiB; GPU memory has room for 1\d\d GiB beside training\)",
+        picked(Target(large)),
+    )
+    assert re.fullmatch(
+        r"auto picks host \(.*; half of the free host memory is 5 GiB per process\)", picked(Target(small))
+    )
+    assert picked(Target(small), world=2).endswith("half of the free host memory is 2.5 GiB per process)")
+    monkeypatch.setattr(conclusion, "available_memory", lambda: 10)
+    assert picked(Target(small)).startswith("auto picks stream (")
+    assert picked(Target(on_cpu=True)) == "auto picks stream (on a CPU the model takes longer than reading)"
+    assert picked(Target(small, elsewhere=True)).endswith("; the free host memory is unknown)")
+    assert picked(Target()) == "auto, by the memory of the GPUs when training starts"
+
+
 def test_the_first_line_has_parameters_and_the_position_step(concluded: Callable[..., dict[str, str]]) -> None:
     trains = concluded(Target(None), model=f"{PRETRAIN}\nposition_step = 0.5")["trains"]
     assert trains.endswith(f"({SIZES['demo'].num_parameters():,} parameters, position step 0.5)")

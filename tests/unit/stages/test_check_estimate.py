@@ -20,6 +20,7 @@ from sd3_light.stages import check
 from sd3_light.stages.check import RunEstimate, estimate_run, render
 from sd3_light.stages.check import count as count_module
 from sd3_light.stages.check import estimate as estimate_module
+from sd3_light.training import run_setup
 from tests.project import Project
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
@@ -60,7 +61,7 @@ def test_every_bucket_needs_inputs_for_its_graph(files: Any, monkeypatch: pytest
     files.image("wide.png", 40, 20)
     two = estimated(files.load(dataset=BUCKETED))
     assert (one.setup.graph_shapes, two.setup.graph_shapes) == (1, 2)
-    monkeypatch.setattr(estimate_module, "MAX_GRAPHS", 1)
+    monkeypatch.setattr(run_setup, "MAX_GRAPHS", 1)
     limited = estimated(files.load(dataset=BUCKETED))
     assert limited.setup.graph_shapes == 1
     assert limited.gpu.total < two.gpu.total
@@ -272,7 +273,11 @@ def test_an_impossible_launch_is_rejected(files: Any, top: str, world: int, mess
 def residences(files: Any) -> dict[str, RunEstimate]:
     for number in range(6):
         files.image(f"{number}.png", 64, 64)
-    names = {"stream": "", "host": 'cache_residence = "host"', "device": 'cache_residence = "device"'}
+    names = {
+        "stream": 'cache_residence = "stream"',
+        "host": 'cache_residence = "host"',
+        "device": 'cache_residence = "device"',
+    }
     return {name: estimated(files.load(top=top)) for name, top in names.items()}
 
 
@@ -285,6 +290,13 @@ def test_a_cache_in_memory_is_added_to_host_or_gpu_memory(residences: dict[str, 
     assert host.gpu == stream.gpu
     assert f"{format_bytes(cache)} cache" in device.gpu.state.formula
     assert "MiB for the cache in memory (host)" in host.host.formula
+
+
+def test_auto_adds_nothing_to_the_memory(files: Any, residences: dict[str, RunEstimate]) -> None:
+    """The cache is in memory only if it fits beside the rest."""
+    auto = estimated(files.load())
+    assert auto.residence == "auto"
+    assert (auto.host, auto.gpu) == (residences["stream"].host, residences["stream"].gpu)
 
 
 def test_the_old_key_means_host_memory(files: Any, residences: dict[str, RunEstimate]) -> None:

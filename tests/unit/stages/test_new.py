@@ -254,14 +254,8 @@ def test_graphs_count_where_training_uses_them(
     assert estimate.gpu.total == project.plan.needed
 
 
-def test_a_cache_that_fills_the_gpu_is_streamed(tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def residence(name: str, *gpus: Gpu) -> str:
+def test_no_project_names_the_place_of_its_cache(tmp_path: Path, images: str) -> None:
+    """`auto` chooses it where the run trains."""
+    for name, gpus in (("gpu", gpu(24)), ("cpu", ())):
         project = new.run("icons", images, str(DEMO), tmp_path / name, gpus=gpus)
-        text = project.train_toml.read_text(encoding="utf-8")
-        value: str = tomllib.loads(text)["cache_residence"]
-        return value
-
-    assert residence("gpu", *gpu(24)) == "device"
-    assert residence("cpu") == "stream"
-    monkeypatch.setattr(new, "_CACHE_SHARE", 1e-6)
-    assert residence("full", *gpu(24)) == "stream"
+        assert "cache_residence" not in tomllib.loads(project.train_toml.read_text(encoding="utf-8"))

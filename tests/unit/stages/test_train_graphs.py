@@ -56,4 +56,6 @@ def test_a_full_gpu_can_do_without_graphs(graphs: object) -> None:
     engine: Any = SimpleNamespace(graphs=graphs)
     assert ("cuda_graphs = false" in memory_hint(engine)) == (graphs is not None)
     assert "micro_batch_size_per_gpu" in memory_hint(engine)
+    assert "cache_residence" not in memory_hint(engine, "host")
+    assert memory_hint(engine, "device") == f'write cache_residence = "stream", or {memory_hint(engine)}'
     assert "cuda_graphs" not in memory_hint(SimpleNamespace()), "DeepSpeed's engine records none"  # type: ignore[arg-type]
