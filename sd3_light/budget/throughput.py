@@ -13,6 +13,16 @@ CPU_CORE_FLOPS = 20e9
 """Assumed FLOP/s of training in float32 per CPU core; cores differ several times."""
 
 
+def cpu_seconds(flops: float, cores: int) -> float:
+    """Return the time of training steps on CPU cores, at an assumed speed."""
+    return flops / (CPU_CORE_FLOPS * cores)
+
+
+def cpu_assumption(cores: int) -> str:
+    """Return the device and the assumed speed behind `cpu_seconds`, to follow a duration."""
+    return f"on {cores} CPU cores, at an assumed {CPU_CORE_FLOPS / 1e9:.0f} GFLOP/s per core"
+
+
 class MeasuredSpeed(NamedTuple):
     """Words that a GPU's name contains, the kind of its blocks, and what was measured."""
 

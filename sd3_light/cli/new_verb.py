@@ -131,7 +131,7 @@ def _report(project: "NewProject") -> None:
 
 
 def _time(project: "NewProject") -> str:
-    from sd3_light.budget.throughput import CPU_CORE_FLOPS
+    from sd3_light.budget.throughput import cpu_assumption
     from sd3_light.pages.formats import duration
 
     if project.seconds is None:
@@ -139,4 +139,4 @@ def _time(project: "NewProject") -> str:
     text = f"about {duration(project.seconds)} of training steps"
     if project.plan.needed is not None:
         return f"{text}, from measurements on this kind of GPU"
-    return f"{text} on {usable_cores()} CPU cores, at an assumed {CPU_CORE_FLOPS / 1e9:.0f} GFLOP/s per core"
+    return f"{text} {cpu_assumption(usable_cores())}"

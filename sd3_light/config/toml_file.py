@@ -17,6 +17,10 @@ def read_toml(path: Path) -> tuple[dict[str, Any] | None, list[Fault]]:
     """Return the file's content, or None and the fault."""
     try:
         text = read_limited(path).decode("utf-8-sig")
+    except IsADirectoryError:
+        tomls = ", ".join(sorted(file.name for file in path.glob("*.toml"))[:5])
+        hint = f"give one of its files: {tomls}" if tomls else "give a TOML file; `sd3-light new` writes one"
+        return None, [Fault(str(path), "file", "cannot be read: it is a folder", hint=hint)]
     except OSError as error:
         return None, [Fault(str(path), "file", f"cannot be read: {error.strerror}", hint="check the path")]
     except UnicodeDecodeError as error:

@@ -31,11 +31,12 @@ class ExtremeFits:
         parts = []
         if self.cropped:
             share, key = self.worst_crop
-            parts.append(
-                f"{self.cropped:,} lose more than half by cropping, {key} {share:.0%} (max_crop excludes them)"
-            )
+            verb = "loses" if self.cropped == 1 else "lose"
+            text = f"{self.cropped:,} {verb} more than half by cropping, {key} {share:.0%}"
+            parts.append(f"{text} (max_crop excludes such images)")
         if self.enlarged:
             scale, key = self.worst_scale
-            text = f"{self.enlarged:,} are enlarged more than twice, {key} {scale:.1f} times"
-            parts.append(f"{text} (min_side or no_upscale exclude them)")
+            verb = "is" if self.enlarged == 1 else "are"
+            text = f"{self.enlarged:,} {verb} enlarged more than twice, {key} {scale:.1f} times"
+            parts.append(f"{text} (min_side or no_upscale exclude such images)")
         return "; ".join(parts)

@@ -79,7 +79,7 @@ class CutText:
     def sentence(self) -> str:
         """Return one line with the text and the tokens that are lost."""
         lost = [
-            f"{name} reads {self.limits[name]:,} of its {length:,} tokens ({length - self.limits[name]:,} are lost)"
+            f"{name} reads {self.limits[name]:,} of its {length:,} tokens (loses {length - self.limits[name]:,})"
             for name, length in self.lengths.items()
         ]
         remedy = "shorten it" if _T5 in self.lengths else "T5 reads it completely"

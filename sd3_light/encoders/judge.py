@@ -71,6 +71,9 @@ def load_judge(folder: Path, device: torch.device) -> Judge:
     ``folder`` may also be one that `sd3-light parts` wrote, with a judge inside.
     """
     folder = folder / JUDGE if (folder / JUDGE).is_dir() else folder
+    if not (folder / PREPROCESSOR).is_file():
+        kinds = "a folder of `sd3-light parts`, or of a CLIP or vision model"
+        raise UserError(f"{folder} has no judge and no {PREPROCESSOR}; give {kinds}")
     settings = read_json(folder / PREPROCESSOR)
     side, mean, std = _side(settings), settings.get("image_mean"), settings.get("image_std")
     if side is None or not _is_colour(mean) or not _is_colour(std):

@@ -14,6 +14,7 @@ VIEW = 1000
 """Width and height of the SVG's coordinates."""
 
 _MOST_DOTS = 40  # a line with at most this many points has a dot on each
+_MOST_DIGITS = 12  # of a label
 
 _ROOM = 0.05  # of the range, above and below the values
 _LOG_RATIO = 20  # greatest value over median: beyond it a linear axis squeezes most values into a thin strip
@@ -133,7 +134,11 @@ class Chart:
     @property
     def y_ticks(self) -> list[tuple[str, float]]:
         """Label and position (0 to 1) of round y values."""
-        return [(self.format_value(tick), self.y_axis.position(tick)) for tick in self.y_axis.ticks()]
+        ticks = self.y_axis.ticks()
+        labels, digits = [self.format_value(tick) for tick in ticks], 5
+        while len(set(labels)) < len(ticks) and digits <= _MOST_DIGITS:  # a narrow range far from zero
+            labels, digits = [f"{tick:.{digits}g}" for tick in ticks], digits + 1
+        return [(label, self.y_axis.position(tick)) for label, tick in zip(labels, ticks, strict=True)]
 
     @property
     def mark_kinds(self) -> list[str]:

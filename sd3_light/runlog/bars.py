@@ -75,10 +75,11 @@ def progress(title: str, total: int | None, unit: str = "it", done: int = 0) -> 
     """Show the progress of a job while the block runs; `done` of `total` units may be finished already.
 
     Bars may be nested. Without a terminal, a first line, a last line and at most one line per ten seconds are
-    printed. The last line says "stopped" where an exception ended the block.
+    printed. The last line says "stopped" where an exception ended the block. Nothing is shown if all is done already.
     """
     bar = Bar(title, total, unit, done)
-    if is_main_process():
+    is_complete = total is not None and 0 < total <= done
+    if is_main_process() and not is_complete:
         is_live = console.is_terminal and not console.is_dumb_terminal
         bar._display = _LiveDisplay(bar) if is_live else _LineDisplay(bar)
     finished = False

@@ -26,7 +26,10 @@ def choose_model(path: Path, best: bool = False) -> ChosenModel:
     """Return the model at ``path``; of a run folder its newest export, or its best one."""
     if not path.exists():
         raise UserError(f"{path} does not exist; pass a run folder, an export or another diffusers folder")
-    if (path / FOLDERS[EXPORT]).is_dir():
+    if path.suffix == ".toml":
+        raise UserError(f"{path} is a config; pass the folder of its run, output_dir in the file")
+    is_model = (path / "model_index.json").is_file()
+    if (path / FOLDERS[EXPORT]).is_dir() or ((path / "log.jsonl").is_file() and not is_model):
         path = best_export(path) if best else exports_of(path)[-1]
     elif best:
         raise UserError(f"--best chooses among the exports of a run, and {path} is not a run folder; leave it out")

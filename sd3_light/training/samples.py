@@ -29,6 +29,7 @@ from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
 from sd3_light.flow.timesteps import constant_shift
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
+from sd3_light.pages.formats import plural
 from sd3_light.runlog import info
 from sd3_light.sampling.generate import ImageRequest, run_pipeline, save_png
 from sd3_light.sampling.grid import make_grid
@@ -295,7 +296,7 @@ def _texts(
     cached = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}
     missing = [prompt for prompt, features in cached.items() if features is None]
     if missing:
-        info(f"train: {len(missing)} prompt(s) are not in the cache: encoding them once, now")
+        info(f"train: not in the cache, encoding now: {plural(len(missing), 'prompt')}")
         for line in cut_prompts(missing, model.diffusers_path, model.t5_max_length):
             info(f"train: warning: {line}")
         cached |= dict(zip(missing, encode_prompts_one_by_one(model, missing, device), strict=True))

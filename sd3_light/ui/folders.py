@@ -1,4 +1,4 @@
-"""The runs and caches below the folders that the user named."""
+"""The runs and caches below the folders that the user named, and the caches of these runs."""
 
 import hashlib
 import math
@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.stages.report import RunReport
@@ -50,7 +51,8 @@ class FileMemo(Generic[Content]):
 
 @dataclass
 class Folders:
-    """The runs and caches below ``roots``, each by an id for URLs; the search is repeated from time to time.
+    """The runs and caches below ``roots`` and the caches of these runs, each by an id for URLs; the search is repeated
+    from time to time.
 
     Several threads may use it.
     """
@@ -60,6 +62,7 @@ class Folders:
     _caches: dict[str, Path] = field(default_factory=dict)
     _reports: FileMemo[RunReport] = field(default_factory=lambda: FileMemo(_MOST_LOGS))
     _manifests: FileMemo[Manifest] = field(default_factory=lambda: FileMemo(_MOST_MANIFESTS))
+    _run_caches: FileMemo[list[Path]] = field(default_factory=lambda: FileMemo(_MOST_LOGS))
     _added: dict[str, Path] = field(default_factory=dict)
     _searched: float = -math.inf
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -119,8 +122,27 @@ class Folders:
             folders = [item for root in self.roots for item in _search_below(root, _DEEPEST)]
             # new dicts: other threads may be reading the old ones
             self._runs = {folder_id(folder): folder for folder, is_run in folders if is_run}
-            self._caches = {folder_id(folder): folder for folder, is_run in folders if not is_run}
+            of_runs = [cache for folder, is_run in folders if is_run for cache in self._caches_of(folder)]
+            caches = [*(folder for folder, is_run in folders if not is_run), *of_runs]
+            self._caches = {folder_id(folder): folder for folder in caches}
             self._searched = time.monotonic()
+
+    def _caches_of(self, run: Path) -> list[Path]:
+        """Return the local caches of a run's training and evaluation sets that exist."""
+        try:
+            named = self._run_caches.get(run / "config.toml", lambda: _named_caches(run / "config.toml"))
+        except FileNotFoundError:
+            return []
+        return [cache for cache in named if (cache / MANIFEST).is_file()]
+
+
+def _named_caches(config: Path) -> list[Path]:
+    try:
+        loaded = load_config(config)
+    except UserError:  # damaged, or its dataset TOML is gone
+        return []
+    caches = [dataset.cache_dir for dataset in (loaded.dataset, *loaded.eval_datasets.values())]
+    return [cache for cache in caches if isinstance(cache, Path)]
 
 
 def folder_id(folder: Path) -> str:

@@ -606,6 +606,7 @@ def test_cache_prints_a_summary_of_the_cache(verb: Callable[..., Result], projec
     result = verb("cache", project.train_toml)
     assert result.code == 0, result.err
     assert "40 of 40 samples are already cached" in result.err
+    assert "orphaned" not in result.err, "the table is for work to do"
     assert "64x64" in result.out
 
 

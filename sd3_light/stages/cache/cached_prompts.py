@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.files import sweep_files
+from sd3_light.pages.formats import plural
 from sd3_light.runlog import info
 from sd3_light.sampling.prompt_features import PROMPTS_FOLDER, PromptFeatures, prompt_file, read_prompt, write_prompt
 from sd3_light.stages.cache.freshness import CacheState
@@ -34,7 +35,7 @@ def cache_prompts(
 ) -> None:
     """Encode prompts into the cache. Called in the main process only, because they are few."""
     if prompts:
-        info(f"{title}: encoding {len(prompts)} prompt(s) of [sampling]")
+        info(f"{title}: encoding {plural(len(prompts), 'prompt')} of [sampling]")
         for prompt, features in zip(prompts, encode(prompts), strict=True):
             write_prompt(cache, prompt, recipe, features)
         sweep_files(cache / PROMPTS_FOLDER)

@@ -151,7 +151,8 @@ class DatasetBuild:
         place.fetch_tables(replaced_files(place.folder, plan))
         state = check_freshness(place.folder, plan, recipe)
         add_orphans(state, prompts, recipe)
-        show(render_state(state, dataset.cache_dir))
+        if state.todo or state.orphans or self._options.dry_run or self._options.verify:
+            show(render_state(state, dataset.cache_dir))
         if not self._options.dry_run:
             mark_damaged(state)
         return state

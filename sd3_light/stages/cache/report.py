@@ -7,6 +7,7 @@ from sd3_light.data.building.cache_plan import Unit
 from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.manifest import DUPLICATES, DUPLICATES_FILE, REJECTS_FILE, UNMATCHED
 from sd3_light.data.order import BucketOrder, Segment
+from sd3_light.pages.formats import plural
 from sd3_light.runlog import info
 from sd3_light.stages.cache.options import CacheReport
 
@@ -50,4 +51,5 @@ def log_report(title: str, report: CacheReport, policy: str, folder: str) -> Non
         info(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {folder}/{REJECTS_FILE}")
     for bucket, count in report.small_buckets.items():
         result = "dropped" if policy == "drop" else "repeated to fill one"
-        info(f"{title}: bucket {bucket} has {count:,} samples, fewer than one global batch: they are {result}")
+        verb = "it is" if count == 1 else "they are"
+        info(f"{title}: bucket {bucket} has {plural(count, 'sample')}, fewer than one global batch: {verb} {result}")

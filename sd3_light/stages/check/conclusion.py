@@ -11,14 +11,14 @@ from pathlib import Path
 from sd3_light.budget.amount import format_bytes
 from sd3_light.budget.gpu_memory import checkpoint_copy_bytes
 from sd3_light.budget.residence import FROM_HOST, LARGEST_SHARE, Room, choose_residence
-from sd3_light.budget.throughput import measured_speed, training_seconds
+from sd3_light.budget.throughput import cpu_assumption, cpu_seconds, measured_speed, training_seconds
 from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.encoders.caption_lengths import cut_prompts
 from sd3_light.pages.formats import duration, plural
 from sd3_light.stages.check.estimate import RunEstimate
-from sd3_light.system import Gpu, available_memory
+from sd3_light.system import Gpu, available_memory, usable_cores
 
 DOES_NOT_FIT = "does not fit"
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,7 +42,10 @@ def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[
     """Return the conclusion, one line per subject."""
     lines = [*_subject(estimate)]
     if target.on_cpu:
-        lines.append(("device", "CPU: no GPU is visible; --processes N estimates a run on GPUs elsewhere"))
+        lines.append(
+            ("device", "CPU: no GPU is visible; --gpu-memory GIB or --processes N estimate a run on GPUs elsewhere")
+        )
+        lines.append(("time", _cpu_time(estimate)))
     else:
         lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
         lines.append(("time", _time(train, estimate, target.gpu)))
@@ -100,6 +103,13 @@ def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
     share = f"{speed.share_of_peak:.0%} of its peak with {blocks} blocks"
     at_most = "at most " if estimate.text.real else "about "
     return f"{at_most}{duration(seconds)} of training steps on {setup.world} x {name} ({share}, measured{several})"
+
+
+def _cpu_time(estimate: RunEstimate) -> str:
+    cores = usable_cores()
+    seconds = cpu_seconds(estimate.run_flops.value, cores)
+    at_most = "at most " if estimate.text.real else "about "
+    return f"{at_most}{duration(seconds)} of training steps {cpu_assumption(cores)}"
 
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
@@ -220,7 +230,7 @@ def _residence(estimate: RunEstimate, target: Target) -> str:
     """Say where the cache is during training, and where else it would fit: "host" or, on GPUs, "device"."""
     cache, free = estimate.data.cache.value, available_memory()
     options = [f'"host" takes {format_bytes(cache)} of host memory per process']
-    if free is not None:
+    if free is not None and not target.elsewhere:
         options[0] += f" ({_verdict(cache, int(LARGEST_SHARE * free))}: {format_bytes(free)} are free)"
     if not target.on_cpu:
         total = estimate.gpu.total + (0 if estimate.residence == "device" else cache)

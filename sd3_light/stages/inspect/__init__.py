@@ -6,6 +6,7 @@ from rich.box import SIMPLE
 from rich.table import Column, Table
 from rich.text import Text
 
+from sd3_light.config.faults import UserError
 from sd3_light.pages.formats import shorten
 from sd3_light.stages.inspect.cache_stats import Inspection, inspect_cache, quantile, reason_meaning
 
@@ -21,6 +22,8 @@ _BAR_WIDTH = 24
 
 def run(cache: Path, seed: int = 0, samples: int | None = None) -> Inspection:
     """Read the manifest of a cache, and the captions of random shards. Raises UserError where there is no cache."""
+    if cache.suffix == ".toml":
+        raise UserError(f"{cache} is a config; pass the folder of its cache, such as {cache.stem}_data.cache")
     return inspect_cache(cache, samples or TABLE_SAMPLES, seed)
 
 

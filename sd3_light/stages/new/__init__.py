@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from sd3_light.budget.throughput import CPU_CORE_FLOPS, training_seconds
+from sd3_light.budget.throughput import cpu_seconds, training_seconds
 from sd3_light.config import ConfigFaults, LoadedConfig
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
@@ -105,7 +105,7 @@ def _step_seconds(estimate: check.RunEstimate, plan: MemoryPlan, gpus: tuple[Gpu
     epoch_flops = sum(row.samples * row.step_flops.value / row.global_batch for row in estimate.data.rows)
     flops = plan.samples_per_step * epoch_flops / images
     if not gpus:
-        return flops / (CPU_CORE_FLOPS * usable_cores())
+        return cpu_seconds(flops, usable_cores())
     layers = estimate.start.size.num_layers
     return training_seconds(gpus[0].name, estimate.setup.block_kind, flops, plan.accumulation, layers, plan.processes)
 

@@ -89,11 +89,12 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
 
 def _lengths(values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, str]]:
     """Return the number of steps, and the intervals of the recipe that are too long for it."""
-    keys, changes = _keys(text), {}
+    keys = _keys(text)
+    changes: dict[str, tuple[Any, str]] = {}
     if "max_steps" in keys:
         changes["max_steps"] = (steps, f"{steps / values.epoch_steps:,.0f} epochs")
     if "cooldown_steps" in keys:
-        changes["cooldown_steps"] = (max(1, steps // 6), "decay to 0 at the end")
+        changes["cooldown_steps"] = (0.17, "decay to 0 over the last sixth")  # a share: max_steps may be edited
     for key, share in (("save_every_n_steps", 4), ("checkpoint_every_n_steps", 4), ("warmup_steps", 10)):
         limit = max(1, steps // share)
         if int(keys.get(key, 0)) > limit:

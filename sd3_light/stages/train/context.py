@@ -19,6 +19,7 @@ from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.pipeline_folder import CLIP_TOKENS
 from sd3_light.model.start import WeightsStart
+from sd3_light.pages.formats import plural
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.resume import (
@@ -100,12 +101,14 @@ class RunContext:
             info(f"resumed from {self.resumed.path} (step {progress.step} of {total})")
         if progress.step >= total:
             info(f"already finished: step {progress.step} of {total}; raise max_steps or epochs to train more")
-        info(
-            f"train: {trains}; steps {progress.step} to {total}, {order.steps_per_epoch} per epoch in "
-            f"{len(order.buckets)} buckets (padding repeats {padding} samples per epoch), {world} process(es)"
-        )
-        for warning in config_warnings(self.config, total):
-            info(f"warning: {warning}")
+        else:
+            repeats = f" (padding repeats {plural(padding, 'sample')} per epoch)" if padding else ""
+            info(
+                f"train: {trains}; steps {progress.step} to {total}, {order.steps_per_epoch} per epoch in "
+                f"{plural(len(order.buckets), 'bucket')}{repeats}, {plural(world, 'process')}"
+            )
+            for warning in config_warnings(self.config, total):
+                info(f"warning: {warning}")
         self.folder.begin(self.config)
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}

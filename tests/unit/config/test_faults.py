@@ -187,8 +187,14 @@ def test_syntax_error_names_the_line(files: Any) -> None:
 def test_unreadable_files(files: Any) -> None:
     with pytest.raises(ConfigFaults, match="No such file"):
         load_config(files.folder / "absent.toml")
-    with pytest.raises(ConfigFaults, match="Is a directory"):
-        load_config(files.folder)
+    (files.folder / "project").mkdir()
+    (files.folder / "empty").mkdir()
+    for name in ("train.toml", "data.toml"):
+        (files.folder / "project" / name).touch()
+    with pytest.raises(ConfigFaults, match=r"it is a folder; give one of its files: data\.toml, train\.toml"):
+        load_config(files.folder / "project")
+    with pytest.raises(ConfigFaults, match=r"it is a folder; give a TOML file; `sd3-light new` writes one"):
+        load_config(files.folder / "empty")
     files.train_path.write_bytes(b"seed = 1 # \xff\n")
     with pytest.raises(ConfigFaults, match="not UTF-8"):
         load_config(files.train_path)

@@ -58,11 +58,11 @@ def test_a_cut_prompt_is_named_with_the_tokens_it_loses(folder: Path) -> None:
     ((clip, t5),) = lengths(DEMO, [prompt])
     (line,) = cut_prompts(["a red star", prompt, prompt], folder, t5 - 3)
     assert line == (
-        f"the prompt {prompt!r} is cut: CLIP reads 16 of its {clip} tokens ({clip - 16} are lost), "
-        f"T5 reads {t5 - 3} of its {t5} tokens (3 are lost); shorten it"
+        f"the prompt {prompt!r} is cut: CLIP reads 16 of its {clip} tokens (loses {clip - 16}), "
+        f"T5 reads {t5 - 3} of its {t5} tokens (loses 3); shorten it"
     )
     (line,) = cut_prompts([prompt], folder, t5)
-    assert line.endswith(f"CLIP reads 16 of its {clip} tokens ({clip - 16} are lost); T5 reads it completely")
+    assert line.endswith(f"CLIP reads 16 of its {clip} tokens (loses {clip - 16}); T5 reads it completely")
     assert cut_prompts(["", "a red star"], folder, t5) == []
     assert cut_prompts([prompt], folder / "elsewhere", t5) == []
 

@@ -43,6 +43,11 @@ def test_the_side_is_that_of_the_crop(tmp_path: Path) -> None:
     assert load_judge(tmp_path, CPU).side == 40
 
 
+def test_a_folder_without_a_judge_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no judge and no preprocessor_config.json; give a folder of `sd3-light"):
+        load_judge(tmp_path, CPU)
+
+
 def test_the_folder_of_the_parts_stage_has_its_judge_inside(tmp_path: Path) -> None:
     write_clip(tmp_path / "judge")
     assert load_judge(tmp_path, CPU).reads_text

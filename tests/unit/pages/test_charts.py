@@ -28,6 +28,13 @@ def test_an_axis_covers_its_values_and_has_a_few_ticks(values: list[float], incl
         assert -1e-9 <= axis.position(0.0) <= 1 + 1e-9
 
 
+def test_labels_of_a_narrow_range_differ() -> None:
+    chart = Chart("norm", [ChartLine("norm", [(0.0, 123.11), (1.0, 123.14)])])
+    labels = [label for label, _ in chart.y_ticks]
+    assert len(labels) > 1
+    assert len(set(labels)) == len(labels)
+
+
 def test_ticks_are_round() -> None:
     assert Axis(0, 10_000).ticks() == [0, 2000, 4000, 6000, 8000, 10_000]
     assert Axis(0.43, 1.31).ticks() == pytest.approx([0.6, 0.8, 1.0, 1.2])

@@ -106,6 +106,12 @@ def test_an_empty_job_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err.splitlines() == ["nothing 0/0", "nothing 0/0 · took 0:00"]
 
 
+def test_a_job_that_is_done_already_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("cache", 61, "images", done=61) as bar:
+        assert bar is not None
+    assert capsys.readouterr().err == ""
+
+
 def test_a_failed_job_prints_where_it_stopped(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         with progress("train", 4) as bar:

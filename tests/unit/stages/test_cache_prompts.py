@@ -74,7 +74,7 @@ def test_only_the_prompts_are_added_to_a_fresh_cache(project: Project, capsys: p
     project.build_cache(*sampling(*PROMPTS))
     assert files(project) == names(project, *PROMPTS)
     assert {path: path.stat().st_mtime_ns for path in (project.cache / "shards").iterdir()} == shards
-    assert "encoding 2 prompt(s) of [sampling]" in capsys.readouterr().err
+    assert "encoding 2 prompts of [sampling]" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_cut_is_named_when_it_is_encoded(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_a_changed_prompt_is_encoded_and_the_old_one_can_be_pruned(
     capsys.readouterr()
     project.build_cache(*sampling(PROMPTS[0], "three stars"))
     output = capsys.readouterr().err
-    assert "encoding 1 prompt(s)" in output
+    assert "encoding 1 prompt of" in output
     assert "--prune" in output
     assert files(project) == names(project, *PROMPTS, "three stars")
     project.build_cache(*sampling(PROMPTS[0], "three stars"), prune=True)

@@ -348,6 +348,8 @@ def test_user_errors_are_raised_before_the_work(
     monkeypatch.setattr(
         "sd3_light.stages.inspect.cache_page.collect_content", lambda *_: pytest.fail("called too early")
     )
+    with pytest.raises(UserError, match=r"train.toml is a config; pass the folder of its cache"):
+        inspect.run(Path("train.toml"))
     with pytest.raises(UserError, match="no cache at"):
         write_cache_page(tmp_path / "nowhere", tmp_path / "page.html")
     with pytest.raises(UserError, match="is a folder; name the file"):

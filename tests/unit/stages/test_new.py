@@ -109,6 +109,8 @@ def test_icons_on_a_cpu_are_planned_for_an_hour(
     assert 100 <= project.steps < 2000, "40 images, and an hour of half a core"
     assert project.seconds == pytest.approx(3600, rel=0.02)
     assert project.steps == check.run(check.load(project.train_toml)).total_steps
+    shorter = check.load(project.train_toml, ["max_steps=8"])
+    assert check.run(shorter).total_steps == 8, "no other key has to change"
     monkeypatch.setattr("sd3_light.stages.new.usable_cores", lambda: 64)
     assert new.run("icons", images, str(DEMO), tmp_path / "many").steps == 2000, "the shortest run"
     monkeypatch.setattr("sd3_light.cli.new_verb.visible_gpus", lambda: [])

@@ -208,13 +208,22 @@ def test_best_needs_a_run_and_its_evaluations(model: Path, tmp_path: Path) -> No
     with pytest.raises(UserError, match="--best chooses among the exports of a run"):
         sample.run(model, ROWS[:1], [0], tmp_path / "out", replace(FAST, best=True))
     run = tmp_path / "run"
-    (run / "exports").mkdir(parents=True)
+    run.mkdir()
     (run / "log.jsonl").touch()
+    with pytest.raises(UserError, match="has no export yet; write one with `sd3-light export"):  # stopped early
+        sample.run(run, ROWS[:1], [0], tmp_path / "out", FAST)
+    (run / "exports").mkdir()
     with pytest.raises(UserError, match="has no export yet; write one with `sd3-light export"):
         sample.run(run, ROWS[:1], [0], tmp_path / "out", FAST)
     shutil.copytree(model, run / "exports" / checkpoint_name(2))
     with pytest.raises(UserError, match=r"--best: no export of .* was evaluated at its step"):
         sample.run(run, ROWS[:1], [0], tmp_path / "out", replace(FAST, best=True))
+
+
+def test_a_config_is_not_a_model(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").touch()
+    with pytest.raises(UserError, match=r"train.toml is a config; pass the folder of its run, output_dir in the file"):
+        sample.run(tmp_path / "train.toml", ROWS[:1], [0], tmp_path / "out", FAST)
 
 
 def test_an_adapter_folder_is_sampled_on_its_base(model: Path, tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_prompts_missing_from_the_cache_are_encoded_once_at_the_start(
     monkeypatch.setattr(FrozenParts, "part", part)
     drawing = sampler(cached_project, *overrides())
     assert [name for at, name in enumerate(loaded) if loaded[at - 1 : at] != [name]] == ["clip_l", "clip_g", "t5"]
-    assert "3 prompt(s) are not in the cache" in capsys.readouterr().err
+    assert "not in the cache, encoding now: 3 prompts" in capsys.readouterr().err
     cached = sampler(caches["padded"], *overrides())
     for prompt in PROMPTS:
         assert torch.equal(drawing.texts[prompt].tokens, cached.texts[prompt].tokens)

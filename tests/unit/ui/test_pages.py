@@ -26,6 +26,22 @@ HOLD = "import sys, time; from pathlib import Path; from sd3_light.checkpoint.lo
 HOLD += "with locked_folder(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
 
 
+def test_the_cache_of_a_run_is_found_elsewhere(tmp_path: Path) -> None:
+    """`sd3-light ui runs` shows the data of `runs/a`, whose cache is beside `runs`."""
+    run, cache = write_run(tmp_path / "runs" / "a"), tmp_path / "data.cache"
+    (tmp_path / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
+    model = '[model]\ntype = "sd3"\ndiffusers_path = "sd3"\n'
+    dataset = f'output_dir = "."\ndataset = "{tmp_path / "data.toml"}"\nmax_steps = 1\nsave_every_n_steps = 1\n'
+    (run / "config.toml").write_text(dataset + model)
+    assert Folders([tmp_path / "runs"]).caches() == {}, "it does not exist yet"
+    (cache / "shards").mkdir(parents=True)
+    (cache / "manifest.json").touch()
+    assert list(Folders([tmp_path / "runs"]).caches().values()) == [cache]
+    assert len(Folders([tmp_path]).caches()) == 1, "once"
+    (tmp_path / "data.toml").unlink()
+    assert Folders([tmp_path / "runs"]).caches() == {}
+
+
 def test_runs_and_caches_are_found_and_models_are_not(runs: Path) -> None:
     for name in ("model/transformer", "first/exports/step-1"):
         (runs / name).mkdir(parents=True)
