@@ -43,7 +43,8 @@ def export(
     contents = Contents(vae, text_encoders, pad_blocks)
     echo(f"wrote and verified {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
     if out.is_dir():
-        suggest(("sample", out, "a prompt"), ("convert", out, out.with_suffix(".safetensors")))
+        is_model = (out / "model_index.json").is_file()  # otherwise an adapter, which is one file already
+        suggest(("sample", out, "a prompt"), *([("convert", out, out.with_suffix(".safetensors"))] if is_model else []))
 
 
 @app.command(cls=Command)

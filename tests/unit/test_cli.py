@@ -370,6 +370,22 @@ def test_commands_end_with_the_next_ones(
     assert suggested(verb("cache", "train.toml", "--dry-run")) == ["sd3-light cache train.toml"]
 
 
+@pytest.mark.parametrize("file", ["model_index.json", "pytorch_lora_weights.safetensors"])
+def test_an_exported_model_can_be_converted_and_an_adapter_is_a_file(
+    verb: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    def write(run: Path, out: Path, *_: Any) -> Path:
+        out.mkdir()
+        (out / file).touch()
+        return out
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sd3_light.stages.export.run", write)
+    commands = suggested(verb("export", "run", "out"))
+    assert commands[0] == "sd3-light sample out 'a prompt'"
+    assert commands[1:] == (["sd3-light convert out out.safetensors"] if file == "model_index.json" else [])
+
+
 def test_the_demo_suggests_prompts_of_its_world(verb: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its models know only the phrasing of their captions."""
     monkeypatch.setattr(journeys, "run_demo", lambda *_: None)

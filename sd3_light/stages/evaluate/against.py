@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from rich.box import SIMPLE
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -67,9 +68,11 @@ class Measured:
 
     def table(self) -> Table:
         """Return the scores as a table with 95% intervals."""
-        table = Table(Column(overflow="fold"), title=f"{len(self.truths):,} captions; retrieval among {self.among}")
+        title = f"{len(self.truths):,} captions; retrieval among {self.among}"
+        table = Table(Column(overflow="fold"), title=title, box=SIMPLE, padding=(0, 1), pad_edge=False)
         for metric in METRICS:
-            table.add_column(TITLES[metric], justify="right")
+            longest = max(map(len, TITLES[metric].split()))
+            table.add_column(TITLES[metric], justify="right", min_width=longest, overflow="fold")
         for name, scores in self.scores.items():
             table.add_row(Text(name), *(Text("\n".join(_texts(scores, metric))) for metric in METRICS))
         return table

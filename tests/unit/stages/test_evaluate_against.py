@@ -67,6 +67,9 @@ def test_models_and_baselines_in_one_table(folder: Path, tmp_path: Path) -> None
     shown = StringIO()
     Console(width=300, file=shown).print(measured.table())
     assert all(name in shown.getvalue() for name in (TRUE, COPY, SHUFFLED, good, "KID", "distance to truth"))
+    narrow = StringIO()
+    Console(width=80, file=narrow).print(measured.table())
+    assert "…" not in narrow.getvalue(), "headings are whole in a terminal of 80 columns"
     parsed = ParsedPage(page)
     assert len(parsed.attributes("img")) == 12 * 4
     assert "<3>, flat" in parsed.text
