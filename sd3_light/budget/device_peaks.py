@@ -76,4 +76,6 @@ def require_known_gpu(name: str) -> None:
     """Raise a UserError that lists the known GPUs unless ``name`` is one of them."""
     if peak_flops(name, "float16") is None:
         known = ", ".join(peak.words.upper() for peak in _PEAKS)
-        raise UserError(f"--gpu {name}: unknown kind of GPU; the known ones are {known}")
+        raise UserError(
+            f"--gpu {name}: unknown kind of GPU; the known ones are {known}; --gpu-memory GIB alone checks the memory"
+        )

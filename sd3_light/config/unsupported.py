@@ -31,7 +31,7 @@ _CONTROL = "training on image pairs is not supported"
 _ADAMW = 'write type = "adamw"'
 _FP32 = "master weights and moments are float32, so compensation for bf16 rounding is not needed"
 _ADAPTIVE = "it sets its own learning rate; here the learning rate is a function of the step"
-_KOHYA = "this is a key of sd-scripts"
+_KOHYA = "it has this name in sd-scripts"
 # fmt: off
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("train", "", "blocks_to_swap", "blocks are not offloaded to host memory", 'use activation_checkpointing = true or parallel = "fsdp2"'),

@@ -52,10 +52,10 @@ def test_keys_of_sd_scripts_are_explained(project: Path) -> None:
     with pytest.raises(ConfigFaults) as report:
         load_config(project)
     for line in (
-        "network_dim: not supported: this is a key of sd-scripts; write rank in [adapter]",
-        "learning_rate: not supported: this is a key of sd-scripts; write lr in [optimizer]",
-        "general: not supported: this is a key of sd-scripts; write its keys at the top of the file",
-        "datasets: not supported: this is a key of sd-scripts; write one [[directory]] with a path per subset",
+        "network_dim: not supported: it has this name in sd-scripts; write rank in [adapter]",
+        "learning_rate: not supported: it has this name in sd-scripts; write lr in [optimizer]",
+        "general: not supported: it has this name in sd-scripts; write its keys at the top of the file",
+        "datasets: not supported: it has this name in sd-scripts; write one [[directory]] with a path per subset",
     ):
         assert line in str(report.value)
 

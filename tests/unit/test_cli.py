@@ -694,7 +694,7 @@ def test_evaluate_needs_eval_datasets_before_the_cache(
 def test_check_knows_its_gpus(verb: Callable[..., Result], project: Project) -> None:
     for name in ("FOO", ""):
         result = verb("check", project.train_toml, "--gpu", name)
-        assert re.search(r"unknown kind of GPU; .*H200, .*4090", error_line(result))
+        assert re.search(r"unknown kind of GPU; .*H200, .*4090.*; --gpu-memory GIB alone", error_line(result))
     assert verb("check", project.train_toml, "--gpu", "NVIDIA H200").code == 0
 
 
