@@ -93,7 +93,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.training import saver as module
+from sd3_light.training import exports as module
 
 out = Path(sys.argv[1])
 dist.init_process_group("gloo")
