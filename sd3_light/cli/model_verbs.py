@@ -10,6 +10,7 @@ from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEn
 from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
+from sd3_light.config.model_path import require_model_path
 
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
@@ -90,6 +91,10 @@ def sample(
 ) -> None:
     """Draw images. The same prompt and seed give the same image as stock diffusers. Under torchrun the processes share
     the work."""
+    if file is None:  # simple mistakes are reported before seconds of imports
+        if not prompt:
+            raise UserError("no prompt; pass one, or a prompt file with --file")
+        require_model_path(model)
     launch = init_process()
     from sd3_light.sampling.image_requests import PromptRow, read_prompt_rows
     from sd3_light.sampling.lora_stack import Lora

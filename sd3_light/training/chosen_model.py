@@ -6,6 +6,7 @@ from statistics import mean
 
 from sd3_light.checkpoint.store import step_of
 from sd3_light.config.faults import UserError
+from sd3_light.config.model_path import require_model_path
 from sd3_light.config.toml_file import read_toml
 from sd3_light.runlog import info, read_log
 from sd3_light.sampling.lora_stack import Lora, adapter_file
@@ -24,10 +25,7 @@ class ChosenModel:
 
 def choose_model(path: Path, best: bool = False) -> ChosenModel:
     """Return the model at ``path``; of a run folder its newest export, or its best one."""
-    if not path.exists():
-        raise UserError(f"{path} does not exist; pass a run folder, an export or another diffusers folder")
-    if path.suffix == ".toml":
-        raise UserError(f"{path} is a config; pass the folder of its run, output_dir in the file")
+    require_model_path(path)
     is_model = (path / "model_index.json").is_file()
     if (path / FOLDERS[EXPORT]).is_dir() or ((path / "log.jsonl").is_file() and not is_model):
         path = best_export(path) if best else exports_of(path)[-1]

@@ -102,9 +102,16 @@ def test_images_appear_in_the_playground_and_their_settings_return(browser: Brow
     wait_for(browser, "[...document.querySelectorAll('.drawn img')].every(image => image.naturalWidth > 0)")
     alts = json.loads(browser.evaluate("JSON.stringify([...document.querySelectorAll('.drawn img')].map(i => i.alt))"))
     assert [alt.rpartition(", ")[2] for alt in alts] == ["seed 4", "seed 5"]
+    assert browser.evaluate("document.querySelector('#warnings').hidden")
+    browser.evaluate(
+        "document.querySelector('#draw').elements.prompt.value = 'a red circle '.repeat(12);"
+        " document.querySelector('#draw button').click()"
+    )
+    wait_for(browser, "document.querySelector('#warnings').textContent.includes('is cut: CLIP reads 16')")
+    wait_for(browser, "document.querySelector('#state').textContent.startsWith('done')")
     browser.open_address(f"{server}/playground")
-    assert browser.evaluate("document.querySelectorAll('.thumbs button').length") == 2
-    browser.evaluate("document.querySelector('.thumbs button').click()")
+    assert browser.evaluate("document.querySelectorAll('.thumbs button').length") == 4
+    browser.evaluate("[...document.querySelectorAll('.thumbs button')].at(-1).click()")
     assert browser.evaluate("document.querySelector('[name=prompt]').value") == "a red circle"
     assert browser.evaluate("document.querySelector('[name=steps]').value") == "2"
 

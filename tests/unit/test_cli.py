@@ -370,6 +370,16 @@ def test_commands_end_with_the_next_ones(
     assert suggested(verb("cache", "train.toml", "--dry-run")) == ["sd3-light cache train.toml"]
 
 
+def test_simple_mistakes_in_sample_are_reported_before_libraries_are_imported(
+    verb: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sd3_light.cli.model_verbs.init_process", lambda: pytest.fail("imports take seconds"))
+    (tmp_path / "train.toml").touch()
+    assert "no prompt; pass one" in error_line(verb("sample", tmp_path))
+    assert "does not exist; pass a run folder" in error_line(verb("sample", tmp_path / "nowhere", "a star"))
+    assert "is a config; pass the folder of its run" in error_line(verb("sample", tmp_path / "train.toml", "a star"))
+
+
 @pytest.mark.parametrize("file", ["model_index.json", "pytorch_lora_weights.safetensors"])
 def test_an_exported_model_can_be_converted_and_an_adapter_is_a_file(
     verb: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
