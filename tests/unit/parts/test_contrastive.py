@@ -103,7 +103,7 @@ def test_the_judge_agrees_with_the_towers(
 def test_folders_that_are_not_judges_are_refused(
     trained: Trained, tokenizers: dict[str, PreTrainedTokenizerBase], tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match="has no judge and no preprocessor_config.json"):
+    with pytest.raises(UserError, match="has no judge and no preprocessor_config"):
         load_judge(tmp_path, CPU)
     save_judge(trained[0].judge(), tokenizers["tokenizer_2"], 32, tmp_path)
     (tmp_path / "preprocessor_config.json").write_text("{}")
