@@ -198,7 +198,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--start-only", action="store_true", help="measure only the time to the end of the first step")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument(
-        "--residence", choices=("auto", "stream", "host", "device"), default="stream", help="of the cache"
+        "--residence", choices=("auto", "stream", "host", "device"), default="auto", help="of the cache"
     )
     parser.add_argument("--checkpoint-every", type=int, help="steps between checkpoints; default: one at the end")
     parser.add_argument("--lock", type=Path, help="runs with the same file prepare at once and train one at a time")

@@ -80,7 +80,7 @@ def test_a_device_that_waits_for_data_is_idle() -> None:
 
 
 def test_a_step_that_is_longer_than_the_queue_is_measured_in_parts() -> None:
-    x = torch.ones(1024, 1024, device=CUDA, dtype=torch.bfloat16)
+    x = torch.ones(2048, 2048, device=CUDA, dtype=torch.bfloat16)
 
     def part() -> None:
         for _ in range(500):

@@ -45,7 +45,10 @@ def inputs_of(data: CachedDataset, workers: int, resident: ResidentCache | None)
     model = ModelConfig.model_validate({**table, "enable_uncond_text_dropout": True}, context={"base": Path()})
     preparer = InputPreparer(5, model, LatentScale(1.5, 0.06), data.empty_text())
     config: Any = SimpleNamespace(
-        gradient_accumulation_steps=2, num_dataloader_workers=workers, dataloader_prefetch_per_worker=2
+        gradient_accumulation_steps=2,
+        micro_batch_size_per_gpu=8,
+        num_dataloader_workers=workers,
+        dataloader_prefetch_per_worker=2,
     )
     order = data.order(0, {"toy#0": 1.0}, lambda resolution: 8)
     make: Callable[..., Any] = training_steps
