@@ -105,7 +105,7 @@ class Engine(Protocol):
     weights: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[int, ...]]
     part_queued: Callable[[], None] = staticmethod(lambda: None)
-    """Called when the host has queued a forward pass or a part of a backward pass, also from autograd's threads.
+    """Called when the host has queued a part of a forward or backward pass, also from autograd's threads.
 
     Engines that cannot tell do not call it.
     """

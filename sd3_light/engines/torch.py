@@ -101,15 +101,25 @@ class TorchEngine(Engine):
 
     def _run_pass(self, batch: Any, count: int, part_queued: Callable[[], None] | None = None) -> Numbers:
         """Queue forward and backward pass of one of ``count`` micro-batches."""
-        losses, bands = self._losses(batch)
-        loss = losses["loss"] / count
         if part_queued is None:  # recorded passes contain no events of a timer
-            loss.backward()
+            losses, bands = self._losses(batch)
+            (losses["loss"] / count).backward()
         else:
+            with self._between_layers(part_queued):
+                losses, bands = self._losses(batch)
             part_queued()
             with self._between_gradients(part_queued):
-                loss.backward()
+                (losses["loss"] / count).backward()
         return tuple(losses), StepResult.pack(losses, bands) / count
+
+    @contextmanager
+    def _between_layers(self, act: Callable[[], None]) -> Iterator[None]:
+        """Call ``act`` after each layer of a forward pass, if the module can."""
+        self.module.layer_queued = act
+        try:
+            yield
+        finally:
+            self.module.layer_queued = None
 
     @contextmanager
     def _between_gradients(self, act: Callable[[], None]) -> Iterator[None]:

@@ -51,6 +51,8 @@ class StepTimer:
     The time between two events is the device's own if it had not reached the first one when the host had queued the
     second, because then no kernel waited for the host. A part is shorter than a step because a queue is limited, to
     about 1,000 kernels on NVIDIA GPUs: a host that is far ahead of its device is still never ahead by a long step.
+    The first part of a step is what was queued since the last one, such as the update of averages and the next inputs;
+    if it cannot be measured, it counts as no work.
 
     A host that is slower than its device is not ahead at all. Then a probe makes the device sleep before each part
     that was not measured, while the host queues it. A part that is longer than the queue stays unmeasured, and its
@@ -61,6 +63,7 @@ class StepTimer:
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
         self._step: list[_Interval] = []
+        self._last_step: list[_Interval] = []
         self._pending: deque[tuple[list[_Interval], float]] = deque()
         self._parts: list[_Part] = []
         self._sleeps: list[float] = []  # before each part of a probe, from the last step; 0: it was measured
@@ -69,18 +72,30 @@ class StepTimer:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Measure the step that the block queues."""
-        self._probes = self._unmeasured >= self._probe_after
-        self._step = []
-        self._begin_part(self._queue.mark())
+        if not self._step:
+            self._begin_part(self._queue.mark())
+        self.split()
         yield
-        self._end_part()
-        self._sleeps = [0.0 if part.is_own else min(1.25 * part.queueing, _LONGEST_SLEEP) for part in self._step]
-        if all(part.is_own for part in self._step):
+        stop = self._end_part()
+        self._last_step, self._step = self._step, []
+        self._plan_probe(self._last_step)
+        self._begin_part(stop)
+
+    def exclude(self) -> None:
+        """Do not count what was queued since the last step."""
+        if self._step:
+            self._step[0].is_excluded = True
+
+    def _plan_probe(self, step: "list[_Interval]") -> None:
+        """Decide whether the next step is a probe, and where it sleeps."""
+        self._sleeps = [0.0 if part.is_own else min(1.25 * part.queueing, _LONGEST_SLEEP) for part in step]
+        if all(part.is_own for part in step):
             self._unmeasured, self._probe_after = 0, PROBE_EVERY
         elif self._probes:
             self._unmeasured, self._probe_after = 0, 2 * self._probe_after
         else:
             self._unmeasured += 1
+        self._probes = self._unmeasured >= self._probe_after
 
     def split(self) -> None:
         """End a part of the step and begin the next, from any thread. All steps have the same number of parts."""
@@ -96,14 +111,14 @@ class StepTimer:
     def _end_part(self) -> Any:
         interval = self._step[-1]
         interval.stop = self._queue.mark()
-        interval.is_own = not interval.start.query()
+        interval.is_own = not interval.is_excluded and not interval.start.query()
         interval.queueing = time.perf_counter() - interval.began
         return interval.stop
 
     def add(self, work: float) -> None:
         """Set the amount of work of the last step."""
-        if any(interval.is_own for interval in self._step):
-            self._pending.append((self._step, work))
+        if any(interval.is_own for interval in self._last_step):
+            self._pending.append((self._last_step, work))
         self._read_events()
 
     def own_seconds(self, work: float) -> float | None:
@@ -111,8 +126,9 @@ class StepTimer:
         self._read_events()
         for part in self._parts:
             part.conclude()
-        rates = [part.rate for part in self._parts if part.rate is not None]
-        return sum(rates) * work if rates and len(rates) == len(self._parts) else None
+        before, *rates = [part.rate for part in self._parts] or [None]
+        known = [rate for rate in rates if rate is not None]
+        return (sum(known) + (before or 0.0)) * work if known and len(known) == len(rates) else None
 
     def _read_events(self) -> None:
         """Add the measured parts of the steps that the device has finished."""
@@ -134,6 +150,7 @@ class _Interval:
     began: float
     stop: Any = None
     is_own: bool = False
+    is_excluded: bool = False
     queueing: float = 0.0
 
 

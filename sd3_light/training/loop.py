@@ -104,9 +104,10 @@ def train(run: Run) -> Progress:
                 _count_skipped(run, wait=record or bool(due))
                 if record:
                     _log_step(run, lr, bar)
-            with run.meter.excluded():
-                for hook in due:
-                    hook.act(run.progress)
+            if due:
+                with run.meter.excluded():
+                    for hook in due:
+                        hook.act(run.progress)
     return run.progress
 
 

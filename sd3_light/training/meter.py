@@ -100,6 +100,8 @@ class Meter:
         start = time.perf_counter()
         yield
         self._excluded += time.perf_counter() - start
+        if self._timer is not None:
+            self._timer.exclude()
 
     def add(self, step: int, result: StepResult, samples: int, flops: int) -> None:
         """Add a step that was sent to the device; ``samples`` and ``flops`` are those of all processes."""

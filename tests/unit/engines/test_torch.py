@@ -90,7 +90,7 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 # --- a step ------------------------------------------------------------------------------------
 
 
-def real_engine(folder: Path) -> TorchEngine:
+def real_engine(folder: Path, fast: bool = False) -> TorchEngine:
     """Return an engine with a tiny denoiser without zero weights, so that every weight trains."""
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(1)
@@ -99,7 +99,7 @@ def real_engine(folder: Path) -> TorchEngine:
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
     # a large eps keeps Adam from amplifying the rounding of gradients near zero
     settings = config(folder, optimizer={"eps": 1e-3, "lr": 1e-3})
-    return TorchEngine(SD3TrainingModule(transformer, settings), settings, Launch(), CPU)
+    return TorchEngine(SD3TrainingModule(transformer, settings, fast), settings, Launch(), CPU)
 
 
 def real_batch(count: int = 4) -> MicroBatch:
@@ -110,18 +110,21 @@ def real_batch(count: int = 4) -> MicroBatch:
     return (noisy, 1000 * times.sigmoid(), prompt, pooled), (target, None)
 
 
-def test_a_backward_pass_has_a_part_per_some_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last weights' gradients come first; a part ends while most gradients are still missing."""
+@pytest.mark.parametrize("fast", [False, True], ids=["stock", "fast"])
+def test_a_pass_has_a_part_per_block(fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a backward pass per some weights: the last gradients come first, and a part ends while most are missing."""
     monkeypatch.setattr(torch_engine, "WEIGHTS_PER_PART", 10)
-    plain, engine = real_engine(tmp_path), real_engine(tmp_path)
+    plain, engine = real_engine(tmp_path, fast), real_engine(tmp_path, fast)
     missing: list[int] = []
     engine.part_queued = lambda: missing.append(len(engine.weights) - len(gradients(engine)))
     for _ in range(2):
         missing.clear()
         timed, untimed = (each.train_step([real_batch()], 1e-3).read() for each in (engine, plain))
         assert timed == untimed
-        forward, *parts, backward = missing
-        assert (forward, backward) == (len(engine.weights), 0)
+        layers = engine.module.transformer.config.num_layers + (1 if fast else 2)
+        forward, parts, backward = missing[: layers + 1], missing[layers + 1 : -1], missing[-1]
+        assert forward == [len(engine.weights)] * (layers + 1)
+        assert backward == 0
         assert len(parts) == len(engine.weights) // 10
         assert parts == sorted(parts, reverse=True)
         assert parts[0] > len(engine.weights) / 2

@@ -34,8 +34,9 @@ class Event:
 class Device:
     """Runs a step of ten kernels that the host queues one after another; host and device share a simulated clock.
 
-    ``data``, ``launch`` and ``other`` are the host's milliseconds per step, ``work`` the device's. At most ``depth``
-    kernels are queued; the host waits before it queues another. Parts of a step end after the kernels ``ends_part``.
+    ``data``, ``launch`` and ``other`` are the host's milliseconds per step, ``work`` the device's, and ``between`` the
+    device's between two steps. At most ``depth`` kernels are queued; the host waits before it queues another. Parts of
+    a step end after the kernels ``ends_part``.
     """
 
     rank, world, writers, updates_started = 0, 1, 1, 0
@@ -48,9 +49,11 @@ class Device:
         other: float = 0.0,
         depth: int = 1000,
         ends_part: Sequence[int] = (3, 7),
+        between: float = 0.0,
     ) -> None:
         self.weights: dict[str, Any] = {}
         self.milliseconds = {"data": data, "launch": launch, "work": work, "other": other}
+        self.between = between
         self.now = self.free_at = 0.0
         self.slept: list[float] = []
         self.part_queued: Any = lambda: None
@@ -74,6 +77,10 @@ class Device:
 
     def weight_norm(self) -> float:
         return 1.0
+
+    def begin_step(self, step: int) -> None:
+        self.spend("other")
+        self.free_at = max(self.now, self.free_at) + self.between / 1000
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> Any:
         for kernel in range(10):
@@ -127,7 +134,7 @@ def train_on(
             log=log,
             meter=Meter(timer=timer),
             flops_in=lambda batches: 7,
-            begin_step=lambda step: device.spend("other"),
+            begin_step=device.begin_step,
             logging_steps=logging_steps,
             idle_advice=IdleAdvice(**{"workers": 8, **advice}),
         )
@@ -146,14 +153,19 @@ def train_on(
         (Device(data=1, launch=3, work=20, depth=6), 0.0),  # the host is ahead, but never by a whole step
         (Device(data=1, launch=29, work=6, depth=6), 0.8),  # even a sleeping device does not get a whole step queued
         (Device(data=1, launch=3, work=20, depth=2, ends_part=range(9)), 0.0),  # parts as short as the queue
+        (Device(data=1, launch=3, work=15, between=5), 0.0),  # averages and inputs are work, too
+        (Device(data=27, launch=3, work=14, between=4), 0.4),
     ],
-    ids=["computing", "loading", "launching", "waiting", "other", "full queue", "slow and full queue", "short queue"],
+    ids=[
+        *("computing", "loading", "launching", "waiting", "other", "full queue", "slow and full queue", "short queue"),
+        *("work between steps", "waiting with work between steps"),
+    ],
 )
 def test_data_wait_is_the_idle_share_of_the_device(device: Device, idle: float, monkeypatch: Any) -> None:
     """Also where it is idle inside a step; records wait for the device, which costs a little."""
     *_, record, _ = train_on(device, 600, monkeypatch, logging_steps=50)
     assert record["data_wait"] == pytest.approx(idle, abs=0.03)
-    assert record["gpu_seconds"] == pytest.approx(device.milliseconds["work"] / 1000, rel=1e-6)
+    assert record["gpu_seconds"] == pytest.approx((device.milliseconds["work"] + device.between) / 1000, rel=1e-6)
     assert 1 - record["gpu_seconds"] / record["seconds"] == pytest.approx(record["data_wait"])
     for name, seconds in record["host_seconds"].items():
         if idle:
@@ -168,6 +180,31 @@ def test_a_device_sleeps_rarely_and_only_if_the_host_is_behind(monkeypatch: pyte
         assert all(seconds == pytest.approx(1.25 * 0.0029 * kernels, rel=0.01) for seconds in behind.slept[part::3])
     train_on(ahead, 600, monkeypatch, logging_steps=50)
     assert len(ahead.slept) <= 1
+
+
+def test_a_device_that_waits_for_data_sleeps_before_it_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(data=27, launch=3, work=18)
+    train_on(device, 600, monkeypatch)
+    before_data = [seconds for seconds in device.slept if seconds > 0.03]
+    assert 4 <= len(before_data) <= 7
+    assert before_data == pytest.approx([1.25 * 0.027] * len(before_data), rel=0.05)
+
+
+def test_excluded_work_between_steps_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as an evaluation that the host only queues."""
+    device = Device(data=0, launch=3, work=20)
+    monkeypatch.setattr(device_time.time, "perf_counter", lambda: device.now)
+    timer = StepTimer(device)
+    device.part_queued = timer.split
+    for number in range(20):
+        with timer.step():
+            device.train_step([], 0.1)
+        timer.add(1.0)
+        if number % 2:
+            device.free_at += 0.5
+            timer.exclude()
+    device.now += 100
+    assert timer.own_seconds(1.0) == pytest.approx(0.020, rel=1e-6)
 
 
 def test_without_the_time_of_the_device_waiting_for_data_counts(monkeypatch: pytest.MonkeyPatch) -> None:
