@@ -632,7 +632,7 @@ def test_inspect_shows_a_cache(verb: Callable[..., Result], cached_project: Proj
 def test_cache_prints_a_summary_of_the_cache(verb: Callable[..., Result], project: Project) -> None:
     result = verb("cache", project.train_toml)
     assert result.code == 0, result.err
-    assert "40 of 40 samples are already cached" in result.err
+    assert "40 of 40 images are up to date" in result.err
     assert "orphaned" not in result.err, "the table is for work to do"
     assert "64x64" in result.out
 

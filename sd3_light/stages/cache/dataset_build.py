@@ -161,7 +161,7 @@ class DatasetBuild:
         """Build the units. Return the number of samples that this command encoded."""
         total = reused + sum(unit.count for unit in units)
         if reused:
-            info(f"{title}: {reused:,} of {total:,} samples are already cached")
+            info(f"{title}: {reused:,} of {total:,} images are up to date")
         with progress(title, total, "images", done=reused) as bar:
             return self._builder.build(job, units, bar)
 
