@@ -121,8 +121,13 @@ def _same_signal_handlers() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Start child processes, also those of the package, with the large libraries imported."""
-    sys.executable = str(warm.install(tmp_path_factory.mktemp("warm")))
+    """Start child processes, also those of the package, with the large libraries imported, once for all workers."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder, owner = tmp_path_factory.getbasetemp().parent / "warm", os.getppid()
+        folder.mkdir(exist_ok=True)
+    else:
+        folder, owner = tmp_path_factory.mktemp("warm"), os.getpid()
+    sys.executable = str(warm.install(folder, owner))
     yield
     sys.executable = warm.REAL_PYTHON
 

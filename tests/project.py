@@ -1,8 +1,9 @@
 """A small training project: images of the demo world and two TOML files. The fixtures are in tests/conftest.py."""
 
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -77,7 +78,7 @@ class Project:
         """Run the cache stage in this process; the flags are those of `CacheOptions`."""
         from sd3_light.stages import cache
 
-        with few_reconstructions():
+        with quick_caching():
             return cache.run(self.load(*overrides), options=cache.CacheOptions(**flags))
 
     def train(self, *overrides: str, resume: "Resume | None" = None) -> "Progress":
@@ -85,7 +86,7 @@ class Project:
         from sd3_light.engines import Launch
         from sd3_light.journeys import cache_then_train
 
-        with few_reconstructions():
+        with quick_caching():
             return cache_then_train(self.load(*overrides), Launch(), resume=resume)
 
     def events(self, kind: str, run: str = "run") -> list[dict[str, Any]]:
@@ -105,12 +106,36 @@ class Project:
 
 
 @contextmanager
-def few_reconstructions() -> Iterator[None]:
-    """Let the cache stage print how well the VAE reconstructs one image instead of eight."""
+def quick_caching() -> Iterator[None]:
+    """Let the stages of this process share loaded encoders and tokenizers, and print how well the VAE reconstructs one
+    image instead of eight.
+
+    Loading takes longer than encoding the project's images. A loader that a test has replaced stays replaced.
+    """
+    from sd3_light.encoders import frozen_parts, half_vae, text
     from sd3_light.stages.cache import advice
 
-    with patch.dict(advice._RECONSTRUCTED, cpu=1):
+    loaders = (text.load_text_model, text.load_tokenizer, half_vae.load_encoding_vae)
+    with ExitStack() as patches:
+        patches.enter_context(patch.dict(advice._RECONSTRUCTED, cpu=1))
+        for loader in loaders:
+            if getattr(frozen_parts, loader.__name__) is loader:
+                patches.enter_context(patch.object(frozen_parts, loader.__name__, partial(_load_once, loader)))
         yield
+
+
+_LOADED: dict[Any, Any] = {}
+
+
+def _load_once(loader: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Return what the loader returned for these arguments and the same files before, or call it."""
+    (model,) = (argument for argument in arguments if isinstance(argument, Path))
+    files = [(path, path.stat()) for path in sorted(model.rglob("*"))]
+    state = tuple((path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in files)
+    key = (loader, arguments, tuple(keywords.items()), state)
+    if key not in _LOADED:
+        _LOADED[key] = loader(*arguments, **keywords)
+    return _LOADED[key]
 
 
 def with_nan(model: Path, target: Path, part: str) -> Path:

@@ -17,6 +17,7 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.stages import evaluate
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
+from tests.distributed.layouts import FSDP2, Job, launch
 from tests.judge_folders import write_vision
 from tests.project import Project
 from tests.warm import REAL_PYTHON
@@ -195,7 +196,7 @@ def test_a_checkpoint_belongs_to_the_run_not_to_the_layout(
 
 
 def test_sharded_weights_evaluate_and_sample_like_full_ones(
-    fresh_project: Project, monkeypatch: pytest.MonkeyPatch
+    fresh_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Everything that reads sharded weights: two kinds of averages, evaluation, samples, metrics, snapshots."""
     project = fresh_project
@@ -211,7 +212,8 @@ def test_sharded_weights_evaluate_and_sample_like_full_ones(
     project.train_toml.write_text(text.replace("t5_max_length = 16", 't5_max_length = 16\ntext_tokens = "real"'))
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     project.train('output_dir="full"')
-    torchrun(project, output_dir='"sharded"', micro_batch_size_per_gpu=2, parallel='"fsdp2"')
+    keys = ("micro_batch_size_per_gpu=2",)  # the next test proves exports of sharded weights
+    launch([Job(str(project.train_toml), "sharded", FSDP2.accumulating(1), keys)], tmp_path)
     assert curve_of(project, "sharded") == pytest.approx(curve_of(project, "full"), rel=1e-5)
     names = ("raw", "ema", "wide")
     ours, theirs = project.events("eval", "sharded"), project.events("eval", "full")

@@ -8,18 +8,27 @@ from typing import Any
 
 import pytest
 
-from sd3_light.config import load_config
+from sd3_light.checkpoint.progress import Progress
+from sd3_light.config import LoadedConfig, load_config
 from sd3_light.engines import Launch
 from sd3_light.recipes import FOLDER
 from sd3_light.runlog import read_log
 from sd3_light.stages.check import disk_faults
 from sd3_light.world import write_dataset
+from tests.project import quick_caching
 
 RECIPES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.toml"))
 TRAIN = [name for name in RECIPES if "output_dir" in tomllib.loads((FOLDER / name).read_text(encoding="utf-8"))]
 DEMO = [name for name in TRAIN if name.startswith("demo/")]
 EDITED = ("model.diffusers_path", "model.init", "directory[", "dataset")
 """Keys that users edit; all other keys of a recipe must be valid as shipped."""
+
+
+def cache_and_train(loaded: LoadedConfig) -> Progress:
+    from sd3_light.journeys import cache_then_train
+
+    with quick_caching():
+        return cache_then_train(loaded, Launch())
 
 
 def header(name: str) -> str:
@@ -74,12 +83,10 @@ def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", DEMO)
 def test_a_demo_recipe_runs(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Two steps with few samples in this process; the batch size and workers of the GPU recipe are too large for it."""
-    from sd3_light.journeys import cache_then_train
-
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})  # verified where the README runs
     overrides = ["max_steps=2", "micro_batch_size_per_gpu=4", "num_dataloader_workers=0", "caching_batch_size=8"]
     loaded = load_config(demo_folder / Path(name).name, [*overrides, "logging_steps=1"])
-    progress = cache_then_train(loaded, Launch())
+    progress = cache_and_train(loaded)
     assert (progress.step, progress.samples, progress.skipped) == (2, 8, 0)
     events: list[dict[str, Any]] = list(read_log(loaded.train.output_dir / "log.jsonl"))
     losses = [event["loss"] for event in events if event["event"] == "step"]
@@ -92,8 +99,6 @@ def test_a_demo_recipe_runs(demo_folder: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("name", ["sd3_light_256", pytest.param("sd3_light_256_seed", marks=pytest.mark.slow)])
 def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path: Path, name: str) -> None:
     """All keys as shipped except size, paths and counts, through cache, training and verified export."""
-    from sd3_light.journeys import cache_then_train
-
     for data in ("sd3_light_256_data.toml", "sd3_light_256_val.toml"):
         text = (FOLDER / data).read_text(encoding="utf-8")
         (tmp_path / data).write_text(text.replace("[256]", "[128]"), encoding="utf-8")
@@ -104,7 +109,7 @@ def test_the_pretraining_recipe_runs_at_a_small_size(demo_folder: Path, tmp_path
     overrides += ["model.size=tiny2", f'model.diffusers_path="{demo_folder / "model"}"', "eval_every_n_steps=2"]
     overrides += ["model.num_layers=2"] if name.endswith("seed") else ["sampling.every_n_steps=2", "sampling.steps=2"]
     loaded = load_config(tmp_path / f"{name}.toml", overrides)
-    progress = cache_then_train(loaded, Launch())
+    progress = cache_and_train(loaded)
     assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)
     assert (loaded.train.output_dir / "exports" / "step-00000002" / "proof.json").is_file()
     events = {event["event"] for event in read_log(loaded.train.output_dir / "log.jsonl")}
@@ -116,8 +121,6 @@ def test_a_fine_tuning_recipe_runs_on_the_demo_model(
     demo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, data: str
 ) -> None:
     """All keys as shipped except paths, counts and the limits of the demo's encoders."""
-    from sd3_light.journeys import cache_then_train
-
     monkeypatch.setattr(
         "sd3_light.export.diffusers_folder.prove", lambda *_: {}
     )  # LoRA exports are verified in tests/e2e
@@ -129,7 +132,7 @@ def test_a_fine_tuning_recipe_runs_on_the_demo_model(
     write_dataset(tmp_path / "data" / data, 6, seed=1)
     overrides = ["max_steps=2", "micro_batch_size_per_gpu=2", "num_dataloader_workers=0", "model.t5_max_length=16"]
     loaded = load_config(tmp_path / f"{name}.toml", [*overrides, f'model.diffusers_path="{demo_folder / "model"}"'])
-    progress = cache_then_train(loaded, Launch())
+    progress = cache_and_train(loaded)
     assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)
     (export,) = (loaded.train.output_dir / "exports").iterdir()
     assert (export / "pytorch_lora_weights.safetensors").is_file() == (name == "lora")
@@ -141,8 +144,6 @@ def test_the_icons_recipes_grow_from_128_to_256_px(
 ) -> None:
     """All keys as shipped except paths, counts, the denoiser's size and the limits of the demo's encoders."""
     from safetensors.torch import load_file
-
-    from sd3_light.journeys import cache_then_train
 
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     for path in FOLDER.glob("icons_*.toml"):
@@ -160,7 +161,7 @@ def test_the_icons_recipes_grow_from_128_to_256_px(
     for name in ("icons_128", "icons_256"):
         start = [f'model.init="{folder.parent}"' for folder in transformers] or ["cooldown_steps=1"]
         loaded = load_config(tmp_path / f"{name}.toml", [*overrides, *start])
-        progress = cache_then_train(loaded, Launch())
+        progress = cache_and_train(loaded)
         assert (progress.step, progress.samples, progress.skipped) == (2, 4, 0)
         transformers.append(loaded.train.output_dir / "exports" / "step-00000002" / "transformer")
     configs = [json.loads((folder / "config.json").read_text()) for folder in transformers]

@@ -20,6 +20,7 @@ from sd3_light.journeys import cache_then_train
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.runlog import read_log
 from sd3_light.world import write_dataset
+from tests.project import quick_caching
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "demo_pretrain.json"
 NUM_IMAGES, HELD_OUT, STEPS = 256, 32, 40
@@ -45,7 +46,7 @@ def make_recipe(folder: Path) -> Path:
 
 def measure(recipe: Path, run: str, *overrides: str) -> Numbers:
     """Train the recipe; return one row of `COLUMNS` per step, and the final evaluation."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, quick_caching():
         patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         cache_then_train(load_config(recipe, (*OVERRIDES, f'output_dir="{run}"', *overrides)), Launch())
     events = list(read_log(recipe.parent / run / "log.jsonl"))

@@ -26,22 +26,27 @@ ENVIRONMENT: dict[str, str] = {}
 """The server's environment, once it is installed."""
 
 
-def install(folder: Path) -> Path:
+def install(folder: Path, owner: int) -> Path:
     """Write the executable into ``folder``, and the command `sd3-light` beside it; return the executable's path.
 
-    The server ends with the calling process.
+    The server ends with the process ``owner``. Several processes may install into one folder and share its server.
     """
     client, command = folder / "python", folder / "sd3-light"
     ENVIRONMENT.update({name: value for name, value in os.environ.items() if name != "PYTHONPATH"})
     settings = {
         "python": REAL_PYTHON,
         "server": str(_CLIENT.with_name("server.py")),
-        "owner": os.getpid(),
+        "owner": owner,
         "environment": dict(ENVIRONMENT),
     }
     source = _CLIENT.read_text(encoding="utf-8").replace("SETTINGS = {}", f"SETTINGS = {settings!r}")
-    client.write_text(f"#!{REAL_PYTHON} -IS\n{source}", encoding="utf-8")
-    command.write_text(f'#!/bin/sh\nexec {client} -m sd3_light "$@"\n', encoding="utf-8")
-    for path in (client, command):
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    _write_program(client, f"#!{REAL_PYTHON} -IS\n{source}")
+    _write_program(command, f'#!/bin/sh\nexec {client} -m sd3_light "$@"\n')
     return client
+
+
+def _write_program(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.chmod(temporary.stat().st_mode | stat.S_IXUSR)
+    temporary.rename(path)

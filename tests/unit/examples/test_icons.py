@@ -138,7 +138,7 @@ def test_a_model_from_icons_alone(build: Any, packages: Path, tmp_path: Path, mo
     smaller = {
         "parts": "--vae-steps 2 --text-steps 2 --vae-batch 4 --text-batch 8",
         "train": "--set max_steps=2 --set cooldown_steps=1 --set micro_batch_size_per_gpu=2 "
-        "--set num_dataloader_workers=0",
+        "--set num_dataloader_workers=0 --set sampling.steps=2",
         "evaluate": "--prompts 8 --steps 1 --out scores.json",
     }
     commands = [line for line in trial_commands() if line.startswith("sd3-light")]

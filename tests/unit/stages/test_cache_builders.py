@@ -23,7 +23,7 @@ from sd3_light.files import file_sha256
 from sd3_light.stages import cache as stage
 from sd3_light.training.data import open_cache
 from tests.cases import combinations
-from tests.project import Project, few_reconstructions
+from tests.project import Project, quick_caching
 from tests.waiting import HANG_SECONDS, wait_until
 
 WORKERS = "caching_num_workers=2"
@@ -47,7 +47,7 @@ def start(work: Callable[..., object], *args: object) -> BaseProcess:
 
 
 def build(project: Project, rank: int = 0, world: int = 1, *overrides: str) -> None:
-    with few_reconstructions():
+    with quick_caching():
         stage.run(project.load(WORKERS, *overrides), Launch(rank=rank, local_rank=rank, world=world))
 
 
@@ -233,6 +233,6 @@ def test_the_encoders_are_freed_before_training(fresh_project: Project, monkeypa
         return module
 
     monkeypatch.setattr(FrozenParts, "part", part)
-    fresh_project.build_cache()
+    stage.run(fresh_project.load())
     assert modules
     assert all(reference() is None for reference in modules)
