@@ -36,13 +36,10 @@ class StepNumbers:
     band_counts: tuple[float, ...] = (0.0,) * NUM_BANDS
 
 
-class StepResult:
-    """A step's numbers, copied from the device asynchronously: only `read` waits for them."""
+class HostCopy:
+    """Numbers that are copied from the device asynchronously: only `read` waits for them, and for no later work."""
 
-    def __init__(self, names: Sequence[str], numbers: Tensor) -> None:
-        self.names = tuple(names)
-        self.first = numbers[0]
-        """The first loss, on the device."""
+    def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if numbers.is_cuda:
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -52,6 +49,27 @@ class StepResult:
         else:
             self._host = numbers
 
+    @property
+    def ready(self) -> bool:
+        """Whether `read` would return without waiting."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> Any:
+        """Return the numbers as a list, or a single one, waiting for the device if necessary."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
+
+
+class StepResult:
+    """A step's numbers, copied from the device asynchronously: only `read` waits for them."""
+
+    def __init__(self, names: Sequence[str], numbers: Tensor) -> None:
+        self.names = tuple(names)
+        self.first = numbers[0]
+        """The first loss, on the device."""
+        self._copy = HostCopy(numbers)
+
     @staticmethod
     def pack(losses: Mapping[str, Tensor], bands: Tensor) -> Tensor:
         """Pack losses and bands into one vector, so that ranks sum them in one collective."""
@@ -60,13 +78,11 @@ class StepResult:
     @property
     def ready(self) -> bool:
         """Whether `read` would return without waiting."""
-        return self._event is None or self._event.query()
+        return self._copy.ready
 
     def read(self) -> StepNumbers:
         """Return the numbers, waiting for the device if necessary."""
-        if self._event is not None:
-            self._event.synchronize()
-        *values, grad_norm, taken = self._host.tolist()
+        *values, grad_norm, taken = self._copy.read()
         count = len(self.names)
         bands, counts = values[count : count + NUM_BANDS], values[count + NUM_BANDS :]
         losses = dict(zip(self.names, values[:count], strict=True))
@@ -127,8 +143,8 @@ class Engine(Protocol):
             dist.all_reduce(numbers)
         return numbers
 
-    def weight_norm(self) -> float:
-        """Return the norm over all trainable weights."""
+    def weight_norm(self) -> Tensor:
+        """Return the norm over all trainable weights, on the device."""
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield this rank's part of weights and optimizer state; copying into the values loads a checkpoint."""

@@ -160,9 +160,9 @@ class TorchEngine(Engine):
     def _norm(self, parts: Sequence[Tensor]) -> Tensor:
         return self.layout.sum_parts(sum_of_squares(parts)).sqrt()
 
-    def weight_norm(self) -> float:
-        """Return the norm over all trainable weights."""
-        return float(self._norm(list(self.weights.values())))
+    def weight_norm(self) -> Tensor:
+        """Return the norm over all trainable weights, on the device."""
+        return self._norm([weight.detach() for weight in self.weights.values()])
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:

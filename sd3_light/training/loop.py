@@ -8,7 +8,7 @@ from typing import Any
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import Engine, MicroBatch, StepResult, StepStream
+from sd3_light.engines.protocol import Engine, HostCopy, MicroBatch, StepResult, StepStream
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import Bar, info
 from sd3_light.runlog import progress as progress_bar
@@ -27,6 +27,15 @@ class Hook:
     name: str
     due: Due
     act: Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class _Record:
+    """The record of some steps, to be written when the numbers of the last one have arrived."""
+
+    progress: Progress
+    lr: float
+    weight_norm: HostCopy
 
 
 @dataclass
@@ -59,6 +68,11 @@ class Run:
     last_result: StepResult | None = None
     _updates_before: int | None = None  # the engine's count before the step in progress
     _skipped_in_a_row: int = 0
+    _record: _Record | None = None
+
+    def ends_here(self) -> bool:
+        """Whether no step follows."""
+        return self.progress.step >= self.total_steps or self.requests.quit
 
     @property
     def is_updating(self) -> bool:
@@ -72,49 +86,46 @@ class Run:
 
 
 def train(run: Run) -> Progress:
-    """Train from ``run.progress`` to ``run.total_steps``, or until asked to stop; return the final progress."""
-    prefetched: Sequence[MicroBatch] | None = None
+    """Train from ``run.progress`` to ``run.total_steps``, or until asked to stop; return the final progress.
+
+    A record is written after the next step is queued, so that the device has work while the host waits and writes.
+    """
     with (
         closing(run.steps(run.progress.position)) as batches,
         progress_bar("train", run.total_steps, "steps", done=run.progress.step) as bar,
     ):
-        while run.progress.step < run.total_steps and not run.requests.quit:
-            before = run.progress
-            micro_batches, prefetched = prefetched or _next_step(run, batches), None
-            lr = run.learning_rate(before.step)
+        try:
+            while not run.ends_here():
+                before = run.progress
+                with run.meter.waiting():
+                    micro_batches = next(batches)
+                lr = run.learning_rate(before.step)
 
-            run.begin_step(before.step)
-            run._updates_before = run.engine.updates_started
-            with run.meter.launching():
-                result = run.last_result = run.engine.train_step(micro_batches, lr)
-                run.averages.update(run.engine.weights, before.step + 1)
-            run._updates_before = None
+                run.begin_step(before.step)
+                run._updates_before = run.engine.updates_started
+                with run.meter.launching():
+                    result = run.last_result = run.engine.train_step(micro_batches, lr)
+                    run.averages.update(run.engine.weights, before.step + 1)
+                run._updates_before = None
 
-            samples = run.samples_in(before.position)
-            run.progress = before.after(samples)
-            run.meter.add(run.progress.step, result, samples, run.flops_in(micro_batches))
-            run.requests.poll()
-            due = [hook for hook in run.hooks if hook.due(before, run.progress)]
-            is_last = run.progress.step == run.total_steps
-            record = run.progress.step % run.logging_steps == 0 or is_last
-            try:
-                if record and not due and not is_last:  # a record waits for the GPU: load the next batch meanwhile
-                    prefetched = _next_step(run, batches)
-            finally:
-                _count_skipped(run, wait=record or bool(due))
-                if record:
-                    _log_step(run, lr, bar)
-            if due:
-                with run.meter.excluded():
-                    for hook in due:
-                        hook.act(run.progress)
+                samples = run.samples_in(before.position)
+                run.progress = before.after(samples)
+                _write_record(run, bar)
+                run.meter.add(run.progress.step, result, samples, run.flops_in(micro_batches))
+                run.requests.poll()
+                due = [hook for hook in run.hooks if hook.due(before, run.progress)]
+                if run.progress.step % run.logging_steps == 0 or run.progress.step == run.total_steps:
+                    run._record = _Record(run.progress, lr, HostCopy(run.engine.weight_norm()))
+                if due or run.ends_here() or result.ready:
+                    _write_record(run, bar)
+                _count_skipped(run, wait=bool(due))
+                if due:
+                    with run.meter.excluded():
+                        for hook in due:
+                            hook.act(run.progress)
+        finally:
+            _write_record(run, bar)
     return run.progress
-
-
-def _next_step(run: Run, batches: StepStream) -> Sequence[MicroBatch]:
-    """Return the micro-batches of the next step."""
-    with run.meter.waiting():
-        return next(batches)
 
 
 def _count_skipped(run: Run, wait: bool) -> None:
@@ -133,18 +144,22 @@ def _count_skipped(run: Run, wait: bool) -> None:
             )
 
 
-def _log_step(run: Run, lr: float, bar: Bar) -> None:
-    """Log everything measured since the last record. All processes call it: the weight norm is a collective."""
-    progress = run.progress
-    fields: dict[str, Any] = {**run.meter.record(), "param_norm": run.engine.weight_norm()}
+def _write_record(run: Run, bar: Bar) -> None:
+    """Write the record that is due, if any, with everything measured since the last one."""
+    record, run._record = run._record, None
+    if record is None:
+        return
+    _count_skipped(run, wait=True)
+    progress = record.progress
+    fields: dict[str, Any] = {**run.meter.record(), "param_norm": record.weight_norm.read()}
     fields["ema_decay"] = run.averages.decays(progress.step)
     epoch = progress.position / run.steps_per_epoch
-    run.log("step", **progress.counts(), skipped=progress.skipped, epoch=epoch, lr=lr, **fields)
+    run.log("step", **progress.counts(), skipped=run.progress.skipped, epoch=epoch, lr=record.lr, **fields)
     if run.idle_advice is not None and (advice := run.idle_advice.of(run.meter.times)) is not None:
         info(advice)
     if progress.step % run.steps_per_print < run.logging_steps or progress.step == run.total_steps:
         speed = fields["samples_per_second"]
-        bar.advance(progress.step - bar.done, loss=fields["loss"], samples_per_second=speed, lr=lr)
+        bar.advance(progress.step - bar.done, loss=fields["loss"], samples_per_second=speed, lr=record.lr)
 
 
 def every(

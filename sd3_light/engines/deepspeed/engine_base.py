@@ -46,12 +46,12 @@ class DeepSpeedBase(Engine):
         optimizer: Any = self.optimizer.torch_optimizer
         optimizer.grad_scale, optimizer.found_inf = None, (~finite).float()
 
-    def weight_norm(self) -> float:
-        """Return the norm over all trainable weights."""
+    def weight_norm(self) -> Tensor:
+        """Return the norm over all trainable weights, on the device."""
         squares = sum_of_squares(self.weights.values())
         if self.parts_group is not None:
             dist.all_reduce(squares, group=self.parts_group)
-        return float(squares.sqrt())
+        return squares.sqrt()
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield the weights, then the optimizer state of each."""

@@ -336,7 +336,7 @@ def test_averages_are_named_and_gathered_like_weights(make: Callable[..., TorchE
 
 
 def test_weight_norm(make: Callable[..., TorchEngine]) -> None:
-    assert make().weight_norm() == pytest.approx(math.sqrt(6 * 0.25))
+    assert float(make().weight_norm()) == pytest.approx(math.sqrt(6 * 0.25))
 
 
 # --- trainable weights -------------------------------------------------------------------------

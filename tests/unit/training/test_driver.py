@@ -64,8 +64,8 @@ class OneWeight:
             raise self.errors[number]
         return Result(StepNumbers({"loss": 1.0 if taken else math.nan}, 1.0, taken))
 
-    def weight_norm(self) -> float:
-        return float(self.weight)
+    def weight_norm(self) -> torch.Tensor:
+        return torch.tensor(float(self.weight))
 
     def pieces(self) -> Iterator[TensorPiece]:
         return self.like_weights("param", self.weights)

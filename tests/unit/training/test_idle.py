@@ -1,5 +1,6 @@
 """A device's idle time on a simulated clock: how it is measured, and which cause is named."""
 
+import itertools
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -7,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
+from sd3_light.config.faults import UserError
 from sd3_light.data.loader import LoadTimes
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream
 from sd3_light.training import device_time, meter
@@ -75,8 +78,8 @@ class Device:
             self.spend("data")
             yield [((0,), (None,))]
 
-    def weight_norm(self) -> float:
-        return 1.0
+    def weight_norm(self) -> torch.Tensor:
+        return torch.tensor(1.0)
 
     def begin_step(self, step: int) -> None:
         self.spend("other")
@@ -111,16 +114,23 @@ class LateResult:
 
 
 def train_on(
-    device: Device, steps: int, monkeypatch: pytest.MonkeyPatch, logging_steps: int = 10, **advice: Any
+    device: Device,
+    steps: int,
+    monkeypatch: pytest.MonkeyPatch,
+    logging_steps: int = 10,
+    writing: float = 0.0,
+    records: list[dict[str, Any]] | None = None,
+    **advice: Any,
 ) -> list[dict[str, Any]]:
-    """Train on a simulated device; return the step records."""
+    """Train on a simulated device; return the step records, each of which takes the host ``writing`` seconds."""
     for module in (meter, device_time):
         monkeypatch.setattr(module.time, "perf_counter", lambda: device.now)
     monkeypatch.setattr(meter.time, "thread_time", lambda: device.now)
-    records: list[dict[str, Any]] = []
+    records = [] if records is None else records
 
     def log(event: str, **fields: Any) -> None:
-        records.append(fields)
+        device.now += writing
+        records.append({**fields, "written": device.now})
 
     timer = StepTimer(device)
     device.part_queued = timer.split
@@ -170,6 +180,30 @@ def test_data_wait_is_the_idle_share_of_the_device(device: Device, idle: float, 
     for name, seconds in record["host_seconds"].items():
         if idle:
             assert seconds == pytest.approx(device.milliseconds[name] / 1000, abs=1e-5)
+
+
+def test_the_device_works_while_a_record_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is queued before the host waits for the numbers of this one."""
+    device = Device(data=1, launch=3, work=20)
+    records = train_on(device, 100, monkeypatch, logging_steps=2, writing=0.012)
+    assert [record["step"] for record in records] == [*range(2, 101, 2)]
+    assert all((record["steps"], record["samples"]) == (2, 4 * record["step"]) for record in records)
+    assert device.now == pytest.approx(0.004 + 100 * 0.020, abs=0.03)
+    assert records[20]["seconds"] == pytest.approx(0.020, rel=0.01)
+
+
+def test_a_late_record_is_written_if_the_data_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, records = Device(data=1, launch=3, work=20), list[dict[str, Any]]()
+    steps = device.steps
+
+    def some_steps(first: int) -> StepStream:
+        yield from itertools.islice(steps(first), 4)
+        raise UserError("a shard is damaged")
+
+    device.steps = some_steps  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="damaged"):
+        train_on(device, 100, monkeypatch, logging_steps=2, records=records)
+    assert [record["step"] for record in records] == [2, 4]
 
 
 def test_a_device_sleeps_rarely_and_only_if_the_host_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,8 +61,8 @@ class CountingEngine:
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         return numbers
 
-    def weight_norm(self) -> float:
-        return float(self.weight)
+    def weight_norm(self) -> torch.Tensor:
+        return torch.tensor(float(self.weight))
 
     def pieces(self) -> Iterator[TensorPiece]:
         raise NotImplementedError
