@@ -202,9 +202,8 @@ def test_sharded_weights_evaluate_and_sample_like_full_ones(
     project = fresh_project
     write_dataset(project.folder / "held_out", 6, seed=2, held_out=True)
     (project.folder / "eval.toml").write_text('resolutions = [64]\n[[directory]]\npath = "held_out"\n')
-    text = project.train_toml.read_text().replace(
-        "seed = 3", 'seed = 3\neval_datasets = ["eval.toml"]\neval_every_n_steps = 2'
-    )
+    evaluation = 'eval_datasets = ["eval.toml"]\neval_every_n_steps = 2\neval_micro_batch_size_per_gpu = 4'
+    text = project.train_toml.read_text().replace("seed = 3", f"seed = 3\n{evaluation}")
     text += '[[ema.track]]\nname = "wide"\npower_width = 0.1\nupdate_every = 1\n'
     text += '[sampling]\nprompts = ["a red circle", "a blue square", "a green star"]\nevery_n_steps = 3\nsteps = 2\n'
     text += f'[metrics]\ndataset = "data.toml"\nfeatures = "{write_vision(project.folder / "judge")}"\n'
