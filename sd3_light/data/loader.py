@@ -1,6 +1,7 @@
 """The loader: micro-batches prepared by worker processes, at most ``workers x prefetch`` of them in memory."""
 
 import atexit
+import gc
 import multiprocessing.util
 import os
 import signal
@@ -177,7 +178,7 @@ class PipelineDataLoader:
             prefetch_factor=prefetch_batches_per_worker if num_dataloader_workers else None,
             # forked workers share the slots, and a cache that is held in memory
             multiprocessing_context=multiprocessing.get_context("fork") if num_dataloader_workers else None,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=_start_worker,
         )
 
     def __iter__(self) -> Generator[PreparedBatch, None, None]:
@@ -224,10 +225,15 @@ class PipelineDataLoader:
                 batches.extend(islice(source, count))
 
 
-def _ignore_signals(worker: int) -> None:
-    """Ignore SIGTERM and Ctrl-C in workers, which receive them too: the trainer needs workers until it has saved."""
+def _start_worker(worker: int) -> None:
+    """Ignore SIGTERM and Ctrl-C in a worker, which receives them too, and exclude inherited objects from collections.
+
+    The trainer needs workers until it has saved. A full collection would visit every object of the trainer, and copy
+    the memory that the worker shares with it.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    gc.freeze()
 
 
 _WORKERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
