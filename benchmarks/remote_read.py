@@ -73,7 +73,7 @@ def serve(latency: float, errors: float, ready: "Connection[Any, Any]") -> None:
     from werkzeug.serving import WSGIRequestHandler, make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    WSGIRequestHandler.protocol_version = "HTTP/1.1"  # connections are kept, as by S3
+    WSGIRequestHandler.protocol_version = "HTTP/1.1"  # as S3; but unlike S3, this server closes every connection
     app = SlowApp(DomainDispatcherApplication(create_backend_app), latency, errors)
     server = make_server("127.0.0.1", 0, app, threaded=True)
     ready.send(server.server_port)
