@@ -37,14 +37,14 @@ class StepNumbers:
 
 
 class HostCopy:
-    """Numbers that are copied from the device asynchronously: only `read` waits for them, and for no later work."""
+    """Numbers that are copied from the device asynchronously: only `read` waits for them, not for later work."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if numbers.is_cuda:
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._host.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event(enable_timing=True)
             self._event.record(torch.cuda.current_stream(numbers.device))
         else:
             self._host = numbers
@@ -54,8 +54,14 @@ class HostCopy:
         """Whether `read` would return without waiting."""
         return self._event is None or self._event.query()
 
+    def seconds_since(self, earlier: "HostCopy") -> float | None:
+        """Return the device's seconds between two copies that have arrived; None on a CPU."""
+        if self._event is None or earlier._event is None:
+            return None
+        return float(earlier._event.elapsed_time(self._event)) / 1000
+
     def read(self) -> Any:
-        """Return the numbers as a list, or a single one, waiting for the device if necessary."""
+        """Return a list, or a float for a single number, waiting for the device if necessary."""
         if self._event is not None:
             self._event.synchronize()
         return self._host.tolist()
@@ -79,6 +85,10 @@ class StepResult:
     def ready(self) -> bool:
         """Whether `read` would return without waiting."""
         return self._copy.ready
+
+    def seconds_since(self, earlier: "StepResult") -> float | None:
+        """Return the device's seconds from the end of an earlier step; None on a CPU. Both must have arrived."""
+        return self._copy.seconds_since(earlier._copy)
 
     def read(self) -> StepNumbers:
         """Return the numbers, waiting for the device if necessary."""
@@ -123,7 +133,7 @@ class Engine(Protocol):
     part_queued: Callable[[], None] = staticmethod(lambda: None)
     """Called when the host has queued a part of a forward or backward pass, also from autograd's threads.
 
-    Engines that cannot tell do not call it.
+    DeepSpeed engines never call it.
     """
 
     @property

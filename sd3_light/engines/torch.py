@@ -113,9 +113,9 @@ class TorchEngine(Engine):
         return tuple(losses), StepResult.pack(losses, bands) / count
 
     @contextmanager
-    def _between_layers(self, act: Callable[[], None]) -> Iterator[None]:
-        """Call ``act`` after each layer of a forward pass, if the module can."""
-        self.module.layer_queued = act
+    def _between_layers(self, callback: Callable[[], None]) -> Iterator[None]:
+        """Call ``callback`` after each layer of a forward pass, if the module supports it."""
+        self.module.layer_queued = callback
         try:
             yield
         finally:
@@ -162,7 +162,7 @@ class TorchEngine(Engine):
 
     def weight_norm(self) -> Tensor:
         """Return the norm over all trainable weights, on the device."""
-        return self._norm([weight.detach() for weight in self.weights.values()])
+        return self._norm(list(self.weights.values()))
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:

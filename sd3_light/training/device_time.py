@@ -51,8 +51,8 @@ class StepTimer:
     The time between two events is the device's own if it had not reached the first one when the host had queued the
     second, because then no kernel waited for the host. A part is shorter than a step because a queue is limited, to
     about 1,000 kernels on NVIDIA GPUs: a host that is far ahead of its device is still never ahead by a long step.
-    The first part of a step is what was queued since the last one, such as the update of averages and the next inputs;
-    if it cannot be measured, it counts as no work.
+    The first part of a step is what was queued since the previous step, such as the next inputs; while it is not
+    measured, it counts as zero.
 
     A host that is slower than its device is not ahead at all. Then a probe makes the device sleep before each part
     that was not measured, while the host queues it. A part that is longer than the queue stays unmeasured, and its
@@ -88,8 +88,10 @@ class StepTimer:
 
     def _plan_probe(self, step: "list[_Interval]") -> None:
         """Decide whether the next step is a probe, and where it sleeps."""
-        self._sleeps = [0.0 if part.is_own else min(1.25 * part.queueing, _LONGEST_SLEEP) for part in step]
-        if all(part.is_own for part in step):
+        is_measured = [part.is_own or part.is_excluded for part in step]
+        needed = [min(1.25 * part.queueing, _LONGEST_SLEEP) for part in step]
+        self._sleeps = [0.0 if known else sleep for known, sleep in zip(is_measured, needed, strict=True)]
+        if all(is_measured):
             self._unmeasured, self._probe_after = 0, PROBE_EVERY
         elif self._probes:
             self._unmeasured, self._probe_after = 0, 2 * self._probe_after
@@ -98,7 +100,7 @@ class StepTimer:
         self._probes = self._unmeasured >= self._probe_after
 
     def split(self) -> None:
-        """End a part of the step and begin the next, from any thread. All steps have the same number of parts."""
+        """End a part of the step and begin the next, from any thread. Another number of parts discards all rates."""
         self._begin_part(self._end_part())
 
     def _begin_part(self, start: Any) -> None:
@@ -126,9 +128,9 @@ class StepTimer:
         self._read_events()
         for part in self._parts:
             part.conclude()
-        before, *rates = [part.rate for part in self._parts] or [None]
+        between_steps, *rates = [part.rate for part in self._parts] or [None]
         known = [rate for rate in rates if rate is not None]
-        return (sum(known) + (before or 0.0)) * work if known and len(known) == len(rates) else None
+        return (sum(known) + (between_steps or 0.0)) * work if known and len(known) == len(rates) else None
 
     def _read_events(self) -> None:
         """Add the measured parts of the steps that the device has finished."""

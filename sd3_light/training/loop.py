@@ -13,7 +13,7 @@ from sd3_light.optim.ema import Averages
 from sd3_light.runlog import Bar, info
 from sd3_light.runlog import progress as progress_bar
 from sd3_light.training.idle import IdleAdvice
-from sd3_light.training.meter import Meter
+from sd3_light.training.meter import Mark, Meter
 from sd3_light.training.requests import RunRequests
 
 Due = Callable[[Progress, Progress], bool]
@@ -30,12 +30,13 @@ class Hook:
 
 
 @dataclass(frozen=True)
-class _Record:
-    """The record of some steps, to be written when the numbers of the last one have arrived."""
+class _PendingRecord:
+    """A record of the log whose numbers have not arrived yet."""
 
     progress: Progress
     lr: float
     weight_norm: HostCopy
+    until: Mark
 
 
 @dataclass
@@ -68,9 +69,9 @@ class Run:
     last_result: StepResult | None = None
     _updates_before: int | None = None  # the engine's count before the step in progress
     _skipped_in_a_row: int = 0
-    _record: _Record | None = None
+    _record: _PendingRecord | None = None
 
-    def ends_here(self) -> bool:
+    def is_done(self) -> bool:
         """Whether no step follows."""
         return self.progress.step >= self.total_steps or self.requests.quit
 
@@ -95,7 +96,7 @@ def train(run: Run) -> Progress:
         progress_bar("train", run.total_steps, "steps", done=run.progress.step) as bar,
     ):
         try:
-            while not run.ends_here():
+            while not run.is_done():
                 before = run.progress
                 with run.meter.waiting():
                     micro_batches = next(batches)
@@ -110,27 +111,29 @@ def train(run: Run) -> Progress:
 
                 samples = run.samples_in(before.position)
                 run.progress = before.after(samples)
-                _write_record(run, bar)
                 run.meter.add(run.progress.step, result, samples, run.flops_in(micro_batches))
+                _write_record(run, bar)
                 run.requests.poll()
                 due = [hook for hook in run.hooks if hook.due(before, run.progress)]
                 if run.progress.step % run.logging_steps == 0 or run.progress.step == run.total_steps:
-                    run._record = _Record(run.progress, lr, HostCopy(run.engine.weight_norm()))
-                if due or run.ends_here() or result.ready:
+                    norm = HostCopy(run.engine.weight_norm())
+                    run._record = _PendingRecord(run.progress, lr, norm, run.meter.mark())
+                if due or run.is_done() or result.ready:
                     _write_record(run, bar)
                 _count_skipped(run, wait=bool(due))
                 if due:
                     with run.meter.excluded():
                         for hook in due:
                             hook.act(run.progress)
-        finally:
-            _write_record(run, bar)
+        except BaseException:
+            _write_after_error(run, bar)
+            raise
     return run.progress
 
 
-def _count_skipped(run: Run, wait: bool) -> None:
+def _count_skipped(run: Run, wait: bool, until: Mark | None = None) -> None:
     """Count the steps that were not taken; raise if there are too many in a row."""
-    for step, numbers in run.meter.collect(wait):
+    for step, numbers in run.meter.collect(wait, until):
         if numbers.taken:
             run._skipped_in_a_row = 0
             continue
@@ -149,9 +152,11 @@ def _write_record(run: Run, bar: Bar) -> None:
     record, run._record = run._record, None
     if record is None:
         return
-    _count_skipped(run, wait=True)
     progress = record.progress
-    fields: dict[str, Any] = {**run.meter.record(), "param_norm": record.weight_norm.read()}
+    _count_skipped(run, True, record.until)
+    with run.meter.synchronizing():
+        weight_norm = record.weight_norm.read()
+    fields: dict[str, Any] = {**run.meter.record(record.until), "param_norm": weight_norm}
     fields["ema_decay"] = run.averages.decays(progress.step)
     epoch = progress.position / run.steps_per_epoch
     run.log("step", **progress.counts(), skipped=run.progress.skipped, epoch=epoch, lr=record.lr, **fields)
@@ -160,6 +165,22 @@ def _write_record(run: Run, bar: Bar) -> None:
     if progress.step % run.steps_per_print < run.logging_steps or progress.step == run.total_steps:
         speed = fields["samples_per_second"]
         bar.advance(progress.step - bar.done, loss=fields["loss"], samples_per_second=speed, lr=record.lr)
+
+
+def _write_after_error(run: Run, bar: Bar) -> None:
+    """Read the numbers of all complete steps and write the pending record.
+
+    With several processes only what has arrived: a step does not end without the others, and they may be gone.
+    """
+    if run.has_diverged:
+        return
+    is_alone = run.engine.world == 1
+    try:
+        if is_alone or (run._record is not None and run.meter.has_arrived(run._record.until)):
+            _write_record(run, bar)
+        _count_skipped(run, wait=is_alone)
+    except RuntimeError as failure:  # a failed device has no numbers; the error that is raised says why
+        info(f"the numbers of the last steps are missing: {str(failure).partition(chr(10))[0]}")
 
 
 def every(

@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,6 +46,30 @@ class Window:
         return {**means, "steps": self.steps, "band": {name: total / n for name, total, n in bands if n > 0}}
 
 
+@dataclass(frozen=True)
+class _Clock:
+    """Seconds of the host since the meter was made, and the time."""
+
+    time: float
+    excluded: float = 0.0
+    waited: float = 0.0
+    launched: float = 0.0
+    launched_cpu: float = 0.0
+    synchronized: float = 0.0
+    loaded: float = 0.0
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The end of a record's steps: how much was queued until then, and the host's clock."""
+
+    step: int
+    steps: int
+    samples: int
+    flops: int
+    clock: _Clock
+
+
 class Meter:
     """Counts steps and time. Results are read as they arrive from the device, without waiting for it.
 
@@ -67,94 +91,134 @@ class Meter:
         """Of the last record; empty as long as the device's own time is unknown."""
         self._timer, self._load = timer, load
         self._pending: deque[tuple[int, StepResult]] = deque()
-        self._reset()
+        self._last: StepResult | None = None  # of the steps that arrived
+        self._last_recorded: StepResult | None = None
+        self._clock = _Clock(0.0)
+        self._step = self._steps = self._samples = self._flops = 0
+        self._start = self.mark()
 
-    def _reset(self) -> None:
-        self._since, self._excluded, self._waited, self._synchronized = time.perf_counter(), 0.0, 0.0, 0.0
-        self._launched = self._launched_cpu = 0.0
-        self._loaded = self._load_waits()
-        self._samples = self._steps = self._flops = 0
+    def _read_clock(self) -> _Clock:
+        loaded = 0.0 if self._load is None else self._load.waited
+        return replace(self._clock, time=time.perf_counter(), loaded=loaded)
 
-    def _load_waits(self) -> float:
-        return 0.0 if self._load is None else self._load.waited
+    def _count(self, **seconds: float) -> None:
+        self._clock = replace(self._clock, **{name: getattr(self._clock, name) + s for name, s in seconds.items()})
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Measure the block as time spent waiting for data."""
         start = time.perf_counter()
         yield
-        self._waited += time.perf_counter() - start
+        self._count(waited=time.perf_counter() - start)
 
     @contextmanager
     def launching(self) -> Iterator[None]:
         """Measure the block as time spent queueing a step; data that arrive meanwhile are waited for, not launched."""
-        start, cpu, loaded = time.perf_counter(), time.thread_time(), self._load_waits()
+        start, cpu = self._read_clock(), time.thread_time()
         with nullcontext() if self._timer is None else self._timer.step():
             yield
-        self._launched += time.perf_counter() - start - (self._load_waits() - loaded)
-        self._launched_cpu += time.thread_time() - cpu
+        stop = self._read_clock()
+        launched = stop.time - start.time - (stop.loaded - start.loaded)
+        self._count(launched=launched, launched_cpu=time.thread_time() - cpu)
+
+    @contextmanager
+    def synchronizing(self) -> Iterator[None]:
+        """Measure the block as time spent waiting for the device."""
+        start = time.perf_counter()
+        yield
+        self._count(synchronized=time.perf_counter() - start)
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
         """Exclude the block's time from the training speed."""
         start = time.perf_counter()
         yield
-        self._excluded += time.perf_counter() - start
+        self._count(excluded=time.perf_counter() - start)
         if self._timer is not None:
             self._timer.exclude()
 
     def add(self, step: int, result: StepResult, samples: int, flops: int) -> None:
         """Add a step that was sent to the device; ``samples`` and ``flops`` are those of all processes."""
         self._pending.append((step, result))
+        self._step = step
         self._steps += 1
         self._samples += samples
         self._flops += flops
         if self._timer is not None:
             self._timer.add(flops or 1)
 
-    def collect(self, wait: bool) -> list[tuple[int, StepNumbers]]:
-        """Return the steps whose numbers arrived since the last call, in order; with ``wait`` wait for all of them."""
-        arrived, start = [], time.perf_counter()
-        while self._pending and (wait or self._pending[0][1].ready):
-            step, result = self._pending.popleft()
-            numbers = result.read()
-            if numbers.taken:
-                self.window.add(numbers)
-            arrived.append((step, numbers))
-        self._synchronized += time.perf_counter() - start
+    def mark(self) -> Mark:
+        """Return the end of a record: it covers the steps that were added until now."""
+        return Mark(self._step, self._steps, self._samples, self._flops, self._read_clock())
+
+    def has_arrived(self, until: Mark) -> bool:
+        """Return whether the numbers of all steps until a mark have arrived."""
+        return all(result.ready for step, result in self._pending if step <= until.step)
+
+    def collect(self, wait: bool, until: Mark | None = None) -> list[tuple[int, StepNumbers]]:
+        """Return the steps whose numbers arrived since the last call, in order; with ``wait`` wait for all of them.
+
+        ``until`` leaves out later steps.
+        """
+        arrived = []
+        last = self._step if until is None else until.step
+        with self.synchronizing():
+            while self._pending and self._pending[0][0] <= last and (wait or self._pending[0][1].ready):
+                step, self._last = self._pending.popleft()
+                numbers = self._last.read()
+                if numbers.taken:
+                    self.window.add(numbers)
+                arrived.append((step, numbers))
         return arrived
 
-    def record(self) -> dict[str, Any]:
-        """Return everything measured since the last record and start again; all results must be collected."""
-        assert not self._pending, "collect before a record"
-        seconds = max(time.perf_counter() - self._since - self._excluded, 1e-9)
+    def record(self, until: Mark | None = None) -> dict[str, Any]:
+        """Return everything measured since the last record, until a mark or now, and start again.
+
+        All results until then must be collected, and none after it.
+        """
+        until = self.mark() if until is None else until
+        assert not self._pending or self._pending[0][0] > until.step, "collect before a record"
         self.times = HostTimes()
-        fields = {**self.window.means(), **self._speed(seconds), **memory()}
+        fields = {**self.window.means(), **self._speed(self._start, until), **memory()}
         self.window = Window()
-        self._reset()
+        self._start, self._last_recorded = until, self._last
         return fields
 
-    def _speed(self, seconds: float) -> dict[str, Any]:
-        rate = self._samples / seconds
-        flops = self._flops / seconds / self.world
+    def _speed(self, start: Mark, stop: Mark) -> dict[str, Any]:
+        names, (first, last) = vars(stop.clock), (start.clock, stop.clock)
+        past = _Clock(**{name: getattr(last, name) - getattr(first, name) for name in names})
+        seconds, steps = max(self._device_seconds(past) - past.excluded, 1e-9), stop.steps - start.steps
+        rate = (stop.samples - start.samples) / seconds
+        flops = stop.flops - start.flops
+        flops_per_second = flops / seconds / self.world
         speed = {
             "samples_per_second": rate,
             "images_per_second_per_gpu": rate / self.world,
-            **self._waits(seconds),
-            "seconds": seconds / max(1, self._steps),
-            "tflops_per_gpu": flops / 1e12,
+            **self._waits(past, seconds, steps, flops),
+            "seconds": seconds / max(1, steps),
+            "tflops_per_gpu": flops_per_second / 1e12,
         }
-        return speed if self.peak_flops is None else {**speed, "mfu": flops / self.peak_flops}
+        return speed if self.peak_flops is None else {**speed, "mfu": flops_per_second / self.peak_flops}
 
-    def _waits(self, seconds: float) -> dict[str, Any]:
+    def _device_seconds(self, past: _Clock) -> float:
+        """Return the seconds from the last step of the last record to that of this one, by the device's own clock.
+
+        A record may be written before or after the host has queued further steps, so the host's clock would be wrong.
+        """
+        seconds = None
+        if self._last is not None and self._last_recorded is not None:
+            seconds = self._last.seconds_since(self._last_recorded)
+        return past.time if seconds is None else seconds
+
+    def _waits(self, past: _Clock, seconds: float, steps: int, flops: int) -> dict[str, Any]:
         """Return ``data_wait``; where the GPU's own time is known, also what GPU and main process do in a step."""
-        own = None if self._timer is None else self._timer.own_seconds(self._flops or self._steps)
+        own = None if self._timer is None else self._timer.own_seconds(flops or steps)
         if own is None:
-            return {"data_wait": min(1.0, self._waited / seconds)}
-        data = self._waited if self._load is None else self._load.waited - self._loaded
-        other = max(0.0, seconds - data - self._launched - self._synchronized)
-        self.times = HostTimes(self._steps, seconds, own, data, self._launched, self._launched_cpu, other)
-        gpu = own / max(1, self._steps)
+            return {"data_wait": min(1.0, past.waited / seconds)}
+        data = past.waited if self._load is None else past.loaded
+        other = max(0.0, seconds - data - past.launched - past.synchronized)
+        self.times = HostTimes(steps, seconds, own, data, past.launched, past.launched_cpu, other)
+        gpu = own / max(1, steps)
         return {"data_wait": self.times.idle, "gpu_seconds": gpu, "host_seconds": self.times.per_step()}
 
 

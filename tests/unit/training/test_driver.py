@@ -32,6 +32,9 @@ class Result:
     def __init__(self, numbers: StepNumbers) -> None:
         self.numbers = numbers
 
+    def seconds_since(self, earlier: "Result") -> None:
+        return None
+
     def read(self) -> StepNumbers:
         return self.numbers
 

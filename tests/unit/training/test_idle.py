@@ -16,7 +16,7 @@ from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream
 from sd3_light.training import device_time, meter
 from sd3_light.training.device_time import StepTimer
 from sd3_light.training.idle import WARN_WINDOW, HostTimes, IdleAdvice
-from sd3_light.training.loop import Run, train
+from sd3_light.training.loop import Hook, Run, every, train
 from sd3_light.training.meter import Meter
 
 
@@ -81,6 +81,9 @@ class Device:
     def weight_norm(self) -> torch.Tensor:
         return torch.tensor(1.0)
 
+    def wait(self, seconds: float) -> None:
+        self.now = max(self.now, self.free_at) + seconds
+
     def begin_step(self, step: int) -> None:
         self.spend("other")
         self.free_at = max(self.now, self.free_at) + self.between / 1000
@@ -108,6 +111,9 @@ class LateResult:
     def ready(self) -> bool:
         return self.at <= self.device.now
 
+    def seconds_since(self, earlier: "LateResult") -> float:
+        return self.at - earlier.at
+
     def read(self) -> StepNumbers:
         self.device.now = max(self.device.now, self.at)
         return StepNumbers({"loss": 1.0}, 1.0, True)
@@ -120,6 +126,7 @@ def train_on(
     logging_steps: int = 10,
     writing: float = 0.0,
     records: list[dict[str, Any]] | None = None,
+    hook_every: int | None = None,
     **advice: Any,
 ) -> list[dict[str, Any]]:
     """Train on a simulated device; return the step records, each of which takes the host ``writing`` seconds."""
@@ -145,6 +152,7 @@ def train_on(
             meter=Meter(timer=timer),
             flops_in=lambda batches: 7,
             begin_step=device.begin_step,
+            hooks=[Hook("wait", every(hook_every), lambda progress: device.wait(0.5))],
             logging_steps=logging_steps,
             idle_advice=IdleAdvice(**{"workers": 8, **advice}),
         )
@@ -172,7 +180,7 @@ def train_on(
     ],
 )
 def test_data_wait_is_the_idle_share_of_the_device(device: Device, idle: float, monkeypatch: Any) -> None:
-    """Also where it is idle inside a step; records wait for the device, which costs a little."""
+    """Also where it is idle inside a step."""
     *_, record, _ = train_on(device, 600, monkeypatch, logging_steps=50)
     assert record["data_wait"] == pytest.approx(idle, abs=0.03)
     assert record["gpu_seconds"] == pytest.approx((device.milliseconds["work"] + device.between) / 1000, rel=1e-6)
@@ -190,6 +198,36 @@ def test_the_device_works_while_a_record_is_written(monkeypatch: pytest.MonkeyPa
     assert all((record["steps"], record["samples"]) == (2, 4 * record["step"]) for record in records)
     assert device.now == pytest.approx(0.004 + 100 * 0.020, abs=0.03)
     assert records[20]["seconds"] == pytest.approx(0.020, rel=0.01)
+
+
+@pytest.mark.parametrize("logging_steps", [1, 5])
+@pytest.mark.parametrize(
+    ("device", "milliseconds"),
+    [
+        (Device(data=1, launch=3, work=20), 20),
+        (Device(data=27, launch=3, work=18), 30),
+        (Device(data=1, launch=29, work=18), 30),
+        (Device(data=1, launch=3, work=20, depth=2, ends_part=range(9)), 20),
+    ],
+    ids=["computing", "waiting", "launching", "short queue"],
+)
+def test_every_record_has_the_time_of_its_steps(
+    device: Device, milliseconds: float, logging_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also before and after hooks of half a second, and the last one. A probe makes a step longer, the next shorter."""
+    records = train_on(device, 300, monkeypatch, logging_steps, hook_every=20)
+    times = [1000 * record["seconds"] for record in records[2:]]
+    typical = [seconds for seconds in times if seconds == pytest.approx(milliseconds, rel=0.25)]
+    assert len(typical) > 0.9 * len(times)
+    assert min(times) > 0.99 * device.milliseconds["work"]
+    assert times[-1] == pytest.approx(milliseconds, rel=0.25)
+
+
+def test_hooks_after_every_step_leave_probes_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(data=1, launch=29, work=18)
+    train_on(device, 600, monkeypatch, hook_every=1)
+    assert 5 <= len(device.slept) / 3 <= 7
+    assert max(device.slept) < 0.02
 
 
 def test_a_late_record_is_written_if_the_data_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The loop with an engine that only counts steps: what happens at which step, and in which order."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,9 @@ class Result:
 
     def __init__(self, numbers: StepNumbers, late: bool) -> None:
         self.numbers, self.ready, self.reads = numbers, not late, 0
+
+    def seconds_since(self, earlier: "Result") -> None:
+        return None
 
     def read(self) -> StepNumbers:
         self.reads += 1
@@ -164,6 +168,36 @@ def test_the_data_stream_is_closed_at_the_end(error: UserError | None) -> None:
     with pytest.raises(UserError) if error is not None else nullcontext():
         train(replace(run(3), steps=steps, hooks=[Hook("fail", every(steps=2), act)]))
     assert next(streams[0], None) is None
+
+
+def test_after_an_error_all_complete_steps_are_counted() -> None:
+    """A checkpoint that is saved then holds their means and the number of skipped steps."""
+    engine = CountingEngine(bad=[1], late=True)
+
+    def failing(first: int) -> StepStream:
+        yield from itertools.islice(numbered(first), 4)
+        raise UserError("a shard is damaged")
+
+    steps = run(9, engine, logging_steps=100)
+    steps.steps = failing
+    with pytest.raises(UserError, match="damaged"):
+        train(steps)
+    assert (steps.progress.step, steps.progress.skipped, steps.meter.window.steps) == (4, 1, 3)
+
+
+def test_after_an_error_of_one_process_nothing_waits_for_the_others() -> None:
+    engine = CountingEngine(late=True)
+    engine.world = 2  # type: ignore[misc]
+
+    def failing(first: int) -> StepStream:
+        yield from itertools.islice(numbered(first), 2)
+        raise UserError("a shard is damaged")
+
+    steps = run(9, engine, logging_steps=2)
+    steps.steps = failing
+    with pytest.raises(UserError, match="damaged"):
+        train(steps)
+    assert [result.reads for result in engine.results] == [0, 0]
 
 
 def test_the_last_step_is_logged_before_an_error_of_the_data() -> None:
