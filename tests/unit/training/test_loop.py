@@ -88,6 +88,16 @@ def numbered(first: int) -> StepStream:
         first += 1
 
 
+def failing_after(count: int) -> Callable[[int], StepStream]:
+    """Return data that end in an error."""
+
+    def steps(first: int) -> StepStream:
+        yield from itertools.islice(numbered(first), count)
+        raise UserError("a shard is damaged")
+
+    return steps
+
+
 def run(total: int, engine: CountingEngine | None = None, **keys: Any) -> Run:
     defaults: dict[str, Any] = {"samples_in": lambda step: 4, "learning_rate": lambda step: step / 100}
     return Run(engine=engine or CountingEngine(), steps=numbered, total_steps=total, **{**defaults, **keys})
@@ -174,12 +184,7 @@ def test_after_an_error_all_complete_steps_are_counted() -> None:
     """A checkpoint that is saved then holds their means and the number of skipped steps."""
     engine = CountingEngine(bad=[1], late=True)
 
-    def failing(first: int) -> StepStream:
-        yield from itertools.islice(numbered(first), 4)
-        raise UserError("a shard is damaged")
-
-    steps = run(9, engine, logging_steps=100)
-    steps.steps = failing
+    steps = replace(run(9, engine, logging_steps=100), steps=failing_after(4))
     with pytest.raises(UserError, match="damaged"):
         train(steps)
     assert (steps.progress.step, steps.progress.skipped, steps.meter.window.steps) == (4, 1, 3)
@@ -189,12 +194,7 @@ def test_after_an_error_of_one_process_nothing_waits_for_the_others() -> None:
     engine = CountingEngine(late=True)
     engine.world = 2  # type: ignore[misc]
 
-    def failing(first: int) -> StepStream:
-        yield from itertools.islice(numbered(first), 2)
-        raise UserError("a shard is damaged")
-
-    steps = run(9, engine, logging_steps=2)
-    steps.steps = failing
+    steps = replace(run(9, engine, logging_steps=2), steps=failing_after(2))
     with pytest.raises(UserError, match="damaged"):
         train(steps)
     assert [result.reads for result in engine.results] == [0, 0]
