@@ -101,19 +101,19 @@ class TorchEngine(Engine):
 
     def _run_pass(self, batch: Any, count: int, part_queued: Callable[[], None] | None = None) -> Numbers:
         """Queue forward and backward pass of one of ``count`` micro-batches."""
-        if part_queued is None:  # recorded passes contain no events of a timer
+        with self._between_layers(part_queued):
             losses, bands = self._losses(batch)
-            (losses["loss"] / count).backward()
+        loss = losses["loss"] / count
+        if part_queued is None:  # recorded passes contain no events of a timer
+            loss.backward()
         else:
-            with self._between_layers(part_queued):
-                losses, bands = self._losses(batch)
             part_queued()
             with self._between_gradients(part_queued):
-                (losses["loss"] / count).backward()
+                loss.backward()
         return tuple(losses), StepResult.pack(losses, bands) / count
 
     @contextmanager
-    def _between_layers(self, callback: Callable[[], None]) -> Iterator[None]:
+    def _between_layers(self, callback: Callable[[], None] | None) -> Iterator[None]:
         """Call ``callback`` after each layer of a forward pass, if the module supports it."""
         self.module.layer_queued = callback
         try:

@@ -125,7 +125,7 @@ def train(run: Run) -> Progress:
                     with run.meter.excluded():
                         for hook in due:
                             hook.act(run.progress)
-        except BaseException:
+        except BaseException:  # raised again
             _write_after_error(run, bar)
             raise
     return run.progress

@@ -187,7 +187,7 @@ class Meter:
     def _speed(self, start: Mark, stop: Mark) -> dict[str, Any]:
         names, (first, last) = vars(stop.clock), (start.clock, stop.clock)
         past = _Clock(**{name: getattr(last, name) - getattr(first, name) for name in names})
-        seconds, steps = max(self._device_seconds(past) - past.excluded, 1e-9), stop.steps - start.steps
+        seconds, steps = max(self._device_seconds(first) - past.excluded, 1e-9), stop.steps - start.steps
         rate = (stop.samples - start.samples) / seconds
         flops = stop.flops - start.flops
         flops_per_second = flops / seconds / self.world
@@ -200,15 +200,16 @@ class Meter:
         }
         return speed if self.peak_flops is None else {**speed, "mfu": flops_per_second / self.peak_flops}
 
-    def _device_seconds(self, past: _Clock) -> float:
+    def _device_seconds(self, start: _Clock) -> float:
         """Return the seconds from the last step of the last record to that of this one, by the device's own clock.
 
         A record may be written before or after the host has queued further steps, so the host's clock would be wrong.
+        It is used on CPUs, and for the first record, until now: the numbers of its last step have just arrived.
         """
         seconds = None
         if self._last is not None and self._last_recorded is not None:
             seconds = self._last.seconds_since(self._last_recorded)
-        return past.time if seconds is None else seconds
+        return time.perf_counter() - start.time if seconds is None else seconds
 
     def _waits(self, past: _Clock, seconds: float, steps: int, flops: int) -> dict[str, Any]:
         """Return ``data_wait``; where the GPU's own time is known, also what GPU and main process do in a step."""

@@ -221,6 +221,7 @@ def test_every_record_has_the_time_of_its_steps(
     assert len(typical) > 0.9 * len(times)
     assert min(times) > 0.99 * device.milliseconds["work"]
     assert times[-1] == pytest.approx(milliseconds, rel=0.25)
+    assert 1000 * records[0]["seconds"] > 0.99 * device.milliseconds["work"]
 
 
 def test_hooks_after_every_step_leave_probes_on_time(monkeypatch: pytest.MonkeyPatch) -> None:
