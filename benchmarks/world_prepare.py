@@ -1,7 +1,8 @@
 """Prepares the data of the ablations and the speedrun: encoders, images, prompts and caches.
 
-    python benchmarks/world_prepare.py FOLDER [--scenes hard|simple] [--side 128] [--images 49152] [--prompts 256]
-                                       [--parts FOLDER] [--caches padded real] [--vae-seconds 240] [--processes 8]
+    python benchmarks/world_prepare.py FOLDER [--scenes hard|simple] [--side 64|128|256|512] [--images 49152]
+                                       [--prompts 256] [--parts FOLDER] [--caches padded real]
+                                       [--vae-seconds 240] [--processes 8]
 
 `simple` scenes are those of the demo and use its encoders. `hard` scenes have up to six objects with sizes, textures
 and overlaps; their captions need other tokenizers and text encoders, which stay random, and their textures another VAE.
@@ -46,6 +47,8 @@ NUM_FOLDERS = 16  # image folders, drawn in parallel
 NUM_HELD_OUT = 1024
 TRAIN_SEED, HELD_OUT_SEED = 100, 2
 VAE_PIXELS = 48_000 * 128**2  # of all images that the VAE is trained on
+VAE_BATCH_PIXELS = 128 * 256**2
+CACHING_PIXELS = 512 * 128**2  # of the images that are encoded at once
 
 CACHES = {"padded": (), "real": REAL_CACHE}
 """Overrides by kind of text."""
@@ -75,7 +78,8 @@ def make_parts(folder: Path, bench: Bench, source: Path | None, vae_seconds: flo
     options = parts.PartsOptions(
         vae_size="tiny", text_size="tiny", random_text=True, words=ZH_HARD_WORDS,
         max_images=VAE_PIXELS // bench.side**2,
-        vae=VaeOptions(batch=128, seed=7), vae_fit=FitOptions(minutes=vae_seconds / 60, lr=1.5e-3),
+        vae=VaeOptions(batch=min(128, VAE_BATCH_PIXELS // bench.side**2), seed=7),
+        vae_fit=FitOptions(minutes=vae_seconds / 60, lr=1.5e-3),
     )  # fmt: skip
     parts.run(folder / "data.toml", model, options)
 
@@ -112,13 +116,15 @@ def draw_one(bench: Bench, index: int, seed: int, held_out: bool) -> tuple[Image
 
 def build_cache(folder: Path, overrides: tuple[str, ...], processes: int) -> None:
     """Encode images, captions and prompts with several processes."""
+    bench = Bench.read(folder)
+    overrides = (*overrides, f"caching_batch_size={min(512, CACHING_PIXELS // bench.side**2)}")
     loaded = load(folder, overrides)
     if processes == 1:
         cache.run(loaded)
         return
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     options = ["--config", str(loaded.path), "--cache-only"]
-    for override in Bench.read(folder).overrides(overrides):
+    for override in bench.overrides(overrides):
         options += ["--set", override]
     subprocess.run([*launcher, str(ROOT / "train.py"), *options], check=True)
 
@@ -147,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--scenes", choices=("hard", "simple"), default="hard")
-    parser.add_argument("--side", type=int, choices=(64, 128, 256), default=128)
+    parser.add_argument("--side", type=int, choices=(64, 128, 256, 512), default=128)
     parser.add_argument("--images", type=int, default=49152)
     parser.add_argument("--prompts", type=int, default=256, help="held-out prompts of every score")
     parser.add_argument("--parts", type=Path, help="folder with encoders and VAE of an earlier preparation")

@@ -6,7 +6,6 @@ are in scores.jsonl of its folder, so that a run that was cut continues from its
 
 import json
 import multiprocessing
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -42,6 +41,8 @@ _SCORES = "scores.jsonl"
 _SAMPLE_BATCH = 256
 _MAX_JUDGES = 8
 _GRID = 64  # images of last.png
+_MAX_DEMO_SIDE = 256  # where the position table of the size `demo` ends
+_LARGE_TABLE = ('size = "demo"', "shape = { num_layers = 4, num_heads = 4 }")  # the same size with a larger table
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,12 @@ class Bench:
 
 def load(folder: Path, overrides: Sequence[str] = (), base: Path = BASE) -> LoadedConfig:
     """Return the base recipe with overrides, for a prepared folder."""
-    path = folder / base.name
-    if not path.is_file() or path.read_bytes() != base.read_bytes():
-        shutil.copy(base, path)
-    return load_config(path, Bench.read(folder).overrides(overrides))
+    path, bench, text = folder / base.name, Bench.read(folder), base.read_text(encoding="utf-8")
+    if bench.side > _MAX_DEMO_SIDE:
+        text = text.replace(*_LARGE_TABLE)
+    if not path.is_file() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8")
+    return load_config(path, bench.overrides(overrides))
 
 
 @dataclass

@@ -15,6 +15,7 @@ import pytest
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import UserError
 from sd3_light.config.faults import Stopped
+from sd3_light.model.start import configured_size
 from sd3_light.runlog import read_log
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -142,6 +143,21 @@ def test_averages_of_other_lengths_are_scored(bench: SimpleNamespace) -> None:
     assert set(result["fixed"]) == {"raw", "ema", "short", "long"}
     assert set(result["ema_lengths"]) == {"0.06", "0.1"}
     assert not (bench.folder / "runs" / ablation.name / "average").exists()
+
+
+@pytest.mark.parametrize(("side", "batch"), [(64, 512), (128, 512), (256, 128), (512, 32)])
+def test_the_caching_batch_fits_the_side(
+    scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, side: int, batch: int
+) -> None:
+    prepare, loaded = scripts.world_prepare, []
+    bench = scripts.world_runs.Bench(hard=False, side=side, num_prompts=1)
+    (tmp_path / "bench.json").write_text(json.dumps(vars(bench)), encoding="utf-8")
+    prepare.draw_images(tmp_path, bench, 1, 1)
+    prepare.make_parts(tmp_path, bench, None, 0)
+    monkeypatch.setattr(prepare.cache, "run", loaded.append)
+    prepare.build_cache(tmp_path, (), 1)
+    assert [config.train.caching_batch_size for config in loaded] == [batch]
+    assert configured_size(loaded[0].train.model).width == 256
 
 
 def test_the_table_has_a_line_per_row(scripts: SimpleNamespace, tmp_path: Path) -> None:

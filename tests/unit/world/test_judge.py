@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
-from sd3_light.world import draw_scene, judge, render_scene
+from sd3_light.world import draw_scene, draw_square_image, judge, render_scene
 from sd3_light.world.judge import compare, detect_scene
 from sd3_light.world.scene import COLOURS, SCENE_KINDS, SHAPES, Item, Scene, canonical_scene
 from tests.cases import combinations
@@ -49,6 +49,12 @@ def _damaged(image: Image.Image) -> Image.Image:
 def test_rendered_images_are_judged_correctly(kind: str) -> None:
     verdicts = [judge(image, scene) for image, scene in _images(510, kind)]
     assert np.mean([verdict.all for verdict in verdicts]) >= 0.99
+
+
+@pytest.mark.parametrize("damage", [lambda image: image, _blurred, _noisy, _compressed])
+def test_large_images_are_judged_correctly(damage: Callable[[Image.Image], Image.Image]) -> None:
+    drawn = [draw_square_image(index, 0, 512, hard=False, held_out=index % 2 == 0) for index in range(12)]
+    assert all(judge(damage(image), scene).all for image, scene in drawn)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,9 @@ def test_rendered_images_are_judged_correctly(kind: str) -> None:
     assert np.mean([verdict.all for verdict in verdicts]) >= 0.98
 
 
-def test_large_images_are_judged_correctly() -> None:
-    verdicts = [judge_hard(image, scene) for kind in HARD_KINDS for image, scene in _images(kind, 8, side=256)]
+@pytest.mark.parametrize(("side", "count"), [(256, 8), (512, 4)])
+def test_large_images_are_judged_correctly(side: int, count: int) -> None:
+    verdicts = [judge_hard(image, scene) for kind in HARD_KINDS for image, scene in _images(kind, count, side)]
     assert all(verdict.all for verdict in verdicts)
 
 
