@@ -139,6 +139,7 @@ class Catalogue:
     def __init__(self, cache_dir: Path, claims: Claims, share: tuple[int, int] = (0, 1)) -> None:
         self.folder, self.claims, self._share = cache_dir / CATALOGUE_FOLDER, claims, share
         self._parts = self.folder / "parts"
+        self._unprobed: dict[str, int] = {}  # rows by part that `probe_images` has yet to report
 
     def refresh(self, sources: Sequence[Source], on_listed: Callable[[int], None]) -> list[Listing]:
         """List the sources that changed; ``on_listed`` is called with the number of new rows, part by part."""
@@ -155,7 +156,8 @@ class Catalogue:
     def count_unprobed(self, listings: Sequence[Listing]) -> int:
         """Return the number of rows that have not been probed."""
         parts = [part for listing in listings for part in listing.parts if not self._is_probed(part)]
-        return sum(_num_rows(self._rows_file(part)) for part in parts)
+        self._unprobed = {part: _num_rows(self._rows_file(part)) for part in parts}
+        return sum(self._unprobed.values())
 
     def probe_images(
         self,
@@ -166,14 +168,26 @@ class Catalogue:
     ) -> None:
         """Read every new image: store its size and content hash, or the reason why it cannot be used.
 
-        ``pool`` reads them; without it, ``workers`` processes of this machine.
+        ``pool`` reads them; without it, ``workers`` processes of this machine. The numbers for ``on_probed`` add up to
+        `count_unprobed`.
         """
         sources = {part: listing.source for listing in listings for part in listing.parts}
+
+        def is_probed(part: str) -> bool:
+            is_done = self._is_probed(part)
+            if is_done and (rest := self._unprobed.pop(part, 0)) > 0:  # rejected rows, and parts of other processes
+                on_probed(rest)
+            return is_done
+
+        def count(part: str, num_images: int) -> None:
+            self._unprobed[part] = self._unprobed.get(part, 0) - num_images
+            on_probed(num_images)
+
         with WorkerPool(0 if pool else workers, probe_images, CRASHED_PROBE) as own:
             self.claims.divide(
                 rotate_to_share(list(sources), self._share),
-                self._is_probed,
-                lambda part: self._probe_part(part, sources[part], pool or own, on_probed),
+                is_probed,
+                lambda part: self._probe_part(part, sources[part], pool or own, partial(count, part)),
             )
 
     def rows(self, part: str, numbers: Sequence[int] | None = None) -> list[InputRow]:

@@ -5,6 +5,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,27 @@ def test_a_living_process_is_waited_for(images: Path, cache: Path, monkeypatch: 
             second.probe_images(again, 0, ignore)
         assert len(waits) == 2
         assert first.count_unprobed(listings) == 0
+
+
+def test_progress_counts_the_parts_of_other_processes(
+    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One part is probed before this process starts to probe, another one while it waits."""
+    with open_catalogue(cache, directory(images)) as (first, listings), Claims(cache / "claims") as others:
+        second = Catalogue(cache, others)
+        assert second.count_unprobed(second.refresh(make_sources([directory(images)]), ignore)) == COUNT
+        before, meanwhile, *_ = (replace(listings[0], parts=(part,)) for part in listings[0].parts)
+        first.probe_images([before], 0, ignore)
+        assert first.claims.take(meanwhile.parts[0])
+
+        def sleep(_: float) -> None:
+            first.claims.release(meanwhile.parts[0])
+            first.probe_images([meanwhile], 0, ignore)
+
+        monkeypatch.setattr(time, "sleep", sleep)
+        probed: list[int] = []
+        second.probe_images(listings, 0, probed.append)
+        assert sum(probed) == COUNT
 
 
 def test_rows_probed_by_another_process_meanwhile_are_not_counted(
