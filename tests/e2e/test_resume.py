@@ -12,6 +12,7 @@ from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
 from sd3_light.data.resident import ResidentCache
+from sd3_light.data.stream import MicroBatches
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.proof import ProofError
 from sd3_light.stages import evaluate
@@ -320,6 +321,16 @@ def test_the_dataloader_can_be_reset(whole: Project, project: Project) -> None:
     assert numbers(project, "same", 0)[0][2] != numbers(whole, "run", 4)[0][2], (
         "samples differ from those of the fifth step"
     )
+
+
+@pytest.mark.parametrize(("reset", "first"), [(False, 4), (True, 0)])
+def test_the_first_shards_are_requested_before_the_model_is_loaded(
+    whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, reset: bool, first: int
+) -> None:
+    requested: list[int] = []
+    monkeypatch.setattr(MicroBatches, "prefetch_step", lambda self, step: requested.append(step))
+    project.train(*settings(max_steps=5), resume=Resume(checkpoint(whole, 4), reset_dataloader=reset))
+    assert requested == [first]
 
 
 def test_epochs_count_from_the_start_of_the_data(whole: Project, project: Project) -> None:

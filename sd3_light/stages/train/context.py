@@ -27,6 +27,7 @@ from sd3_light.stages.train.resume import (
     choose_checkpoint,
     keep_position_table,
     noise_in_force,
+    progress_in_force,
     settings_in_force,
     with_position_step,
 )
@@ -151,9 +152,9 @@ def open_context(
     # one machine keeps the order in which earlier versions distributed samples
     by_segment: bool = groups.decide_on_rank_0(lambda: launch.spans_machines)
     resident = place_cache(data, order, config, start.size, launch, device, by_deepspeed, groups, noise)
-    if resumed is None and reads_data and resident is None:
-        micro = config.gradient_accumulation_steps
-        MicroBatches(data, order, share.rank, share.world, micro, by_segment).prefetch_step(0)
+    if reads_data and resident is None:
+        micro, position = config.gradient_accumulation_steps, progress_in_force(resumed, resume).position
+        MicroBatches(data, order, share.rank, share.world, micro, by_segment).prefetch_step(position)
     return RunContext(
         *(loaded, config, start, launch, device, by_deepspeed, folder, groups, data, order, resumed, noise, resident),
         by_segment,

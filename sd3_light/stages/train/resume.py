@@ -150,6 +150,12 @@ def _with_settings(config: TrainConfig, resumed: Checkpoint, resume: Resume, old
     return config.model_copy(update={"optimizer": optimizer, **{key: old[key] for key in _RATE_KEYS}})
 
 
+def progress_in_force(resumed: Checkpoint | None, resume: Resume | None) -> Progress:
+    """Return the counters with which the run begins or continues."""
+    progress = Progress() if resumed is None else resumed.progress
+    return replace(progress, position=0) if resume is not None and resume.reset_dataloader else progress
+
+
 def noise_in_force(resumed: Checkpoint | None) -> Noise:
     """Return how the run makes its noise: a resumed run continues as it began. Old checkpoints do not say how."""
     if resumed is None:
@@ -233,10 +239,7 @@ def load_checkpoint(
         info(f"{saved.path} has no average {name!r}: it starts from the current weights")
         for key, tensor in track.shadow.items():
             tensor.copy_(engine.weights[key])
-    progress = saved.progress
-    if resume.reset_dataloader:
-        return replace(progress, position=0), None
-    return progress, saved.facts["window"]
+    return progress_in_force(saved, resume), None if resume.reset_dataloader else saved.facts["window"]
 
 
 def _require_model(saved: Checkpoint, engine: Engine, changed: str) -> None:
