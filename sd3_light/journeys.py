@@ -4,6 +4,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch, deepspeed
+from sd3_light.engines.cpu_threads import limit_threads
 from sd3_light.metrics.composition import DEMANDS, CompositionScore
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.runlog import info, progress
 from sd3_light.stages import cache, check, evaluate, init, train
+from sd3_light.system import usable_cores
+from sd3_light.training.other_process import train_beside
 from sd3_light.world import write_dataset
 
 _DEMO_MARKER = ".sd3_light_demo"
@@ -77,25 +81,30 @@ def run_demo(out: Path, steps: int | None, more_steps: int | None, images: int, 
     _prepare_demo(out, images)
     scratch = load_config(out / "pretrain.toml", _steps(steps))
     base = load_config(out / "continue.toml", _steps(more_steps))
-    rows: dict[str, CompositionScore] = {}
 
     check.require(scratch)
-    cache.run(scratch)
-    info("scoring random weights")
-    rows["untrained: random weights"] = evaluate.run(init.run(scratch, out / "untrained"), prompts, guidance=_GUIDANCE)
-
-    progress_scratch = train.run(scratch)
-    pretrained = _score_last_export(scratch.train.output_dir, prompts)
-    rows[f"pretrained here from random weights: {progress_scratch.samples:,} samples"] = pretrained
-
-    info("continuing from the shipped base (trained on a GPU; see sd3_light/assets/demo/NOTE.md)")
     check.require(base)
-    progress_base = train.run(base)
-    final = _score_last_export(base.train.output_dir, prompts)
-    rows[f"shipped base, then trained here: {progress_base.samples:,} samples"] = final
+    # pretraining uses one core; everything else runs on the others at the same time, and both encode the images
+    neighbours = 1 if usable_cores() > 1 else 0
+    limit_threads(1 + neighbours)
+    pretraining = train_beside(scratch, _steps(steps), "pretrain") if neighbours else None
+    with pretraining or nullcontext(lambda: train.run(scratch).samples) as finish:
+        cache.run(scratch)
+        info("scoring random weights")
+        untrained = evaluate.run(init.run(scratch, out / "untrained"), prompts, guidance=_GUIDANCE)
+        info("continuing from the shipped base (trained on a GPU; see sd3_light/assets/demo/NOTE.md)")
+        base_samples = train.run(base, Launch(neighbours=neighbours)).samples
+        final = _score_last_export(base.train.output_dir, prompts)
+        scratch_samples = finish()
+    pretrained = _score_last_export(scratch.train.output_dir, prompts)
 
     grid = out / "grid.png"
     final.as_grid(title="held-out prompts, drawn by the shipped base after further training here").save(grid)
+    rows = {
+        "untrained: random weights": untrained,
+        f"pretrained here from random weights: {scratch_samples:,} samples": pretrained,
+        f"shipped base, then trained here: {base_samples:,} samples": final,
+    }
     Console().print(score_table(rows))
     minutes = (time.monotonic() - started) / 60
     Console().print(f"took {minutes:.1f} minutes; open {grid}", highlight=False, soft_wrap=True)

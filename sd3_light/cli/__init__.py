@@ -12,8 +12,9 @@ from sd3_light.cli import convert_verbs  # noqa: F401
 from sd3_light.cli import report_verbs  # noqa: F401
 from sd3_light.cli import ui_verb  # noqa: F401
 from sd3_light.cli.app import app
-from sd3_light.cli.process import RESUMABLE, run_guarded
+from sd3_light.cli.process import run_guarded
 from sd3_light.cli.train_py import launch
+from sd3_light.config.faults import RESUMABLE
 
 __all__ = ["RESUMABLE", "app", "launch", "main"]
 

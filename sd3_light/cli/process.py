@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from sd3_light.config.faults import PeerLost, Stopped, UserError
+from sd3_light.config.faults import RESUMABLE, PeerLost, Stopped, UserError
 from sd3_light.files import disk_error
 from sd3_light.runlog import info, quiet_libraries, set_main_process
 from sd3_light.system import limit_spinning
@@ -23,9 +23,6 @@ from sd3_light.system import limit_spinning
 if TYPE_CHECKING:
     from sd3_light.config import LoadedConfig
     from sd3_light.engines import Launch
-
-RESUMABLE = 75
-"""Exit code of a run that stopped on request and can be resumed: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 _DEBUG = bool(os.environ.get("SD3_LIGHT_DEBUG"))
 

@@ -12,8 +12,12 @@ class PeerLost(UserError):
     """Another process of the run is gone. The input is valid; starting again is enough. Exit code 75."""
 
 
+RESUMABLE = 75
+"""Exit code of a run that stopped on request and can be resumed: EX_TEMPFAIL of sysexits.h, "try again"."""
+
+
 class Stopped(Exception):
-    """A run stopped on request and saved everything needed to resume. Exit code 75."""
+    """A run stopped on request and saved everything needed to resume. The exit code is `RESUMABLE`."""
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,19 @@ from sd3_light.config.faults import UserError
 
 @dataclass(frozen=True)
 class Launch:
-    """Rank, rank on this machine, and number of processes (world)."""
+    """Rank, rank on this machine, number of processes (world), and of processes beside a single one that train
+    something else."""
 
     rank: int = 0
     local_rank: int = 0
     world: int = 1
+    neighbours: int = 0
 
     @property
     def local_world(self) -> int:
-        """Number of processes on this machine, from the launcher's environment."""
+        """Number of processes that share this machine, from the launcher's environment."""
         if self.world == 1:
-            return 1
+            return 1 + self.neighbours
         size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's, DeepSpeed's
         return min(self.world, int(size or self.world))
 

@@ -46,6 +46,10 @@ class Bar:
         if now >= self._next_update:
             self._next_update = now + self._display.update(self)
 
+    def restart_rate(self) -> None:
+        """Measure the rate from now on, after a start that is slower than the rest."""
+        self._points = deque([(time.monotonic(), self.done)], maxlen=_NUM_POINTS)
+
     def status(self, finished: bool = False, brief: bool = False) -> str:
         """Return the progress as text: `120/1000 · 12% · 103 samples/s · 8:02 left · loss 0.51`.
 

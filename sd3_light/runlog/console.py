@@ -9,6 +9,9 @@ from rich.console import Console, RenderableType
 # The only console: lines printed while a progress bar is shown appear above it.
 console = Console(stderr=True)
 
+CONSOLE = "console.txt"
+"""The file in a run's folder with the messages of a run that another process started."""
+
 _main_process: bool | None = None
 
 

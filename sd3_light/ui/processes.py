@@ -11,12 +11,10 @@ from pathlib import Path
 
 from sd3_light.checkpoint.lock import is_locked
 from sd3_light.config import load_config
-from sd3_light.config.faults import UserError
+from sd3_light.config.faults import RESUMABLE, UserError
 from sd3_light.files import write_errors
+from sd3_light.runlog import CONSOLE
 from sd3_light.training.requests import SAVE_QUIT
-
-CONSOLE = "console.txt"
-"""What a started run prints, in its folder."""
 
 _TAIL_BYTES = 8000
 
@@ -81,7 +79,7 @@ class RunProcesses:
             ]
         process = self._started.get(folder)
         code = None if process is None else process.poll()
-        if code in (None, 0, 75, -signal.SIGTERM):  # 75 and SIGTERM: stopped on request
+        if code in (None, 0, RESUMABLE, -signal.SIGTERM):
             return []
         lines = self.console(folder).strip().splitlines()
         return [f"The run ended with exit code {code}: {lines[-1] if lines else 'it printed nothing'}"]

@@ -158,3 +158,12 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert bar.done == 2
     assert screen.getvalue() == ""
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_slow_start_can_be_left_out_of_the_rate(clock: Clock) -> None:
+    with progress("train", 1000, "steps") as bar:
+        clock.now += 20
+        bar.restart_rate()
+        clock.now += 10
+        bar.set_done(100)
+        assert bar.status() == "100/1000 · 10% · 10 steps/s · 1:30 left"

@@ -1,0 +1,96 @@
+"""Train in another process while this one does other work."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from sd3_light.config import LoadedConfig
+from sd3_light.config.faults import RESUMABLE, Stopped, UserError
+from sd3_light.runlog import CONSOLE, Bar, info, progress, read_log
+
+_STOPPED = (RESUMABLE, 130, -signal.SIGINT, -signal.SIGTERM)  # exit codes after a request to stop
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+_POLL_SECONDS = 0.5
+
+
+@contextmanager
+def train_beside(loaded: LoadedConfig, overrides: Sequence[str], title: str) -> Iterator[Callable[[], int]]:
+    """Run `sd3-light train` on one core in another process and show its progress; it prints to a file in its folder.
+
+    Yields a function that waits for the end of training and returns its number of samples. If training fails, the
+    block is interrupted. If the block fails or is interrupted, training saves a checkpoint and stops.
+    """
+    run = loaded.train.output_dir
+    console = run / CONSOLE
+    run.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "sd3_light", "train", str(loaded.path), *(f"--set={each}" for each in overrides)]
+
+    def finish() -> int:
+        watcher.join()
+        if process.returncode != 0:
+            raise _failure(title, process.returncode, console)
+        return int(_last_step(run)["samples"])
+
+    info(f"{title}: in another process, which prints to {console}")
+    with progress(title, loaded.train.max_steps, "steps") as bar:
+        with console.open("wb") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**_ONE_THREAD, **os.environ}
+            )
+        on_sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)  # by default only this process ends
+        watcher = threading.Thread(target=_watch, args=(process, run, bar), daemon=True)
+        watcher.start()
+        try:
+            yield finish
+        except (KeyboardInterrupt, Stopped):
+            if process.poll() not in (None, 0, *_STOPPED):
+                raise _failure(title, process.returncode, console) from None
+            process.terminate()
+            if process.wait() == RESUMABLE:
+                info("\n".join(f"{title}: {line}" for line in _lines(console)[-2:]))  # where, and how to continue
+            raise
+        finally:
+            process.terminate()  # does nothing if it has ended
+            watcher.join()
+            signal.signal(signal.SIGTERM, on_sigterm)
+
+
+def _watch(process: subprocess.Popen[bytes], run: Path, bar: Bar) -> None:
+    """Show the steps of a training process until it ends; interrupt the main thread if it fails."""
+    is_running = True
+    while is_running:
+        time.sleep(_POLL_SECONDS)
+        is_running = process.poll() is None  # the last steps are read after its end
+        if step := _last_step(run):
+            bar.fields = {name: step[name] for name in ("samples_per_second", "loss", "lr")}
+            bar.set_done(step["step"])
+        else:
+            bar.restart_rate()
+    if process.returncode not in (0, *_STOPPED):
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # SIGINT may be ignored
+
+
+def _last_step(run: Path) -> dict[str, Any]:
+    """Return the last step that a run has logged; empty if there is none yet."""
+    log = run / "log.jsonl"
+    last: dict[str, Any] = {}
+    for event in read_log(log) if log.is_file() else ():
+        if event["event"] == "step":
+            last = event
+    return last
+
+
+def _failure(title: str, code: int, console: Path) -> UserError:
+    last = _lines(console)[-1:] or ["it printed nothing"]
+    return UserError(f"{title} ended with exit code {code}: {last[0].removeprefix('error: ')} (see {console})")
+
+
+def _lines(console: Path) -> list[str]:
+    return console.read_text(encoding="utf-8", errors="replace").strip().splitlines()
