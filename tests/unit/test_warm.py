@@ -12,7 +12,7 @@ import pytest
 
 from tests.waiting import HANG_SECONDS, wait_until
 from tests.warm import ENVIRONMENT, REAL_PYTHON
-from tests.warm.client import IMPORT_VARIABLES
+from tests.warm.client import IMPORT_VARIABLES, RUNTIME_VARIABLES
 
 SHOW = "import os, sys; print(sys.argv[1:], os.getcwd(), 'torch' in sys.modules, 'sd3_light' in sys.modules)"
 WAIT = "import time; print('ready', flush=True); time.sleep(600)"
@@ -22,7 +22,8 @@ WAIT = "import time; print('ready', flush=True); time.sleep(600)"
 def _servers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Undo what module fixtures of other tests, or libraries that they imported, have left in the environment."""
     for name in {*ENVIRONMENT, *os.environ} - {"PYTHONPATH"}:
-        if name.startswith(IMPORT_VARIABLES) and os.environ.get(name) != ENVIRONMENT.get(name):
+        matters = name.startswith(IMPORT_VARIABLES) and not name.startswith(RUNTIME_VARIABLES)
+        if matters and os.environ.get(name) != ENVIRONMENT.get(name):
             warnings.warn(f"earlier tests changed {name}, so that later ones start slowly", stacklevel=1)
             monkeypatch.delenv(name, raising=False)
             if name in ENVIRONMENT:
@@ -49,7 +50,8 @@ def test_a_script_runs_with_the_libraries_and_without_this_package(script: Path,
 def test_variables_that_libraries_read_at_import_start_a_new_interpreter(script: Path, options: dict[str, str]) -> None:
     script.write_text(SHOW)
     assert "False False" in run(script, env={**os.environ, **options}).stdout
-    assert "True False" in run(script, env={**os.environ, "RANK": "1"}).stdout
+    for variable in ("RANK", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+        assert "True False" in run(script, env={**os.environ, variable: "1"}).stdout
     assert "False False" in run("-c", SHOW).stdout
 
 

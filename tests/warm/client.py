@@ -35,8 +35,9 @@ IMPORT_VARIABLES = (
 )
 # Of these, the ones that may differ: they are read later, are applied by the server, or cost only time.
 RUNTIME_VARIABLES = (
-    *("DIFFUSERS_VERBOSITY", "HF_MODULES_CACHE", "KMP_BLOCKTIME", "OMP_WAIT_POLICY", "PYTHONPATH", "TORCH_NCCL_"),
-    "TRANSFORMERS_VERBOSITY",
+    *("DIFFUSERS_VERBOSITY", "HF_MODULES_CACHE", "KMP_BLOCKTIME", "OMP_WAIT_POLICY", "PYTHONPATH"),
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by the import of DeepSpeed
+    *("TORCH_NCCL_", "TRANSFORMERS_VERBOSITY"),
 )
 
 
