@@ -8,13 +8,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from sd3_light.flow.objective import flow_loss
 
 ROOT = Path(__file__).parents[2]
 BATCH = 8
@@ -82,7 +84,7 @@ LAYOUTS = tuple(layout for layout in ALL_LAYOUTS if HAS_DEEPSPEED or not layout.
 class Job:
     """A run of a project's train config in its own folder, from the start or from a checkpoint.
 
-    With ``poisoned`` the latents of that step of the process are NaN.
+    ``poisoned`` spoils steps: "latents" are NaN, so gradients are too; an infinite "loss" has finite gradients.
     """
 
     toml: str
@@ -90,7 +92,7 @@ class Job:
     layout: Layout
     keys: tuple[str, ...] = ()
     checkpoint: str | None = None
-    poisoned: int = 0
+    poisoned: dict[int, str] = field(default_factory=dict)
 
     @property
     def overrides(self) -> list[str]:
@@ -118,20 +120,29 @@ def train_here(job: Job) -> None:
     from sd3_light.stages import train
 
     resume = None if job.checkpoint is None else train.Resume(Path(job.checkpoint))
-    POISON["in"] = job.poisoned
+    POISON[:] = [job.poisoned.get(step, "") for step in range(1, max(job.poisoned, default=0) + 1)]
     train.run(load_config(Path(job.toml), job.overrides), Launch.detect(), resume, job.layout.deepspeed)
 
 
-POISON = {"in": 0}
-"""The number of steps until a bad batch; 0: none."""
+POISON: list[str] = []
+"""How the next steps are spoiled; "": not."""
 
 
 def poison(batches: Sequence[Any]) -> Sequence[Any]:
     """Return the micro-batches of a step, or a copy with non-finite losses."""
-    POISON["in"] -= 1
-    if POISON["in"]:
-        return batches
-    return [((features[0] * float("nan"), *features[1:]), label) for features, label in batches]
+    kind = POISON.pop(0) if POISON else ""
+    if kind == "latents":
+        return [((features[0] * float("nan"), *features[1:]), label) for features, label in batches]
+    if kind == "loss":  # see `marked_loss`
+        return [(features, (torch.full_like(label[0], torch.inf), *label[1:])) for features, label in batches]
+    return batches
+
+
+def marked_loss(predicted: torch.Tensor, target: torch.Tensor, *more: Any) -> torch.Tensor:
+    """Return the losses; those of samples with an infinite target are infinite, with finite gradients."""
+    marked = torch.isinf(target)
+    losses = flow_loss(predicted, target.masked_fill(marked, 0), *more)
+    return losses + torch.where(marked.flatten(1).any(1), torch.inf, 0.0)
 
 
 def patch() -> None:
@@ -141,9 +152,11 @@ def patch() -> None:
     from sd3_light.data.loader import PipelineDataLoader
     from sd3_light.export import diffusers_folder as folder
     from sd3_light.stages import train
+    from sd3_light.training import module
 
     steps = PipelineDataLoader.steps
     PipelineDataLoader.steps = lambda self: (poison(step) for step in steps(self))  # type: ignore
+    module.flow_loss = marked_loss  # type: ignore[assignment]
     folder.prove = lambda *_: {}  # type: ignore[assignment]
     load = train.load_checkpoint
 
@@ -192,6 +205,7 @@ def main(job_list: Path) -> None:
     set_main_process(Launch.detect().is_main)
     patch()
     for table in json.loads(job_list.read_text(encoding="utf-8")):
+        table["poisoned"] = {int(step): kind for step, kind in table["poisoned"].items()}
         train_here(Job(**{**table, "layout": Layout(**table["layout"]), "keys": tuple(table["keys"])}))
 
 
