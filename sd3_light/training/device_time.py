@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-FIRST_PROBE = 3
-"""Steps before the first probe; the wait doubles with every probe that fails."""
+FIRST_PROBES = (3, 10, 30)
+"""Numbers of steps after which there may be a probe."""
 PROBE_EVERY = 100
-"""Steps between a measured step and the next probe."""
+"""Steps between later ones."""
 _LONGEST_SLEEP = 2.0
 _CYCLES_PER_SECOND = 2e9  # no less than a GPU's clock, so a sleep is long enough
 
@@ -56,8 +56,11 @@ class StepTimer:
 
     A host that is slower than its device is not ahead at all. Then a probe makes the device sleep before each part
     that was not measured, while the host queues it. A part that is longer than the queue stays unmeasured, and its
-    sleep is as long as the part, because the host waits for the device while it queues it. So every probe that fails
-    doubles the number of steps before the next. Events and queries do not wait for the device.
+    sleep is as long as the part, because the host waits for the device while it queues it. So there is no other probe
+    before twice the number of steps after which one failed. Events and queries do not wait for the device.
+
+    A rank's sleep makes the others wait for its gradients. So all ranks probe after the same numbers of steps, and
+    those that do not need to discard what they measure then.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -67,7 +70,8 @@ class StepTimer:
         self._pending: deque[tuple[list[_Interval], float]] = deque()
         self._parts: list[_Part] = []
         self._sleeps: list[float] = []  # before each part of a probe, from the last step; 0: it was measured
-        self._unmeasured, self._probe_after, self._probes = 0, FIRST_PROBE, False
+        self._num_steps, self._probe_from = 0, 0
+        self._probes = self._discards = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -87,17 +91,18 @@ class StepTimer:
             self._step[0].is_excluded = True
 
     def _plan_probe(self, step: "list[_Interval]") -> None:
-        """Decide whether the next step is a probe, and where it sleeps."""
+        """Decide whether the next step is a probe, of this or other ranks, and where it sleeps."""
         is_measured = [part.is_own or part.is_excluded for part in step]
         needed = [min(1.25 * part.queueing, _LONGEST_SLEEP) for part in step]
         self._sleeps = [0.0 if known else sleep for known, sleep in zip(is_measured, needed, strict=True)]
         if all(is_measured):
-            self._unmeasured, self._probe_after = 0, PROBE_EVERY
+            self._probe_from = self._num_steps + PROBE_EVERY // 2
         elif self._probes:
-            self._unmeasured, self._probe_after = 0, 2 * self._probe_after
-        else:
-            self._unmeasured += 1
-        self._probes = self._unmeasured >= self._probe_after
+            self._probe_from = 2 * self._num_steps
+        self._num_steps += 1
+        may_probe = self._num_steps in FIRST_PROBES or self._num_steps % PROBE_EVERY == 0
+        self._probes = may_probe and self._num_steps >= self._probe_from
+        self._discards = may_probe and not self._probes
 
     def split(self) -> None:
         """End a part of the step and begin the next, from any thread. Another number of parts discards all rates."""
@@ -113,7 +118,7 @@ class StepTimer:
     def _end_part(self) -> Any:
         interval = self._step[-1]
         interval.stop = self._queue.mark()
-        interval.is_own = not interval.is_excluded and not interval.start.query()
+        interval.is_own = not (self._discards or interval.is_excluded or interval.start.query())
         interval.queueing = time.perf_counter() - interval.began
         return interval.stop
 
