@@ -84,12 +84,12 @@ def run_demo(out: Path, steps: int | None, more_steps: int | None, images: int, 
 
     check.require(scratch)
     check.require(base)
-    # pretraining uses one core; everything else runs on the others at the same time, and both encode the images
+    cache.run(scratch)  # alone: another number of threads would change the last bits of what it encodes
+    # pretraining uses one core; everything else runs on the others at the same time
     neighbours = 1 if usable_cores() > 1 else 0
     limit_threads(1 + neighbours)
     pretraining = train_beside(scratch, _steps(steps), "pretrain") if neighbours else None
     with pretraining or nullcontext(lambda: train.run(scratch).samples) as finish:
-        cache.run(scratch)
         info("scoring random weights")
         untrained = evaluate.run(init.run(scratch, out / "untrained"), prompts, guidance=_GUIDANCE)
         info("continuing from the shipped base (trained on a GPU; see sd3_light/assets/demo/NOTE.md)")

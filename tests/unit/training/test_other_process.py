@@ -140,11 +140,13 @@ def test_the_demo_pretrains_in_another_process_if_a_second_core_is_usable(
         return journeys.nullcontext(lambda: 7)
 
     monkeypatch.setattr(journeys, "usable_cores", lambda: cores)
-    monkeypatch.setattr(journeys, "limit_threads", lambda processes: None)
+    monkeypatch.setattr(journeys, "limit_threads", lambda processes: trained.append(f"{processes} processes"))
     monkeypatch.setattr(journeys, "train_beside", beside)
     monkeypatch.setattr(journeys, "_score_last_export", lambda *_: score)
     monkeypatch.setattr(journeys, "score_table", lambda rows: " ".join(rows))
-    for stage, answer in (("train", run), ("evaluate", lambda *_, **__: score), ("cache", None), ("init", None)):
-        monkeypatch.setattr(getattr(journeys, stage), "run", answer or (lambda *_: None))
+    monkeypatch.setattr(journeys.cache, "run", lambda loaded: trained.append("cache"))  # with all threads, so first
+    for stage, answer in (("train", run), ("evaluate", lambda *_, **__: score), ("init", lambda *_: None)):
+        monkeypatch.setattr(getattr(journeys, stage), "run", answer)
     journeys.run_demo(tmp_path / "demo", steps=3, more_steps=None, images=2, prompts=1)
-    assert trained == (["pretrain beside, ['max_steps=3']", "continue"] if cores > 1 else ["continue", "pretrain"])
+    runs = ["pretrain beside, ['max_steps=3']", "continue"] if cores > 1 else ["continue", "pretrain"]
+    assert trained == ["cache", f"{cores} processes", *runs]
