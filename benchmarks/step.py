@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_loops import TORCHAO_STEPS, Batch, Row, Step, batches, flops, make_step
+from step_loops import Batch, Row, Step, batches, flops, make_step
 
 from sd3_light.budget.device_peaks import peak_flops
 from sd3_light.config import SIZES
@@ -70,8 +70,6 @@ def _rows() -> dict[str, Row]:
         "fast-128-fp8-exact-sums": replace(ours, options=BlockOptions(products="fp8", fast_sums=False)),
         "fast-128-fp8-selective": replace(ours, options=BlockOptions(keep="products", products="fp8")),
         "fast-256-real-fp8": replace(ours, batch=256, text="real", options=BlockOptions(products="fp8")),
-        # torchao's float8 training of the compiled stock blocks
-        **{f"{name.replace(' ', '-')}-128": Row(name, 128, optimizer="fused") for name in TORCHAO_STEPS},
         # about the largest micro-batches that fit in 139 GiB
         "plain-112-most": replace(plain, batch=112, **most),
         "plain-120-most": replace(plain, batch=120, **most),

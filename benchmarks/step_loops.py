@@ -1,8 +1,7 @@
 """Settings, random batches and training steps that step.py measures."""
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,8 +20,6 @@ NUM_BATCHES = 4
 """Number of batches that steps cycle through, so that lengths and buckets change from step to step."""
 CLIP_TOKENS, T5_TOKENS = 77, 256
 SQUARE = ((256, 256),)
-TORCHAO_STEPS = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp")
-"""torchao's recipes; the last computes weight gradients in bf16, as ours do."""
 
 
 @dataclass(frozen=True)
@@ -175,23 +172,6 @@ def compiled_step(row: Row, model: SD3Transformer2DModel, device: torch.device) 
     return step
 
 
-def torchao_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
-    """The compiled step with torchao's float8 training in the products that `products = "fp8"` computes in fp8."""
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise RuntimeError("torchao is missing: put its folder on PYTHONPATH (0.17.0 for torch 2.11)") from error
-    config = Float8LinearConfig.from_recipe_name(row.step.removeprefix("torchao "))
-    if device.type == "cpu":
-        config = replace(config, emulate=True)
-
-    def is_rounded(module: nn.Module, name: str) -> bool:
-        return bool(re.search(r"transformer_blocks\.\d+\.(attn|ff|ff_context)\.", name))
-
-    convert_to_float8_training(model, module_filter_fn=is_rounded, config=config)
-    return compiled_step(row, model, device)
-
-
 def fast_step(row: Row, model: SD3Transformer2DModel, device: torch.device) -> Step:
     """A step with the fast blocks."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -245,5 +225,5 @@ def make_step(row: Row, size: ModelSize, device: torch.device) -> Step:
         model = SD3Transformer2DModel(**size.transformer_config())
     if row.step == "plain":
         return plain_step(row, model, device)
-    makers = {"compiled": compiled_step, "graph": graph_step, **dict.fromkeys(TORCHAO_STEPS, torchao_step)}
+    makers = {"compiled": compiled_step, "graph": graph_step}
     return makers.get(row.step, fast_step)(row, model, device)
