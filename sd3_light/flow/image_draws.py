@@ -10,13 +10,17 @@ from sd3_light.randomness import first_words, streams, uniforms
 def draw_kept(seed: int, occurrences: NDArray[np.int64], tokens: int, share: float) -> NDArray[np.int64]:
     """Return the image tokens [B, K] that are kept when a share of them is routed past blocks, in their order.
 
-    Each token has a word of its sample's stream; the tokens with the lowest words are kept.
+    Each token has a word of its sample's stream, whose last bits are replaced by its number; the tokens with the lowest
+    words are kept.
     """
-    count = num_kept(tokens, share)
+    count, bits = num_kept(tokens, share), np.uint64((tokens - 1).bit_length())
     words = np.empty((len(occurrences), tokens), dtype=np.uint64)
     for at, draw in enumerate(streams(seed, "token-routing", occurrences)):
         words[at] = draw.bit_generator.random_raw(tokens)
-    return np.sort(np.argsort(words, axis=1, kind="stable")[:, :count], axis=1)
+    words = (words >> bits << bits) | np.arange(tokens, dtype=np.uint64)  # no two are equal
+    lowest = np.partition(words, count - 1, axis=1)[:, :count]  # `argsort` takes 20 times longer
+    kept: NDArray[np.int64] = np.sort(lowest.view(np.int64) & ((1 << int(bits)) - 1), axis=1)
+    return kept
 
 
 def draw_corners(
