@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def _size_rows() -> Iterator[str]:
         dual = f"{layers[0]} to {layers[-1]}" if layers else "no"
         shape = f"{size.num_layers} | {size.num_heads} x {size.head_dim} = {size.width}"
         text = f"{size.text_width} | {size.pooled_width} | {size.sample_size} | {size.pos_embed_max_size}"
-        text += f" | 1/{1 / size.position_step:g}"
+        text += f" | {Fraction(size.position_step).limit_denominator(100)}"
         norm = "yes" if size.qk_norm else "no"
         yield f"| `{size.name}` | {shape} | {text} | {norm} | {dual} | {size.num_parameters():,} |\n"
 

@@ -64,9 +64,7 @@ class ShapeConfig(Table):
     """Attention heads. ComfyUI reads models with as many heads as blocks, 64 wide."""
     head_dim: Annotated[int, Strict(), Ge(8), Le(256)] = 64
     """Width of a head, a multiple of 8; the model is `num_heads` times as wide."""
-    position_step: PositionStep = Field(
-        default=SIZES["sd3_light"].position_step, json_schema_extra={"default": "1/12, as in `sd3_light`"}
-    )
+    position_step: PositionStep = SIZES["sd3_light"].position_step
     """Distance of neighbouring tokens in the position table, in radians."""
 
 

@@ -144,13 +144,13 @@ _DUAL = tuple(range(13))
 # fmt: off
 _ALL_SIZES = (
     #         name                layers heads head  text  pooled sample  pos  step  qk_norm dual
-    ModelSize("sd3_light",            15,   24,  64, 4096,  2048,    32, 192, 1/12,  True),
-    ModelSize("sd3_light_square",     15,   15,  64, 4096,  2048,    32, 192, 1/12,  True),
+    ModelSize("sd3_light",            15,   24,  64, 4096,  2048,    32, 192,  1.0,  True),
+    ModelSize("sd3_light_square",     15,   15,  64, 4096,  2048,    32, 192,  1.0,  True),
     ModelSize("sd3_medium",           24,   24,  64, 4096,  2048,   128, 192,  1/3,  False),
     ModelSize("sd3.5_medium",         24,   24,  64, 4096,  2048,   128, 384,  1/6,  True,  _DUAL),
-    ModelSize("tiny2",                 2,    2,  64,  256,   224,     8,  16,  1/4,  True),
-    ModelSize("tiny3",                 3,    3,  64,  256,   224,     8,  16,  1/4,  True),
-    ModelSize("demo",                  4,    4,  64,  256,   224,     8,  16,  1/4,  True),
+    ModelSize("tiny2",                 2,    2,  64,  256,   224,     8,  16,  1.0,  True),
+    ModelSize("tiny3",                 3,    3,  64,  256,   224,     8,  16,  1.0,  True),
+    ModelSize("demo",                  4,    4,  64,  256,   224,     8,  16,  1.0,  True),
 )
 # fmt: on
 SIZES: dict[str, ModelSize] = {size.name: size for size in _ALL_SIZES}

@@ -42,7 +42,7 @@ def test_only_the_table_of_new_weights_depends_on_the_step() -> None:
     stock, other = new_transformer(config, 3).state_dict(), new_transformer(config, 3, 1.0).state_dict()
     assert [name for name in stock if not torch.equal(stock[name], other[name])] == ["pos_embed.pos_embed"]
     assert torch.equal(other["pos_embed.pos_embed"], position_table(TINY.width, TINY.pos_embed_max_size, 1.0))
-    same = new_transformer(config, 3, TINY.position_step).state_dict()
+    same = new_transformer(config, 3, TINY.stock_position_step).state_dict()
     assert all(torch.equal(stock[name], same[name]) for name in stock)
 
 
@@ -75,7 +75,7 @@ def test_the_step_is_read_from_any_layout_of_weights(tmp_path: Path) -> None:
 
 
 def test_random_weights_have_the_step_of_their_size() -> None:
-    assert start_position_step(WeightsStart("random", None, TINY, "")) == 1 / 4
+    assert start_position_step(WeightsStart("random", None, TINY, "")) == 1.0
 
 
 @pytest.mark.parametrize("shape", [(1, 256, 128), (1, 1, 6), (1, 255, 128), (2, 256, 128), (8,), ()])

@@ -47,7 +47,7 @@ def test_a_shape_takes_its_widths_from_the_encoders(tmp_path: Path) -> None:
     start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", shape=shape, qk_norm=False))
     size = start.size
     assert (size.name, size.num_layers, size.width, size.qk_norm) == ("custom", 3, 64, False)
-    assert (size.text_width, size.pooled_width, size.latent_channels, size.position_step) == (128, 96, 4, 1 / 12)
+    assert (size.text_width, size.pooled_width, size.latent_channels, size.position_step) == (128, 96, 4, 1.0)
     small = replace(size, pos_embed_max_size=16)
     transformer = new_transformer(small.transformer_config(), 0, 0.5)
     assert sum(weight.numel() for weight in transformer.parameters()) == small.num_parameters()
@@ -66,7 +66,7 @@ def test_fine_tuning_starts_from_the_folders_denoiser(tmp_path: Path) -> None:
     denoiser(tmp_path / "transformer")
     start = where_weights_start(table(tmp_path))
     assert (start.kind, start.folder) == ("folder", tmp_path / "transformer")
-    assert start.size == SIZES["tiny2"]
+    assert start.size == replace(SIZES["tiny2"], position_step=0.25)
 
 
 def test_a_folder_by_init_is_recognised_by_its_marker(tmp_path: Path) -> None:

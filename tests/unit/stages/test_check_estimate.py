@@ -117,8 +117,8 @@ def test_eval_sets_are_counted_without_repeats(files: Any) -> None:
 def test_the_position_step_is_shown(files: Any) -> None:
     files.image("one.png", 64, 64)
     line = next(line for line in shown(estimated(files.load())).splitlines() if "position step" in line)
-    assert re.search("0.25 +radians between neighbouring tokens of the position table of the size", line)
-    assert estimated(files.load(model=f"{PRETRAIN}\nposition_step = 1.0")).position_step == 1.0
+    assert re.search(" 1 +radians between neighbouring tokens of the position table of the size", line)
+    assert estimated(files.load(model=f"{PRETRAIN}\nposition_step = 0.25")).position_step == 0.25
     folder = files.denoiser("trained")
     table = {"pos_embed.pos_embed": position_table(256, 16, 0.5).bfloat16()}
     save_file(table, folder / "diffusion_pytorch_model.safetensors")

@@ -103,7 +103,7 @@ def test_icons_on_a_cpu_are_planned_for_an_hour(
     project = new.run("icons", images, str(DEMO), tmp_path / "cpu")
     train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
     assert (train["model"]["shape"], project.plan.samples_per_step) == (
-        {"num_layers": 4, "num_heads": 4, "position_step": 1.0},
+        {"num_layers": 4, "num_heads": 4},
         16,
     )
     assert 100 <= project.steps < 2000, "40 images, and an hour of half a core"
@@ -126,7 +126,7 @@ def test_few_images_are_not_repeated_for_10000_steps(tmp_path: Path, images: str
     project = new.run("icons", images, str(DEMO), tmp_path, gpus=h200)
     train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
     assert (project.steps, train["max_steps"]) == (1000, 1000), "1,000 epochs of one step"
-    assert train["model"]["shape"] == {"num_layers": 8, "num_heads": 8, "position_step": 1.0}
+    assert train["model"]["shape"] == {"num_layers": 8, "num_heads": 8}
     estimate = check.run(check.load(project.train_toml))
     lines = dict(check.conclude(check.load(project.train_toml).train, estimate, check.Target(h200[0])))
     assert project.seconds is not None
