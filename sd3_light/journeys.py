@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sd3_light.assets import DEMO
+from sd3_light.checkpoint.lock import is_locked
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.config.faults import UserError
@@ -143,6 +144,9 @@ def _prepare_demo(out: Path, images: int) -> None:
     if out.exists():
         if not (out / _DEMO_MARKER).is_file():
             raise UserError(f"{out} exists and is not an earlier demo; choose another folder with --out")
+        for run in ("pretrain", "continue"):
+            if is_locked(out / run):
+                raise UserError(f"a process trains in {out / run}; stop it, or choose another folder with --out")
         shutil.rmtree(out)
     out.mkdir(parents=True)
     (out / _DEMO_MARKER).touch()

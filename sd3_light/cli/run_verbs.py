@@ -23,7 +23,7 @@ _RAY_ADDRESS = re.compile(r"auto|local|(ray://)?[^/\s]+:\d+")
 def demo(
     out: Annotated[Path, typer.Option(help="Working folder; an earlier demo in it is replaced.")] = Path("demo_run"),
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps from scratch (default: two to four minutes).")
+        int | None, typer.Option(min=1, help="Training steps from scratch (default: three to five minutes).")
     ] = None,
     more_steps: Annotated[
         int | None, typer.Option(min=1, help="Training steps that continue from the shipped base.")

@@ -10,8 +10,10 @@ from sd3_light.config.faults import UserError
 
 @dataclass(frozen=True)
 class Launch:
-    """Rank, rank on this machine, number of processes (world), and of processes beside a single one that train
-    something else."""
+    """Rank, rank on this machine, and number of processes (world).
+
+    ``neighbours`` are processes on this machine that train something else, if this one is alone in its world.
+    """
 
     rank: int = 0
     local_rank: int = 0
@@ -20,7 +22,7 @@ class Launch:
 
     @property
     def local_world(self) -> int:
-        """Number of processes that share this machine, from the launcher's environment."""
+        """Number of processes that share this machine."""
         if self.world == 1:
             return 1 + self.neighbours
         size = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE")  # torchrun's, DeepSpeed's

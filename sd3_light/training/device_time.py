@@ -12,7 +12,7 @@ import torch
 FIRST_PROBES = (3, 10, 30)
 """Numbers of steps after which there may be a probe."""
 PROBE_EVERY = 100
-"""Steps between later ones."""
+"""Steps between later probes."""
 _LONGEST_SLEEP = 2.0
 _CYCLES_PER_SECOND = 2e9  # no less than a GPU's clock, so a sleep is long enough
 
@@ -59,8 +59,8 @@ class StepTimer:
     sleep is as long as the part, because the host waits for the device while it queues it. So there is no other probe
     before twice the number of steps after which one failed. Events and queries do not wait for the device.
 
-    A rank's sleep makes the others wait for its gradients. So all ranks probe after the same numbers of steps, and
-    those that do not need to discard what they measure then.
+    A rank's sleep makes the others wait for its gradients. So ranks probe only after these numbers of steps, and a rank
+    that does not probe discards its measurement of that step.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:

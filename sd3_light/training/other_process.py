@@ -20,50 +20,69 @@ _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _POLL_SECONDS = 0.5
 
 
+def start_training(config: Path, arguments: Sequence[str], run: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start `sd3-light train CONFIG` in another process, which prints to a file in its run folder."""
+    command = [sys.executable, "-m", "sd3_light", "train", str(config), *arguments]
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / CONSOLE).open("wb") as console:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, **options)
+
+
 @contextmanager
 def train_beside(loaded: LoadedConfig, overrides: Sequence[str], title: str) -> Iterator[Callable[[], int]]:
-    """Run `sd3-light train` on one core in another process and show its progress; it prints to a file in its folder.
+    """Run `sd3-light train` on one core in another process and show its progress.
 
-    Yields a function that waits for the end of training and returns its number of samples. If training fails, the
-    block is interrupted. If the block fails or is interrupted, training saves a checkpoint and stops.
+    Yields a function that waits for the end of training and returns its number of samples. If training fails or is
+    stopped, the block is interrupted. If the block fails or is interrupted, training saves a checkpoint and stops.
     """
-    run = loaded.train.output_dir
-    console = run / CONSOLE
-    run.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "sd3_light", "train", str(loaded.path), *(f"--set={each}" for each in overrides)]
+    run, arguments = loaded.train.output_dir, [f"--set={each}" for each in overrides]
+    console, stopping = run / CONSOLE, threading.Event()
+
+    def stop() -> None:
+        is_running = process.poll() is None
+        stopping.set()
+        process.terminate()  # does nothing if it has ended
+        if (code := process.wait()) == RESUMABLE:
+            info("\n".join(f"{title}: {line}" for line in _lines(console)[-2:]))  # where, and how to continue
+        elif is_running and code not in (0, *_STOPPED):
+            info(str(_failure(title, code, console)))
 
     def finish() -> int:
         watcher.join()
-        if process.returncode != 0:
-            raise _failure(title, process.returncode, console)
+        if (code := process.wait()) in _STOPPED:
+            raise Stopped(f"{title} was stopped")
+        if code != 0:
+            raise _failure(title, code, console)
         return int(_last_step(run)["samples"])
 
     info(f"{title}: in another process, which prints to {console}")
-    with progress(title, loaded.train.max_steps, "steps") as bar:
-        with console.open("wb") as output:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**_ONE_THREAD, **os.environ}
-            )
-        on_sigterm = signal.signal(signal.SIGTERM, signal.default_int_handler)  # by default only this process ends
-        watcher = threading.Thread(target=_watch, args=(process, run, bar), daemon=True)
-        watcher.start()
+    with progress(title, loaded.train.max_steps, "steps") as bar, _sigterm_interrupts():
+        process = start_training(loaded.path, arguments, run, env={**_ONE_THREAD, **os.environ})
+        watcher = threading.Thread(target=_watch, args=(process, run, bar, stopping), daemon=True)
         try:
+            watcher.start()
             yield finish
         except (KeyboardInterrupt, Stopped):
             if process.poll() not in (None, 0, *_STOPPED):
                 raise _failure(title, process.returncode, console) from None
-            process.terminate()
-            if process.wait() == RESUMABLE:
-                info("\n".join(f"{title}: {line}" for line in _lines(console)[-2:]))  # where, and how to continue
             raise
         finally:
-            process.terminate()  # does nothing if it has ended
+            stop()
             watcher.join()
-            signal.signal(signal.SIGTERM, on_sigterm)
 
 
-def _watch(process: subprocess.Popen[bytes], run: Path, bar: Bar) -> None:
-    """Show the steps of a training process until it ends; interrupt the main thread if it fails."""
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt in the block at a SIGTERM, which by default ends only this process."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _watch(process: subprocess.Popen[bytes], run: Path, bar: Bar, stopping: threading.Event) -> None:
+    """Show the steps of a training process until it ends; interrupt the main thread if it stops unasked or fails."""
     is_running = True
     while is_running:
         time.sleep(_POLL_SECONDS)
@@ -73,7 +92,7 @@ def _watch(process: subprocess.Popen[bytes], run: Path, bar: Bar) -> None:
             bar.set_done(step["step"])
         else:
             bar.restart_rate()
-    if process.returncode not in (0, *_STOPPED):
+    if process.returncode != 0 and not stopping.is_set():
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)  # SIGINT may be ignored
 
 

@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from sd3_light.config import load_config
 from sd3_light.config.faults import RESUMABLE, UserError
 from sd3_light.files import write_errors
 from sd3_light.runlog import CONSOLE
+from sd3_light.training.other_process import start_training
 from sd3_light.training.requests import SAVE_QUIT
 
 _TAIL_BYTES = 8000
@@ -42,14 +42,10 @@ class RunProcesses:
     def _start(self, config: Path, resume: bool, folder: Path) -> None:
         if is_locked(folder) or self._is_alive(folder):
             raise UserError(f"a process trains in {folder} already; stop it first, or choose another output_dir")
-        command = [sys.executable, "-m", "sd3_light", "train", str(config), *(["--resume"] if resume else [])]
         with write_errors(folder / CONSOLE):
-            folder.mkdir(parents=True, exist_ok=True)
             (folder / SAVE_QUIT).unlink(missing_ok=True)  # a request that an earlier process did not see
-            with (folder / CONSOLE).open("wb") as console:
-                self._started[folder] = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, start_new_session=True
-                )
+            arguments = ["--resume"] if resume else []
+            self._started[folder] = start_training(config, arguments, folder, start_new_session=True)
 
     def stop(self, folder: Path) -> None:
         """Ask the run in a folder to save a checkpoint and quit; end one that is starting."""

@@ -16,6 +16,7 @@ from sd3_light.data.stream import MicroBatches
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.proof import ProofError
 from sd3_light.stages import evaluate
+from sd3_light.stages import train as train_stage
 from sd3_light.stages.train import Resume
 from sd3_light.training.data import training_steps
 from sd3_light.training.sd3 import CleanPreparer
@@ -327,10 +328,12 @@ def test_the_dataloader_can_be_reset(whole: Project, project: Project) -> None:
 def test_the_first_shards_are_requested_before_the_model_is_loaded(
     whole: Project, project: Project, monkeypatch: pytest.MonkeyPatch, reset: bool, first: int
 ) -> None:
-    requested: list[int] = []
-    monkeypatch.setattr(MicroBatches, "prefetch_step", lambda self, step: requested.append(step))
+    happened: list[object] = []
+    monkeypatch.setattr(MicroBatches, "prefetch_step", lambda self, step: happened.append(step))
+    make_state = train_stage.make_train_state
+    monkeypatch.setattr(train_stage, "make_train_state", lambda *args: happened.append("model") or make_state(*args))
     project.train(*settings(max_steps=5), resume=Resume(checkpoint(whole, 4), reset_dataloader=reset))
-    assert requested == [first]
+    assert happened == [first, "model"]
 
 
 def test_epochs_count_from_the_start_of_the_data(whole: Project, project: Project) -> None:

@@ -183,13 +183,17 @@ def test_an_export_draws_at_the_size_and_with_the_positions_it_was_trained_with(
         assert json.loads(grid.text["size"]) == [48, 48]  # type: ignore[attr-defined]
 
 
-def test_a_shape_trains_and_a_branch_cools_down(project: Project, unproven: None) -> None:
+def test_a_shape_trains_and_a_branch_cools_down(
+    project: Project, unproven: None, capfd: pytest.CaptureFixture[str]
+) -> None:
     """A run of any shape, then a branch off its checkpoint whose last two steps decay, with a shift by tokens."""
     project.train_toml.write_text(project.train_toml.read_text().replace('size = "tiny2"\n', ""))
-    shape = ("model.shape={num_layers=1, num_heads=3, head_dim=32, position_step=0.5}", "model.sqrt_shift=true")
-    project.train("max_steps=2", "checkpoint_every_n_steps=1", *shape)
+    shape = ("model.shape={num_layers=1, num_heads=3, head_dim=32}", "model.sqrt_shift=true")
+    project.train("max_steps=2", "checkpoint_every_n_steps=1", *shape, "model.shape.position_step=0.5")
     keys = ('output_dir="branch"', "max_steps=4", "cooldown_steps=3")
     project.train(*keys, *shape, resume=Resume(project.run / "checkpoints" / "step-00000001"))
+    (changes,) = [line for line in capfd.readouterr().err.splitlines() if "the config has changed" in line]
+    assert "position_step" not in changes, "a run keeps its table"
     rates = [event["lr"] for event in project.events("step", "branch")]
     assert rates == pytest.approx([1e-3, 1e-3 * 2 / 3, 1e-3 / 3])
     config = json.loads((project.folder / "branch/exports/step-00000004/transformer/config.json").read_text())

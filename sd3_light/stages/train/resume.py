@@ -182,8 +182,9 @@ def with_position_step(config: TrainConfig, start: WeightsStart) -> TrainConfig:
     """Return the config with the step of the position table in use; tables of trained weights are in the weights."""
     if start.source is not None:
         return config
-    model = config.model.model_copy(update={"position_step": start.size.position_step})
-    return config.model_copy(update={"model": model})
+    step = {"position_step": start.size.position_step}
+    shape = None if config.model.shape is None else config.model.shape.model_copy(update=step)
+    return config.model_copy(update={"model": config.model.model_copy(update={**step, "shape": shape})})
 
 
 def changed_keys(loaded: LoadedConfig, resumed: Checkpoint | None) -> list[str]:

@@ -123,6 +123,29 @@ def test_a_block_that_fails_stops_training(loaded: Any, script: Any) -> None:
     assert not process_exists(training_pid())
 
 
+def test_the_error_of_a_block_is_kept_if_training_fails_while_it_stops(loaded: Any, script: Any, capsys: Any) -> None:
+    script(TRAINING.replace("exit 75", "exit 2"))
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(UserError, match="of the block"), train_beside(loaded, [], "pretrain"):
+        raise_once_training(UserError("an error of the block"))
+    assert "pretrain ended with exit code 2: continue with: COMMAND" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is handler
+
+
+def test_training_that_is_stopped_interrupts_the_block(loaded: Any, script: Any, capsys: Any) -> None:
+    script(TRAINING)
+    with pytest.raises(KeyboardInterrupt), train_beside(loaded, [], "pretrain"):
+        time.sleep(HANG_SECONDS if os.kill(training_pid(), signal.SIGTERM) is None else 0)
+    assert "pretrain: continue with: COMMAND" in capsys.readouterr().err
+
+
+def test_training_that_is_stopped_ends_a_block_that_does_not_notice(loaded: Any, script: Any, capsys: Any) -> None:
+    script("echo 'continue with: COMMAND'; exit 75")
+    with pytest.raises(Stopped, match="pretrain was stopped"):
+        finish_deaf(loaded)
+    assert "pretrain: continue with: COMMAND" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("cores", [1, 2])
 def test_the_demo_pretrains_in_another_process_if_a_second_core_is_usable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
@@ -150,3 +173,11 @@ def test_the_demo_pretrains_in_another_process_if_a_second_core_is_usable(
     journeys.run_demo(tmp_path / "demo", steps=3, more_steps=None, images=2, prompts=1)
     runs = ["pretrain beside, ['max_steps=3']", "continue"] if cores > 1 else ["continue", "pretrain"]
     assert trained == ["cache", f"{cores} processes", *runs]
+
+
+def test_a_demo_in_progress_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".sd3_light_demo").touch()
+    monkeypatch.setattr(journeys, "is_locked", lambda folder: folder == tmp_path / "pretrain")
+    with pytest.raises(UserError, match="pretrain; stop it, or choose another folder with --out"):
+        journeys.run_demo(tmp_path, steps=3, more_steps=None, images=2, prompts=1)
+    assert [file.name for file in tmp_path.iterdir()] == [".sd3_light_demo"]
