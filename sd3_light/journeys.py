@@ -86,7 +86,7 @@ def run_demo(out: Path, steps: int | None, more_steps: int | None, images: int, 
     check.require(scratch)
     check.require(base)
     cache.run(scratch)  # alone: another number of threads would change the last bits of what it encodes
-    # pretraining uses one core; everything else runs on the others at the same time
+    # pretraining uses one core, and everything else up to half of them at the same time
     neighbours = 1 if usable_cores() > 1 else 0
     limit_threads(1 + neighbours)
     pretraining = train_beside(scratch, _steps(steps), "pretrain") if neighbours else None
