@@ -35,9 +35,10 @@ def row(regime: str, out: Path) -> str:
     results = json.loads(summary.read_text(encoding="utf-8"))
     stage, ratio = results["samples_per_second"], results.get("stage of step")
     if ratio is None:
-        return f"| {regime} | needs a GPU | {stage:,.1f} | | |"
+        return f"| {regime} | not measured | {stage:,.1f} | | |"
     step = results["step alone, samples_per_second"]
-    return f"| {regime} | {step:,.1f} | {stage:,.1f} | {ratio:.1%} | {results['data_wait']:.1%} |"
+    waits = f"{results['data_wait']:.1%}, waits in {results.get('host_bound', 0):.0%} of steps"
+    return f"| {regime} | {step:,.1f} | {stage:,.1f} | {ratio:.1%} | {waits} |"
 
 
 def main() -> None:

@@ -13,9 +13,9 @@ ones), a model folder with only configs and a train TOML, then runs the training
 checkpoint at the end (or every `--checkpoint-every` steps; none with `--no-save`). The results come from the run's
 log.jsonl; the first `--warm` steps (compiling, hashing shards, allocating memory) are excluded.
 
-A regime sets the options of one row of the table in docs/LOG.md; options on the command line override it. `stage of
-step` in the results is the stage's speed relative to that of its step: the GPU's own time per step, divided by the wall
-time. `host_seconds` says what the main process does in a step.
+A regime sets the options of one row of the table in docs/LOG.md; options on the command line override it.
+After `--steps` the run repeats its last step `--alone` times on the same inputs: no loader, no copies, no noise.
+`stage of step` in the results is the stage's speed relative to that. `host_seconds` says what the main process does in a step.
 
 With `--text real` the number of T5 tokens per caption is log-normal (median 22, sigma 0.5, mean 25, at least 5), with
 the same number of CLIP tokens, at most 77. `--out` keeps log, config and summary; the rest is deleted. `--feed-only`
@@ -32,11 +32,13 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from train_run_folder import prepare_folder
 from train_run_profile import profiling
 from train_start import measure_start, without_saves
@@ -44,6 +46,7 @@ from train_start import measure_start, without_saves
 from sd3_light.config import SIZES, UserError, load_config
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.engines import Launch
+from sd3_light.engines.prefetch import map_tensors
 from sd3_light.runlog import read_log
 
 REGIMES: dict[str, dict[str, Any]] = {
@@ -61,16 +64,31 @@ REGIMES: dict[str, dict[str, Any]] = {
 }
 """Options by regime: the five runs in which the stage is compared with its step."""
 
-_MEANS = ("samples_per_second", "seconds", "gpu_seconds", "data_wait", "tflops_per_gpu", "mfu", "host_memory_gib")
+_MEANS = ("samples_per_second", "seconds", "data_wait", "host_bound", "tflops_per_gpu", "mfu", "host_memory_gib")
 _PEAKS = ("gpu_memory_gib", "gpu_reserved_gib")
 
 
-def train(folder: Path, engine: str, saves: bool) -> None:
+def repeated(steps: Any, after: int) -> Any:
+    """Return a source of the first ``after`` of ``steps``, and then of the last of them again and again."""
+
+    def source(first: int) -> Iterator[Any]:
+        with closing(steps(first)) as batches:
+            yield from islice(batches, after - 1)
+            step = [map_tensors(batch, Tensor.clone) for batch in next(batches)]
+        while True:
+            yield step
+
+    return source
+
+
+def train(folder: Path, engine: str, saves: bool, alone_after: int) -> None:
     """Run the training stage in a prepared folder."""
     from sd3_light.stages import check
     from sd3_light.stages import train as stage
 
     without_saves(checkpoints=saves)
+    make_steps = stage.training_steps
+    stage.training_steps = lambda *args: repeated(make_steps(*args), alone_after)
     loaded = load_config(folder / "train.toml")
     check.require(loaded)
     try:
@@ -112,11 +130,11 @@ def feed(folder: Path, args: argparse.Namespace) -> str:
     )
 
 
-def summary(log: Path, warm: int, started: float) -> dict[str, Any]:
-    """Summarize the log after the first ``warm`` steps."""
+def summary(log: Path, warm: int, started: float, last: int | None = None) -> dict[str, Any]:
+    """Summarize the log from step ``warm`` to step ``last``; the two last records are then of the step alone."""
     events = list(read_log(log))
     steps = [event for event in events if event["event"] == "step"]
-    measured = [event for event in steps if event["step"] > warm] or steps[-1:]
+    measured = [event for event in steps if warm < event["step"] <= (last or event["step"])] or steps[-1:]
     results: dict[str, Any] = {"records": len(measured)}
     # time until the model is built and until the first steps are done, without imports
     results |= {"seconds_to_start": next(e["time"] for e in events if e["event"] == "start") - started}
@@ -124,9 +142,10 @@ def summary(log: Path, warm: int, started: float) -> dict[str, Any]:
     for name in _MEANS:
         values = [event[name] for event in measured if name in event]
         results |= {name: sum(values) / len(values)} if values else {}
-    if "gpu_seconds" in results:
-        results["stage of step"] = results["gpu_seconds"] / results["seconds"]
-        results["step alone, samples_per_second"] = results["samples_per_second"] / results["stage of step"]
+    if last is not None and steps[-2]["step"] > last:
+        alone = sum(event["samples_per_second"] for event in steps[-2:]) / 2
+        results["step alone, samples_per_second"] = alone
+        results["stage of step"] = results["samples_per_second"] / alone
     host = [event["host_seconds"] for event in measured if "host_seconds" in event]
     results |= (
         {f"host {name}, seconds": sum(times[name] for times in host) / len(host) for name in host[0]} if host else {}
@@ -178,6 +197,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--accumulation", type=int, default=1)
     parser.add_argument("--samples", type=int, default=512)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--alone", type=int, help="repetitions of the last step; default: three records")
     parser.add_argument("--warm", type=int, default=20, help="warm-up steps that are excluded")
     parser.add_argument("--logging-steps", type=int, default=10)
     parser.add_argument("--text", choices=("padded", "real"), default="padded")
@@ -212,6 +232,7 @@ def main() -> None:
     parser = options()
     parser.set_defaults(**REGIMES.get(parser.parse_args().regime, {}))
     args = parser.parse_args()
+    args.alone = 3 * args.logging_steps if args.alone is None else args.alone
     with tempfile.TemporaryDirectory(dir=args.tmp) as name:
         folder = Path(name)
         about = prepare_folder(folder, args)
@@ -224,8 +245,8 @@ def main() -> None:
             return
         with turn(args.lock), nullcontext() if args.profile is None else profiling(args.profile, args.warm):
             started = time.time()
-            train(folder, args.engine, not args.no_save)
-        results = {**about, **summary(folder / "run" / "log.jsonl", args.warm, started)}
+            train(folder, args.engine, not args.no_save, args.steps)
+        results = {**about, **summary(folder / "run" / "log.jsonl", args.warm, started, args.steps)}
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
             for file in ("log.jsonl", "config.toml"):

@@ -140,7 +140,7 @@ def train_toml(args: argparse.Namespace, shape: Shape) -> str:
 output_dir = "run"
 dataset = "data.toml"
 cache_dir = "cache"
-max_steps = {args.steps}
+max_steps = {args.steps + args.alone}
 micro_batch_size_per_gpu = {args.batch}
 gradient_accumulation_steps = {args.accumulation}
 zero_stage = {args.zero_stage}
@@ -150,7 +150,7 @@ compile = {str(args.compile).lower()}
 cuda_graphs = {flags["cuda_graphs"]}
 fp8 = {str(args.fp8).lower()}
 warmup_steps = 1000
-checkpoint_every_n_steps = {args.checkpoint_every or args.steps}
+checkpoint_every_n_steps = {args.checkpoint_every or args.steps + args.alone}
 keep_last_n_checkpoints = 1
 logging_steps = {args.logging_steps}
 num_dataloader_workers = {args.workers}

@@ -1,6 +1,6 @@
 """The protocol between an engine and the training loop and checkpoints."""
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import Any, Protocol
@@ -130,11 +130,6 @@ class Engine(Protocol):
     optimizer: Optimizer
     weights: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[int, ...]]
-    part_queued: Callable[[], None] = staticmethod(lambda: None)
-    """Called when the host has queued a part of a forward or backward pass, also from autograd's threads.
-
-    DeepSpeed engines never call it.
-    """
 
     @property
     def updates_started(self) -> int:

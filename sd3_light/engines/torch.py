@@ -1,7 +1,6 @@
 """The torch engine: one process, or several under torchrun with replicated (DDP) or sharded (FSDP2) weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -25,9 +24,6 @@ from sd3_light.engines.protocol import (
 from sd3_light.engines.weight_layouts import Replicas, replicate, shard
 from sd3_light.flow.objective import NUM_BANDS, sum_by_band
 from sd3_light.optim.build import make_optimizer
-
-WEIGHTS_PER_PART = 32
-"""Weights whose gradients make up one part of a backward pass: about one block, so that a GPU's queue holds a part."""
 
 
 class TorchEngine(Engine):
@@ -80,10 +76,9 @@ class TorchEngine(Engine):
         for number, batch in enumerate(self._in_turn(batches), start=1):
             with self.layout.accumulating(last=number == len(batches)):
                 if self.graphs is None:
-                    names, packed = self._run_pass(batch, len(batches), self.part_queued)
+                    names, packed = self._run_pass(batch, len(batches))
                 else:
                     names, packed = self.graphs.run(batch, len(batches))
-                self.part_queued()
             numbers = numbers + packed
         return self._finish_step(names, self.sum_over_ranks(numbers) / self.world)
 
@@ -99,40 +94,12 @@ class TorchEngine(Engine):
         for weight in self._parameters.values():
             weight.grad = None
 
-    def _run_pass(self, batch: Any, count: int, part_queued: Callable[[], None] | None = None) -> Numbers:
+    def _run_pass(self, batch: Any, count: int) -> Numbers:
         """Queue forward and backward pass of one of ``count`` micro-batches."""
-        with self._between_layers(part_queued):
-            losses, bands = self._losses(batch)
+        losses, bands = self._losses(batch)
         loss = losses["loss"] / count
-        if part_queued is None:  # recorded passes contain no events of a timer
-            loss.backward()
-        else:
-            part_queued()
-            with self._between_gradients(part_queued):
-                loss.backward()
+        loss.backward()
         return tuple(losses), StepResult.pack(losses, bands) / count
-
-    @contextmanager
-    def _between_layers(self, callback: Callable[[], None] | None) -> Iterator[None]:
-        """Call ``callback`` after each layer of a forward pass, if the module supports it."""
-        self.module.layer_queued = callback
-        try:
-            yield
-        finally:
-            self.module.layer_queued = None
-
-    @contextmanager
-    def _between_gradients(self, act: Callable[[], None]) -> Iterator[None]:
-        """Call ``act`` in a backward pass, about once per `WEIGHTS_PER_PART` gradients."""
-        weights = list(self._parameters.values())[-WEIGHTS_PER_PART::-WEIGHTS_PER_PART]
-        # FSDP2 copies the gradients of weights in host memory later if they have hooks
-        here = [weight for weight in weights if weight.device.type == self.device.type]
-        hooks = [weight.register_post_accumulate_grad_hook(lambda _: act()) for weight in here]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _losses(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
         """Return the losses of a micro-batch, ``loss`` with its gradient, and those of its samples by timestep band."""

@@ -6,7 +6,7 @@ text rows per sample, and the values of the other rows change nothing. Shapes: B
 N image tokens, T text tokens, D width.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -127,13 +127,12 @@ def run_layers(
     inputs: Sequence[Tensor],
     checkpointing: Checkpointing = False,
     between: BetweenBlocks | None = None,
-    layer_queued: Callable[[], None] | None = None,
 ) -> LayerState:
     """Run the layers in order and return the last state.
 
     With ``checkpointing`` the backward pass recomputes the blocks' activations: all, or with ``"selective"`` all except
     the outputs of matrix products and attention. ``between``, for the whole list of layers, gets the image tokens
-    between them. ``layer_queued`` is called after each layer.
+    between them.
     """
     context: dict[str, Any] = {"context_fn": _save_products} if checkpointing == "selective" else {}
     state: Any = tuple(inputs)
@@ -144,8 +143,6 @@ def run_layers(
             state = layer(state)
         if between is not None and between.acts_after(number):
             state = (between.after(number, state[0]), *state[1:])
-        if layer_queued is not None:
-            layer_queued()
     return tuple(state)
 
 

@@ -59,11 +59,14 @@ class Optimizer:
         self._prepared = False
         self.updates_started = 0
         """Number of updates started, including those of an optimizer that a library drives."""
+        self.before_update: Callable[[], None] = lambda: None
+        """Called before each update is queued."""
         for part in parts:
             part.optimizer.register_step_pre_hook(self._count_update)
         self._skips_on_device = all(part.skips_on_device for part in parts)
 
     def _count_update(self, *_: Any) -> None:
+        self.before_update()
         self.updates_started += 1
 
     def set_rate(self, lr: float) -> None:

@@ -208,7 +208,7 @@ _MEASUREMENTS = (
         "gpu_reserved_gib",
         "host_memory_gib",
         "seconds",
-        "gpu_seconds",
+        "host_bound",
     ),
     *("stall_seconds", "epoch"),
     *(f"{name}@0.{tenth}" for name in ("flow", "fixed") for tenth in range(1, 10)),

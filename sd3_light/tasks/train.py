@@ -47,10 +47,9 @@ from sd3_light.tasks.settings import TaskSettings
 from sd3_light.tasks.stacking import SampleStacker
 from sd3_light.training.background_saves import checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts
-from sd3_light.training.device_time import CudaQueue, StepTimer
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
-from sd3_light.training.idle import IdleAdvice
+from sd3_light.training.idle import DeviceGaps, IdleAdvice
 from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import RunRequests
@@ -181,11 +180,11 @@ def _make_driver(
         out_of_memory=TASK_OUT_OF_MEMORY,
         resume_hint="resume=True",
     )
-    timer = None
+    gaps = None
     if device.type == "cuda":
-        timer = StepTimer(CudaQueue())
-        run.engine.part_queued = timer.split
-    run.meter = Meter(launch.world, window=_resume(driver) if settings.resume else None, timer=timer)
+        gaps = DeviceGaps()
+        run.engine.optimizer.before_update = gaps.backward_queued
+    run.meter = Meter(launch.world, window=_resume(driver) if settings.resume else None, gaps=gaps)
     return driver
 
 

@@ -14,8 +14,7 @@ from sd3_light.data.loader import LoadTimes
 from sd3_light.engines.protocol import StepNumbers, StepResult
 from sd3_light.flow.objective import BAND_NAMES, NUM_BANDS
 from sd3_light.system import host_bytes
-from sd3_light.training.device_time import StepTimer
-from sd3_light.training.idle import HostTimes
+from sd3_light.training.idle import DeviceGaps, HostTimes
 
 _GIB = 1 << 30
 
@@ -73,7 +72,7 @@ class Mark:
 class Meter:
     """Counts steps and time. Results are read as they arrive from the device, without waiting for it.
 
-    ``timer`` measures the device's own time, and ``load`` the loader's; without them waiting for data is the time in
+    ``gaps`` measures the device's waits, and ``load`` the loader's time; without them waiting for data is the time in
     `waiting`.
     """
 
@@ -82,14 +81,15 @@ class Meter:
         world: int = 1,
         peak_flops: float | None = None,
         window: Mapping[str, Any] | None = None,
-        timer: StepTimer | None = None,
+        gaps: DeviceGaps | None = None,
         load: LoadTimes | None = None,
     ) -> None:
         self.world, self.peak_flops = world, peak_flops
         self.window = Window(**(window or {}))
         self.times = HostTimes()
-        """Of the last record; empty as long as the device's own time is unknown."""
-        self._timer, self._load = timer, load
+        """Of the last record; empty without a GPU."""
+        self._gaps = gaps
+        self._load = load
         self._pending: deque[tuple[int, StepResult]] = deque()
         self._last: StepResult | None = None  # of the steps that arrived
         self._last_recorded: StepResult | None = None
@@ -115,7 +115,7 @@ class Meter:
     def launching(self) -> Iterator[None]:
         """Measure the block as time spent queueing a step; data that arrive meanwhile are waited for, not launched."""
         start, cpu = self._read_clock(), time.thread_time()
-        with nullcontext() if self._timer is None else self._timer.step():
+        with nullcontext() if self._gaps is None else self._gaps.step():
             yield
         stop = self._read_clock()
         launched = stop.time - start.time - (stop.loaded - start.loaded)
@@ -134,8 +134,8 @@ class Meter:
         start = time.perf_counter()
         yield
         self._count(excluded=time.perf_counter() - start)
-        if self._timer is not None:
-            self._timer.exclude()
+        if self._gaps is not None:
+            self._gaps.exclude()
 
     def add(self, step: int, result: StepResult, samples: int, flops: int) -> None:
         """Add a step that was sent to the device; ``samples`` and ``flops`` are those of all processes."""
@@ -144,8 +144,6 @@ class Meter:
         self._steps += 1
         self._samples += samples
         self._flops += flops
-        if self._timer is not None:
-            self._timer.add(flops or 1)
 
     def mark(self) -> Mark:
         """Return the end of a record: it covers the steps that were added until now."""
@@ -194,7 +192,7 @@ class Meter:
         speed = {
             "samples_per_second": rate,
             "images_per_second_per_gpu": rate / self.world,
-            **self._waits(past, seconds, steps, flops),
+            **self._waits(past, seconds, start, stop),
             "seconds": seconds / max(1, steps),
             "tflops_per_gpu": flops_per_second / 1e12,
         }
@@ -211,16 +209,17 @@ class Meter:
             seconds = self._last.seconds_since(self._last_recorded)
         return time.perf_counter() - start.time if seconds is None else seconds
 
-    def _waits(self, past: _Clock, seconds: float, steps: int, flops: int) -> dict[str, Any]:
-        """Return ``data_wait``; where the GPU's own time is known, also what GPU and main process do in a step."""
-        own = None if self._timer is None else self._timer.own_seconds(flops or steps)
-        if own is None:
+    def _waits(self, past: _Clock, seconds: float, start: Mark, stop: Mark) -> dict[str, Any]:
+        """Return ``data_wait``; with a GPU also which steps waited for the host, and what the main process does."""
+        if self._gaps is None:
             return {"data_wait": min(1.0, past.waited / seconds)}
+        steps = stop.steps - start.steps
+        idle, bound = self._gaps.take(stop.steps)
         data = past.waited if self._load is None else past.loaded
         other = max(0.0, seconds - data - past.launched - past.synchronized)
-        self.times = HostTimes(steps, seconds, own, data, past.launched, past.launched_cpu, other)
-        gpu = own / max(1, steps)
-        return {"data_wait": self.times.idle, "gpu_seconds": gpu, "host_seconds": self.times.per_step()}
+        times = HostTimes(steps, bound, seconds, idle, data, past.launched, past.launched_cpu, other)
+        self.times = times
+        return {"data_wait": times.idle_share, "host_bound": times.bound_share, "host_seconds": times.per_step()}
 
 
 def memory() -> dict[str, float]:

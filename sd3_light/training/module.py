@@ -1,6 +1,6 @@
 """Batch in, loss out: runs the denoiser's layers and compares the result with the flow's velocity."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from diffusers import SD3Transformer2DModel
@@ -31,9 +31,6 @@ class SD3TrainingModule(nn.Module):
     Without them all tokens run through all blocks, at the centre of the table. With ``fast`` the blocks use
     hand-written kernels (`model/fast`).
     """
-
-    layer_queued: Callable[[], None] | None = None
-    """Called when the host has queued a layer of a forward pass."""
 
     def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:
         super().__init__()
@@ -132,7 +129,7 @@ class SD3TrainingModule(nn.Module):
         fast = self._fast_denoiser(noisy.device)
         inputs = (noisy.float(), times.float(), prompt.to(fast.dtype), pooled, *corners)
         counts = lengths[0].tolist() if lengths else None
-        patches, *texts = fast.with_text(inputs, counts, self.target_layer, between, self.layer_queued)
+        patches, *texts = fast.with_text(inputs, counts, self.target_layer, between)
         if not texts:
             return (patches, patches.new_empty(0))
         text, target = texts
@@ -153,7 +150,7 @@ class SD3TrainingModule(nn.Module):
         device = state[0].device
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
-            return run_layers(layers, state, self.checkpointing, between, self.layer_queued)
+            return run_layers(layers, state, self.checkpointing, between)
 
 
 class PipelineLayer(nn.Module):

@@ -1,6 +1,6 @@
 """Run the whole denoiser through the fast blocks, with the stock module's weights, inputs and outputs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,13 +63,11 @@ class FastDenoiser:
         lengths: Sequence[int] | None,
         target_layer: int | None,
         between: BetweenBlocks | None = None,
-        layer_queued: Callable[[], None] | None = None,
     ) -> tuple[Tensor, ...]:
         """Return (patches,), or with a ``target_layer`` k (patches, last text [B, T, D], detached text after block k).
 
         Text rows after a sample's real tokens are zeros. ``features`` may end with the corners of the position crops.
-        ``between`` gets the image tokens between blocks. ``layer_queued`` is called before the first block and after
-        each.
+        ``between`` gets the image tokens between blocks.
         """
         noisy, timestep, prompt, pooled, *corners = features
         self.weights.refresh()
@@ -79,9 +77,7 @@ class FastDenoiser:
             plans = _plans(len(noisy), num_image, prompt.shape[1], lengths, noisy.device, between)
             text, time = self._embed(timestep, prompt, pooled, plans[num_image])
             image = image_BND.flatten(0, 1).to(self.dtype)
-            if layer_queued is not None:
-                layer_queued()
-            patches, *texts = self._run(image, text, time, plans, target_layer, between, layer_queued)
+            patches, *texts = self._run(image, text, time, plans, target_layer, between)
         patches = patches.view(len(noisy), -1, patches.shape[1])
         return (patches, *(_by_sample(rows, plans[num_image], prompt.shape[1]) for rows in texts))
 
@@ -103,7 +99,6 @@ class FastDenoiser:
         plans: Mapping[int, RowPlan],
         target_layer: int | None,
         between: BetweenBlocks | None,
-        layer_queued: Callable[[], None] | None,
     ) -> tuple[Tensor, ...]:
         """Run the blocks; ``plans`` has one per number of image tokens that a block may get."""
         width, samples = image.shape[1], len(time)
@@ -130,8 +125,6 @@ class FastDenoiser:
                 for (x, y), stream, gate in zip(outputs, pair, gates, strict=False)
                 if stream.down is not None
             ]
-            if layer_queued is not None:
-                layer_queued()
         rows = FinalNorm.apply(plan.image, *streams[0], parts[-1])  # type: ignore[no-untyped-call]
         return self.transformer.proj_out(rows), *texts
 

@@ -37,12 +37,11 @@ from sd3_light.training.background_saves import EXPORT, FOLDERS
 from sd3_light.training.best import restore_best
 from sd3_light.training.blocks import require_blocks
 from sd3_light.training.data import flops_counter, order_facts, training_steps
-from sd3_light.training.device_time import CudaQueue, StepTimer
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.exports import SAMPLES
-from sd3_light.training.idle import IdleAdvice
+from sd3_light.training.idle import DeviceGaps, IdleAdvice
 from sd3_light.training.loop import Run, every
 from sd3_light.training.measurement import Measurer, caption_requests
 from sd3_light.training.meter import Meter
@@ -158,12 +157,12 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
     engine, share = state.engine, context.share
     total = total_steps(config, order, progress)
     folder = context.folder.path if launch.is_main else None
-    prefetch_to, peak, timer, advice, times = None, None, None, None, LoadTimes()
+    prefetch_to, peak, gaps, advice, times = None, None, None, None, LoadTimes()
     if device.type == "cuda":
         prefetch_to = device if engine.sequential_micro_batches else None
         peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
-        timer, advice = StepTimer(CudaQueue()), IdleAdvice(config.num_dataloader_workers, times)
-        engine.part_queued = timer.split
+        gaps, advice = DeviceGaps(), IdleAdvice(config.num_dataloader_workers, times)
+        engine.optimizer.before_update = gaps.backward_queued
     dropout = state.module.dropout
     preparer, reads_data = state.pipeline.preparer, launch.reads_data(context.stages)
     size = context.start.size
@@ -181,7 +180,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         progress=progress,
         averages=state.averages,
         log=context.folder.log,
-        meter=Meter(launch.world, peak, window, timer, times),
+        meter=Meter(launch.world, peak, window, gaps, times),
         requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
         flops_in=flops_counter(size, share.world, config.adapter is not None, config.model.route(size.num_layers)),
         steps_per_epoch=order.steps_per_epoch,

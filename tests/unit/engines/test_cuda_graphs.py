@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from sd3_light.engines import Launch, cuda_graphs
-from sd3_light.engines import torch as torch_engine
 from sd3_light.engines.cuda_graphs import Numbers
 from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
@@ -185,16 +184,6 @@ def test_a_first_step_that_is_not_finite_is_recorded_too(make: Make) -> None:
     assert engine.graphs.count == 1
     assert engine.train_step([line_batch(4)], 1e-2).read().taken
     assert len(recorder.recordings) == 1
-
-
-def test_a_step_has_one_part_per_micro_batch(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in passes that are recorded: a graph contains no events of a timer."""
-    monkeypatch.setattr(torch_engine, "WEIGHTS_PER_PART", 1)
-    engine, _ = make()
-    parts = []
-    engine.part_queued = lambda: parts.append(1)
-    engine.train_step(steps()[0], 1e-2)
-    assert len(parts) == 2
 
 
 def test_a_failed_comparison_keeps_the_gradients_of_earlier_micro_batches(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
-from sd3_light.engines import torch as torch_engine
 from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
@@ -110,26 +109,14 @@ def real_batch(count: int = 4) -> MicroBatch:
     return (noisy, 1000 * times.sigmoid(), prompt, pooled), (target, None)
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["stock", "fast"])
-def test_a_pass_has_a_part_per_block(fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a backward pass per some weights: the last gradients come first, and a part ends while most are missing."""
-    monkeypatch.setattr(torch_engine, "WEIGHTS_PER_PART", 10)
-    plain, engine = real_engine(tmp_path, fast), real_engine(tmp_path, fast)
-    missing: list[int] = []
-    engine.part_queued = lambda: missing.append(len(engine.weights) - len(gradients(engine)))
-    for _ in range(2):
-        missing.clear()
-        timed, untimed = (each.train_step([real_batch()], 1e-3).read() for each in (engine, plain))
-        assert timed == untimed
-        layers = engine.module.transformer.config.num_layers + (1 if fast else 2)
-        forward, parts, backward = missing[: layers + 1], missing[layers + 1 : -1], missing[-1]
-        assert forward == [len(engine.weights)] * (layers + 1)
-        assert backward == 0
-        assert len(parts) == len(engine.weights) // 10
-        assert parts == sorted(parts, reverse=True)
-        assert parts[0] > len(engine.weights) / 2
-    assert equal(snapshot(engine), snapshot(plain))
-    assert not any(weight._post_accumulate_grad_hooks for weight in engine.module.parameters())
+def test_an_update_is_announced_when_all_gradients_are_there(tmp_path: Path) -> None:
+    """Also with several micro-batches: once per step, before a weight changes."""
+    engine = real_engine(tmp_path)
+    before = snapshot(engine)
+    seen = []
+    engine.optimizer.before_update = lambda: seen.append((len(gradients(engine)), equal(snapshot(engine), before)))
+    engine.train_step(split(real_batch(), 2), 1e-3)
+    assert seen == [(len(engine.weights), True)]
 
 
 def test_accumulation_does_not_change_the_step(tmp_path: Path) -> None:
