@@ -15,7 +15,8 @@ log.jsonl; the first `--warm` steps (compiling, hashing shards, allocating memor
 
 A regime sets the options of one row of the table in docs/LOG.md; options on the command line override it.
 After `--steps` the run repeats its last step `--alone` times on the same inputs: no loader, no copies, no noise.
-`stage of step` in the results is the stage's speed relative to that. `host_seconds` says what the main process does in a step.
+`stage of step` in the results is the stage's speed relative to that. `host_seconds` says what the main process does
+in a step.
 
 With `--text real` the number of T5 tokens per caption is log-normal (median 22, sigma 0.5, mean 25, at least 5), with
 the same number of CLIP tokens, at most 77. `--out` keeps log, config and summary; the rest is deleted. `--feed-only`
