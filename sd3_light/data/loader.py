@@ -21,9 +21,6 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.slots import AllocateTensor, InPlaceDataset, Packed, Packer, Pin, SlotPool, tensors_in
 from sd3_light.data.stream import CachedBatch, new_buffer
 
-PreparedBatch = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""(features, label): the inputs of the model, and the target of the loss."""
-
 Ticket = tuple[int, int | None]
 """A request to a worker: an item and its slot, None if no slot is free."""
 
@@ -54,16 +51,14 @@ class LoadTimes:
 class PreparesInputs(Protocol):
     """A model that can prepare its inputs in a worker process."""
 
-    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
-        """Return (features, label) for a batch of cached features."""
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Any:
+        """Return the micro-batch for a batch of cached features: a `Batch`, or whatever the training loop takes."""
 
 
 class PreparesInPlace(PreparesInputs, Protocol):
     """A model that can write large tensors into memory allocated by the caller, which saves a copy."""
 
-    def prepare_into(
-        self, batch: CachedBatch, empty: AllocateTensor, timestep_quantile: float | None = None
-    ) -> PreparedBatch:
+    def prepare_into(self, batch: CachedBatch, empty: AllocateTensor, timestep_quantile: float | None = None) -> Any:
         """Like `prepare_inputs`; ``empty`` allocates uninitialized tensors."""
 
 
@@ -73,8 +68,8 @@ class _PreparedItems(Dataset[Any]):
     def __init__(
         self,
         dataset: Dataset[Any],
-        prepare: Callable[[CachedBatch], PreparedBatch],
-        into: Callable[[CachedBatch, AllocateTensor], PreparedBatch] | None,
+        prepare: Callable[[CachedBatch], Any],
+        into: Callable[[CachedBatch, AllocateTensor], Any] | None,
     ) -> None:
         self.dataset, self.prepare, self._into = dataset, prepare, into
         self.pool, self.times = SlotPool(0), LoadTimes()
@@ -137,7 +132,7 @@ class _Tickets:
 
 
 class PipelineDataLoader:
-    """Yields (features, label) micro-batches of a rank, ``gradient_accumulation_steps`` per optimizer step.
+    """Yields the prepared micro-batches of a rank, ``gradient_accumulation_steps`` per optimizer step.
 
     Items of ``dataset`` are micro-batches. Workers hold at most ``workers x prefetch`` of them, finished or in
     progress, so host memory is bounded by these and the step in use (law 10). Without workers they are made on demand.
@@ -158,7 +153,7 @@ class PipelineDataLoader:
         prefetch_batches_per_worker: int = 1,
         items: range | None = None,
         pin: Pin | None = None,
-        prepare_into: Callable[[Any, AllocateTensor], PreparedBatch] | None = None,
+        prepare_into: Callable[[Any, AllocateTensor], Any] | None = None,
         times: LoadTimes | None = None,
         slot_bytes: int = 0,
     ) -> None:
@@ -181,7 +176,7 @@ class PipelineDataLoader:
             worker_init_fn=_start_worker,
         )
 
-    def __iter__(self) -> Generator[PreparedBatch, None, None]:
+    def __iter__(self) -> Generator[Any, None, None]:
         pool = self._items.pool = SlotPool(self._num_slots, self._pin, self._slot_bytes)
         batches = iter(self.dataloader)  # workers start here, with this pool
         if self._pin is not None and self._slot_bytes:  # while workers prepare the first batches
@@ -193,7 +188,7 @@ class PipelineDataLoader:
             # the traceback of an error holds the batches: torch would wait 5 s for each worker when it is collected
             getattr(batches, "_shutdown_workers", lambda: None)()
 
-    def _prepared(self, batches: Iterator[Any], pool: SlotPool) -> Iterator[PreparedBatch]:
+    def _prepared(self, batches: Iterator[Any], pool: SlotPool) -> Iterator[Any]:
         while True:
             started = time.perf_counter()
             try:
@@ -213,7 +208,7 @@ class PipelineDataLoader:
             yield prepared
             del prepared  # free it before waiting for the next one
 
-    def steps(self) -> Generator[list[PreparedBatch], None, None]:
+    def steps(self) -> Generator[list[Any], None, None]:
         """Yield the micro-batches of each optimizer step in a list that is emptied when the next step is requested."""
         count = self.gradient_accumulation_steps
         with closing(iter(self)) as source:

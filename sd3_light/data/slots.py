@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from sd3_light.core.batch import BatchRecord
+
 AllocateBytes = Callable[[int], Tensor]
 """Number of bytes -> a flat uint8 tensor of that size."""
 
@@ -43,11 +45,6 @@ class InPlaceDataset(Dataset[Any]):
     def fetch(self, item: int, allocate: AllocateBytes) -> Any:
         """Return an item whose tensors are in the memory of a single call to ``allocate``."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class BatchRecord:
-    """Base of dataclasses whose fields are packed like the items of a dict."""
 
 
 @dataclass(frozen=True)

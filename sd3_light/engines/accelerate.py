@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.batch import Batch
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.torch import TorchEngine, task_loss_sums, task_losses
 from sd3_light.engines.weight_layouts import Replicas, Shards, replicate
@@ -107,7 +108,7 @@ class TaskEngine(TorchEngine):
         with self._autocast():
             return task_loss_sums(self.module, batch)
 
-    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+    def denoise(self, batch: Batch) -> Tensor:
         """Not used by tasks: their modules sample by themselves."""
         raise NotImplementedError
 

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.budget.graph_choice import MAX_GRAPHS
-from sd3_light.engines.prefetch import map_tensors
-from sd3_light.engines.protocol import MicroBatch, sum_of_squares
+from sd3_light.core.batch import Batch
+from sd3_light.engines.protocol import sum_of_squares
 from sd3_light.runlog import info
 
 _NORM_TOLERANCE = 1e-3  # attention may sum its gradients in any order
 
 Numbers = tuple[tuple[str, ...], Tensor]
 """Names of the losses of a micro-batch, and its numbers as `StepResult.pack` orders them."""
-RunPass = Callable[[MicroBatch, int], Numbers]
+RunPass = Callable[[Batch, int], Numbers]
 """(micro-batch, micro-batches per step) -> numbers; adds to the gradients of the weights."""
 
 
@@ -67,9 +67,9 @@ class MicroBatchGraphs:
         self._use(self._gradients)
         torch._foreach_zero_(self._gradients)
 
-    def run(self, batch: MicroBatch, count: int) -> Numbers:
+    def run(self, batch: Batch, count: int) -> Numbers:
         """Queue forward and backward pass; the numbers are valid until the next call."""
-        key = count, _shapes(batch)
+        key = count, batch.shapes()
         if key not in self._graphs and self._records:
             graph = self._record(batch, count)
             if graph is not None:
@@ -78,14 +78,14 @@ class MicroBatchGraphs:
         graph = self._graphs.get(key)
         return self._run(batch, count) if graph is None else graph.run(batch)
 
-    def _record(self, batch: MicroBatch, count: int) -> "_Graph | None":
-        assert all(tensor.dtype != torch.int64 for tensor in _tensors(batch)), "numbers on the host cannot be recorded"
+    def _record(self, batch: Batch, count: int) -> "_Graph | None":
+        assert not batch.host, "numbers on the host cannot be recorded"
         device = self._gradients[0].device
         try:
-            inputs = map_tensors(batch, lambda tensor: tensor.to(device, copy=True))
+            inputs = batch.map_tensors(lambda tensor: tensor.to(device, copy=True))
             run = partial(self._run, inputs, count)
             expected = self._warm_up(run)
-            graph = _Graph(_tensors(inputs), self._recorder.record(run))
+            graph = _Graph(inputs.tensors(), self._recorder.record(run))
             is_right = self._agrees(graph.recording, expected)
         except RuntimeError as error:  # also if the GPU's memory is full
             reason = str(error).partition("\n")[0]
@@ -135,18 +135,10 @@ class _Graph:
     inputs: list[Tensor]
     recording: Recording
 
-    def run(self, batch: MicroBatch) -> Numbers:
+    def run(self, batch: Batch) -> Numbers:
         """Copy a micro-batch into the inputs and replay."""
-        torch._foreach_copy_(self.inputs, _tensors(batch), non_blocking=True)
+        torch._foreach_copy_(self.inputs, batch.tensors(), non_blocking=True)
         return self.recording.replay()
-
-
-def _tensors(batch: MicroBatch) -> list[Tensor]:
-    return [value for part in batch for value in part if isinstance(value, Tensor)]
-
-
-def _shapes(batch: MicroBatch) -> tuple[Any, ...]:
-    return tuple((value.shape, value.dtype) if isinstance(value, Tensor) else value for part in batch for value in part)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sd3_light.core.batch import Batch
 from sd3_light.data.slots import aligned
 from sd3_light.engines.protocol import MicroBatch
 
@@ -41,8 +42,6 @@ class _DeviceBuffer:
 class DeviceSender:
     """Sends micro-batches to a CUDA device, one ahead of the computation.
 
-    Of a pair of features and label, counts (int64) stay on the host.
-
     Work on the current stream may use a sent micro-batch until `send` is called for the micro-batch after the next.
     ``finish`` turns a micro-batch that arrived into what `send` returns, on the current stream. ``capacity`` are the
     bytes of the largest micro-batch, if known: its memory is allocated once.
@@ -58,7 +57,7 @@ class DeviceSender:
         """Return the micro-batch on the device; later work of the current stream waits for the copy."""
         buffer = self._next_buffer()
         tensors: list[Tensor] = []
-        map_tensors(batch, lambda tensor: tensors.append(tensor) if tensor.device.type == "cpu" else None)
+        batch.map_tensors(lambda tensor: tensors.append(tensor) if tensor.device.type == "cpu" else None)
         starts, end = [], 0
         for tensor in tensors:
             starts.append(aligned(end))
@@ -70,7 +69,7 @@ class DeviceSender:
         }
         self._copy([(copies[id(tensor)], tensor) for tensor in tensors], buffer)
         buffer.source = batch
-        sent: MicroBatch = map_tensors(batch, lambda tensor: copies.get(id(tensor), tensor))
+        sent = batch.map_tensors(lambda tensor: copies.get(id(tensor), tensor))
         return sent if self._finish is None else self._finish(sent)
 
     def release(self) -> None:
@@ -108,27 +107,6 @@ class DeviceSender:
         current.wait_event(buffer.arrived)
 
 
-def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return the micro-batch on the device, copied on the current stream; tensors already there are not copied."""
-    moved: MicroBatch = map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
-    return moved
-
-
-def map_tensors(batch: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return the micro-batch with ``function`` applied to the tensors that belong on the device.
-
-    A batch that is not a pair of features and label has a method ``map_tensors`` that does it.
-    """
-    if not isinstance(batch, tuple | list):
-        return batch.map_tensors(function)
-    return tuple(tuple(function(value) if _goes_to_device(value) else value for value in part) for part in batch)
-
-
-def _goes_to_device(value: Any) -> bool:
-    """Return whether a value is copied. Counts (int64) are not: reading them back would wait for the device."""
-    return isinstance(value, Tensor) and value.dtype != torch.int64
-
-
 class PrefetchedStep(Sequence[MicroBatch]):
     """The micro-batches of an optimizer step, sent to the device one by one as they are requested.
 
@@ -155,7 +133,7 @@ class PrefetchedStep(Sequence[MicroBatch]):
         for _ in range(self._count):
             batch = self._next() if self._first is None else self._first
             self._first = None
-            self._metadata.append(to_device(batch, torch.device("meta")))
+            self._metadata.append(batch.map_tensors(lambda tensor: tensor.to("meta")))
             yield batch
             del batch
 
@@ -164,11 +142,11 @@ class PrefetchedStep(Sequence[MicroBatch]):
         return self._sender.send(next(self._source))
 
 
-def equal_micro_batches(batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of a step; unequal shapes are an error."""
+def equal_micro_batches(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield the micro-batches of a step; unequal numbers of samples or shapes of latents are an error."""
     shapes = set()
     for batch in batches:
-        shapes.add(tuple(batch[0][0].shape))
+        shapes.add((batch.size, batch["noisy"].shape if batch.values else None))
         assert len(shapes) == 1, "micro-batches of a step must be equal"
         yield batch
 

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sd3_light.core.batch import Batch
 from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.optim.build import Optimizer
 
-MicroBatch = tuple[tuple[Any, ...], tuple[Any, ...]]
-"""(features, label)."""
+MicroBatch = Any
+"""A `Batch`; in tasks whatever the module takes, with a method ``map_tensors`` if its tensors go to a device."""
 StepStream = Generator[Sequence[MicroBatch], None, None]
 """Yields the micro-batches of each optimizer step; closing it also closes their source."""
 
@@ -163,7 +164,7 @@ class Engine(Protocol):
         All ranks must call it.
         """
 
-    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+    def denoise(self, batch: Batch) -> Tensor:
         """Return the predicted velocity, for sampling; all ranks must call it equally often."""
 
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config import OptimizerConfig, TrainConfig
+from sd3_light.core.batch import Batch
 from sd3_light.engines.cuda_graphs import CudaRecorder, MicroBatchGraphs, Numbers, Recorder
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.prefetch import equal_micro_batches, to_device
+from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import (
     PARAM_KIND,
     Engine,
@@ -29,8 +30,8 @@ from sd3_light.optim.build import make_optimizer
 class TorchEngine(Engine):
     """Trains float32 weights.
 
-    ``module(features, label)`` returns losses with the key ``loss``, and under ``each`` the flow loss of every sample;
-    its trainable parameters are those of ``module.transformer``, whose names are the canonical ones. A step with a
+    ``module(batch)`` returns losses with the key ``loss``, and under ``each`` the flow loss of every sample; its
+    trainable parameters are those of ``module.transformer``, whose names are the canonical ones. A step with a
     non-finite loss or gradient is skipped; the device decides that without a synchronization. With replicated weights
     ranks 0 to ``writers`` - 1 share the writing of checkpoints.
     """
@@ -134,13 +135,13 @@ class TorchEngine(Engine):
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Return [sum of the flow losses, number of samples] of this process's micro-batch; padding has weight 0."""
-        features, label = to_device(batch, self.device)
-        return loss_sums(self.module(features, label)["each"], *label[2:])
+        batch = batch.to(self.device)
+        return loss_sums(self.module(batch)["each"], batch.get("weight"))
 
     @torch.no_grad()
-    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+    def denoise(self, batch: Batch) -> Tensor:
         """Return the predicted velocity, for sampling; all processes must call it equally often."""
-        velocity: Tensor = self.module.denoise(to_device((features, ()), self.device)[0])
+        velocity: Tensor = self.module.denoise(batch.to(self.device))
         return velocity
 
     def pieces(self) -> Iterator[TensorPiece]:
@@ -181,12 +182,16 @@ class TorchEngine(Engine):
         return gathered if self.rank == 0 else None
 
 
-def micro_losses(run: Callable[..., Any], batch: MicroBatch, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the losses that ``run(features, label)`` returns, and ``each`` of them as sums by timestep band."""
-    features, label = to_device(batch, device)
-    losses: dict[str, Tensor] = dict(run(features, label))
-    bands = sum_by_band(losses.pop("each"), features[1] / 1000)
-    return losses, bands
+def micro_losses(run: Callable[..., Any], batch: Batch, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the losses that ``run(batch)`` returns, and ``each`` of them as sums by timestep band."""
+    batch = batch.to(device)
+    losses: dict[str, Tensor] = dict(run(batch))
+    return losses, sums_by_band(losses.pop("each"), batch["t"])
+
+
+def sums_by_band(each: Tensor, t: Tensor) -> Tensor:
+    """Return the sums of sample losses by timestep band, of times with the rounding of the denoiser's input."""
+    return sum_by_band(each, (1000 * t) / 1000)
 
 
 def task_losses(run: Any, module: Any, batch: Any) -> tuple[dict[str, Tensor], Tensor]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sd3_light.data.loader import PreparedBatch, PreparesInPlace
+from sd3_light.core.batch import Batch
+from sd3_light.data.loader import PreparesInPlace
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedBatch
 from sd3_light.flow.timesteps import FixedTime
@@ -51,26 +52,25 @@ class EvalPreparer:
     def __init__(self, model: PreparesInPlace) -> None:
         self.model = model
 
-    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> PreparedBatch:
-        """Return the batch of an item at its quantile; the label's last tensor weighs samples, 0 for padding.
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
+        """Return the batch of an item at its quantile; its ``weight`` is 0 for padding.
 
         Evaluation uses each sample once, so a repeated sample only fills the last batch.
         """
         return _with_weights(batch, self.model.prepare_inputs(*batch))
 
-    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> PreparedBatch:
+    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
         """Like `prepare_inputs`, with large tensors in memory from ``empty``."""
         return _with_weights(batch, self.model.prepare_into(batch[0], empty, batch[1]))
 
 
-def _with_weights(batch: Any, prepared: PreparedBatch) -> PreparedBatch:
-    features, label = prepared
-    return features, (*label, (batch[0]["repeat"] == 0).float())
+def _with_weights(batch: Any, prepared: Batch) -> Batch:
+    return prepared.with_values({"weight": (batch[0]["repeat"] == 0).float()})
 
 
 def validate(
-    prepared: Iterable[PreparedBatch],
-    evaluate: Callable[[PreparedBatch], Tensor],
+    prepared: Iterable[Batch],
+    evaluate: Callable[[Batch], Tensor],
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda numbers: numbers,
     points: Sequence[float] = QUANTILES,
 ) -> dict[str, float]:

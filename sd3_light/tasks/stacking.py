@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.slots import AllocateTensor, BatchRecord, replace_items
+from sd3_light.core.batch import BatchRecord
+from sd3_light.data.slots import AllocateTensor, replace_items
 from sd3_light.flow.timesteps import open_interval
 from sd3_light.randomness import stream
 from sd3_light.tasks.texts import pad_to_longest

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from sd3_light.budget.flops import image_tokens, step_flops
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelSize, TrainConfig, UserError, batch_size_for
 from sd3_light.config.schema_blocks import TokenRoute
+from sd3_light.core.batch import Batch
 from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
@@ -22,9 +23,9 @@ from sd3_light.data.store import open_store
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
-from sd3_light.engines.protocol import MicroBatch, StepStream
+from sd3_light.engines.protocol import StepStream
 from sd3_light.training.resident_inputs import GatheringPreparer, IndexPreparer, ResidentInputs
-from sd3_light.training.sd3 import CleanPreparer, InputPreparer, text_lengths
+from sd3_light.training.sd3 import CleanPreparer, InputPreparer
 
 
 def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch) -> CachedDataset:
@@ -161,9 +162,9 @@ def _divide_work(
     return IndexPreparer(inputs), lambda batch: add_noise(inputs.gather(batch))
 
 
-def placeholder_batch(samples: int) -> MicroBatch:
+def placeholder_batch(samples: int) -> Batch:
     """Return a micro-batch without data, for pipeline stages that need only its size."""
-    return (torch.empty(samples, device="meta"),), (None,)
+    return Batch(samples)
 
 
 def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> StepStream:
@@ -173,19 +174,19 @@ def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> Step
 
 def flops_counter(
     size: ModelSize, world: int, adapter: bool = False, route: TokenRoute | None = None
-) -> Callable[[Sequence[MicroBatch]], int]:
+) -> Callable[[Sequence[Batch]], int]:
     """Return a function that counts the FLOPs of a step over all processes, from the tokens in its micro-batches.
 
     It returns 0 for placeholder batches.
     """
 
-    def flops(batches: Sequence[MicroBatch]) -> int:
+    def flops(batches: Sequence[Batch]) -> int:
         total = 0
-        for features, _ in batches:
-            if len(features) == 1:
+        for batch in batches:
+            if not batch.values:
                 return 0
-            height, width = (8 * side for side in features[0].shape[-2:])
-            prompt, lengths = features[2], text_lengths(features)
+            height, width = (8 * side for side in batch["noisy"].shape[-2:])
+            prompt, lengths = batch["prompt"], batch.lengths("prompt")
             counts = [prompt.shape[1]] * len(prompt) if lengths is None else lengths.tolist()
             total += step_flops(size, image_tokens(width, height), counts, adapter, route)
         return total * world

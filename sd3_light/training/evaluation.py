@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sd3_light.config import LoadedConfig, batch_size_for
+from sd3_light.core.batch import Batch
 from sd3_light.data.loader import PreparesInPlace
 from sd3_light.data.shard_table import column
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
-from sd3_light.engines.protocol import MicroBatch
 from sd3_light.metrics.validation import EvalPreparer, QuantileBatches, eval_points, validate
 from sd3_light.training.data import make_loader, open_cache, placeholder_batch
 
@@ -37,7 +37,7 @@ class Evaluator:
         """The quantiles of t, and the fixed times, at which every sample is evaluated."""
         return eval_points(self.loaded.train.eval_at_fixed_t)
 
-    def _loader(self, name: str) -> Iterable[MicroBatch]:
+    def _loader(self, name: str) -> Iterable[Batch]:
         """Return the micro-batches of a set, each sample once; placeholders if this process reads no data."""
         if name not in self._datasets:
             self._datasets[name] = open_cache(self.loaded.eval_datasets[name], self.loaded.train, self.launch)

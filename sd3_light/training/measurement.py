@@ -19,7 +19,7 @@ from sd3_light.metrics.truths import Truth
 from sd3_light.runlog import info
 from sd3_light.sampling.image_requests import ImageRequest
 from sd3_light.training.best import BestMeasurement
-from sd3_light.training.samples import DenoiseFeatures, Sampler
+from sd3_light.training.samples import Denoise, Sampler
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Measurer:
         """Take the best measurement up to this step from the log of the run."""
         self.best = self.groups.decide_on_rank_0(lambda: BestMeasurement.of_log(log, self.config.best, step))
 
-    def measure(self, denoise: DenoiseFeatures, step: int) -> Measurement | None:
+    def measure(self, denoise: Denoise, step: int) -> Measurement | None:
         """Return the measurement of the weights in the model, equal on all ranks; None if images are not finite."""
         features = self._features(denoise)
         problem = self.groups.first_problem(self.sampler.fault)
@@ -71,7 +71,7 @@ class Measurer:
             return None
         return self._compare(self.comparison.of_images(features), step)
 
-    def _features(self, denoise: DenoiseFeatures) -> Tensor:
+    def _features(self, denoise: Denoise) -> Tensor:
         """Return the features of one image per caption, drawn and encoded by all ranks."""
         drawn = self.sampler.draw(denoise)
         own = image_features(self.judge, [np.asarray(image.convert("RGB")) for _, image in drawn])

@@ -7,6 +7,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
+from sd3_light.core.batch import Batch
 from sd3_light.flow.objective import alignment_loss, flow_loss, text_reconstruction_loss
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
@@ -15,8 +16,6 @@ from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import Embed, LayerState, build_layers, run_layers, unpatchify
 
 Losses = dict[str, Tensor]
-Label = tuple[Tensor | None, ...]
-"""(target, mask) and, in evaluation, the weight of each sample, which no loss here reads."""
 
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
 
@@ -24,12 +23,10 @@ _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "pr
 class SD3TrainingModule(nn.Module):
     """The denoiser with its training loss.
 
-    ``module(features, label)`` returns the loss of a micro-batch, its parts (means over the samples), and the flow loss
-    of ``each`` sample; ``module.denoise(features)`` returns the predicted velocity. ``features`` come from
-    `InputPreparer.prepare_inputs`, with lengths exactly if the config's text is real; keep the lengths on the host.
-    Those of training end with the config's draws per image: the kept tokens of a route, the corners of position crops.
-    Without them all tokens run through all blocks, at the centre of the table. With ``fast`` the blocks use
-    hand-written kernels (`model/fast`).
+    ``module(batch)`` returns the loss of a micro-batch of `InputPreparer.prepare_inputs`, its parts (means over the
+    samples), and the flow loss of ``each`` sample; ``module.denoise(batch)`` returns the predicted velocity. The prompt
+    has lengths exactly if the config's text is real. Without the config's draws per image all tokens run through all
+    blocks, at the centre of the position table. With ``fast`` the blocks use hand-written kernels (`model/fast`).
     """
 
     def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:
@@ -44,7 +41,8 @@ class SD3TrainingModule(nn.Module):
         target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
         self.target_layer = target_layer
         self.plan = BetweenPlan.of(config.model, transformer)
-        self.has_crops = config.model.position_crop_side is not None
+        draws = {"kept": self.plan.route, "corners": config.model.position_crop_side}
+        self.image_draws = [name for name, setting in draws.items() if setting is not None]
         self.sync_weight = 0.0 if config.model.layer_sync is None else config.model.layer_sync.weight
         self.products: Products = "fp8" if config.fp8 else "plain"
         self._fast: FastDenoiser | None = None
@@ -58,14 +56,13 @@ class SD3TrainingModule(nn.Module):
         parts = {"text_recon": self.gamma, "layer_sync": self.sync_weight}
         return ("loss", "flow", *(name for name, weight in parts.items() if weight > 0))
 
-    def forward(self, features: tuple[Tensor, ...], label: Label) -> Losses:
+    def forward(self, batch: Batch) -> Losses:
         """Return the loss with its gradient, and its parts and ``each`` without."""
-        return self.losses(self.run(features), label)
+        return self.losses(self.run(batch), batch)
 
-    def losses(self, outputs: LayerState, label: Label) -> Losses:
-        """Return the losses of `forward` from the last layer's outputs."""
-        target, mask = label[:2]
-        assert target is not None
+    def losses(self, outputs: LayerState, batch: Batch) -> Losses:
+        """Return the losses of `forward` from the last layer's outputs and the batch's target and mask."""
+        target, mask = batch["target"], batch.get("mask")
         patches, text, *rest = outputs
         each = flow_loss(unpatchify(patches, *target.shape[-2:]), target, mask, self.pseudo_huber_c)
         flow = each.mean()
@@ -79,9 +76,9 @@ class SD3TrainingModule(nn.Module):
             losses |= {"loss": losses["loss"] + self.sync_weight * sync, "layer_sync": sync.detach()}
         return losses
 
-    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+    def denoise(self, batch: Batch) -> Tensor:
         """Return the velocity [B, C, H, W] in float32, computed as in training; the caller enables or disables grad."""
-        return self.velocity(self.run(features), features[0].shape[-2:])
+        return self.velocity(self.run(batch), batch["noisy"].shape[-2:])
 
     def velocity(self, outputs: LayerState, size: Sequence[int]) -> Tensor:
         """Return the velocity of `denoise` from the last layer's outputs; ``size`` is the latent's height and width."""
@@ -92,48 +89,45 @@ class SD3TrainingModule(nn.Module):
         """Return the layers as modules that run one after another, in several processes, as in `forward`."""
         return [PipelineLayer(self, layer, number) for number, layer in enumerate(self._layers)]
 
-    def run(self, features: tuple[Tensor, ...]) -> LayerState:
+    def run(self, batch: Batch) -> LayerState:
         """Run all layers and return the last one's outputs, for `losses` and `velocity`."""
         if self.dropout is not None:
-            self.dropout.forward(features[0].device)
-        features, kept = self.split_features(features)
+            self.dropout.forward(batch["noisy"].device)
+        kept = batch.get("kept")
+        drawn = [name for name in ("kept", "corners") if name in batch.values]
+        assert drawn in ([], self.image_draws), f"a batch with {drawn} instead of {self.image_draws}"
         between = BetweenBlocks(self.plan, kept, alignment_loss) if any(self.plan) else None
         run = self._run_fast if self.fast else self._run_stock
-        outputs = run(features, between)
+        outputs = run(batch, between)
         return outputs if between is None or between.compared is None else (*outputs, between.compared)
 
-    def split_features(self, features: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """Return the features without the kept tokens of a route, and these."""
-        count = 4 + self.real_text
-        draws = len(features) - count
-        assert draws in (0, (self.plan.route is not None) + self.has_crops), f"{len(features)} features, {self.plan}"
-        if not draws or self.plan.route is None:
-            return features, None
-        return (*features[:count], *features[count + 1 :]), features[count]
+    def _run_stock(self, batch: Batch, between: BetweenBlocks | None) -> LayerState:
+        return self.run_some(self._layers, self.inputs(batch), between)
 
-    def _run_stock(self, features: tuple[Tensor, ...], between: BetweenBlocks | None) -> LayerState:
-        return self.run_some(self._layers, self.inputs(features), between)
-
-    def inputs(self, features: tuple[Tensor, ...]) -> LayerState:
+    def inputs(self, batch: Batch) -> LayerState:
         """Return the input of the first layer."""
-        device = features[0].device
-        return (
-            *(feature.float() for feature in features[:4]),
-            *(counts.to(device, non_blocking=True) for counts in features[4:]),
-        )
+        noisy = batch["noisy"]
+        lengths = batch.lengths("prompt")
+        counts = () if lengths is None else (lengths.to(noisy.device, non_blocking=True),)
+        times = (1000 * batch["t"]).float()
+        features = (noisy.float(), times, batch["prompt"].float(), batch["pooled"].float())
+        return (*features, *counts, *batch.select(("corners",)).tensors())
 
-    def _run_fast(self, features: tuple[Tensor, ...], between: BetweenBlocks | None) -> LayerState:
+    def _run_fast(self, batch: Batch, between: BetweenBlocks | None) -> LayerState:
         """Return the last layer's outputs; the text stream is empty where no loss reads it."""
-        noisy, times, prompt, pooled, *rest = features
-        lengths, corners = rest[: self.real_text], rest[self.real_text :]
+        noisy = batch["noisy"]
+        lengths = batch.lengths("prompt")
         fast = self._fast_denoiser(noisy.device)
-        inputs = (noisy.float(), times.float(), prompt.to(fast.dtype), pooled, *corners)
-        counts = lengths[0].tolist() if lengths else None
+        times = (1000 * batch["t"]).float()
+        corners = batch.select(("corners",)).tensors()
+        inputs = (noisy.float(), times, batch["prompt"].to(fast.dtype), batch["pooled"], *corners)
+        counts = None if lengths is None else lengths.tolist()
         patches, *texts = fast.with_text(inputs, counts, self.target_layer, between)
         if not texts:
             return (patches, patches.new_empty(0))
         text, target = texts
-        return (patches, text, *(part.to(noisy.device, non_blocking=True) for part in lengths), target)
+        on_device = () if lengths is None else (lengths.to(noisy.device, non_blocking=True),)
+        return (patches, text, *on_device, target)
 
     def _fast_denoiser(self, device: torch.device) -> FastDenoiser:
         """Return the fast denoiser, built at first use, when the weights are on their device."""
@@ -154,7 +148,7 @@ class SD3TrainingModule(nn.Module):
 
 
 class PipelineLayer(nn.Module):
-    """One layer of a module, for a pipeline's stages; the first one takes features."""
+    """One layer of a module, for a pipeline's stages; the first one takes the tensors of `Embed` in any dtype."""
 
     def __init__(self, module: SD3TrainingModule, layer: nn.Module, number: int) -> None:
         super().__init__()
@@ -166,6 +160,6 @@ class PipelineLayer(nn.Module):
         (module,) = self._module
         if module.dropout is not None:
             module.dropout.forward(state[0].device, self.number)
-        if isinstance(self.layer, Embed):
-            state = module.inputs(module.split_features(state)[0])
+        if isinstance(self.layer, Embed):  # here, so that no process holds its inputs in float32 for all micro-batches
+            state = (*(part.float() for part in state[:4]), *state[4:])
         return module.run_some([self.layer], state)

@@ -1,9 +1,9 @@
 """Micro-batches of a cache in memory: indices on the host, tensors gathered where the cache is.
 
-A batch of indices is ``((images, t, clip_l, clip_g, t5, pooled, ...), (words, flips, bucket))``: the image rows [B],
-the token rows of each encoder [B, T], and the rows of both pooled vectors [2, B]; then lengths of real text and
-`InputPreparer.image_draws`, as in features. Absent tokens are rows of zeros.
-``flips`` is None without masks; otherwise it holds the samples' numbers and whether their images are mirrored.
+A batch of indices has rows of tables instead of their content: ``image_rows`` [B], ``clip_l_rows`` and so on [B, T],
+``pooled_rows`` [2, B] of both pooled vectors, and ``mask_rows`` [2, B], if there are masks: the samples' numbers and
+whether their images are mirrored. Absent tokens are rows of zeros. ``bucket`` is a number of the host. The rest is as
+in other batches.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sd3_light.data.loader import PreparedBatch
+from sd3_light.core.batch import Batch
 from sd3_light.data.order import Picks
 from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentText
 from sd3_light.data.shards import POOLED, TOKENS
@@ -38,7 +38,7 @@ class ResidentInputs:
     cache: ResidentCache
     seed: int
 
-    def indices(self, picks: Picks) -> PreparedBatch:
+    def indices(self, picks: Picks) -> Batch:
         """Return where a batch's tensors are; caption, flip, time and text dropout are drawn per sample (law 1)."""
         model = self.preparer.model
         bucket = self.cache.buckets[picks.bucket]
@@ -53,16 +53,20 @@ class ResidentInputs:
             joint = model.uncond_text_dropout == "joint"
             drops = np.array(draw_drops(self.preparer.seed, occurrences, model.uncond_text_dropout_prob, joint))
         distinct = bucket.captions[first_caption + caption]
-        text = self._text_rows(bucket.text, distinct, drops)
+        rows, lengths = self._text_rows(bucket.text, distinct, drops)
         shape = bucket.moments.shape
-        t = self.preparer.times(occurrences, shape)
-        flips = np.stack([sample, variant]) if bucket.masked[sample].any() else None
-        words = torch.from_numpy(occurrences).view(torch.int32)
-        label = (words, None if flips is None else _rows(flips), picks.bucket)
-        return (_rows(first_image + variant), t, *text, *self.preparer.image_draws(occurrences, shape)), label
+        values = {"image_rows": _rows(first_image + variant), "t": self.preparer.times(occurrences, shape), **rows}
+        values |= self.preparer.image_draws(occurrences, shape)
+        values["words"] = torch.from_numpy(occurrences).view(torch.int32)
+        if bucket.masked[sample].any():
+            values["mask_rows"] = _rows(np.stack([sample, variant]))
+        host = {"bucket": torch.tensor(picks.bucket), **self.preparer.host_values(lengths)}
+        return Batch(len(sample), values, host)
 
-    def _text_rows(self, text: ResidentText, distinct: Indices, drops: NDArray[np.bool_]) -> tuple[Tensor, ...]:
-        """Return the rows of tokens and pooled vectors, and lengths of real text, as `drop_text` and `join_text` do."""
+    def _text_rows(
+        self, text: ResidentText, distinct: Indices, drops: NDArray[np.bool_]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """Return the rows of tokens and pooled vectors, and the texts' lengths, as `drop_text` and `join_text` do."""
         real, zeroed = self.preparer.model.text_tokens == "real", drops
         dropped_all: NDArray[np.bool_] = np.logical_and.reduce(drops, axis=1)
         if self.preparer.empty_text is not None:
@@ -76,31 +80,38 @@ class ResidentInputs:
         num_clip = np.maximum(counts[0], counts[1])
         lengths = num_clip + counts[_T5]
         assert lengths.min() > 0, "every sample needs at least one text token"
-        rows = []
+        rows = {}
         for at, name in enumerate(TOKENS):
             first = num_clip if at == _T5 else np.zeros_like(num_clip)
             longest = int((lengths if at == _T5 else num_clip).max())
             position = np.arange(longest) - first[:, None]
             is_token = (position >= 0) & (position < counts[at][:, None]) & ~zeroed[:, at, None]
             start = text.starts[name][distinct][:, None]
-            rows.append(_rows(np.where(is_token, start + position, text.zero_row(name))))
+            rows[f"{name}_rows"] = _rows(np.where(is_token, start + position, text.zero_row(name)))
         pooled = [np.where(zeroed[:, TOKENS.index(name)], text.empty + 1, distinct) for name in POOLED]
-        return (*rows, _rows(np.stack(pooled)), *([torch.from_numpy(lengths)] if real else []))
+        rows["pooled_rows"] = _rows(np.stack(pooled))
+        return rows, torch.from_numpy(lengths)
 
-    def gather(self, batch: PreparedBatch, empty: AllocateTensor | None = None) -> PreparedBatch:
+    def gather(self, batch: Batch, empty: AllocateTensor | None = None) -> Batch:
         """Return a batch of `InputPreparer.prepare_clean` for indices; ``empty`` allocates moments and prompt."""
-        (images, t, clip_l, clip_g, t5, pooled, *rest), (words, flips, number) = batch
-        bucket: ResidentBucket = self.cache.buckets[number]
+        bucket: ResidentBucket = self.cache.buckets[int(batch.host["bucket"])]
         text = bucket.text
-        prompt, first = _select(text.tokens["t5"], t5, empty), 0
-        for name, rows in (("clip_l", clip_l), ("clip_g", clip_g)):
+        prompt, first = _select(text.tokens["t5"], batch["t5_rows"], empty), 0
+        for name in ("clip_l", "clip_g"):
+            rows = batch[f"{name}_rows"]
             tokens = _select(text.tokens[name], rows)
             # where one has tokens the other is zero, so the sum is a copy
             prompt[:, : rows.shape[1], first : first + tokens.shape[-1]] += tokens
             first += tokens.shape[-1]
-        pooled_parts = [_select(text.pooled[name], rows) for name, rows in zip(POOLED, pooled, strict=True)]
-        features = (_select(bucket.moments, images, empty), t, prompt, torch.cat(pooled_parts, dim=-1), *rest)
-        return features, (words, None if flips is None else _masks(bucket, *flips))
+        pooled = [_select(text.pooled[name], rows) for name, rows in zip(POOLED, batch["pooled_rows"], strict=True)]
+        values = {"moments": _select(bucket.moments, batch["image_rows"], empty), "t": batch["t"]}
+        values |= {"prompt": prompt, "pooled": torch.cat(pooled, dim=-1)}
+        values |= batch.select(("kept", "corners", "words")).values
+        mask_rows = batch.get("mask_rows")
+        if mask_rows is not None:
+            values["mask"] = _masks(bucket, *mask_rows)
+        host = {name: counts for name, counts in batch.host.items() if name != "bucket"}
+        return Batch(batch.size, values, host)
 
 
 def _masks(bucket: ResidentBucket, samples: Tensor, mirrored: Tensor) -> Tensor:
@@ -129,11 +140,11 @@ class IndexPreparer:
 
     inputs: ResidentInputs
 
-    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> PreparedBatch:
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
         """See `ResidentInputs.indices`."""
         return self.inputs.indices(batch)
 
-    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> PreparedBatch:
+    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
         """See `ResidentInputs.indices`."""
         return self.inputs.indices(batch)
 
@@ -145,14 +156,14 @@ class GatheringPreparer:
     inputs: ResidentInputs
     adds_noise: bool
 
-    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> PreparedBatch:
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
         """Return the gathered batch."""
         return self._prepared(batch, None)
 
-    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> PreparedBatch:
+    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
         """Like `prepare_inputs`, in memory from ``empty``."""
         return self._prepared(batch, empty)
 
-    def _prepared(self, picks: Picks, empty: AllocateTensor | None) -> PreparedBatch:
+    def _prepared(self, picks: Picks, empty: AllocateTensor | None) -> Batch:
         clean = self.inputs.gather(self.inputs.indices(picks), empty)
         return self.inputs.preparer.add_noise(clean) if self.adds_noise else clean

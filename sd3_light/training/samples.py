@@ -22,6 +22,7 @@ from sd3_light.budget.flops import image_tokens
 from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.schema_tables import SampleImage, SamplingConfig
+from sd3_light.core.batch import Batch
 from sd3_light.data.shard_table import BucketShards
 from sd3_light.data.stream import CachedDataset
 from sd3_light.encoders.caption_lengths import cut_prompts
@@ -38,8 +39,8 @@ from sd3_light.sampling.scheduler import flow_scheduler
 from sd3_light.sampling.texts import EncodedText, batch_texts, join_features, unconditional_text
 from sd3_light.training.model_facts import bucket_size
 
-DenoiseFeatures = Callable[[tuple[Tensor, ...]], Tensor]
-"""(noisy, 1000 t, prompt_embeds, pooled[, lengths]) -> velocity: `SD3TrainingModule.denoise`."""
+Denoise = Callable[[Batch], Tensor]
+"""A batch of noisy, t, prompt and pooled -> velocity: `Engine.denoise`."""
 
 _MAX_BATCH = 16
 _GRID_SIDE = 128  # small images are enlarged to about this
@@ -112,7 +113,7 @@ class Sampler:
         return replace(sampler, texts=_texts(config.model, texts, cache_dir, data.manifest.recipe, device))
 
     def sample(
-        self, denoise: DenoiseFeatures, path: Path, facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
+        self, denoise: Denoise, path: Path, facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
     ) -> Image.Image | None:
         """Draw a grid with all ranks and write it to ``path``; return it on rank 0 and None elsewhere.
 
@@ -142,7 +143,7 @@ class Sampler:
     def _size(self) -> tuple[int, int]:
         return self.requests[0].width, self.requests[0].height
 
-    def draw(self, denoise: DenoiseFeatures) -> list[tuple[int, Image.Image]]:
+    def draw(self, denoise: Denoise) -> list[tuple[int, Image.Image]]:
         """Return this rank's images with the numbers of their requests; all ranks call ``denoise`` equally often.
 
         Values that are not finite raise no error, as other ranks would wait; see `_first_fault`.
@@ -191,7 +192,7 @@ class Sampler:
         ]
 
     def _draw_batch(
-        self, pipe: StableDiffusion3Pipeline, denoise: DenoiseFeatures, indices: Sequence[int]
+        self, pipe: StableDiffusion3Pipeline, denoise: Denoise, indices: Sequence[int]
     ) -> tuple[list[Image.Image], str | None]:
         """Draw requests of one group."""
         batch = [self.requests[index] for index in indices]
@@ -203,7 +204,8 @@ class Sampler:
             texts = [self.texts[negative] if negative else self.negative for negative in negatives] + texts
         text = batch_texts(texts, self.device, torch.float32)
         pipe.transformer.denoise = denoise
-        pipe.transformer.lengths = (text.lengths,) if self.config.model.text_tokens == "real" else ()
+        if self.config.model.text_tokens == "real":
+            pipe.transformer.host = {"prompt.length": text.lengths}
         return run_pipeline(pipe, batch, text, steps, guidance)
 
     def _pipeline(self, width: int, height: int) -> StableDiffusion3Pipeline:
@@ -212,9 +214,10 @@ class Sampler:
         if self._vae is None:
             self._vae = load_vae(model.diffusers_path, self.device, torch.float32)
             self._vae.enable_slicing()  # one image at a time: its activations are the largest of all
+        scheduler = flow_scheduler(constant_shift(model, image_tokens(width, height)), model.flux_shift)
         return StableDiffusion3Pipeline(
-            transformer=_DenoiserAdapter(self._vae.config.latent_channels),
-            scheduler=flow_scheduler(constant_shift(model, image_tokens(width, height)), model.flux_shift),
+            transformer=_DenoiserAdapter(self._vae.config.latent_channels, scheduler),
+            scheduler=scheduler,
             vae=self._vae,
             **dict.fromkeys((*TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)),
         )
@@ -261,11 +264,12 @@ def _request(image: SampleImage, seed: int, settings: SamplingConfig, size: tupl
 class _DenoiserAdapter:
     """The denoiser that trains, as the stock pipeline calls it."""
 
-    denoise: DenoiseFeatures
-    lengths: tuple[Tensor, ...] = ()
+    denoise: Denoise
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, scheduler: Any) -> None:
         self.config = SimpleNamespace(in_channels=channels, patch_size=2, sample_size=128)
+        self.host: dict[str, Tensor] = {}
+        self._scheduler = scheduler
 
     def __call__(
         self,
@@ -275,9 +279,12 @@ class _DenoiserAdapter:
         pooled_projections: Tensor,
         **_: object,
     ) -> tuple[Tensor]:
-        features = (hidden_states, timestep, encoder_hidden_states, pooled_projections, *self.lengths)
+        # not timestep / 1000, which has other bits
+        step = (self._scheduler.timesteps.to(timestep.device) == timestep[0]).nonzero()[0]
+        t = self._scheduler.sigmas.to(timestep)[step].expand(len(hidden_states))
+        values = {"noisy": hidden_states, "t": t, "prompt": encoder_hidden_states, "pooled": pooled_projections}
         # always in float32: the scheduler's result gets this dtype
-        return (self.denoise(features).float(),)
+        return (self.denoise(Batch(len(hidden_states), values, self.host)).float(),)
 
 
 def assigned(count: int, rank: int, world: int) -> list[int]:

@@ -1,11 +1,11 @@
 """SD3 in training: model inputs from cached features, the denoiser before the first step, saving."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.config import ModelConfig, UserError
-from sd3_light.data.loader import PreparedBatch
+from sd3_light.core.batch import Batch
 from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedBatch
@@ -40,13 +40,16 @@ Draw = Callable[[tuple[int, ...]], Tensor]
 """Shape of a sample -> standard normals of the batch."""
 
 
+Pair = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
+"""(features, label) of a batch, as training loops outside this package take them."""
+
 Noise = Literal["table", "ziggurat"]
 """How a sample's stream becomes normals: by `randomness.fill_normals`, or by numpy's method, as in earlier versions."""
 
 
 @dataclass(frozen=True)
 class InputPreparer:
-    """Turns cached features into (features, label), with random draws per sample (law 1). Small: workers get a copy.
+    """Turns cached features into batches, with random draws per sample (law 1). Small: workers get a copy.
 
     ``empty_text`` are the features of the empty caption, or None where a fully dropped sample carries zeros. ``noise``
     is "ziggurat" for runs that started with it. ``num_positions`` is the side of the denoiser's position table.
@@ -59,85 +62,87 @@ class InputPreparer:
     noise: Noise = "table"
     num_positions: int = 0
 
-    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
-        """Return ((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Batch:
+        """Return noisy, t, prompt, pooled, target and, where there is one, mask.
 
-        With real text tokens ``lengths`` follow the features: how many first rows of prompt_embeds are a sample's own.
-        In training they end with `image_draws`. ``timestep_quantile`` makes a validation batch: that quantile of t for
-        all samples, noise that depends on the sample alone, the posterior's mean and no dropout.
+        With real text tokens ``prompt.length`` says how many first rows of prompt are a sample's own. In training
+        there are also the config's `image_draws`. ``timestep_quantile`` makes a validation batch: that quantile of t
+        for all samples, noise that depends on the sample alone, the posterior's mean and no dropout.
         """
         return self.prepare_into(batch, None, timestep_quantile)
 
     def prepare_into(
         self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None = None
-    ) -> PreparedBatch:
+    ) -> Batch:
         """Like `prepare_inputs`, with the prompt, most of the bytes, in memory that ``allocate`` returns."""
         return self.add_noise(self._clean(batch, allocate, timestep_quantile), timestep_quantile is not None)
 
-    def prepare_clean(self, batch: CachedBatch, allocate: AllocateTensor | None = None) -> PreparedBatch:
-        """Return ((moments, t, prompt_embeds, pooled_prompt_embeds, ...), (words, mask)), to get noise later.
+    def prepare_clean(self, batch: CachedBatch, allocate: AllocateTensor | None = None) -> Batch:
+        """Return moments, t, prompt, pooled, words and so on, to get noise later.
 
-        ``words`` are `randomness.occurrence_words` as int32 [B, 4]: int64 would stay on the host.
+        ``words`` are `randomness.occurrence_words` as int32 [B, 4].
         """
         return self._clean(batch, allocate, None)
 
-    def add_noise(self, clean: PreparedBatch, evaluation: bool = False) -> PreparedBatch:
+    def add_noise(self, clean: Batch, evaluation: bool = False) -> Batch:
         """Return the batch of `prepare_inputs` for one of `prepare_clean`, both on the host."""
-        features, (words, mask) = clean
-        occurrences = words.view(torch.int64).numpy()
+        occurrences = clean["words"].view(torch.int64).numpy()
         if evaluation:
             draw = partial(self._normals, "eval-noise", occurrence_words(0, 0, occurrences[:, 1]))
-            return self._noisy(features, mask, draw, None)
+            return self._noisy(clean, draw, None)
         draws = (partial(self._normals, purpose, occurrences) for purpose in ("noise", "posterior"))
-        return self._noisy(features, mask, *draws)
+        return self._noisy(clean, *draws)
 
-    def noise_adder(self, device: torch.device) -> Callable[[PreparedBatch], PreparedBatch]:
+    def noise_adder(self, device: torch.device) -> Callable[[Batch], Batch]:
         """Return a function that turns a batch of `prepare_clean` on the device into one of `prepare_inputs`.
 
         Noise and posterior draws have the same bits as on the host; latents and targets agree to rounding.
         """
         noise = DeviceNoise(self.seed, device)
 
-        def add(prepared: PreparedBatch) -> PreparedBatch:
-            features, (words, mask) = prepared
-            draws = (partial(noise.normals, purpose, words.view(torch.int64)) for purpose in ("noise", "posterior"))
-            return self._noisy(features, mask, *draws)
+        def add(clean: Batch) -> Batch:
+            words = clean["words"].view(torch.int64)
+            draws = (partial(noise.normals, purpose, words) for purpose in ("noise", "posterior"))
+            return self._noisy(clean, *draws)
 
         return add
 
-    def _clean(
-        self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None
-    ) -> PreparedBatch:
+    def _clean(self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None) -> Batch:
         occurrences = occurrence_words(batch["epoch"], batch["repeat"], batch["sample_id"])
         moments = batch["moments"]
-        t = self.times(occurrences, moments.shape, timestep_quantile)
-        text = self._text(batch, occurrences, timestep_quantile is not None, allocate)
-        draws = () if timestep_quantile is not None else self.image_draws(occurrences, moments.shape)
-        return (moments, t, *text, *draws), (torch.from_numpy(occurrences).view(torch.int32), batch.get("mask"))
+        is_evaluation = timestep_quantile is not None
+        values = {"moments": moments, "t": self.times(occurrences, moments.shape, timestep_quantile)}
+        prompt, pooled, lengths = self._text(batch, occurrences, is_evaluation, allocate)
+        values |= {"prompt": prompt, "pooled": pooled}
+        if not is_evaluation:
+            values |= self.image_draws(occurrences, moments.shape)
+        values["words"] = torch.from_numpy(occurrences).view(torch.int32)
+        return Batch(len(moments), values, self.host_values(lengths)).with_values({"mask": batch.get("mask")})
 
-    def _noisy(
-        self, features: tuple[Any, ...], mask: Tensor | None, noise: Draw, posterior: Draw | None
-    ) -> PreparedBatch:
-        moments, t, *text = features
+    def host_values(self, lengths: Tensor) -> dict[str, Tensor]:
+        """Return a batch's counts: the lengths of real text."""
+        return {"prompt.length": lengths} if self.model.text_tokens == "real" else {}
+
+    def _noisy(self, clean: Batch, noise: Draw, posterior: Draw | None) -> Batch:
+        moments, t, mask = clean["moments"], clean["t"], clean.get("mask")
         shape = (moments.shape[1] // 2, *moments.shape[2:])
         drawn = noise(shape)
-        clean = self.scale.normalise(draw_latent(moments, None if posterior is None else posterior(shape)))
-        return (
-            (interpolate(clean, drawn, t), 1000 * t, *text),
-            (velocity(clean, drawn), None if mask is None else _mask_weights(mask)),
-        )
+        latent = self.scale.normalise(draw_latent(moments, None if posterior is None else posterior(shape)))
+        rest = clean.with_values({}, without=("moments", "words", "mask"))
+        values = {"noisy": interpolate(latent, drawn, t), **rest.values, "target": velocity(latent, drawn)}
+        return replace(clean, values=values).with_values({"mask": None if mask is None else _mask_weights(mask)})
 
     def _text(
         self, batch: CachedBatch, occurrences: NDArray[np.int64], evaluation: bool, allocate: AllocateTensor | None
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return prompt, pooled vectors and the lengths of the prompt."""
         real = self.model.text_tokens == "real"
         texts = unpad_text({name: batch[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
         if self.model.enable_uncond_text_dropout and not evaluation:
             probability, joint = self.model.uncond_text_dropout_prob, self.model.uncond_text_dropout == "joint"
             drops = draw_drops(self.seed, occurrences, probability, joint)
             texts = drop_text(texts, drops, self.empty_text, real)
-        prompt, pooled, lengths = join_text(texts, allocate)
-        return (prompt, pooled, lengths) if real else (prompt, pooled)
+        return join_text(texts, allocate)
 
     def _normals(self, purpose: str, occurrences: NDArray[np.int64], shape: tuple[int, ...]) -> Tensor:
         values = np.empty((len(occurrences), *shape), dtype=np.float32)
@@ -157,14 +162,14 @@ class InputPreparer:
             quantiles = [quantile] * len(occurrences)
         return torch.tensor(times_from_quantiles(quantiles, math.prod(_grid(shape)), self.model), dtype=torch.float32)
 
-    def image_draws(self, occurrences: NDArray[np.int64], shape: torch.Size) -> tuple[Tensor, ...]:
-        """Return what the config draws for each image: the kept tokens of a route, the corners of position crops."""
-        routing, side, draws = self.model.routing, self.model.position_crop_side, list[NDArray[np.int64]]()
+    def image_draws(self, occurrences: NDArray[np.int64], shape: torch.Size) -> dict[str, Tensor]:
+        """Return what the config draws per image: ``kept`` tokens of a route, ``corners`` of position crops."""
+        routing, side, draws = self.model.routing, self.model.position_crop_side, dict[str, NDArray[np.int64]]()
         if routing is not None:
-            draws.append(draw_kept(self.seed, occurrences, math.prod(_grid(shape)), routing.share))
+            draws["kept"] = draw_kept(self.seed, occurrences, math.prod(_grid(shape)), routing.share)
         if side is not None:
-            draws.append(draw_corners(self.seed, occurrences, _grid(shape), side, self.num_positions))
-        return tuple(torch.from_numpy(draw.astype(np.int32)) for draw in draws)
+            draws["corners"] = draw_corners(self.seed, occurrences, _grid(shape), side, self.num_positions)
+        return {name: torch.from_numpy(draw.astype(np.int32)) for name, draw in draws.items()}
 
 
 def _mask_weights(mask: Tensor) -> Tensor:
@@ -186,13 +191,11 @@ class CleanPreparer:
 
     preparer: InputPreparer
 
-    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Batch:
         """See `InputPreparer.prepare_clean`."""
         return self.preparer.prepare_clean(batch)
 
-    def prepare_into(
-        self, batch: CachedBatch, empty: AllocateTensor, timestep_quantile: float | None = None
-    ) -> PreparedBatch:
+    def prepare_into(self, batch: CachedBatch, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
         """See `InputPreparer.prepare_clean`."""
         return self.preparer.prepare_clean(batch, empty)
 
@@ -219,9 +222,16 @@ class LightSD3Pipeline:
         scale, positions = LatentScale.of_folder(model.diffusers_path), self.transformer.config.pos_embed_max_size
         self.preparer = InputPreparer(seed, model, scale, uncond, noise, positions)
 
-    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> PreparedBatch:
-        """See `InputPreparer.prepare_inputs`."""
-        return self.preparer.prepare_inputs(batch, timestep_quantile)
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Pair:
+        """Return ((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).
+
+        With real text tokens the lengths of the prompts follow the features, then the config's draws per image.
+        """
+        prepared = self.preparer.prepare_inputs(batch, timestep_quantile)
+        lengths = prepared.lengths("prompt")
+        draws = prepared.select(("kept", "corners")).tensors()
+        features = (prepared["noisy"], 1000 * prepared["t"], prepared["prompt"], prepared["pooled"])
+        return (*features, *(() if lengths is None else (lengths,)), *draws), (prepared["target"], prepared.get("mask"))
 
     def save_model(self, folder: Path, state_dict: Mapping[str, Tensor]) -> Path:
         """Write a complete, verified diffusers folder with all weights and buffers of the denoiser, in `model.dtype`.
@@ -232,26 +242,25 @@ class LightSD3Pipeline:
         return write_folder(Path(folder), state_dict, spec)
 
 
-def split_batch(prepared: PreparedBatch, pieces: int) -> list[PreparedBatch]:
-    """Split a prepared batch into ``pieces`` equal micro-batches; real text is cut to each one's longest sample."""
+def split_batch(prepared: Pair, pieces: int) -> list[Pair]:
+    """Split (features, label) of `LightSD3Pipeline.prepare_inputs` into ``pieces`` equal pairs.
+
+    Real text is cut to each one's longest sample.
+    """
     features, (target, mask) = prepared
-    assert len(target) % pieces == 0, (len(target), pieces)
+    assert target is not None and len(target) % pieces == 0, pieces
     parts = [_shortened(part) for part in zip(*(tensor.chunk(pieces) for tensor in features), strict=True)]
     masks = [None] * pieces if mask is None else mask.chunk(pieces)
     return list(zip(parts, zip(target.chunk(pieces), masks, strict=True), strict=True))
 
 
 def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    lengths = text_lengths(features)
+    # lengths are the only int64 among the features
+    lengths = next((feature for feature in features[4:] if feature.dtype == torch.int64), None)
     if lengths is None:
         return features
     noisy, times, prompt, *rest = features
     return noisy, times, prompt[:, : int(lengths.max())], *rest
-
-
-def text_lengths(features: Sequence[Tensor]) -> Tensor | None:
-    """Return the number of real text tokens of each sample, the only int64 among the features; None if padded."""
-    return next((feature for feature in features[4:] if feature.dtype == torch.int64), None)
 
 
 def starting_transformer(start: WeightsStart, seed: int) -> SD3Transformer2DModel:

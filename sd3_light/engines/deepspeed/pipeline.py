@@ -15,14 +15,19 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.batch import Batch
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.instructions import instructions
 from sd3_light.engines.deepspeed.runtime import quiet
 from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.prefetch import equal_micro_batches, to_device
-from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums, sum_of_squares
-from sd3_light.flow.objective import NUM_BANDS, sum_by_band
+from sd3_light.engines.prefetch import equal_micro_batches
+from sd3_light.engines.protocol import StepResult, loss_sums, sum_of_squares
+from sd3_light.engines.torch import sums_by_band
+from sd3_light.flow.objective import NUM_BANDS
+
+_TARGETS = ("t", "target", "mask", "weight")
+"""What the last stage takes of a batch."""
 
 
 class _Stages(PipelineModule):
@@ -64,8 +69,8 @@ class PipelineEngine(DeepSpeedBase):
 
     ``module`` is an `SD3TrainingModule`: its layers are partitioned, and the last stage computes the losses and sends
     them to all. A single stage runs the module as the torch engine does. All stages of a pipeline read the same
-    micro-batches: the first takes the features and the last the labels, so neither is sent between processes. A step
-    with a non-finite loss or gradient is skipped.
+    micro-batches: the first takes the denoiser's inputs and the last the target, so neither is sent between processes.
+    A step with a non-finite loss or gradient is skipped.
     """
 
     state: StageState
@@ -92,8 +97,8 @@ class PipelineEngine(DeepSpeedBase):
         zero = self.engine.optimizer if config.zero_stage else None
         self._take_state(self._make_state(stages, parameters, names, zero, writers))
         self.writers = self.state.writers
-        self._features: deque[tuple[Tensor, ...]] = deque()
-        self._labels: deque[tuple[Tensor, tuple[Tensor | None, ...]]] = deque()
+        self._inputs: deque[Batch] = deque()
+        self._targets: deque[Batch] = deque()
         self._handle_outputs = self._train_loss
         self._weight = 1.0
 
@@ -113,7 +118,7 @@ class PipelineEngine(DeepSpeedBase):
         optimizer = self.optimizer.torch_optimizer
         return StageState(self.launch, self.stages, parameters, stage_of, shapes, optimizer, zero, writers)
 
-    def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
+    def train_step(self, batches: Sequence[Batch], lr: float) -> StepResult:
         """Run the micro-batches through the pipeline and back, then step, clipped by the norm over all stages."""
         self.optimizer.set_rate(lr)
         self._numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
@@ -122,35 +127,40 @@ class PipelineEngine(DeepSpeedBase):
         self.engine.train_batch(self._feed(batches))
         return StepResult(self.names, self._numbers)
 
-    def _feed(self, batches: Sequence[MicroBatch]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
+    def _feed(self, batches: Sequence[Batch]) -> Iterator[tuple[tuple[Tensor, ...], Tensor]]:
         """Yield micro-batches for DeepSpeed, already on the device: its own copies would synchronize.
 
-        Labels are queued here, because DeepSpeed's need a mask, and so are the features of a single stage, which it
+        Targets are queued here, because DeepSpeed's need a mask, and so are the inputs of a single stage, which it
         would copy twice. The first of several stages gets copies, which must outlive other micro-batches.
         """
         first, last = self.stage == 0, self.stage == self.stages - 1
-        for features, label in equal_micro_batches(batches if self.sequential_micro_batches else _pad_texts(batches)):
-            own_features, label = to_device((features if first else features[1:2], label), self.device)
-            times = own_features[1] if first else own_features[0]
+        for batch in equal_micro_batches(batches if self.sequential_micro_batches else _pad_texts(batches)):
+            own = (batch if first else batch.select(_TARGETS)).to(self.device)
+            times = 1000 * own["t"]
             if last:
-                self._labels.append((times, label))
+                self._targets.append(own.select(_TARGETS))
             if self.sequential_micro_batches:
-                self._features.append(own_features)
-            inputs = own_features if first and not last else (times,)
-            yield tuple(part.to(self.device, non_blocking=True) for part in inputs), times
+                self._inputs.append(own)
+            yield self._first_inputs(own, times) if first and not last else (times,), times
+
+    def _first_inputs(self, batch: Batch, times: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors that the first layer takes."""
+        lengths = batch.lengths("prompt")
+        counts = () if lengths is None else (lengths.to(self.device, non_blocking=True),)
+        corners = batch.select(("corners",)).tensors()
+        return (batch["noisy"], times, batch["prompt"], batch["pooled"], *counts, *corners)
 
     def _run_all_layers(self) -> Any:
         """Run all layers on the next queued micro-batch."""
-        return self.module.run(self._features.popleft())
+        return self.module.run(self._inputs.popleft())
 
     def _loss(self, outputs: tuple[Tensor, ...], _: object) -> Tensor:
         """Handle the outputs of the next micro-batch; DeepSpeed calls it on the last stage."""
-        times, label = self._labels.popleft()
-        return self._handle_outputs(outputs, times, label)
+        return self._handle_outputs(outputs, self._targets.popleft())
 
-    def _train_loss(self, outputs: tuple[Tensor, ...], times: Tensor, label: tuple[Tensor | None, ...]) -> Tensor:
-        losses: dict[str, Tensor] = dict(self.module.losses(outputs, label))
-        bands = sum_by_band(losses.pop("each"), times / 1000)
+    def _train_loss(self, outputs: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        losses: dict[str, Tensor] = dict(self.module.losses(outputs, batch))
+        bands = sums_by_band(losses.pop("each"), batch["t"])
         self._numbers += StepResult.pack(losses, bands) * self._weight
         return losses["loss"]
 
@@ -191,23 +201,23 @@ class PipelineEngine(DeepSpeedBase):
         return self._norm
 
     @torch.no_grad()
-    def evaluate(self, batch: MicroBatch) -> Tensor:
+    def evaluate(self, batch: Batch) -> Tensor:
         """Return [sum of flow losses, number of samples] on the last stage, zeros elsewhere; padding has weight 0."""
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        self._run(_split(batch, self.eval_pieces), self._eval_loss)
+        self._run(batch.split(self.eval_pieces if batch.size % self.eval_pieces == 0 else 1), self._eval_loss)
         return self._sums
 
-    def _eval_loss(self, outputs: tuple[Tensor, ...], _: Tensor, label: tuple[Tensor | None, ...]) -> Tensor:
-        each: Tensor = self.module.losses(outputs, label)["each"]
-        self._sums += loss_sums(each, *label[2:])
+    def _eval_loss(self, outputs: tuple[Tensor, ...], batch: Batch) -> Tensor:
+        each: Tensor = self.module.losses(outputs, batch)["each"]
+        self._sums += loss_sums(each, batch.get("weight"))
         return each.mean()
 
     @torch.no_grad()
-    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+    def denoise(self, batch: Batch) -> Tensor:
         """Return the predicted velocity on all stages; all processes must call it equally often."""
-        size = tuple(features[0].shape)
+        size = tuple(batch["noisy"].shape)
         self._velocity = torch.empty(size, device=self.device)
-        self._run([(features, ())], partial(self._keep_velocity, size[-2:]))
+        self._run([batch], partial(self._keep_velocity, size[-2:]))
         if self.parts_group is not None:
             last = self.world - self.replicas + self.rank % self.replicas  # the last stage of this pipeline
             dist.broadcast(self._velocity, last, group=self.parts_group)
@@ -217,7 +227,7 @@ class PipelineEngine(DeepSpeedBase):
         self._velocity = self.module.velocity(outputs, size)
         return self._velocity.mean()
 
-    def _run(self, batches: Sequence[MicroBatch], handle_outputs: Any) -> None:
+    def _run(self, batches: Sequence[Batch], handle_outputs: Any) -> None:
         self._handle_outputs = handle_outputs
         self.engine.reset_activation_shape()
         self.engine.eval_batch(
@@ -225,19 +235,8 @@ class PipelineEngine(DeepSpeedBase):
         )
 
 
-def _split(batch: MicroBatch, pieces: int) -> list[MicroBatch]:
-    """Split a micro-batch into ``pieces`` equal ones if it is divisible, so that all stages work in parallel."""
-    features, label = batch
-    pieces = pieces if len(features[0]) % pieces == 0 else 1
-    parts = zip(*(tensor.chunk(pieces) for tensor in features), strict=True)
-    labels = zip(*([None] * pieces if part is None else part.chunk(pieces) for part in label), strict=True)
-    return list(zip(parts, labels, strict=True))
-
-
-def _pad_texts(batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
+def _pad_texts(batches: Sequence[Batch]) -> Iterator[Batch]:
     """Pad texts to one length, because stages exchange shapes once per step. Padding of real text is masked."""
-    longest = max(features[2].shape[1] for features, _ in batches)
-    for features, label in batches:
-        noisy, times, prompt, *rest = features
-        missing = longest - prompt.shape[1]
-        yield (noisy, times, nn.functional.pad(prompt, (0, 0, 0, missing)) if missing else prompt, *rest), label
+    longest = max(batch["prompt"].shape[1] for batch in batches)
+    for batch in batches:
+        yield batch.padded_to("prompt", longest)

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from sd3_light.config import OptimizerConfig, TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.batch import Batch
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.prefetch import equal_micro_batches, to_device
+from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums
 from sd3_light.engines.torch import micro_losses, task_loss_sums, task_losses
 from sd3_light.flow.objective import NUM_BANDS
@@ -23,7 +24,7 @@ from sd3_light.flow.objective import NUM_BANDS
 class ZeroEngine(DeepSpeedBase):
     """Trains float32 weights, replicated (ZeRO 2) or sharded (ZeRO 3).
 
-    ``module(features, label)`` returns losses as for `TorchEngine`. A step with a non-finite loss or gradient is
+    ``module(batch)`` returns losses as for `TorchEngine`. A step with a non-finite loss or gradient is
     skipped.
     """
 
@@ -72,15 +73,15 @@ class ZeroEngine(DeepSpeedBase):
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Return [sum of the flow losses, number of samples] of this process's micro-batch; padding has weight 0."""
-        features, label = to_device(batch, self.device)
-        each = self.engine(features, label)["each"]
+        batch = batch.to(self.device)
+        each = self.engine(batch)["each"]
         self._free_gathered_weights()
-        return loss_sums(each, *label[2:])
+        return loss_sums(each, batch.get("weight"))
 
     @torch.no_grad()
-    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+    def denoise(self, batch: Batch) -> Tensor:
         """Return the predicted velocity, for sampling; all processes must call it equally often."""
-        velocity: Tensor = self.module.denoise(to_device((features, ()), self.device)[0])
+        velocity: Tensor = self.module.denoise(batch.to(self.device))
         self._free_gathered_weights()
         return velocity
 

@@ -46,7 +46,7 @@ from sd3_light.training.loop import Run, every
 from sd3_light.training.measurement import Measurer, caption_requests
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import RunRequests
-from sd3_light.training.samples import DenoiseFeatures, Sampler
+from sd3_light.training.samples import Denoise, Sampler
 
 __all__ = ["OnSample", "Resume", "require_start", "run"]
 
@@ -57,7 +57,7 @@ _OUT_OF_MEMORY = (
 _GRAPHS_OUT_OF_MEMORY = f"write cuda_graphs = false, which needs about half of a step's memory, or {_OUT_OF_MEMORY}"
 
 
-OnSample = Callable[[Progress, Sampler, DenoiseFeatures], None]
+OnSample = Callable[[Progress, Sampler, Denoise], None]
 """Draws with the weights in the model: ``sampler.draw(denoise)`` returns the images of the config's prompts."""
 
 

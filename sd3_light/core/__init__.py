@@ -1,0 +1,1 @@
+"""The contracts between data, families, engines and objectives."""
