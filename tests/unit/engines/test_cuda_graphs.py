@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch, cuda_graphs
 from sd3_light.engines.cuda_graphs import Numbers
-from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
-from tests.unit.engines.test_torch import CPU, Line, config, equal, fill, line_batch, snapshot, split
+from tests.unit.engines.test_torch import CPU, Line, config, equal, fill, line_batch, snapshot
 
 
 class Recording:
@@ -83,13 +83,13 @@ def plain(folder: Path) -> TorchEngine:
     return TorchEngine(Line(), config(folder), Launch(), CPU)
 
 
-def steps(first: int = 0, count: int = 6) -> list[list[MicroBatch]]:
+def steps(first: int = 0, count: int = 6) -> list[list[Batch]]:
     """Return steps of two micro-batches of two shapes; some have masks that no loss reads."""
     batches = []
     for number in range(first, first + count):
-        step = split(line_batch(number, 8 if number % 2 else 12), 2)
+        step = line_batch(number, 8 if number % 2 else 12).split(2)
         if number % 3 == 2:
-            step = [(features, (target, torch.ones(len(target)))) for features, (target, _) in step]
+            step = [batch.with_values({"mask": torch.ones(batch.size)}) for batch in step]
         batches.append(step)
     return batches
 
@@ -123,9 +123,9 @@ def test_a_batch_is_copied_into_the_same_memory(make: Make) -> None:
     seen: list[tuple[int, ...]] = []
     forward = engine.module.forward
 
-    def watched(features: tuple[Tensor, ...], label: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
-        seen.append((features[0].data_ptr(), features[1].data_ptr(), label[0].data_ptr()))
-        return forward(features, label)  # type: ignore[no-any-return]
+    def watched(batch: Batch) -> dict[str, Tensor]:
+        seen.append(tuple(tensor.data_ptr() for tensor in batch.tensors()))
+        return forward(batch)  # type: ignore[no-any-return]
 
     engine.module.forward = watched
     for number in range(3):
@@ -170,16 +170,18 @@ def test_a_non_finite_step_is_skipped(make: Make) -> None:
     for seed in range(2):  # the first one is recorded
         engine.train_step([line_batch(seed)], 1e-2)
     before = snapshot(engine)
-    features, (target, mask) = line_batch(3)
-    assert not engine.train_step([(features, (target * float("nan"), mask))], 1e-2).read().taken
+    batch = line_batch(3)
+    bad = batch.with_values({"target": batch["target"] * float("nan")})
+    assert not engine.train_step([bad], 1e-2).read().taken
     assert equal(snapshot(engine), before)
     assert engine.train_step([line_batch(4)], 1e-2).read().taken
 
 
 def test_a_first_step_that_is_not_finite_is_recorded_too(make: Make) -> None:
     engine, recorder = make()
-    features, (target, mask) = line_batch(3)
-    assert not engine.train_step([(features, (target * float("nan"), mask))], 1e-2).read().taken
+    batch = line_batch(3)
+    bad = batch.with_values({"target": batch["target"] * float("nan")})
+    assert not engine.train_step([bad], 1e-2).read().taken
     assert engine.graphs is not None
     assert engine.graphs.count == 1
     assert engine.train_step([line_batch(4)], 1e-2).read().taken
@@ -202,8 +204,8 @@ def test_a_failed_comparison_keeps_the_gradients_of_earlier_micro_batches(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(recorder, "record", recorded)
-    first, (features, (target, _)) = steps()[0]
-    second: MicroBatch = features, (target, torch.ones(len(target)))  # a mask makes it another shape
+    first, second = steps()[0]
+    second = second.with_values({"mask": torch.ones(second.size)})  # which makes it another shape
     results = [each.train_step([first, second], 1e-2).read() for each in (expected, engine)]
     assert len(recorder.recordings) == 2
     assert results[1] == results[0]

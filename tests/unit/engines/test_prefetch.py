@@ -11,39 +11,41 @@ import pytest
 import torch
 from torch import Tensor
 
+from sd3_light.core.batch import Batch
 from sd3_light.engines.prefetch import DeviceSender, equal_micro_batches, prefetch_steps
-from sd3_light.engines.protocol import MicroBatch
 
 CPU = torch.device("cpu")
 
 
-def batch(number: int, side: int = 4) -> MicroBatch:
+def batch(number: int, side: int = 4) -> Batch:
     generator = torch.Generator().manual_seed(number)
     noisy, target = torch.randn(2, 3, side, side, generator=generator)
     prompt = torch.randn(3, 5, 7, generator=generator).bfloat16()
-    return (noisy, torch.rand(3, generator=generator), prompt, torch.tensor([5, 1, number])), (target, None)
+    values = {"noisy": noisy, "t": torch.rand(3, generator=generator), "prompt": prompt, "target": target}
+    return Batch(3, values, {"prompt.length": torch.tensor([5, 1, number])})
 
 
-def assert_same(actual: MicroBatch, expected: MicroBatch) -> None:
-    for sent, source in zip((*actual[0], *actual[1]), (*expected[0], *expected[1]), strict=True):
-        assert (sent is None) == (source is None)
-        assert sent is None or (sent.dtype == source.dtype and torch.equal(sent, source))
+def assert_same(actual: Batch, expected: Batch) -> None:
+    assert list(actual.values) == list(expected.values)
+    for sent, source in zip(actual.tensors(), expected.tensors(), strict=True):
+        assert sent.dtype == source.dtype
+        assert torch.equal(sent, source)
 
 
 def test_a_sent_batch_is_intact_until_the_one_after_the_next() -> None:
     sender, batches = DeviceSender(CPU), [batch(number, side=4 + 2 * (number % 3)) for number in range(7)]
-    sent: list[MicroBatch] = []
+    sent: list[Batch] = []
     for number, micro_batch in enumerate(batches):
         sent.append(sender.send(micro_batch))
         assert_same(sent[number], micro_batch)
         if number:
             assert_same(sent[number - 1], batches[number - 1])
-        assert sent[number][0][3] is micro_batch[0][3], "counts stay on the host"
+        assert sent[number].lengths("prompt") is micro_batch.lengths("prompt"), "counts stay on the host"
 
 
 def test_there_are_two_buffers() -> None:
     sender = DeviceSender(CPU)
-    addresses = [sender.send(batch(number))[0][0].untyped_storage().data_ptr() for number in range(6)]
+    addresses = [sender.send(batch(number))["noisy"].untyped_storage().data_ptr() for number in range(6)]
     assert addresses == [*addresses[:2]] * 3
     assert addresses[0] != addresses[1]
 
@@ -51,11 +53,11 @@ def test_there_are_two_buffers() -> None:
 def test_host_memory_is_released_before_the_next_batch_is_requested() -> None:
     alive: list[weakref.ref[Tensor]] = []
 
-    def source() -> Generator[MicroBatch, None, None]:
+    def source() -> Generator[Batch, None, None]:
         for number in range(4):
             assert sum(ref() is not None for ref in alive) == 0
             micro_batch = batch(number)
-            alive.append(weakref.ref(micro_batch[0][0]))
+            alive.append(weakref.ref(micro_batch["noisy"]))
             yield micro_batch
             del micro_batch
 
@@ -68,17 +70,16 @@ def test_every_micro_batch_is_finished_once_on_the_device() -> None:
     """As it is sent; the metadata afterwards describe the finished one."""
     finished: list[int] = []
 
-    def finish(arrived: MicroBatch) -> MicroBatch:
-        features, (target, _) = arrived
-        finished.append(int(features[3][2]))
-        return (features[0].repeat(2, 1, 1), *features[1:]), (2 * target, None)
+    def finish(arrived: Batch) -> Batch:
+        finished.append(int(arrived.host["prompt.length"][2]))
+        return arrived.with_values({"noisy": arrived["noisy"].repeat(2, 1, 1), "target": 2 * arrived["target"]})
 
     for at, step in enumerate(prefetch_steps((batch(number) for number in range(4)), 2, CPU, finish)):
         assert finished == list(range(2 * at + 1))
-        for number, (features, label) in enumerate(step, start=2 * at):
-            assert torch.equal(features[0], batch(number)[0][0].repeat(2, 1, 1))
-            assert torch.equal(label[0], 2 * batch(number)[1][0])
-        assert [tuple(features[0].shape) for features, _ in step] == [(6, 4, 4)] * 2
+        for number, micro_batch in enumerate(step, start=2 * at):
+            assert torch.equal(micro_batch["noisy"], batch(number)["noisy"].repeat(2, 1, 1))
+            assert torch.equal(micro_batch["target"], 2 * batch(number)["target"])
+        assert [tuple(micro_batch["noisy"].shape) for micro_batch in step] == [(6, 4, 4)] * 2
     assert finished == [0, 1, 2, 3]
 
 
@@ -86,7 +87,7 @@ def test_steps_yield_data_once_and_metadata_afterwards() -> None:
     steps = list[list[tuple[int, ...]]]()
     fetched: list[int] = []
 
-    def source() -> Generator[MicroBatch, None, None]:
+    def source() -> Generator[Batch, None, None]:
         for number in range(6):
             fetched.append(number)
             yield batch(number)
@@ -96,9 +97,10 @@ def test_steps_yield_data_once_and_metadata_afterwards() -> None:
         assert len(fetched) == 3 * at + 1, "only the first micro-batch is prefetched"
         for number, micro_batch in enumerate(step):
             assert_same(micro_batch, batch(3 * at + number))
-        steps.append([tuple(features[0].shape) for features, _ in step])
-        assert {features[0].device.type for features, _ in step} == {"meta"}
-        assert [features[3].tolist()[2] for features, _ in step] == [3 * at + number for number in range(3)]
+        steps.append([tuple(micro_batch["noisy"].shape) for micro_batch in step])
+        assert {micro_batch["noisy"].device.type for micro_batch in step} == {"meta"}
+        counts = [micro_batch.host["prompt.length"].tolist()[2] for micro_batch in step]
+        assert counts == [3 * at + number for number in range(3)]
     assert steps == [[(3, 4, 4)] * 3] * 2
 
 
@@ -118,7 +120,7 @@ def test_closing_closes_the_source_while_a_step_is_referenced() -> None:
     assert len(step) == 2
 
 
-def source() -> Generator[MicroBatch, None, None]:
+def source() -> Generator[Batch, None, None]:
     """Yield micro-batches forever."""
     for number in count():
         yield batch(number)

@@ -11,9 +11,9 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from sd3_light.config import SIZES, TrainConfig
+from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import start_process_group
-from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
@@ -41,22 +41,16 @@ class Line(nn.Module):
         nn.init.constant_(self.transformer.weight, 0.5)
         nn.init.zeros_(self.transformer.bias)
 
-    def forward(self, features: tuple[Tensor, ...], label: tuple[Tensor, Tensor | None]) -> dict[str, Tensor]:
-        each = ((self.transformer(features[0]) - label[0]) ** 2).mean(1)
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        each = ((self.transformer(batch["noisy"]) - batch["target"]) ** 2).mean(1)
         loss = each.mean()
         return {"loss": loss, "flow": loss.detach(), "each": each.detach()}
 
 
-def line_batch(seed: int = 0, count: int = 8) -> MicroBatch:
+def line_batch(seed: int = 0, count: int = 8) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     values, target = torch.randn(count, 3, generator=generator), torch.randn(count, 2, generator=generator)
-    return (values, 1000 * torch.linspace(0.01, 0.99, count)), (target, None)
-
-
-def split(batch: MicroBatch, count: int) -> list[MicroBatch]:
-    features, (target, _) = batch
-    chunks = [tensor.chunk(count) for tensor in features]
-    return [(tuple(part[at] for part in chunks), (target.chunk(count)[at], None)) for at in range(count)]
+    return Batch(count, {"noisy": values, "t": torch.linspace(0.01, 0.99, count), "target": target})
 
 
 @pytest.fixture
@@ -101,12 +95,13 @@ def real_engine(folder: Path, fast: bool = False) -> TorchEngine:
     return TorchEngine(SD3TrainingModule(transformer, settings, fast), settings, Launch(), CPU)
 
 
-def real_batch(count: int = 4) -> MicroBatch:
+def real_batch(count: int = 4) -> Batch:
     generator = torch.Generator().manual_seed(2)
     shapes = [(count, 16, 4, 6), (count,), (count, 5, 256), (count, 224)]
     noisy, times, prompt, pooled = (torch.randn(shape, generator=generator) for shape in shapes)
     target = torch.randn(count, 16, 4, 6, generator=generator)
-    return (noisy, 1000 * times.sigmoid(), prompt, pooled), (target, None)
+    values = {"noisy": noisy, "t": times.sigmoid(), "prompt": prompt, "pooled": pooled, "target": target}
+    return Batch(count, values)
 
 
 def test_an_update_is_announced_when_all_gradients_are_there(tmp_path: Path) -> None:
@@ -115,7 +110,7 @@ def test_an_update_is_announced_when_all_gradients_are_there(tmp_path: Path) -> 
     before = snapshot(engine)
     seen = []
     engine.optimizer.before_update = lambda: seen.append((len(gradients(engine)), equal(snapshot(engine), before)))
-    engine.train_step(split(real_batch(), 2), 1e-3)
+    engine.train_step(real_batch().split(2), 1e-3)
     assert seen == [(len(engine.weights), True)]
 
 
@@ -123,7 +118,7 @@ def test_accumulation_does_not_change_the_step(tmp_path: Path) -> None:
     whole, parts = real_engine(tmp_path), real_engine(tmp_path)
     for _ in range(2):
         single = whole.train_step([real_batch()], 1e-3).read()
-        accumulated = parts.train_step(split(real_batch(), 4), 1e-3).read()
+        accumulated = parts.train_step(real_batch().split(4), 1e-3).read()
         assert accumulated.losses["loss"] == pytest.approx(single.losses["loss"], rel=1e-6)
         assert accumulated.grad_norm == pytest.approx(single.grad_norm, rel=1e-5)
     start = real_engine(tmp_path).weights
@@ -135,20 +130,20 @@ def test_accumulation_does_not_change_the_step(tmp_path: Path) -> None:
 
 def test_the_logged_loss_is_the_mean_of_all_micro_batches(make: Callable[..., TorchEngine]) -> None:
     engine, batch = make(), line_batch()
-    losses = [float(engine.evaluate(piece)[0] / engine.evaluate(piece)[1]) for piece in split(batch, 4)]
+    losses = [float(engine.evaluate(piece)[0] / engine.evaluate(piece)[1]) for piece in batch.split(4)]
     assert len(set(losses)) == 4
-    result = engine.train_step(split(batch, 4), 1e-3).read()
+    result = engine.train_step(batch.split(4), 1e-3).read()
     assert result.losses["loss"] == pytest.approx(sum(losses) / 4, rel=1e-6)
     assert result.losses["flow"] == result.losses["loss"]
     assert result.taken
 
 
 def test_losses_are_reported_per_timestep_band(make: Callable[..., TorchEngine]) -> None:
-    features, _ = batch = line_batch(count=8)
+    batch = line_batch(count=8)
     engine = make()
-    each = engine.module(*batch)["each"]
-    result = engine.train_step(split(batch, 4), 0.0).read()
-    bands = (features[1] / 100).long()
+    each = engine.module(batch)["each"]
+    result = engine.train_step(batch.split(4), 0.0).read()
+    bands = (10 * batch["t"]).long()
     for band in range(10):
         in_band = bands == band
         count = 4 * result.band_counts[band]  # counts are divided by the four micro-batches
@@ -158,10 +153,11 @@ def test_losses_are_reported_per_timestep_band(make: Callable[..., TorchEngine])
 
 def test_one_step_matches_the_adamw_formula(make: Callable[..., TorchEngine]) -> None:
     engine = make(gradient_clipping=0.0, optimizer={"weight_decay": 0.1, "betas": [0.8, 0.9], "eps": 1e-6})
-    features, (target, _) = batch = line_batch()
+    batch = line_batch()
+    values, target = batch["noisy"], batch["target"]
     before = {name: weight.detach().clone() for name, weight in engine.weights.items()}
-    residual = (features[0] @ before["weight"].T + before["bias"] - target) * 2 / target.numel()
-    expected = {"weight": residual.T @ features[0], "bias": residual.sum(0)}
+    residual = (values @ before["weight"].T + before["bias"] - target) * 2 / target.numel()
+    expected = {"weight": residual.T @ values, "bias": residual.sum(0)}
     engine.train_step([batch], lr=0.01)
     for name, gradient in expected.items():
         decayed = before[name] * (1 - 0.01 * (0.1 if name == "weight" else 0.0))
@@ -184,11 +180,11 @@ def test_clipping_uses_the_norm_over_all_weights(make: Callable[..., TorchEngine
     """Over all parameters and after accumulation: once per step, not once per micro-batch or tensor."""
     batch = line_batch()
     free, clipped = make(gradient_clipping=0.0), make(gradient_clipping=0.05)
-    norm = free.train_step(split(batch, 2), 0.0).read().grad_norm
+    norm = free.train_step(batch.split(2), 0.0).read().grad_norm
     expected = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients(free).values()))
     assert norm == pytest.approx(expected, rel=1e-6)
     assert norm > 0.05
-    logged = clipped.train_step(split(batch, 2), 0.0).read().grad_norm
+    logged = clipped.train_step(batch.split(2), 0.0).read().grad_norm
     assert logged == pytest.approx(norm, rel=1e-6), "logged before clipping"
     for name, gradient in gradients(clipped).items():
         torch.testing.assert_close(gradient, gradients(free)[name] * 0.05 / norm, rtol=1e-4, atol=1e-8)
@@ -226,8 +222,8 @@ def test_a_non_finite_loss_skips_the_step_and_changes_nothing(
     for each in (engine, undisturbed):
         each.train_step([line_batch(0)], 1e-2)
     before = snapshot(engine)
-    bad = split(line_batch(1), 2)
-    bad[0 if where == "first" else -1][0][0][0, 0] = poison
+    bad = line_batch(1).split(2)
+    bad[0 if where == "first" else -1]["noisy"][0, 0] = poison
     result = engine.train_step(bad, 1e-2).read()
     assert not result.taken
     assert not math.isfinite(result.losses["loss"])
@@ -359,10 +355,9 @@ def test_evaluation_changes_no_weight(make: Callable[..., TorchEngine]) -> None:
 
 
 def test_padding_has_no_weight_in_evaluation(make: Callable[..., TorchEngine]) -> None:
-    engine, (features, (target, _)) = make(), line_batch(count=8)
-    whole = engine.evaluate(((features[0][:5], features[1][:5]), (target[:5], None)))
-    weight = torch.tensor([1.0] * 5 + [0.0] * 3)
-    padded = engine.evaluate((features, (target, None, weight)))
+    engine, batch = make(), line_batch(count=8)
+    whole = engine.evaluate(Batch(5, {name: value[:5] for name, value in batch.values.items()}))
+    padded = engine.evaluate(batch.with_values({"weight": torch.tensor([1.0] * 5 + [0.0] * 3)}))
     assert padded.tolist() == pytest.approx(whole.tolist(), rel=1e-6)
     assert whole[1] == 5
 
