@@ -96,6 +96,7 @@ class SD3TrainingModule(nn.Module):
         kept = batch.get("kept")
         drawn = [name for name in ("kept", "corners") if name in batch.values]
         assert drawn in ([], self.image_draws), f"a batch with {drawn} instead of {self.image_draws}"
+        assert (batch.lengths("prompt") is not None) == self.real_text, "exactly real text has lengths"
         between = BetweenBlocks(self.plan, kept, alignment_loss) if any(self.plan) else None
         run = self._run_fast if self.fast else self._run_stock
         outputs = run(batch, between)

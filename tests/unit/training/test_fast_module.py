@@ -9,8 +9,8 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import SIZES, TrainConfig
+from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
-from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
@@ -48,28 +48,28 @@ def transformer() -> SD3Transformer2DModel:
     return model
 
 
-def prepared(real: bool, masked: bool = False, seed: int = 2) -> MicroBatch:
+def prepared(real: bool, masked: bool = False, seed: int = 2) -> Batch:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    features = [normal(3, 16, 4, 6), 1000 * torch.rand(3, generator=generator), normal(3, 9, 256), normal(3, 224)]
-    features += [torch.tensor([4, 9, 1])] if real else []
+    values = {"noisy": normal(3, 16, 4, 6), "t": torch.rand(3, generator=generator)}
+    values |= {"prompt": normal(3, 9, 256), "pooled": normal(3, 224), "target": normal(3, 16, 4, 6)}
     mask = (torch.arange(72).view(3, 4, 6) % 3 == 0).float() if masked else None
-    return tuple(features), (normal(3, 16, 4, 6), mask)
+    return Batch(3, values, {"prompt.length": torch.tensor([4, 9, 1])} if real else {}).with_values({"mask": mask})
 
 
-def with_draws(batch: MicroBatch, model: dict[str, Any]) -> MicroBatch:
+def with_draws(batch: Batch, model: dict[str, Any]) -> Batch:
     """Return the batch with what the preparer draws for each image."""
-    kept = torch.tensor([[0, 2, 5], [1, 3, 4], [0, 1, 2]]) if "routing" in model else None
-    corners = torch.tensor([[12, 14], [13, 13], [11, 12]]) if "position_crop_side" in model else None
-    return (*batch[0], *(draw.int() for draw in (kept, corners) if draw is not None)), batch[1]
+    kept = torch.tensor([[0, 2, 5], [1, 3, 4], [0, 1, 2]]).int() if "routing" in model else None
+    corners = torch.tensor([[12, 14], [13, 13], [11, 12]]).int() if "position_crop_side" in model else None
+    return batch.with_values({"kept": kept, "corners": corners})
 
 
-def run(config: TrainConfig, batch: MicroBatch, fast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def run(config: TrainConfig, batch: Batch, fast: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     module = SD3TrainingModule(transformer(), config, fast)
-    losses = module(*batch)
+    losses = module(batch)
     losses["loss"].backward()
     grads = {name: p.grad for name, p in module.transformer.named_parameters() if p.grad is not None}
     assert len(grads) == len(list(module.parameters()))
@@ -102,7 +102,7 @@ def test_engine_steps_equal_the_stock_ones(config: Config, real: bool, freeze: b
         )
         steps = [engine.train_step([prepared(real, seed=s), prepared(real, seed=s + 9)], 1e-3).read() for s in range(3)]
         evaluated = engine.evaluate(prepared(real, masked=True))
-        drawn = engine.denoise(prepared(real)[0])
+        drawn = engine.denoise(prepared(real))
         runs.append((steps, evaluated, drawn, engine.gather(engine.weights)))
     (steps, evaluated, drawn, weights), (others, evaluated_too, drawn_too, weights_too) = runs
     for stock, other in zip(steps, others, strict=True):
@@ -124,20 +124,20 @@ def test_engine_steps_equal_the_stock_ones(config: Config, real: bool, freeze: b
 def test_changed_weights_are_used(config: Config) -> None:
     """A sampler swaps averages into the weights' memory, without notice."""
     module = SD3TrainingModule(transformer(), config(), fast=True)
-    features = prepared(False)[0]
+    batch = prepared(False)
     with torch.no_grad():
-        before = module.denoise(features)
+        before = module.denoise(batch)
         for parameter in module.parameters():
             parameter.data.mul_(0.5)
-        after = module.denoise(features)
-        stock = SD3TrainingModule(module.transformer, config()).denoise(features)
+        after = module.denoise(batch)
+        stock = SD3TrainingModule(module.transformer, config()).denoise(batch)
     torch.testing.assert_close(after, stock, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(before, after, rtol=1e-2)
 
 
 def test_no_parameter_is_added(config: Config) -> None:
     module = SD3TrainingModule(transformer(), config(), fast=True)
-    module(*prepared(False))
+    module(prepared(False))
     assert list(module.state_dict()) == [f"transformer.{name}" for name in module.transformer.state_dict()]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.engines.protocol import MicroBatch
+from sd3_light.core.batch import Batch
 from sd3_light.model.layers import build_layers, run_layers
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
@@ -28,35 +28,29 @@ def transformer() -> SD3Transformer2DModel:
     return model
 
 
-def prepared(masked: bool = False, dtype: torch.dtype = torch.float32) -> MicroBatch:
+def prepared(masked: bool = False, dtype: torch.dtype = torch.float32) -> Batch:
     generator = torch.Generator().manual_seed(2)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator)
 
-    features = (
-        normal(2, 16, 4, 6),
-        torch.tensor([300.0, 800.0]),
-        normal(2, 9, 256).to(dtype),
-        normal(2, 224).to(dtype),
-    )
+    values = {"noisy": normal(2, 16, 4, 6), "t": torch.tensor([0.3, 0.8])}
+    values |= {"prompt": normal(2, 9, 256).to(dtype), "pooled": normal(2, 224).to(dtype)}
     mask = (torch.arange(48).view(2, 4, 6) % 3 == 0).float() if masked else None
-    return features, (normal(2, 16, 4, 6), mask)
+    return Batch(2, {**values, "target": normal(2, 16, 4, 6)}).with_values({"mask": mask})
 
 
-def stock(model: SD3Transformer2DModel, batch: MicroBatch) -> Tensor:
-    noisy, times, prompt, pooled = batch[0]
-    output: Tensor = model(
-        hidden_states=noisy, timestep=times, encoder_hidden_states=prompt, pooled_projections=pooled, return_dict=False
-    )[0]
+def stock(model: SD3Transformer2DModel, batch: Batch) -> Tensor:
+    inputs = {"encoder_hidden_states": batch["prompt"], "pooled_projections": batch["pooled"]}
+    output: Tensor = model(batch["noisy"], timestep=1000 * batch["t"], **inputs, return_dict=False)[0]
     return output
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_loss_is_the_stock_models_error(config: Config, masked: bool) -> None:
     model, batch = transformer(), prepared(masked)
-    losses = SD3TrainingModule(model, config())(*batch)
-    target, mask = batch[1]
+    losses = SD3TrainingModule(model, config())(batch)
+    target, mask = batch["target"], batch.get("mask")
     error = (stock(model, batch) - target) ** 2
     expected = error.mean()
     if mask is not None:
@@ -69,8 +63,8 @@ def test_the_loss_is_the_stock_models_error(config: Config, masked: bool) -> Non
 
 def test_pseudo_huber_is_used(config: Config) -> None:
     model, batch = transformer(), prepared()
-    loss = SD3TrainingModule(model, config(pseudo_huber_c=0.3))(*batch)["loss"]
-    error = (stock(model, batch) - batch[1][0]) ** 2
+    loss = SD3TrainingModule(model, config(pseudo_huber_c=0.3))(batch)["loss"]
+    error = (stock(model, batch) - batch["target"]) ** 2
     torch.testing.assert_close(loss, (torch.sqrt(error + 0.09) - 0.3).mean(), rtol=1e-5, atol=0)
 
 
@@ -78,8 +72,9 @@ def test_pseudo_huber_is_used(config: Config) -> None:
 def test_text_reconstruction_is_added_with_its_weight(config: Config, layer: int) -> None:
     model, batch = transformer(), prepared()
     keys = {"text_recon_gamma": 0.25, "text_recon_target_layer": layer}
-    losses = SD3TrainingModule(model, config(model=keys))(*batch)
-    _, text, target = run_layers(build_layers(model, layer), batch[0])
+    module = SD3TrainingModule(model, config(model=keys))
+    losses = module(batch)
+    _, text, target = run_layers(build_layers(model, layer), module.inputs(batch))
     expected = ((text - target) ** 2).mean()
     assert float(expected.detach()) > 0
     torch.testing.assert_close(losses["text_recon"], expected, rtol=1e-6, atol=0)
@@ -90,7 +85,7 @@ def test_text_reconstruction_is_added_with_its_weight(config: Config, layer: int
 def test_text_reconstruction_changes_gradients(config: Config) -> None:
     def gradient(gamma: float) -> Tensor:
         model = transformer()
-        SD3TrainingModule(model, config(model={"text_recon_gamma": gamma}))(*prepared())["loss"].backward()
+        SD3TrainingModule(model, config(model={"text_recon_gamma": gamma}))(prepared())["loss"].backward()
         grad = model.transformer_blocks[1].ff_context.net[2].weight.grad
         assert grad is not None
         return grad
@@ -108,7 +103,7 @@ def test_no_parameter_is_named_twice_and_all_names_are_stock(config: Config) -> 
 
 def gradients(config: TrainConfig) -> dict[str, Tensor]:
     model = transformer()
-    SD3TrainingModule(model, config)(*prepared())["loss"].backward()
+    SD3TrainingModule(model, config)(prepared())["loss"].backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -125,13 +120,13 @@ def test_activation_checkpointing_reaches_the_blocks(config: Config) -> None:
         model, calls = transformer(), list[int]()
         model.transformer_blocks[0].register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         module = SD3TrainingModule(model, config(activation_checkpointing=checkpointing))
-        module(*prepared())["loss"].backward()
+        module(prepared())["loss"].backward()
         assert len(calls) == calls_expected
 
 
 def test_cached_bfloat16_text_is_computed_with_float32_weights(config: Config) -> None:
     model, batch = transformer(), prepared(dtype=torch.bfloat16)
-    losses = SD3TrainingModule(model, config(model={"transformer_dtype": "bfloat16"}))(*batch)
+    losses = SD3TrainingModule(model, config(model={"transformer_dtype": "bfloat16"}))(batch)
     assert losses["loss"].dtype == torch.float32
     losses["loss"].backward()
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
@@ -144,23 +139,19 @@ def test_cached_bfloat16_text_is_computed_with_float32_weights(config: Config) -
 def test_the_flow_loss_of_each_sample_is_returned(config: Config, masked: bool) -> None:
     model, batch = transformer(), prepared(masked)
     module = SD3TrainingModule(model, config(model={"text_recon_gamma": 0.5}))
-    losses = module(*batch)
+    losses = module(batch)
     assert losses["each"].shape == (2,)
     assert not losses["each"].requires_grad
     torch.testing.assert_close(losses["each"].mean(), losses["flow"])
     for at in range(2):
-        alone = module(tuple(part[at : at + 1] for part in batch[0]), tuple(_row(part, at) for part in batch[1]))
+        alone = module(batch.split(2)[at])
         torch.testing.assert_close(losses["each"][at], alone["flow"], rtol=1e-5, atol=0)
 
 
-def _row(part: Tensor | None, at: int) -> Tensor | None:
-    return None if part is None else part[at : at + 1]
-
-
 def test_evaluation_weights_do_not_change_losses(config: Config) -> None:
-    features, (target, mask) = prepared()
+    batch = prepared()
     module = SD3TrainingModule(transformer(), config())
-    plain, weighted = module(features, (target, mask)), module(features, (target, mask, torch.tensor([1.0, 0.0])))
+    plain, weighted = module(batch), module(batch.with_values({"weight": torch.tensor([1.0, 0.0])}))
     assert all(torch.equal(plain[name], weighted[name]) for name in plain)
 
 
@@ -168,9 +159,9 @@ def test_denoise_returns_the_stock_models_output(config: Config) -> None:
     model, batch = transformer(), prepared()
     module = SD3TrainingModule(model, config())
     with torch.no_grad():
-        velocity, loss = module.denoise(batch[0]), module(*batch)["loss"]
+        velocity, loss = module.denoise(batch), module(batch)["loss"]
         assert torch.equal(velocity, stock(model, batch))
-    torch.testing.assert_close(((velocity - batch[1][0]) ** 2).mean(), loss)
+    torch.testing.assert_close(((velocity - batch["target"]) ** 2).mean(), loss)
     assert velocity.dtype == torch.float32
 
 
@@ -179,18 +170,16 @@ def test_denoise_returns_the_stock_models_output(config: Config) -> None:
 REAL: dict[str, Any] = {"text_tokens": "real", "text_recon_gamma": 0.25, "text_recon_target_layer": 1}
 
 
-def real_prepared(lengths: list[int], padding_scale: float = 0.0) -> MicroBatch:
+def real_prepared(lengths: list[int], padding_scale: float = 0.0) -> Batch:
     """Return samples whose text ends at ``lengths``; the padding is ``padding_scale`` times random numbers."""
-    (noisy, times, prompt, pooled), (target, _) = prepared()
-    counts = torch.tensor(lengths)
+    batch, counts = prepared(), torch.tensor(lengths)
     padding = (torch.arange(9) >= counts[:, None])[..., None]
-    prompt = torch.where(padding, padding_scale * prompt.flip(1), prompt)[:, : max(lengths)]
-    return (noisy, times, prompt, pooled, counts), (target, None)
+    prompt = torch.where(padding, padding_scale * batch["prompt"].flip(1), batch["prompt"])[:, : max(lengths)]
+    return Batch(2, {**batch.values, "prompt": prompt}, {"prompt.length": counts})
 
 
-def single(batch: MicroBatch, at: int) -> MicroBatch:
-    noisy, times, prompt, pooled, lengths = (part[at : at + 1] for part in batch[0])
-    return (noisy, times, prompt[:, : int(lengths)], pooled, lengths), (batch[1][0][at : at + 1], None)
+def single(batch: Batch, at: int) -> Batch:
+    return batch.split(2)[at]
 
 
 @pytest.mark.parametrize("lengths", [[9, 1], [3, 7], [4, 4]])
@@ -202,9 +191,9 @@ def test_a_real_samples_losses_and_gradients_are_its_own(
     model = transformer()
     module = SD3TrainingModule(model, config(model=REAL))
 
-    def run(some: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def run(some: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model.zero_grad(set_to_none=True)
-        losses = module(*some)
+        losses = module(some)
         losses["loss"].backward()
         return losses, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -220,26 +209,27 @@ def test_a_real_samples_losses_and_gradients_are_its_own(
 
 def test_real_text_reconstruction_equals_a_plain_loop(config: Config) -> None:
     model, batch = transformer(), real_prepared([9, 3], padding_scale=50.0)
-    losses = SD3TrainingModule(model, config(model=REAL))(*batch)
-    _, text, lengths, target = run_layers(build_layers(model, 1, real_text=True), batch[0])
+    module = SD3TrainingModule(model, config(model=REAL))
+    losses = module(batch)
+    _, text, lengths, target = run_layers(build_layers(model, 1, real_text=True), module.inputs(batch))
     each = [((text[at, :count] - target[at, :count]) ** 2).mean() for at, count in enumerate(lengths.tolist())]
     torch.testing.assert_close(losses["text_recon"], torch.stack(each).mean().detach(), rtol=1e-5, atol=0)
 
 
 def test_only_real_features_have_lengths(config: Config) -> None:
     real, padded = (SD3TrainingModule(transformer(), config(model={"text_tokens": kind})) for kind in KINDS)
-    with pytest.raises(AssertionError, match="4 features"):
-        real(*prepared())
-    with pytest.raises(AssertionError, match="5 features"):
-        padded(*real_prepared([9, 3]))
+    with pytest.raises(AssertionError, match="exactly real text has lengths"):
+        real(prepared())
+    with pytest.raises(AssertionError, match="exactly real text has lengths"):
+        padded(real_prepared([9, 3]))
 
 
 def test_denoising_real_text_does_not_depend_on_the_batch(config: Config) -> None:
     module, batch = SD3TrainingModule(transformer(), config(model=REAL)), real_prepared([2, 8], padding_scale=9.0)
     with torch.no_grad():
-        together = module.denoise(batch[0])
+        together = module.denoise(batch)
         for at in range(2):
-            alone = module.denoise(single(batch, at)[0])
+            alone = module.denoise(single(batch, at))
             torch.testing.assert_close(together[at : at + 1], alone, rtol=1e-5, atol=1e-5)
 
 
@@ -248,7 +238,7 @@ def test_checkpointing_changes_no_gradient_of_real_text(config: Config) -> None:
     for checkpointing in (False, True):
         model = transformer()
         module = SD3TrainingModule(model, config(activation_checkpointing=checkpointing, model=REAL))
-        module(*real_prepared([9, 3]))["loss"].backward()
+        module(real_prepared([9, 3]))["loss"].backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in grads[0].items():
         assert gradient is not None
@@ -258,7 +248,7 @@ def test_checkpointing_changes_no_gradient_of_real_text(config: Config) -> None:
 # --- LayerSync, routing, position crops ------------------------------------------------------------
 
 
-def blocks_of(model: SD3Transformer2DModel, batch: MicroBatch, numbers: tuple[int, ...]) -> list[Tensor]:
+def blocks_of(model: SD3Transformer2DModel, batch: Batch, numbers: tuple[int, ...]) -> list[Tensor]:
     """Return the image tokens after some blocks of the stock model, counted from 1."""
     outputs: dict[int, Tensor] = {}
     for number in numbers:
@@ -272,7 +262,7 @@ def test_layer_sync_is_added_with_its_weight(config: Config) -> None:
     model, batch = transformer(), prepared()
     keys = {"layer_sync": {"weight": 0.5}, "text_recon_gamma": 0.25}
     module = SD3TrainingModule(model, config(model=keys))
-    losses = module(*batch)
+    losses = module(batch)
     assert tuple(name for name in losses if name != "each") == module.loss_names
     early, late = blocks_of(transformer(), batch, (1, 2))  # the default pair of three blocks
     expected = 1 - torch.nn.functional.cosine_similarity(early, late, dim=-1).mean()
@@ -288,9 +278,9 @@ def test_layer_sync_has_the_gradients_of_a_plain_computation(config: Config) -> 
     early, late = blocks_of(reference, batch, (1, 2))
     first, second = (tokens / tokens.norm(dim=-1, keepdim=True) for tokens in (early, late.detach()))
     sync = 1 - (first * second).sum(-1).mean()
-    (((stock(reference, batch) - batch[1][0]) ** 2).mean() + 3.0 * sync).backward()
+    (((stock(reference, batch) - batch["target"]) ** 2).mean() + 3.0 * sync).backward()
     model = transformer()
-    SD3TrainingModule(model, config(model={"layer_sync": {"weight": 3.0}}))(*batch)["loss"].backward()
+    SD3TrainingModule(model, config(model={"layer_sync": {"weight": 3.0}}))(batch)["loss"].backward()
     expected = dict(reference.named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
@@ -303,22 +293,23 @@ KEPT, CORNERS = torch.tensor([[0, 2, 5], [1, 3, 4]]).int(), torch.tensor([[4, 6]
 
 
 def test_training_batches_are_routed_and_cropped_and_others_are_not(config: Config) -> None:
-    (features, label), model = prepared(), transformer()
+    batch, model = prepared(), transformer()
     module, plain = SD3TrainingModule(model, config(model=ROUTED)), SD3TrainingModule(model, config())
-    whole = module(features, label)["each"]
-    assert torch.equal(whole, plain(features, label)["each"]), "evaluation and sampling use all tokens, at the centre"
-    assert torch.equal(module.denoise(features), plain.denoise(features))
-    trained = module((*features, KEPT, CORNERS), label)["each"]
+    whole = module(batch)["each"]
+    assert torch.equal(whole, plain(batch)["each"]), "evaluation and sampling use all tokens, at the centre"
+    assert torch.equal(module.denoise(batch), plain.denoise(batch))
+    trained = module(batch.with_values({"kept": KEPT, "corners": CORNERS}))["each"]
     assert not torch.allclose(trained, whole, rtol=1e-3)
     centre = torch.tensor([[(module.transformer.config.pos_embed_max_size - side) // 2 for side in (2, 3)]] * 2)
     everything = torch.arange(6).expand(2, 6)
-    torch.testing.assert_close(module((*features, everything, centre), label)["each"], whole, rtol=1e-5, atol=1e-6)
+    neutral = batch.with_values({"kept": everything, "corners": centre})
+    torch.testing.assert_close(module(neutral)["each"], whole, rtol=1e-5, atol=1e-6)
 
 
 def test_all_draws_or_none_are_given(config: Config) -> None:
-    (features, label), module = prepared(), SD3TrainingModule(transformer(), config(model=ROUTED))
-    with pytest.raises(AssertionError, match="5 features"):
-        module((*features, KEPT), label)
+    module = SD3TrainingModule(transformer(), config(model=ROUTED))
+    with pytest.raises(AssertionError, match=r"a batch with \['kept'\] instead of"):
+        module(prepared().with_values({"kept": KEPT}))
 
 
 def test_blocks_that_the_denoiser_lacks_are_reported(config: Config) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.batch import Batch
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.resident import ResidentCache
 from sd3_light.data.shards import CaptionFeatures
@@ -51,14 +52,11 @@ def make_preparer(model: Model, data: CachedDataset, uncond: bool, **keys: Any) 
     return InputPreparer(SEED + 1, table, LatentScale(1.5, 0.06), empty)
 
 
-def parts(batch: Any) -> list[Tensor | None]:
-    return [*batch[0], *batch[1]]
-
-
-def assert_same(actual: Any, expected: Any) -> None:
-    for one, two in zip(parts(actual), parts(expected), strict=True):
-        assert (one is None) == (two is None)
-        assert one is None or (one.dtype == two.dtype and torch.equal(one, two))
+def assert_same(actual: Batch, expected: Batch) -> None:
+    assert actual.size == expected.size
+    for one, two in ((actual.values, expected.values), (actual.host, expected.host)):
+        assert one.keys() == two.keys()
+        assert all(one[name].dtype == two[name].dtype and torch.equal(one[name], two[name]) for name in one)
 
 
 @pytest.mark.parametrize("uncond", [False, True])
@@ -99,18 +97,18 @@ def test_draws_per_image_are_those_of_the_shards(model: Model, data: CachedDatas
         assert_same(inputs.gather(inputs.indices(picks)), preparer.prepare_clean(read))
         gathered = GatheringPreparer(inputs, adds_noise=True).prepare_inputs(picks)
         assert_same(gathered, preparer.prepare_inputs(read))
-        assert len(gathered[0]) == 6 + data.has_lengths
+        assert {"kept", "corners"} <= gathered.values.keys()
 
 
 def test_indices_go_to_the_device_and_lengths_stay(model: Model, data: CachedDataset) -> None:
     inputs = ResidentInputs(make_preparer(model, data, True), ResidentCache(data, CPU), SEED)
     order = data.order(SEED, {"toy#0": 1.0}, lambda resolution: 20)
-    features, (words, flips, bucket) = IndexPreparer(inputs).prepare_inputs(order.picks(0, 0, 20))
-    kinds = [part.dtype for part in features]
-    lengths = [torch.int64] if data.has_lengths else []
-    assert kinds == [torch.int32, torch.float32, *[torch.int32] * 4, *lengths]
-    assert (words.dtype, bucket) == (torch.int32, order.picks(0, 0, 20).bucket)
-    assert flips is None or flips.dtype == torch.int32
+    batch = IndexPreparer(inputs).prepare_inputs(order.picks(0, 0, 20))
+    kinds = {name: value.dtype for name, value in batch.values.items()}
+    assert kinds.pop("t") == torch.float32
+    assert set(kinds.values()) == {torch.int32}
+    assert batch.host.keys() == ({"bucket", "prompt.length"} if data.has_lengths else {"bucket"})
+    assert int(batch.host["bucket"]) == order.picks(0, 0, 20).bucket
 
 
 def test_inputs_in_used_memory_are_the_same(model: Model, data: CachedDataset) -> None:
@@ -125,8 +123,8 @@ def test_inputs_in_used_memory_are_the_same(model: Model, data: CachedDataset) -
     picks = order.picks(1, 0, 20)
     in_place = gathering.prepare_into(picks, empty)
     assert_same(in_place, gathering.prepare_inputs(picks))
-    assert any(in_place[0][0] is buffer for buffer in buffers)
-    assert any(in_place[0][2] is buffer for buffer in buffers)
+    assert any(in_place["moments"] is buffer for buffer in buffers)
+    assert any(in_place["prompt"] is buffer for buffer in buffers)
 
 
 class OnGpu:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd3_light.config import SIZES, ModelConfig, UserError
+from sd3_light.core.batch import Batch
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.flow.conditioning import draw_drops
 from sd3_light.flow.image_draws import draw_corners, draw_kept
@@ -23,10 +24,8 @@ from sd3_light.randomness import occurrence_words, stream
 from sd3_light.training.sd3 import (
     InputPreparer,
     LightSD3Pipeline,
-    PreparedBatch,
     split_batch,
     starting_transformer,
-    text_lengths,
 )
 
 Model = Callable[..., ModelConfig]
@@ -43,20 +42,22 @@ def preparer(model: Model, seed: int = 0, empty: dict[str, Tensor] | None = None
     return InputPreparer(seed, model(**keys), SCALE, empty)
 
 
-def row(prepared: PreparedBatch, at: int) -> list[Tensor]:
-    features, (target, mask) = prepared
-    return [tensor[at] for tensor in (*features, target, *([] if mask is None else [mask]))]
+def row(prepared: Batch, at: int) -> list[Tensor]:
+    return [tensor[at] for tensor in (*prepared.tensors(), *prepared.host.values())]
 
 
 def same(first: list[Tensor], second: list[Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def undo(prepared: PreparedBatch) -> tuple[Tensor, Tensor]:
+def undo(prepared: Batch) -> tuple[Tensor, Tensor]:
     """Return (x0, noise), recovered from the model's inputs and target."""
-    (noisy, times, _, _), (target, _) = prepared
-    t = (times / 1000).view(-1, 1, 1, 1)
+    noisy, target, t = prepared["noisy"], prepared["target"], prepared["t"].view(-1, 1, 1, 1)
     return noisy - t * target, noisy + (1 - t) * target
+
+
+def text_of(prepared: Batch) -> tuple[Tensor, Tensor]:
+    return prepared["prompt"], prepared["pooled"]
 
 
 # --- law 1 -------------------------------------------------------------------------------------
@@ -95,7 +96,7 @@ def test_a_prompt_in_used_memory_is_the_same(model: Model, batch: MakeBatch, rea
 
     cached = (real_batch if text == "real" else batch)(range(40), epoch=1)
     plain, in_place = prepare.prepare_inputs(cached), prepare.prepare_into(cached, allocate)
-    assert in_place[0][2] is buffers[0]
+    assert in_place["prompt"] is buffers[0]
     assert all(same(row(plain, at), row(in_place, at)) for at in range(40))
 
 
@@ -106,7 +107,7 @@ def test_seed_epoch_repeat_and_sample_change_the_draws(model: Model, batch: Make
         batch([2 if other == "sample" else 1], epoch=int(other == "epoch"), repeats=[int(other == "repeat")])
     )
     (x0, noise), (other_x0, other_noise) = undo(first), undo(second)
-    assert not torch.equal(first[0][1], second[0][1]), "the time"
+    assert not torch.equal(first["t"], second["t"]), "the time"
     assert float((noise - other_noise).abs().mean()) > 0.5, "the noise"
     assert float((x0 - other_x0).abs().mean()) > 0.1, "the posterior's draw"
 
@@ -142,8 +143,8 @@ def test_noise_added_later_gives_the_same_inputs(
     if masked:
         cached["mask"] = torch.arange(4 * 4 * 6, dtype=torch.uint8).view(4, 4, 6)
     clean = prepare.prepare_clean(cached)
-    kept = clean[0][0].dtype == torch.float16 and clean[1][0].dtype == torch.int32
-    assert kept, "what is sent: raw moments, and words in a dtype that goes to the device"
+    assert clean["moments"].dtype == torch.float16, "raw moments are sent"
+    assert clean["words"].dtype == torch.int32
     expected, late = prepare.prepare_inputs(cached), prepare.noise_adder(torch.device("cpu"))(clean)
     assert all(same(row(late, at), row(expected, at)) for at in range(4))
 
@@ -170,18 +171,17 @@ def test_noisy_latents_and_target_follow_the_flow(model: Model, batch: MakeBatch
     known = (cached["moments"].float().chunk(2, dim=1)[0] - 0.06) * 1.5
     torch.testing.assert_close(undo(prepared)[0], known, atol=1e-5, rtol=0)
     assert not torch.allclose(clean, known, atol=0.1)
-    (noisy, times, _, _), (target, mask) = prepared
-    t = (times / 1000).view(-1, 1, 1, 1)
+    noisy, target, t = prepared["noisy"], prepared["target"], prepared["t"].view(-1, 1, 1, 1)
     torch.testing.assert_close(noisy, (1 - t) * known + t * (target + known), atol=1e-5, rtol=0)
-    assert mask is None
-    assert {tensor.dtype for tensor in (noisy, times, target)} == {torch.float32}
+    assert prepared.get("mask") is None
+    assert {tensor.dtype for tensor in (noisy, t, target)} == {torch.float32}
     assert noise.shape == (3, 16, 4, 6)
 
 
-def test_times_are_1000_t_at_each_samples_quantile(model: Model, batch: MakeBatch) -> None:
-    times = preparer(model).prepare_inputs(batch(range(400), size=(2, 2)))[0][1]
+def test_times_are_at_each_samples_quantile(model: Model, batch: MakeBatch) -> None:
+    times = preparer(model).prepare_inputs(batch(range(400), size=(2, 2)))["t"]
     assert len(set(times.tolist())) == 400
-    t = times.sort().values / 1000
+    t = times.sort().values
     for u in (0.1, 0.5, 0.9):
         assert float(t[int(400 * u)]) == pytest.approx(quantile_to_time(u, "logit_normal"), abs=0.06)
 
@@ -196,20 +196,20 @@ def test_times_are_1000_t_at_each_samples_quantile(model: Model, batch: MakeBatc
     ],
 )
 def test_model_keys_shape_the_times(model: Model, batch: MakeBatch, keys: dict[str, Any], shift: float | None) -> None:
-    times = preparer(model, **keys).prepare_inputs(batch([1, 2]), 0.7)[0][1]
+    times = preparer(model, **keys).prepare_inputs(batch([1, 2]), 0.7)["t"]
     t = quantile_to_time(0.7, "logit_normal", keys.get("sigmoid_scale", 1.0))
     expected = t if shift is None else shift_time(t, shift)
-    torch.testing.assert_close(times, torch.full((2,), 1000 * expected))
+    torch.testing.assert_close(times, torch.full((2,), expected))
 
 
 def test_uniform_times(model: Model, batch: MakeBatch) -> None:
     prepared = preparer(model, timestep_sample_method="uniform").prepare_inputs(batch([1]), 0.7)
-    assert prepared[0][1].tolist() == pytest.approx([700.0])
+    assert prepared["t"].tolist() == pytest.approx([0.7])
 
 
 def test_masks_become_fractions(model: Model, batch: MakeBatch) -> None:
     cached = {**batch([1, 2]), "mask": torch.tensor([[[0, 51], [255, 255]]] * 2, dtype=torch.uint8)}
-    mask = preparer(model).prepare_inputs(cached)[1][1]
+    mask = preparer(model).prepare_inputs(cached).get("mask")
     assert mask is not None
     torch.testing.assert_close(mask, torch.tensor([[[0.0, 0.2], [1.0, 1.0]]] * 2))
 
@@ -219,7 +219,7 @@ def test_masks_become_fractions(model: Model, batch: MakeBatch) -> None:
 
 def test_text_is_joined_as_in_sd3(model: Model, batch: MakeBatch) -> None:
     cached = batch([1, 2])
-    _, _, prompt, pooled = preparer(model).prepare_inputs(cached)[0]
+    prompt, pooled = text_of(preparer(model).prepare_inputs(cached))
     assert prompt.shape == (2, 7 + 5, 256)
     assert torch.equal(prompt[:, :7, :96], cached["clip_l"])
     assert torch.equal(prompt[:, :7, 96:224], cached["clip_g"])
@@ -235,7 +235,7 @@ def test_dropout_follows_each_samples_draw(model: Model, batch: MakeBatch, uncon
     assert len(set(drops)) == 8, "all patterns occur"
     cached = batch(ids, epoch=1)
     prepare = preparer(model, seed=3, empty=uncond, enable_uncond_text_dropout=True).prepare_inputs
-    _, _, prompt, pooled = prepare(cached)[0]
+    prompt, pooled = text_of(prepare(cached))
     parts = (prompt[:, :7, :96], prompt[:, :7, 96:224], prompt[:, 7:], pooled[:, :96], pooled[:, 96:])
     for at, drop in enumerate(drops):
         for part, name in zip(parts, ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"), strict=True):
@@ -253,7 +253,7 @@ def test_joint_dropout_leaves_all_text_or_none(
     ids = list(range(60))
     keys: dict[str, Any] = {"enable_uncond_text_dropout": True, "uncond_text_dropout": "joint"}
     cached = batch(ids)
-    _, _, prompt, pooled = preparer(model, empty=uncond, **keys).prepare_inputs(cached)[0]
+    prompt, pooled = text_of(preparer(model, empty=uncond, **keys).prepare_inputs(cached))
     dropped = [not torch.equal(prompt[at, 7:], cached["t5"][at]) for at in ids]
     assert dropped == [drops[0] for drops in draw_drops(0, occurrence_words(0, 0, ids), 0.1, joint=True)]
     assert 0 < sum(dropped) < 20
@@ -266,7 +266,7 @@ def test_joint_dropout_leaves_all_text_or_none(
 
 def test_no_dropout_unless_enabled(model: Model, batch: MakeBatch) -> None:
     cached = batch(range(30))
-    prompt = preparer(model, uncond_text_dropout_prob=1.0).prepare_inputs(cached)[0][2]
+    prompt = preparer(model, uncond_text_dropout_prob=1.0).prepare_inputs(cached)["prompt"]
     assert torch.equal(prompt[:, 7:], cached["t5"])
 
 
@@ -278,24 +278,26 @@ def test_ten_percent_of_samples_lose_all_text_and_none_half_an_encoder(model: Mo
     cached |= {name: torch.ones(count, 1, 1) for name in ENCODERS} | {name: torch.ones(count, 1) for name in POOLED}
     cached["t5"] = torch.ones(count, 1, 2)
     cached["moments"] = torch.zeros(count, 2, 2, 2, dtype=torch.float16)
-    _, _, prompt, pooled = preparer(model, enable_uncond_text_dropout=True).prepare_clean(cached)[0]
+    prompt, pooled = text_of(preparer(model, enable_uncond_text_dropout=True).prepare_clean(cached))
     tokens = torch.stack([prompt[:, 0, 0], prompt[:, 0, 1], prompt[:, 1, 0]], dim=1).bool()
     assert torch.equal(tokens[:, :2], pooled.bool())
     assert abs(float((~tokens).all(dim=1).double().mean()) - 0.1) < 3 * (0.1 * 0.9 / count) ** 0.5
     assert float((torch.corrcoef(tokens.T.double()) - torch.eye(3)).abs().max()) < 4 / count**0.5
     few = {name: values[:500] for name, values in cached.items()}
-    evaluated = preparer(model, enable_uncond_text_dropout=True).prepare_inputs(few, 0.5)[0][2:]
+    evaluated = text_of(preparer(model, enable_uncond_text_dropout=True).prepare_inputs(few, 0.5))
     assert all(bool(part[..., 0].all()) for part in evaluated)
 
 
 # --- real tokens -------------------------------------------------------------------------------
 
 
-def real_row(prepared: PreparedBatch, at: int) -> list[Tensor]:
+def real_row(prepared: Batch, at: int) -> list[Tensor]:
     """Return a sample's inputs without the padding after its text, which must be zeros."""
-    noisy, time, prompt, pooled, length, target = row(prepared, at)
-    assert not prompt[int(length) :].any()
-    return [noisy, time, prompt[: int(length)], pooled, length, target]
+    length = int(prepared.host["prompt.length"][at])
+    prompt = prepared["prompt"][at]
+    assert not prompt[length:].any()
+    others = prepared.with_values({}, without=["prompt"])
+    return [*row(others, at), prompt[:length]]
 
 
 @pytest.mark.parametrize("quantile", [None, 0.3])
@@ -307,12 +309,10 @@ def test_a_real_sample_is_the_same_alone_and_in_any_batch(
     prepare = preparer(model, empty=uncond, **keys).prepare_inputs
     ids = list(range(40))
     whole = prepare(real_batch(ids, epoch=2), quantile)
-    features = whole[0]
-    assert features[2].shape[1] == int(features[4].max()), "as long as the longest sample"
-    assert features[4].dtype == torch.int64
+    assert whole["prompt"].shape[1] == int(whole.host["prompt.length"].max()), "as long as the longest sample"
     for at, sample in enumerate(ids):
         alone = prepare(real_batch([sample], epoch=2), quantile)
-        assert alone[0][2].shape[1] == int(alone[0][4])
+        assert alone["prompt"].shape[1] == int(alone.host["prompt.length"])
         assert same(real_row(alone, 0), real_row(whole, at))
 
 
@@ -330,9 +330,8 @@ def test_real_tokens_are_dropped_by_each_samples_draw(
         own = {name: cached[name][at, : int(cached[f"{name}.length"][at])] for name in ENCODERS}
         own |= {name: cached[name][at] for name in POOLED}
         expected = join_manually(own, drop, uncond)
-        inputs = real_row(prepared, at)
-        assert torch.equal(inputs[2], expected[0]), drop
-        assert torch.equal(inputs[3], expected[1]), drop
+        assert torch.equal(real_row(prepared, at)[-1], expected[0]), drop
+        assert torch.equal(prepared["pooled"][at], expected[1]), drop
 
 
 def join_manually(
@@ -357,9 +356,10 @@ def join_manually(
 
 def test_a_fully_dropped_real_sample_is_one_zero_token(model: Model, real_batch: MakeBatch) -> None:
     keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True, "uncond_text_dropout_prob": 1.0}
-    _, _, prompt, pooled, lengths = preparer(model, **keys).prepare_inputs(real_batch(range(5)))[0]
+    prepared = preparer(model, **keys).prepare_inputs(real_batch(range(5)))
+    prompt, pooled = text_of(prepared)
     assert prompt.shape == (5, 1, 256)
-    assert lengths.tolist() == [1] * 5
+    assert prepared.host["prompt.length"].tolist() == [1] * 5
     assert not prompt.any()
     assert not pooled.any()
 
@@ -367,7 +367,7 @@ def test_a_fully_dropped_real_sample_is_one_zero_token(model: Model, real_batch:
 def test_evaluation_drops_no_real_token(model: Model, real_batch: MakeBatch) -> None:
     keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True, "uncond_text_dropout_prob": 1.0}
     cached = real_batch(range(9))
-    lengths = preparer(model, **keys).prepare_inputs(cached, 0.5)[0][4]
+    lengths = preparer(model, **keys).prepare_inputs(cached, 0.5).host["prompt.length"]
     clip = torch.maximum(cached["clip_l.length"], cached["clip_g.length"])
     assert torch.equal(lengths, clip + cached["t5.length"])
 
@@ -378,8 +378,8 @@ def test_split_batches_of_real_text_are_cut_to_their_longest_sample(
 ) -> None:
     prepared = preparer(model, text_tokens="real").prepare_inputs(real_batch(range(6)))
     size = 6 // pieces
-    for number, part in enumerate(split_batch(prepared, pieces)):
-        assert part[0][2].shape[1] == int(part[0][4].max())
+    for number, part in enumerate(prepared.split(pieces)):
+        assert part["prompt"].shape[1] == int(part.host["prompt.length"].max())
         assert all(same(real_row(part, at), real_row(prepared, number * size + at)) for at in range(size))
 
 
@@ -389,8 +389,8 @@ def test_split_batches_of_real_text_are_cut_to_their_longest_sample(
 def test_evaluation_drops_nothing(model: Model, batch: MakeBatch) -> None:
     cached = batch(range(30))
     prepare = preparer(model, enable_uncond_text_dropout=True, uncond_text_dropout_prob=1.0).prepare_inputs
-    assert not prepare(cached)[0][2].any()
-    assert torch.equal(prepare(cached, 0.5)[0][2][:, 7:], cached["t5"])
+    assert not prepare(cached)["prompt"].any()
+    assert torch.equal(prepare(cached, 0.5)["prompt"][:, 7:], cached["t5"])
 
 
 def test_evaluation_is_the_same_in_every_epoch(model: Model, batch: MakeBatch) -> None:
@@ -404,11 +404,44 @@ def test_evaluation_has_its_own_noise_at_all_quantiles(model: Model, batch: Make
     low, high = undo(prepare(batch([1]), 0.1))[1], undo(prepare(batch([1]), 0.9))[1]
     torch.testing.assert_close(low, high, atol=1e-5, rtol=0)
     assert not torch.allclose(low, undo(prepare(batch([1])))[1], atol=0.1)
-    times = prepare(batch([1, 2, 3]), 0.9)[0][1]
+    times = prepare(batch([1, 2, 3]), 0.9)["t"]
     assert len(set(times.tolist())) == 1
 
 
-# --- splitting ---------------------------------------------------------------------------------
+# --- (features, label), for training loops outside the package ---------------------------------
+
+
+def pairs(prepared: tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]], at: int) -> list[Tensor]:
+    """Return the tensors of one sample."""
+    features, label = prepared
+    return [part[at] for part in (*features, *label) if part is not None]
+
+
+@pytest.mark.parametrize("text", ["padded", "real"])
+def test_the_pipeline_returns_features_and_label(
+    model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str
+) -> None:
+    cached = (real_batch if text == "real" else batch)([1, 2, 3])
+    pipeline = LightSD3Pipeline(model(text_tokens=text, **DRAWS), 0, None)
+    prepared = pipeline.preparer.prepare_inputs(cached)
+    (noisy, times, prompt, pooled, *rest), (target, mask) = pipeline.prepare_inputs(cached)
+    lengths = [prepared.host["prompt.length"]] if text == "real" else []
+    expected = [prepared[name] for name in ("noisy", "prompt", "pooled", "target")]
+    assert same([noisy, prompt, pooled, target], expected)
+    assert torch.equal(times, 1000 * prepared["t"])
+    assert same(rest, [*lengths, prepared["kept"], prepared["corners"]])
+    assert mask is None
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_split_pairs_of_real_text_are_cut_to_their_longest_sample(
+    model: Model, real_batch: MakeBatch, pieces: int
+) -> None:
+    features, label = LightSD3Pipeline(model(text_tokens="real"), 0, None).prepare_inputs(real_batch(range(6)))
+    for number, (part, _) in enumerate(split_batch((features, label), pieces)):
+        rows = slice(number * 6 // pieces, (number + 1) * 6 // pieces)
+        assert torch.equal(part[2], features[2][rows, : int(part[4].max())])
+        assert torch.equal(part[4], features[4][rows])
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 3, 6])
@@ -417,19 +450,19 @@ def test_split_batch_splits_every_tensor(model: Model, batch: MakeBatch, pieces:
     cached = batch(range(6))
     if masked:
         cached["mask"] = torch.arange(6, dtype=torch.uint8).view(6, 1, 1).expand(6, 4, 6)
-    prepared = preparer(model).prepare_inputs(cached)
+    prepared = LightSD3Pipeline(model(), 0, None).prepare_inputs(cached)
     parts = split_batch(prepared, pieces)
     assert len(parts) == pieces
     size = 6 // pieces
     for number, part in enumerate(parts):
-        assert len(part[1][0]) == size
+        assert len(part[0][0]) == size
         assert (part[1][1] is not None) == masked
-        assert all(same(row(part, at), row(prepared, number * size + at)) for at in range(size))
+        assert all(same(pairs(part, at), pairs(prepared, number * size + at)) for at in range(size))
 
 
 def test_split_batch_rejects_unequal_pieces(model: Model, batch: MakeBatch) -> None:
     with pytest.raises(AssertionError):
-        split_batch(preparer(model).prepare_inputs(batch(range(6))), 4)
+        split_batch(LightSD3Pipeline(model(), 0, None).prepare_inputs(batch(range(6))), 4)
 
 
 # --- the pipeline ------------------------------------------------------------------------------
@@ -475,35 +508,34 @@ DRAWS: dict[str, Any] = {"routing": {"share": 0.5}, "position_crop_side": 8}
 
 
 @pytest.mark.parametrize("text", ["padded", "real"])
-def test_training_batches_end_with_the_draws_of_their_images(
+def test_training_batches_have_the_draws_of_their_images(
     model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str
 ) -> None:
     make = real_batch if text == "real" else batch
     prepare = replace(preparer(model, 5, text_tokens=text, **DRAWS), num_positions=32)
     ids = [11, 5, 2**62 + 3]
-    features, _ = prepare.prepare_inputs(make(ids, epoch=2, repeats=range(3)))
-    kept, corners = features[-2:]
-    assert len(features) == (7 if text == "real" else 6)
+    prepared = prepare.prepare_inputs(make(ids, epoch=2, repeats=range(3)))
+    kept, corners = prepared["kept"], prepared["corners"]
     assert (kept.dtype, corners.dtype) == (torch.int32, torch.int32), "they go to the device"
     occurrences = occurrence_words(2, np.arange(3), ids)
     assert kept.tolist() == draw_kept(5, occurrences, 6, 0.5).tolist()
     assert corners.tolist() == draw_corners(5, occurrences, (2, 3), 8, 32).tolist()
-    plain, _ = preparer(model, 5, text_tokens=text).prepare_inputs(make(ids, epoch=2, repeats=range(3)))
-    assert same(list(plain), list(features[:-2])), "nothing else changes"
+    plain = preparer(model, 5, text_tokens=text).prepare_inputs(make(ids, epoch=2, repeats=range(3)))
+    others = prepared.with_values({}, without=["kept", "corners"])
+    assert same(plain.tensors(), others.tensors()), "nothing else changes"
     for at, sample in enumerate(ids):
-        alone, _ = prepare.prepare_inputs(make([sample], epoch=2, repeats=[at]))
-        assert same([kept[at], corners[at]], [part[0] for part in alone[-2:]])
+        alone = prepare.prepare_inputs(make([sample], epoch=2, repeats=[at]))
+        assert same([kept[at], corners[at]], [alone["kept"][0], alone["corners"][0]])
 
 
 def test_validation_batches_have_no_draws(model: Model, batch: MakeBatch) -> None:
-    assert len(preparer(model, **DRAWS).prepare_inputs(batch([1, 2]), 0.3)[0]) == 4
+    prepared = preparer(model, **DRAWS).prepare_inputs(batch([1, 2]), 0.3)
+    assert set(prepared.values) == {"noisy", "t", "prompt", "pooled", "target"}
 
 
 def test_draws_follow_their_micro_batch(model: Model, real_batch: MakeBatch) -> None:
     prepare = replace(preparer(model, text_tokens="real", **DRAWS), num_positions=32)
     whole = prepare.prepare_inputs(real_batch([1, 2, 3, 4]))
-    first, second = split_batch(whole, 2)
-    assert torch.equal(torch.cat([first[0][5], second[0][5]]), whole[0][5])
-    assert first[0][2].shape[1] == int(first[0][4].max())
-    assert text_lengths(first[0]) is first[0][4]
-    assert text_lengths(whole[0][:4]) is None
+    first, second = whole.split(2)
+    for name in ("kept", "corners"):
+        assert torch.equal(torch.cat([first[name], second[name]]), whole[name])
