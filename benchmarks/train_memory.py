@@ -29,6 +29,7 @@ from sd3_light.budget.flops import Tokens, image_tokens, step_flops
 from sd3_light.budget.gpu_memory import gpu_memory
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize, TrainConfig
+from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.layers import compile_blocks
@@ -118,15 +119,16 @@ def setup_of(setup: Setup) -> TrainingSetup:
     )
 
 
-def random_batch(setup: Setup, device: torch.device) -> tuple[Any, Any]:
-    """Return a prepared micro-batch: ((noisy, 1000 t, prompt, pooled[, lengths]), (target, mask))."""
+def random_batch(setup: Setup, device: torch.device) -> Batch:
+    """Return a prepared micro-batch."""
     size, side = SIZES[setup.size], setup.pixels // 8
     latent = (setup.batch, size.latent_channels, side, side)
     noisy, target = (torch.randn(latent, device=device) for _ in range(2))
     prompt = torch.randn(setup.batch, setup.text, size.text_width, device=device, dtype=torch.bfloat16)
     pooled = torch.randn(setup.batch, size.pooled_width, device=device, dtype=torch.bfloat16)
-    features = (noisy, 1000 * torch.rand(setup.batch, device=device), prompt, pooled)
-    return ((*features, lengths_of(setup).to(device)) if setup.real else features), (target, None)
+    values = {"noisy": noisy, "t": torch.rand(setup.batch, device=device), "prompt": prompt, "pooled": pooled}
+    host = {"prompt.length": lengths_of(setup)} if setup.real else {}
+    return Batch(setup.batch, {**values, "target": target}, host)
 
 
 def lengths_of(setup: Setup) -> Tensor:

@@ -47,7 +47,6 @@ from train_start import measure_start, without_saves
 from sd3_light.config import SIZES, UserError, load_config
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.engines import Launch
-from sd3_light.engines.prefetch import map_tensors
 from sd3_light.runlog import read_log
 
 REGIMES: dict[str, dict[str, Any]] = {
@@ -75,7 +74,7 @@ def repeated(steps: Any, after: int) -> Any:
     def source(first: int) -> Iterator[Any]:
         with closing(steps(first)) as batches:
             yield from islice(batches, after - 1)
-            step = [map_tensors(batch, Tensor.clone) for batch in next(batches)]
+            step = [batch.map_tensors(Tensor.clone) for batch in next(batches)]
         while True:
             yield step
 

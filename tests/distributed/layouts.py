@@ -132,9 +132,9 @@ def poison(batches: Sequence[Any]) -> Sequence[Any]:
     """Return the micro-batches of a step, or a copy with non-finite losses."""
     kind = POISON.pop(0) if POISON else ""
     if kind == "latents":
-        return [((features[0] * float("nan"), *features[1:]), label) for features, label in batches]
+        return [batch.with_values({"noisy": batch["noisy"] * float("nan")}) for batch in batches]
     if kind == "loss":  # see `marked_loss`
-        return [(features, (torch.full_like(label[0], torch.inf), *label[1:])) for features, label in batches]
+        return [batch.with_values({"target": torch.full_like(batch["target"], torch.inf)}) for batch in batches]
     return batches
 
 

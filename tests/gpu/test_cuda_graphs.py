@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import SIZES, EmaConfig, TrainConfig
+from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
-from sd3_light.engines.protocol import MicroBatch, StepNumbers
+from sd3_light.engines.protocol import StepNumbers
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.optim.ema import Averages
@@ -55,12 +56,13 @@ def _engine(folder: Path, fast: bool, graphs: bool, keys: dict[str, Any], model:
     return engine
 
 
-def batch(seed: int, sides: tuple[int, int], poison: float = 0.0) -> MicroBatch:
+def batch(seed: int, sides: tuple[int, int], poison: float = 0.0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(6, 16, *sides), (6,), (6, 12, 256), (6, 224), (6, 16, *sides)]
     noisy, times, prompt, pooled, target = (torch.randn(shape, generator=generator).to(CUDA) for shape in shapes)
-    features = noisy, 1000 * times.sigmoid(), prompt.bfloat16(), pooled.bfloat16()
-    return features, (target + poison, torch.rand(6, *sides, generator=generator).to(CUDA) if seed % 3 else None)
+    values = {"noisy": noisy, "t": times.sigmoid(), "prompt": prompt.bfloat16(), "pooled": pooled.bfloat16()}
+    mask = torch.rand(6, *sides, generator=generator).to(CUDA) if seed % 3 else None
+    return Batch(6, values).with_values({"target": target + poison, "mask": mask})
 
 
 def train(engine: TorchEngine, averages: Averages, first: int, last: int) -> list[StepNumbers]:
@@ -149,8 +151,8 @@ def test_a_step_that_waits_for_the_device_is_not_recorded(
     plain, graphed = (_engine(tmp_path, True, graphs, {}, {}) for graphs in (False, True))
     losses = SD3TrainingModule.losses
 
-    def waits(self: SD3TrainingModule, outputs: Any, label: Any) -> dict[str, Tensor]:
-        made = losses(self, outputs, label)
+    def waits(self: SD3TrainingModule, outputs: Any, batch: Batch) -> dict[str, Tensor]:
+        made = losses(self, outputs, batch)
         made["loss"].item()
         return made
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sd3_light.config import SIZES, TrainConfig
+from sd3_light.core.batch import Batch
 from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
@@ -27,11 +27,12 @@ def make(folder: Path, by_deepspeed: bool, zero: int, device: torch.device = CUD
     return make_engine(module, config, Launch(), device)
 
 
-def batch(seed: int) -> MicroBatch:
+def batch(seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(4, 16, 8, 8), (4,), (4, 12, 256), (4, 224), (4, 16, 8, 8)]
     noisy, times, prompt, pooled, target = (torch.randn(shape, generator=generator) for shape in shapes)
-    return (noisy, 1000 * times.sigmoid(), prompt, pooled), (target, None)
+    values = {"noisy": noisy, "t": times.sigmoid(), "prompt": prompt, "pooled": pooled, "target": target}
+    return Batch(4, values)
 
 
 def curve(engine: Engine) -> list[float]:

@@ -9,8 +9,8 @@ import torch
 from sd3_light.checkpoint.background import CheckpointKeeper, CheckpointSaved
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config import SIZES, EmaConfig, TrainConfig
+from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
-from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.optim.ema import Averages
@@ -27,11 +27,12 @@ def engine(tmp_path: Path) -> TorchEngine:
     return TorchEngine(SD3TrainingModule(transformer, config), config, Launch(), torch.device("cuda", 0))
 
 
-def batch(seed: int, poison: float = 0.0) -> MicroBatch:
+def batch(seed: int, poison: float = 0.0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     shapes = [(4, 16, 8, 8), (4,), (4, 12, 256), (4, 224), (4, 16, 8, 8)]
     noisy, times, prompt, pooled, target = (torch.randn(shape, generator=generator) for shape in shapes)
-    return (noisy, 1000 * times.sigmoid(), prompt, pooled), (target + poison, None)
+    values = {"noisy": noisy, "t": times.sigmoid(), "prompt": prompt, "pooled": pooled, "target": target + poison}
+    return Batch(4, values)
 
 
 def test_a_step_never_synchronizes(engine: TorchEngine) -> None:

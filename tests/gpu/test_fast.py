@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import SIZES, TrainConfig
+from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
-from sd3_light.engines.protocol import MicroBatch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.fast import reference
 from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, Fp8Weight, multiply
@@ -185,17 +185,17 @@ def make_config(**keys: Any) -> TrainConfig:
 TOKEN_KEYS: dict[str, Any] = {"routing": {}, "layer_sync": {}, "position_crop_side": 8}
 
 
-def micro_batch(real: bool, seed: int, drawn: bool = False) -> MicroBatch:
+def micro_batch(real: bool, seed: int, drawn: bool = False) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     noisy, target = torch.randn(2, 8, 16, 8, 8, generator=generator)
     prompt, pooled = torch.randn(8, 20, 256, generator=generator), torch.randn(8, 224, generator=generator)
-    features = [noisy, 1000 * torch.rand(8, generator=generator), prompt.bfloat16(), pooled.bfloat16()]
-    lengths = [torch.randint(1, 21, (8,), generator=generator)] if real else []
-    draws = []
+    values = {"noisy": noisy, "t": torch.rand(8, generator=generator), "target": target}
+    values |= {"prompt": prompt.bfloat16(), "pooled": pooled.bfloat16()}
+    host = {"prompt.length": torch.randint(1, 21, (8,), generator=generator)} if real else {}
     if drawn:
-        kept = torch.rand(8, 16, generator=generator).argsort(1)[:, :8]
-        draws = [kept.int(), torch.randint(4, 9, (8, 2), generator=generator).int()]
-    return (*features, *lengths, *draws), (target, None)
+        values["kept"] = torch.rand(8, 16, generator=generator).argsort(1)[:, :8].int()
+        values["corners"] = torch.randint(4, 9, (8, 2), generator=generator).int()
+    return Batch(8, values, host)
 
 
 @pytest.mark.parametrize("checkpointing", [False, "selective", True])
@@ -213,7 +213,7 @@ def test_training_matches_the_stock_blocks(real: bool, drawn: bool, checkpointin
         numbers = [engine.train_step(step, 2e-3).read() for step in prefetch_steps(batches, 2, CUDA)]
         assert all(step.taken for step in numbers)
         curves.append([*(step.losses["loss"] for step in numbers), float(engine.evaluate(micro_batch(real, 0))[0])])
-        assert bool(torch.isfinite(engine.denoise(micro_batch(real, 0)[0])).all())
+        assert bool(torch.isfinite(engine.denoise(micro_batch(real, 0))).all())
     assert curves[1] == pytest.approx(curves[0], rel=0.02)
     assert curves[0][-2] < 0.9 * curves[0][0], "the loss falls"
 
@@ -230,13 +230,14 @@ def test_host_memory_is_pinned_and_unpinned() -> None:
 def test_prefetched_batches_are_intact_however_far_the_host_runs_ahead() -> None:
     big = torch.randn(4096, 4096, device=CUDA)
 
-    def source() -> Generator[MicroBatch, None, None]:
+    def source() -> Generator[Batch, None, None]:
         for number in range(30):
-            yield (torch.full((3, 1 << 18), float(number)).pin_memory(), torch.tensor([number])), (None,)
+            yield Batch(3, {"noisy": torch.full((3, 1 << 18), float(number)).pin_memory()})
 
     sums = []
     for step in prefetch_steps(source(), 3, CUDA):
-        for (values, _), _ in step:
+        for batch in step:
+            values = batch["noisy"]
             for _ in range(20):  # keep the device busy long before it reads
                 big = torch.nn.functional.normalize(big @ big)
             sums.append((values.min(), values.max()))

@@ -57,12 +57,12 @@ def test_an_adapter_trains_over_quantized_weights(tmp_path: Path, bits: int, key
     assert quantized
     assert all(name.startswith("transformer_blocks.") for name in quantized)
     assert all(weight.dtype == torch.bfloat16 for name, weight in frozen.items() if name not in quantized)
-    features = batch(0)[0]
-    output, exact = engine.denoise(features), unquantized.denoise(features)
+    inputs = batch(0)
+    output, exact = engine.denoise(inputs), unquantized.denoise(inputs)
     assert ((output - exact).norm() / exact.norm()).item() < (0.05 if bits == 8 else 0.3)
     losses = [engine.train_step([batch(0)], 1e-2).read().losses["loss"] for _ in range(20)]
     assert losses[-1] < losses[0]
-    after = engine.denoise(features)
+    after = engine.denoise(inputs)
     engine.module.to("cpu")
     engine.module.to(DEVICE)
-    assert torch.equal(engine.denoise(features), after)
+    assert torch.equal(engine.denoise(inputs), after)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import ModelConfig
+from sd3_light.core.batch import Batch
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines.prefetch import prefetch_steps
-from sd3_light.engines.protocol import MicroBatch
 from sd3_light.flow.noise import DeviceNoise, draw_normals
 from sd3_light.randomness import fill_normals, normal_table, occurrence_words, round_keys, sample_id, streams
 from sd3_light.training.sd3 import InputPreparer
@@ -74,21 +74,21 @@ def test_inputs_on_a_gpu_are_the_hosts_to_rounding() -> None:
     """Text, times and masks exactly; latents and targets to a few units in the last place."""
     prepare = preparer(enable_uncond_text_dropout=True)
 
-    def source() -> Generator[MicroBatch, None, None]:
+    def source() -> Generator[Batch, None, None]:
         for number in range(6):
-            features, label = prepare.prepare_clean(cached(8 * number))
-            pinned = [tuple(None if part is None else part.pin_memory() for part in side) for side in (features, label)]
-            yield pinned[0], pinned[1]
+            yield prepare.prepare_clean(cached(8 * number)).map_tensors(Tensor.pin_memory)
 
     steps = prefetch_steps(source(), 2, CUDA, prepare.noise_adder(CUDA))
     number = 0
     for step in steps:
-        for features, label in step:
-            expected, (target, mask) = prepare.prepare_inputs(cached(8 * number))
-            for actual, host in ((features[0], expected[0]), (label[0], target)):
-                assert actual.dtype == torch.float32
-                torch.testing.assert_close(actual.cpu(), host, rtol=1e-6, atol=2e-6)
-            for actual, host in (*zip(features[1:], expected[1:], strict=True), (label[1], mask)):
-                assert torch.equal(actual.cpu(), host)
+        for batch in step:
+            expected = prepare.prepare_inputs(cached(8 * number))
+            assert batch.values.keys() == expected.values.keys()
+            for name, value in batch.values.items():
+                if name in ("noisy", "target"):
+                    assert value.dtype == torch.float32
+                    torch.testing.assert_close(value.cpu(), expected[name], rtol=1e-6, atol=2e-6)
+                else:
+                    assert torch.equal(value.cpu(), expected[name])
             number += 1
     assert number == 6

@@ -38,7 +38,7 @@ def data(tmp_path: Path, request: Any) -> CachedDataset:
     return CachedDataset(LocalStore(tmp_path))
 
 
-def inputs_of(data: CachedDataset, workers: int, resident: ResidentCache | None) -> list[list[torch.Tensor | None]]:
+def inputs_of(data: CachedDataset, workers: int, resident: ResidentCache | None) -> list[dict[str, torch.Tensor]]:
     """Return the inputs of some steps on the GPU, copied to the host."""
     text = "real" if data.has_lengths else "padded"
     table = {"train_type": "sd3_light_pretrain", "size": "tiny2", "diffusers_path": ".", "text_tokens": text}
@@ -55,8 +55,8 @@ def inputs_of(data: CachedDataset, workers: int, resident: ResidentCache | None)
     steps = make(config, data, order, Launch(), None, preparer, CUDA, True, None, resident)(0)
     inputs = []
     for _, step in zip(range(STEPS), steps, strict=False):
-        for features, label in step:
-            inputs.append([None if part is None else part.cpu() for part in (*features, *label)])
+        for batch in step:
+            inputs.append({name: value.cpu() for name, value in (*batch.values.items(), *batch.host.items())})
     steps.close()
     return inputs
 
@@ -67,9 +67,8 @@ def test_inputs_do_not_depend_on_the_residence(data: CachedDataset, device: torc
     streamed, held = inputs_of(data, workers, None), inputs_of(data, workers, ResidentCache(data, device))
     assert len(streamed) == 2 * STEPS
     for one, two in zip(streamed, held, strict=True):
-        for expected, actual in zip(one, two, strict=True):
-            assert (expected is None) == (actual is None)
-            assert expected is None or torch.equal(actual, expected)
+        assert one.keys() == two.keys()
+        assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_a_cache_on_the_gpu_is_the_one_on_the_host(data: CachedDataset) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from sd3_light.core.batch import Batch
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.metrics.validation import FIXED_TIMES, QUANTILES, EvalPreparer, QuantileBatches, validate
 
@@ -25,7 +26,8 @@ class Numbered(Dataset[Any]):
 
 class Model:
     def prepare_inputs(self, batch: dict[str, torch.Tensor], timestep_quantile: float | None = None) -> Any:
-        return (batch["number"], torch.tensor([timestep_quantile])), (None, None)
+        number = batch["number"]
+        return Batch(len(number), {"number": number, "quantile": torch.tensor([timestep_quantile])})
 
 
 class InPlace(Model):
@@ -34,13 +36,14 @@ class InPlace(Model):
     def prepare_into(
         self, batch: Any, empty: Callable[..., torch.Tensor], timestep_quantile: float | None = None
     ) -> Any:
-        (number, quantile), label = self.prepare_inputs(batch, timestep_quantile)
-        return (empty(tuple(number.shape), number.dtype).copy_(number), quantile), label
+        prepared = self.prepare_inputs(batch, timestep_quantile)
+        number = prepared["number"]
+        return prepared.with_values({"number": empty(tuple(number.shape), number.dtype).copy_(number)})
 
 
 def loss(prepared: Any) -> torch.Tensor:
-    (number, quantile), (_, _, weight) = prepared
-    return torch.stack([((number + 10 * quantile) * weight).sum(), weight.sum()])
+    number, weight = prepared["number"], prepared["weight"]
+    return torch.stack([((number + 10 * prepared["quantile"]) * weight).sum(), weight.sum()])
 
 
 @pytest.mark.parametrize(("workers", "in_place"), [(0, False), (2, False), (2, True)])

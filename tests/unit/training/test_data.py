@@ -6,6 +6,7 @@ import torch
 
 from sd3_light.budget.flops import image_tokens, step_flops
 from sd3_light.config import SIZES
+from sd3_light.core.batch import Batch
 from sd3_light.data.order import Segment, build_order
 from sd3_light.engines import Launch
 from sd3_light.training.data import flops_counter, training_steps
@@ -23,9 +24,9 @@ def test_a_process_without_data_opens_nothing() -> None:
     sizes = []
     for number, batches in zip(range(1, order.steps_per_epoch), steps, strict=False):
         assert len(batches) == 3
-        sizes.append({len(features[0]) for features, _ in batches})
+        sizes.append({batch.size for batch in batches})
         assert sizes[-1] == {order.batch_size(number) // 6}
-        assert all(features[0].device == torch.device("meta") for features, _ in batches)
+        assert not any(batch.values for batch in batches)
     assert {2} in sizes
     assert {4} in sizes
     assert flops_counter(SIZES["tiny2"], 2)(next(steps)) == 0
@@ -34,7 +35,7 @@ def test_a_process_without_data_opens_nothing() -> None:
 def test_the_flops_of_a_step_are_those_of_all_processes() -> None:
     """The meter divides them by the number of processes: MFU is per GPU."""
     size, samples, tokens = SIZES["tiny2"], 3, 5
-    features = (torch.zeros(samples, 16, 4, 6), torch.zeros(samples), torch.zeros(samples, tokens, 8))
-    batches: Any = [(features, (None,))] * 2
+    values = {"noisy": torch.zeros(samples, 16, 4, 6), "prompt": torch.zeros(samples, tokens, 8)}
+    batches = [Batch(samples, values)] * 2
     own = 2 * step_flops(size, image_tokens(48, 32), [tokens] * samples)
     assert [flops_counter(size, world)(batches) for world in (1, 4)] == [own, 4 * own]

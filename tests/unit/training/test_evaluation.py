@@ -3,8 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
+from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
 from sd3_light.flow.timesteps import FixedTime
 from sd3_light.metrics.validation import FIXED_TIMES, QUANTILES
@@ -16,7 +18,7 @@ class Bare:
     """Prepares nothing but the ids of the samples."""
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
-        return (batch["sample_id"],), (None, None)
+        return Batch(len(batch["sample_id"]), {"ids": batch["sample_id"]})
 
     def prepare_into(self, batch: Any, empty: Any, timestep_quantile: float | None = None) -> Any:
         return self.prepare_inputs(batch)
@@ -27,8 +29,8 @@ def test_small_buckets_are_evaluated_even_if_training_drops_them(cached_project:
     loaded = replace(loaded, eval_datasets={"held out": loaded.dataset})
     engine: Any = None
     ids: list[int] = []
-    for (numbers,), (*_, weights) in Evaluator(loaded, Launch(), engine, Bare())._loader("held out"):
-        ids += numbers[weights.bool()].tolist()
+    for batch in Evaluator(loaded, Launch(), engine, Bare())._loader("held out"):
+        ids += batch["ids"][batch["weight"].bool()].tolist()
     assert torch.unique(torch.tensor(ids)).numel() == NUM_IMAGES
     assert len(ids) == NUM_IMAGES * len(QUANTILES)
 
@@ -37,7 +39,8 @@ class Times(Bare):
     """Prepares the quantile or time of the batch."""
 
     def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
-        return ((type(timestep_quantile), timestep_quantile),), (None, None)
+        point = torch.tensor([isinstance(timestep_quantile, FixedTime), timestep_quantile])
+        return Batch(len(batch["sample_id"]), {"point": point})
 
     def prepare_into(self, batch: Any, empty: Any, timestep_quantile: float | None = None) -> Any:
         return self.prepare_inputs(batch, timestep_quantile)
@@ -48,6 +51,6 @@ def test_fixed_times_are_evaluated_beside_the_quantiles(cached_project: Project)
     loaded = replace(loaded, eval_datasets={"held out": loaded.dataset})
     engine: Any = None
     evaluator = Evaluator(loaded, Launch(), engine, Times())
-    points = [tuple(features[0]) for features, _ in evaluator._loader("held out")]
-    both = [(float, u) for u in QUANTILES] + [(FixedTime, t) for t in FIXED_TIMES]
+    points = [batch["point"].tolist() for batch in evaluator._loader("held out")]
+    both = [pytest.approx([0.0, u]) for u in QUANTILES] + [pytest.approx([1.0, t]) for t in FIXED_TIMES]
     assert points == both * 3, "every batch at each of them"

@@ -14,6 +14,7 @@ from torch import Tensor
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.batch import Batch
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
 from sd3_light.optim.ema import Averages
 from sd3_light.training.loop import Hook, Run, every, train
@@ -77,7 +78,7 @@ class CountingEngine:
     def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         raise NotImplementedError
 
-    def denoise(self, features: tuple[Tensor, ...]) -> Tensor:
+    def denoise(self, batch: Batch) -> Tensor:
         raise NotImplementedError
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from sd3_light.config import SIZES
+from sd3_light.core.batch import Batch
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 from sd3_light.encoders.frozen_parts import FrozenParts
@@ -140,9 +141,9 @@ def test_the_trained_shift_is_used(
     keys = (*overrides(1.0), *(f"model.{key}={json.dumps(value)}" for key, value in schedule.items()))
     times: list[float] = []
 
-    def denoise(features: tuple[Tensor, ...]) -> Tensor:
-        times.append(float(features[1][0]))
-        return torch.zeros_like(features[0])
+    def denoise(batch: Batch) -> Tensor:
+        times.append(float(1000 * batch["t"][0]))
+        return torch.zeros_like(batch["noisy"])
 
     sampler(caches["padded"], *keys, batch_size=6).draw(denoise)
     pipe = stock_pipeline(caches["padded"], transformer, **schedule)
@@ -166,17 +167,17 @@ def test_an_image_does_not_depend_on_its_batch(
 
 
 def test_real_tokens_are_as_long_as_the_text_and_no_text_is_one_zero(caches: dict[str, Project]) -> None:
-    seen: list[tuple[Tensor, ...]] = []
+    seen: list[Batch] = []
 
-    def denoise(features: tuple[Tensor, ...]) -> Tensor:
-        seen.append(features)
-        return torch.zeros_like(features[0])
+    def denoise(batch: Batch) -> Tensor:
+        seen.append(batch)
+        return torch.zeros_like(batch["noisy"])
 
     keys = overrides(text_tokens="real", uncond_text="zero")
     sampler(caches["real"], *keys, batch_size=6).draw(denoise)
-    _, times, tokens, pooled, lengths = seen[0]
+    t, tokens, pooled, lengths = (*(seen[0][name] for name in ("t", "prompt", "pooled")), seen[0].host["prompt.length"])
     assert len(seen) == STEPS
-    assert times.unique().tolist() == [1000.0]
+    assert t.unique().tolist() == [1.0]
     assert lengths[:6].tolist() == [1] * 6
     assert not tokens[:6].any()
     assert not pooled[:6].any()
@@ -211,9 +212,9 @@ def test_ranks_share_the_work_and_draw_the_same_images(
     images: dict[int, np.ndarray] = {}
     for rank in range(world):
 
-        def denoise(features: tuple[Tensor, ...], rank: int = rank) -> Tensor:
+        def denoise(batch: Batch, rank: int = rank) -> Tensor:
             calls[rank] += 1
-            return module.denoise(features)
+            return module.denoise(batch)
 
         images |= draw(sampler(project, *keys, launch=Launch(rank, rank, world), batch_size=2), denoise)
     alone = draw(sampler(project, *keys), module.denoise)
@@ -232,9 +233,9 @@ def test_all_requests_are_assigned_evenly(count: int, world: int) -> None:
 def test_a_denoiser_batch_is_at_most_a_micro_batch(caches: dict[str, Project]) -> None:
     sizes: list[int] = []
 
-    def denoise(features: tuple[Tensor, ...]) -> Tensor:
-        sizes.append(len(features[0]))
-        return torch.zeros_like(features[0])
+    def denoise(batch: Batch) -> Tensor:
+        sizes.append(batch.size)
+        return torch.zeros_like(batch["noisy"])
 
     sampler(caches["padded"], *overrides(), "micro_batch_size_per_gpu=4").draw(denoise)
     assert set(sizes) == {4}
@@ -277,7 +278,7 @@ def test_prompts_missing_from_the_cache_are_encoded_once_at_the_start(
 def test_the_grid_is_a_png_with_metadata(caches: dict[str, Project], tmp_path: Path) -> None:
     drawing = sampler(caches["padded"], *overrides())
     path = tmp_path / "samples" / "step-00000042.png"
-    grid = drawing.sample(lambda features: torch.zeros_like(features[0]), path, {"step": 42, "weights": "ema"})
+    grid = drawing.sample(lambda batch: torch.zeros_like(batch["noisy"]), path, {"step": 42, "weights": "ema"})
     assert grid is not None
     with Image.open(path) as image:
         assert np.array_equal(np.asarray(image), np.asarray(grid))
@@ -295,7 +296,7 @@ def test_a_grid_that_cannot_be_written_is_reported(
     (tmp_path / "samples").write_text("a file where the folder should be")
     drawing = sampler(caches["padded"], *overrides())
     path = tmp_path / "samples" / "one.png"
-    assert drawing.sample(lambda features: torch.zeros_like(features[0]), path, {}) is None
+    assert drawing.sample(lambda batch: torch.zeros_like(batch["noisy"]), path, {}) is None
     assert f"{path} was not written: File exists" in capsys.readouterr().err
 
 
@@ -313,7 +314,7 @@ def test_the_vae_is_loaded_with_the_first_grid_and_once(
     drawing = sampler(caches["padded"], *overrides())
     assert loads == []
     for _ in range(2):
-        drawing.draw(lambda features: torch.zeros_like(features[0]))
+        drawing.draw(lambda batch: torch.zeros_like(batch["noisy"]))
     assert loads == [torch.float32]
     assert drawing._vae is not None
     assert drawing._vae.use_slicing, "images are decoded one at a time"
@@ -326,9 +327,9 @@ def test_sampling_needs_no_gradients_and_no_global_generator(
     module = SD3TrainingModule(transformer, project.load(*overrides()).train)
     modes: list[bool] = []
 
-    def denoise(features: tuple[Tensor, ...]) -> Tensor:
+    def denoise(batch: Batch) -> Tensor:
         modes.append(torch.is_grad_enabled())
-        return module.denoise(features)
+        return module.denoise(batch)
 
     before = torch.get_rng_state()
     sampler(project, *overrides()).draw(denoise)
@@ -339,9 +340,9 @@ def test_sampling_needs_no_gradients_and_no_global_generator(
 def test_half_precision_velocities_do_not_round_the_image(caches: dict[str, Project]) -> None:
     kinds: set[torch.dtype] = set()
 
-    def denoise(features: tuple[Tensor, ...]) -> Tensor:
-        kinds.add(features[0].dtype)
-        return torch.zeros_like(features[0], dtype=torch.bfloat16)
+    def denoise(batch: Batch) -> Tensor:
+        kinds.add(batch["noisy"].dtype)
+        return torch.zeros_like(batch["noisy"], dtype=torch.bfloat16)
 
     sampler(caches["padded"], *overrides()).draw(denoise)
     assert kinds == {torch.float32}
@@ -363,14 +364,14 @@ def test_a_grid_with_values_that_are_not_finite_is_reported(
 ) -> None:
     drawing = sampler(caches["padded"], *overrides())
 
-    def broken(features: tuple[Tensor, ...]) -> Tensor:
-        return torch.full_like(features[0], float("nan"))
+    def broken(batch: Batch) -> Tensor:
+        return torch.full_like(batch["noisy"], float("nan"))
 
     assert drawing.sample(broken, tmp_path / "grid.png", {"step": 1}) is None
     assert not list(tmp_path.iterdir())
     line = f"the grid {tmp_path / 'grid.png'} was not written: the denoiser returned NaN or infinity"
     assert line in capfd.readouterr().err
-    assert drawing.sample(lambda features: torch.zeros_like(features[0]), tmp_path / "grid.png", {"step": 1})
+    assert drawing.sample(lambda batch: torch.zeros_like(batch["noisy"]), tmp_path / "grid.png", {"step": 1})
 
 
 MIXED = """
@@ -440,9 +441,9 @@ def test_ranks_call_the_denoiser_equally_often_for_images_of_different_kinds(
     together: dict[int, np.ndarray] = {}
     for rank in range(world):
 
-        def denoise(features: tuple[Tensor, ...], rank: int = rank) -> Tensor:
+        def denoise(batch: Batch, rank: int = rank) -> Tensor:
             calls[rank] += 1
-            return module.denoise(features)
+            return module.denoise(batch)
 
         together |= draw(sampler(mixed, launch=Launch(rank, rank, world), batch_size=1), denoise)
     assert set(calls.values()) == {sum(steps * -(-2 // world) for steps in (2, 3, 2))}
