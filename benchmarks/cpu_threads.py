@@ -30,6 +30,7 @@ def work(size: str, batch: int) -> None:
     import torch
 
     from sd3_light.config import SIZES, TrainConfig
+    from sd3_light.core.batch import Batch
     from sd3_light.engines import Launch
     from sd3_light.engines.torch import TorchEngine
     from sd3_light.model.random_weights import new_transformer
@@ -45,7 +46,8 @@ def work(size: str, batch: int) -> None:
     noisy, target = torch.randn(2, batch, shape.in_channels, 8, 8, generator=generator)
     prompt = torch.randn(batch, 93, shape.joint_attention_dim, generator=generator)
     pooled = torch.randn(batch, shape.pooled_projection_dim, generator=generator)
-    micro_batch = ((noisy, 1000 * torch.rand(batch, generator=generator), prompt, pooled), (target, None))
+    values = {"noisy": noisy, "t": torch.rand(batch, generator=generator), "prompt": prompt, "pooled": pooled}
+    micro_batch = Batch(batch, {**values, "target": target})
     for line in sys.stdin:
         started, used = time.perf_counter(), time.process_time()
         for _ in range(int(line)):

@@ -82,7 +82,8 @@ def test_an_empty_evaluation_is_an_error() -> None:
 
 
 def test_ranks_are_summed_before_the_mean() -> None:
-    items = [(((torch.zeros(1)), torch.tensor([0.0])), (None, None, torch.ones(1)))] * len(QUANTILES)
+    values = {"number": torch.zeros(1), "quantile": torch.zeros(1), "weight": torch.ones(1)}
+    items = [Batch(1, values)] * len(QUANTILES)
     other_rank = torch.tensor([6.0, 2.0])
     losses = validate(items, loss, lambda sums: sums + other_rank)
     assert losses["flow"] == pytest.approx(2.0), "6 over 3 samples, not the mean of 0 and 3"
