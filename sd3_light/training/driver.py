@@ -167,7 +167,7 @@ class Driver:
                 f"none of {steps} steps was taken: loss or gradient was never finite; lower the learning rate or check "
                 "the data"
             )
-        if end.step == self.run.total_steps:
+        if end.step >= self.run.total_steps:
             with self.using_weights(self.main_weights):
                 self.hooks.finish(end)
         self.run.log("stop", **end.counts(), reason=self.run.requests.reason or "finished")

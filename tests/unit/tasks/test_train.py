@@ -1,5 +1,8 @@
 """`launch_training_task`: what it trains, logs, saves and resumes."""
 
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sd3_light.checkpoint.reading import open_checkpoint
-from sd3_light.config.faults import UserError
+from sd3_light.config.faults import RESUMABLE, Stopped, UserError
 from sd3_light.engines import accelerate as engine_file
 from sd3_light.engines.torch import task_loss_sums
 from sd3_light.flow.objective import BAND_NAMES
@@ -84,6 +87,114 @@ def test_saves_by_epoch_by_step_and_by_a_custom_hook(tmp_path: Path) -> None:
     launch_training_task(Accelerator(cpu=True), Images(), Toy(), Hook(tmp_path / "hook"), **settings)
     assert called == [0, 1, 2, 3]
     assert saved(tmp_path / "hook") == {"step-2", "step-4"}
+
+
+class PackageLogger:
+    """Saves when, and under the names, that the logger of the package `diffsynth` does."""
+
+    def __init__(self, output_path: Path) -> None:
+        self.output_path, self.num_steps = str(output_path), 0
+        self.files: list[str] = []
+
+    def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None, **kwargs: Any) -> None:
+        self.num_steps += 1
+        if save_steps is not None and self.num_steps % save_steps == 0:
+            self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
+
+    def on_epoch_end(self, accelerator: Any, model: Any, epoch_id: int) -> None:
+        self.save_model(accelerator, model, f"epoch-{epoch_id}.safetensors")
+
+    def on_training_end(self, accelerator: Any, model: Any, save_steps: int | None = None) -> None:
+        if save_steps is not None and self.num_steps % save_steps != 0:
+            self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
+
+    def save_model(self, accelerator: Any, model: Any, file_name: str) -> None:
+        self.files.append(Path(file_name).stem)
+        state = model.export_trainable_state_dict(accelerator.get_state_dict(model))
+        accelerator.save(state, Path(self.output_path, file_name), safe_serialization=True)
+
+
+class OurLogger(ModelLogger):
+    """Notes the files that it writes."""
+
+    def __init__(self, output_path: Path) -> None:
+        super().__init__(output_path)
+        self.files: list[str] = []
+
+    def save_model(self, accelerator: Any, model: Any, file_name: str) -> Path:
+        self.files.append(Path(file_name).stem)
+        return super().save_model(accelerator, model, file_name)
+
+
+@pytest.mark.parametrize("kind", [OurLogger, PackageLogger])
+def test_the_last_step_is_always_saved_and_once(tmp_path: Path, kind: Any) -> None:
+    """Inside an epoch (of four steps) and at its end, after a resume, and when a finished task is resumed."""
+
+    def files(name: str, **settings: Any) -> list[str]:
+        logger, model = kind(tmp_path / name), Toy()
+        settings = {"learning_rate": 1e-2, "num_workers": 0, "batch_size": 2, "num_epochs": 2, **settings}
+        launch_training_task(Accelerator(cpu=True), Images(), model, logger, **settings)
+        if settings.get("ema_decay") is None and logger.files:
+            file = load_file(tmp_path / name / f"{logger.files[-1]}.safetensors")
+            state = model.transformer.state_dict()
+            assert all(
+                torch.equal(file[name if name in file else f"transformer.{name}"], state[name]) for name in state
+            )
+        return list(logger.files)
+
+    assert files("inside", max_steps=3) == ["step-3"]
+    assert files("inside", max_steps=3, resume=True) == [], "nothing is missing"
+    assert files("inside", max_steps=6, resume=True) == ["epoch-0", "step-6"]
+    assert files("end", max_steps=4) == ["epoch-0"]
+    assert files("steps", max_steps=3, save_steps=3) == ["step-3"]
+    assert files("between", max_steps=3, save_steps=2) == ["step-2", "step-3"]
+    for name, file, settings in (
+        ("inside", "step-6", {"max_steps": 6}),
+        ("inside", "step-6", {"max_steps": 5}),
+        ("end", "epoch-0", {"max_steps": 4}),
+        ("steps", "step-3", {"max_steps": 3, "save_steps": 3}),
+        ("between", "step-3", {"max_steps": 3, "save_steps": 2}),
+    ):
+        path = tmp_path / name / f"{file}.safetensors"
+        weights = path.read_bytes()
+        path.unlink()
+        assert files(name, resume=True, **settings) == [file], "a missing file is written again"
+        assert path.read_bytes() == weights
+    averaged: dict[str, Any] = {"max_steps": 3, "ema_decay": 0.5}
+    assert files("ema", **averaged) == ["step-3"]
+    assert not torch.equal(
+        *(next(iter(load_file(tmp_path / name / "step-3.safetensors").values())) for name in ("ema", "steps"))
+    )
+
+
+def test_a_stale_file_is_replaced_by_a_new_task(tmp_path: Path) -> None:
+    (tmp_path / "step-3.safetensors").write_bytes(b"of another program")
+    run(tmp_path, save_steps=None, max_steps=3, batch_size=2)
+    assert load_file(tmp_path / "step-3.safetensors")
+
+
+def test_a_signal_ends_a_script_with_one_line_and_exit_code_75(tmp_path: Path) -> None:
+    """The step after the signal is the last. A script that catches the exception continues."""
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
+    command = [sys.executable, str(root / "tests" / "unit" / "tasks" / "toy.py"), str(tmp_path), "stop"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == RESUMABLE, done.stderr
+    line = "SIGTERM at step 3 of 72; resume=True continues from there"
+    assert done.stdout == f"caught: {line}\n"
+    assert done.stderr.splitlines()[-1] == f"stopped: {line}"
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "stopped" / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_the_file_save_quit_ends_a_script_with_exit_code_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it ends the train stage."""
+    monkeypatch.setattr("sd3_light.training.requests.FILE_CHECK_SECONDS", 0.0)
+    (tmp_path / "save_quit").touch()
+    with pytest.raises(Stopped, match="save_quit at step 1 of 4; resume=True continues") as stopped:
+        run(tmp_path, batch_size=2)
+    assert isinstance(stopped.value, SystemExit)
+    assert stopped.value.code == 0
 
 
 def test_accumulation_equals_the_larger_batch(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A toy task: a small convolution learns random latents. Run as a script it trains on several processes."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,44 @@ class Toy(DiffusionTrainingModule):
         return velocity
 
 
+class Stopping(ModelLogger):
+    """Asks its process to stop after the second step."""
+
+    def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None, **fields: Any) -> None:
+        super().on_step_end(accelerator, model, save_steps)
+        if self.num_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until_asked(out: str) -> None:
+    """Train until the last process asks to stop."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    logger = (Stopping if rank == world - 1 else ModelLogger)(out)
+    launch_training_task(None, Images(), Toy(), logger, num_workers=0, num_epochs=9, engine="torch")
+
+
+def stop_twice(out: str) -> None:
+    """Stop, catch the exception and continue; then let the exception end the script."""
+    try:
+        train_until_asked(f"{out}/caught")
+    except Exception as stopped:
+        print(f"caught: {stopped}")
+    train_until_asked(f"{out}/stopped")
+
+
+def finish_twice(out: str) -> None:
+    """Train to the middle of an epoch, remove what was saved, and resume the finished task."""
+    settings: dict[str, Any] = {"num_workers": 0, "engine": "torch", "max_steps": 2}
+    launch_training_task(None, Images(), Toy(), ModelLogger(out), **settings)
+    Path(out, "step-2.safetensors").unlink(missing_ok=True)  # by the first process that gets here
+    launch_training_task(None, Images(), Toy(), ModelLogger(out), **settings, resume=True)
+
+
 def main(out: str, stage: str) -> None:
     """On every process of a launcher: process the data and train on the result, or train at once."""
+    if stage == "stop":
+        finish_twice(f"{out}/finished")
+        stop_twice(out)
     accelerator = None if stage == "deepspeed" else Accelerator()
     assert accelerator is None or accelerator.num_processes == 2
     data: Any = Images()
