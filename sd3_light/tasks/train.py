@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -45,7 +46,7 @@ from sd3_light.tasks.custom_forward import CustomForward, TaskModule, task_modul
 from sd3_light.tasks.logger import ModelLogger, call_on_step_end, require_logger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import require_same_recipe
-from sd3_light.tasks.settings import TaskSettings
+from sd3_light.tasks.settings import DEFAULT_ZERO_STAGE, TaskSettings
 from sd3_light.tasks.stacking import SampleStacker
 from sd3_light.training.background_saves import checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts
@@ -197,7 +198,9 @@ def _make_driver(
         logging_steps=settings.logging_steps,
         idle_advice=IdleAdvice(settings.num_workers, workers_key="num_workers", batch_key="batch_size"),
     )
-    hooks = _TaskHooks(accelerator, model, logger, settings, launch, groups, run, steps_per_epoch, read)
+    hooks = _TaskHooks(
+        _accelerator_for(logger, accelerator), model, logger, settings, launch, groups, run, steps_per_epoch, read
+    )
     driver = Driver(
         run=run,
         launch=launch,
@@ -219,12 +222,24 @@ def _make_driver(
 
 
 def _running_accelerator(accelerator: Accelerator | None, settings: TaskSettings) -> Accelerator | None:
-    """Return the accelerator if it runs the task; other engines ignore one."""
+    """Return the accelerator if it runs the task; other engines ignore one, but not a DeepSpeed plugin."""
     if settings.engine != "accelerate":
+        if getattr(accelerator, "distributed_type", None) == DistributedType.DEEPSPEED:
+            raise UserError(
+                f'engine="{settings.engine}" does not use the Accelerator\'s DeepSpeed plugin; create it without the '
+                'plugin, and choose the stage by engine="deepspeed" and zero_stage=1 or 2'
+            )
+        if getattr(accelerator, "mixed_precision", "no") != "no":
+            info(f'engine="{settings.engine}" does not use the Accelerator\'s mixed_precision')
         return None
     if not isinstance(accelerator, Accelerator):
         raise UserError('engine="accelerate" needs an Accelerator; give one, or engine="torch"')
     return accelerator
+
+
+def _accelerator_for(logger: Any, accelerator: Accelerator | None) -> Accelerator | None:
+    """Return the accelerator for the logger's hooks: loggers of other packages use one, also where no engine does."""
+    return Accelerator() if accelerator is None and not isinstance(logger, ModelLogger) else accelerator
 
 
 def _engine_from_settings(
@@ -239,7 +254,8 @@ def _engine_from_settings(
     """Return the engine that the settings name, with the module in it."""
     optimizer, clip = settings.optimizer_table, settings.gradient_clipping
     if settings.engine == "deepspeed":
-        return deepspeed.make_task_engine(model, optimizer, clip, micro_batches, launch, device)
+        stage = settings.zero_stage or DEFAULT_ZERO_STAGE
+        return deepspeed.make_task_engine(model, optimizer, clip, micro_batches, launch, device, stage)
     return TaskEngine(model, optimizer, clip, launch, device, accelerator, groups.writers)
 
 

@@ -217,7 +217,8 @@ class Driver:
         for weights in (RAW, *self.run.averages.tracks) if self.hooks.evaluate_all else (self.main_weights,):
             with self.using_weights(weights):
                 for name, losses in self.hooks.evaluate():
-                    info(f"eval {name} ({weights}) at step {progress.step}: flow loss {losses['flow']:.4f}")
+                    title = "eval" if name == "eval" else f"eval {name}"
+                    info(f"{title} ({weights}) at step {progress.step}: flow loss {losses['flow']:.4f}")
                     self.run.log("eval", **progress.counts(), set=name, weights=weights, **losses)
 
     def sample(self, progress: Progress) -> None:

@@ -10,10 +10,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch import Tensor
 
 from sd3_light.config.faults import RESUMABLE
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, launch_training_task
+from tests.distributed.custom_forward_script import SETTINGS
+from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.toy import Images, Toy
 
 ROOT = Path(__file__).parents[2]
@@ -26,8 +29,13 @@ def numbers(out: Path) -> list[float]:
 
 def start_two(out: Path, stage: str) -> subprocess.CompletedProcess[str]:
     """Run `toy.py` on two processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "tests" / "unit" / "tasks" / "toy.py"), str(out), stage]
+    return start(ROOT / "tests" / "unit" / "tasks" / "toy.py", out, stage, processes=2)
+
+
+def start(script: Path, out: Path, option: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """Run a script by python, or on several processes by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    command = [sys.executable, *launcher, str(script), str(out), option]
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
 
@@ -70,3 +78,36 @@ def test_two_processes_finish_again_and_stop_together(tmp_path: Path) -> None:
     (stop,) = [event for event in read_log(tmp_path / "stopped" / "log.jsonl") if event["event"] == "stop"]
     assert lines[1] == f"stopped: {stop['reason']} at step {stop['step']} of 36; resume=True continues from there"
     assert (tmp_path / "stopped" / "checkpoints" / f"step-{stop['step']:08d}").is_dir()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> None:
+    """With the numbers of one process without it: EMA, validation, both stages of ZeRO, accumulation, and a resume."""
+    pytest.importorskip("deepspeed")
+    script = ROOT / "tests" / "distributed" / "custom_forward_script.py"
+    done = start(script, tmp_path, str(4 // processes), processes)
+    assert "no gradient reached pipe.dit.weight" in done.stderr, done.stderr
+    launch_training_task(
+        None, Images(), Own(), ModelLogger(tmp_path / "torch"), batch_size=4, engine="torch", **SETTINGS
+    )
+
+    expected = load_file(tmp_path / "torch" / "step-5.safetensors")
+    for name in ("whole", "broken", "zero-1", "foreign", "narrow"):
+        out, tolerance = tmp_path / name, 0.05 if name == "narrow" else 1e-5
+        assert numbers(out) == pytest.approx(numbers(tmp_path / "torch"), rel=tolerance)
+        assert validations(out) == pytest.approx(validations(tmp_path / "torch"), rel=tolerance)
+        saved = load_file(out / "step-5.safetensors")
+        assert all(torch.allclose(saved[key], saved_by_torch(expected, key), atol=tolerance) for key in saved)
+        assert len(saved) == len(expected)
+        parts = list((out / "checkpoints" / "step-00000005").glob("rank-*.safetensors"))
+        assert len(parts) == processes, "each process writes its part"
+    resumed, whole = (load_file(tmp_path / name / "step-5.safetensors") for name in ("broken", "whole"))
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole), "a resumed task continues exactly"
+
+
+def saved_by_torch(expected: dict[str, Tensor], key: str) -> Tensor:
+    return expected[key.removeprefix("inner.")]
+
+
+def validations(out: Path) -> list[float]:
+    return [event["flow"] for event in read_log(out / "log.jsonl") if event["event"] == "eval"]

@@ -98,6 +98,7 @@ class PackageLogger:
 
     def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None, **kwargs: Any) -> None:
         self.num_steps += 1
+        assert accelerator.is_main_process
         if save_steps is not None and self.num_steps % save_steps == 0:
             self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
 
@@ -110,7 +111,9 @@ class PackageLogger:
 
     def save_model(self, accelerator: Any, model: Any, file_name: str) -> None:
         self.files.append(Path(file_name).stem)
-        state = model.export_trainable_state_dict(accelerator.get_state_dict(model))
+        accelerator.wait_for_everyone()
+        unwrapped = accelerator.unwrap_model(model)
+        state = unwrapped.export_trainable_state_dict(accelerator.get_state_dict(model))
         accelerator.save(state, Path(self.output_path, file_name), safe_serialization=True)
 
 
@@ -248,7 +251,7 @@ def test_something_else_than_an_image_or_frames_is_an_error(tmp_path: Path, draw
         run(tmp_path, Toy(), draw=lambda model: drawn, draw_steps=4, max_steps=4)
 
 
-def test_evaluation_and_images_use_the_average(tmp_path: Path) -> None:
+def test_evaluation_and_images_use_the_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings: dict[str, Any] = {"batch_size": 2, "eval_dataset": Images(3), "eval_steps": 2, "ema_decay": 0.9}
     seen = []
 
@@ -260,6 +263,7 @@ def test_evaluation_and_images_use_the_average(tmp_path: Path) -> None:
     events = run(tmp_path, model, draw=draw, draw_steps=4, **settings)
     evals = [event for event in events if event["event"] == "eval"]
     assert [event["step"] for event in evals] == [2, 4]
+    assert f"eval (ema) at step 2: flow loss {evals[0]['flow']:.4f}\n" in capsys.readouterr().err
     assert len([key for key in evals[0] if key.startswith("flow@")]) == 9
     assert (tmp_path / "samples" / "step-00000004.png").is_file()
     assert not torch.equal(seen[0], model.transformer.weight)
@@ -321,6 +325,8 @@ def test_unsupported_accelerators_are_rejected(tmp_path: Path, monkeypatch: pyte
     fake: Any = Fake()
     with pytest.raises(UserError, match='engine="deepspeed"'):
         engine_file.launch_from_accelerator(fake)
+    with pytest.raises(UserError, match="does not use the Accelerator's DeepSpeed plugin; create it without"):
+        launch_training_task(fake, Images(), Toy(), ModelLogger(tmp_path), engine="deepspeed")
     fake.distributed_type, fake.mixed_precision = DistributedType.NO, "fp16"
     with pytest.raises(UserError, match="needs loss scaling"):
         engine_file.launch_from_accelerator(fake)
@@ -359,6 +365,17 @@ def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> Non
     assert steps(list(read_log(tmp_path / "two" / "log.jsonl")), "loss", "grad_norm") == expected
 
 
+def test_a_logger_of_the_package_needs_no_accelerator(tmp_path: Path) -> None:
+    """It uses one, also with an engine that needs none."""
+    model, logger = Toy(), PackageLogger(tmp_path)
+    launch_training_task(None, Images(), model, logger, num_workers=0, max_steps=2, engine="torch")  # type: ignore[arg-type]
+    assert logger.files == ["step-2"]
+    file = load_file(tmp_path / "step-2.safetensors")
+    assert all(
+        torch.equal(file[f"transformer.{name}"], weight) for name, weight in model.transformer.state_dict().items()
+    )
+
+
 def test_the_log_has_the_loss_by_bands_of_timesteps(tmp_path: Path) -> None:
     """Their mean over samples is the loss, also with accumulation."""
     events = run(tmp_path, batch_size=2, gradient_accumulation_steps=2, logging_steps=2)
@@ -374,7 +391,9 @@ def test_the_log_has_the_loss_by_bands_of_timesteps(tmp_path: Path) -> None:
     assert {name for name, count in zip(BAND_NAMES, whole.bands[1], strict=True) if count} == set(first["band"])
 
 
-def test_bf16_narrows_frozen_weights_but_not_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_narrows_frozen_weights_but_not_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The losses equal those of float32 weights, which autocast narrows for each product."""
 
     x, seen = torch.zeros(1, 3, 4, 4), []  # float32, as a pipeline feeds it
@@ -405,6 +424,7 @@ def test_bf16_narrows_frozen_weights_but_not_the_adapter(tmp_path: Path, monkeyp
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     assert len(seen) == 5, "draw and the logger's hooks compute as in steps"
     assert {weight.dtype for weight in train("torch", engine="torch")[0].transformer.parameters()} == {torch.float32}
+    assert 'engine="torch" does not use the Accelerator\'s mixed_precision' in capsys.readouterr().err
     monkeypatch.setattr("sd3_light.tasks.train.cast_frozen_linears", lambda *args: None)
     assert train("wide")[1] == losses
     AcceleratorState._reset_state(reset_partial_state=True)
