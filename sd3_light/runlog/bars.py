@@ -11,7 +11,8 @@ from rich.table import Column
 
 from sd3_light.runlog.console import console, info, is_main_process
 
-LINE_EVERY = 10.0  # minimum seconds between plain lines
+LINE_EVERY = 10.0
+"""Minimum seconds between plain lines, unless a bar has its own."""
 _FRAME_EVERY = 0.2  # minimum seconds between updates of a live bar
 _POINT_EVERY = 0.5  # minimum seconds between the points from which the rate is measured
 _NUM_POINTS = 60
@@ -75,17 +76,20 @@ class Bar:
 
 
 @contextmanager
-def progress(title: str, total: int | None, unit: str = "it", done: int = 0) -> Iterator[Bar]:
+def progress(
+    title: str, total: int | None, unit: str = "it", done: int = 0, line_every: float = LINE_EVERY
+) -> Iterator[Bar]:
     """Show the progress of a job while the block runs; `done` of `total` units may be finished already.
 
-    Bars may be nested. Without a terminal, a first line, a last line and at most one line per ten seconds are
-    printed. The last line says "stopped" where an exception ended the block. Nothing is shown if all is done already.
+    Bars may be nested. Without a terminal, a first line, a last line and at most one line per ``line_every`` seconds
+    are printed; 0 prints one at every update. The last line says "stopped" where an exception ended the block. Nothing
+    is shown if all is done already.
     """
     bar = Bar(title, total, unit, done)
     is_complete = total is not None and 0 < total <= done
     if is_main_process() and not is_complete:
         is_live = console.is_terminal and not console.is_dumb_terminal
-        bar._display = _LiveDisplay(bar) if is_live else _LineDisplay(bar)
+        bar._display = _LiveDisplay(bar) if is_live else _LineDisplay(bar, line_every)
     finished = False
     try:
         yield bar
@@ -108,13 +112,14 @@ class _Display:
 class _LineDisplay(_Display):
     """Plain lines; the first is printed before any work, so that a slow start is visible."""
 
-    def __init__(self, bar: Bar):
+    def __init__(self, bar: Bar, line_every: float):
+        self._line_every = line_every
         info(f"{bar.title} {bar.status()}")
-        bar._next_update = time.monotonic() + LINE_EVERY
+        bar._next_update = time.monotonic() + line_every
 
     def update(self, bar: Bar) -> float:
         info(f"{bar.title} {bar.status()}")
-        return LINE_EVERY
+        return self._line_every
 
     def close(self, bar: Bar, finished: bool) -> None:
         info(f"{bar.title} {bar.status(finished=True)}{'' if finished else ' · stopped'}")

@@ -147,4 +147,4 @@ class TaskZeroEngine(ZeroEngine):
 
 def _at_end_of_backward(act: Callable[[], None]) -> None:
     """Call ``act`` when the backward pass that is running ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(act)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(act)
