@@ -129,8 +129,8 @@ def seen_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return requests
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("kind", [*KINDS[:3], pytest.param(KINDS[3], marks=pytest.mark.slow)], ids=name_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_an_adapter_of_any_dtype_is_proven_on_a_base_in_half_precision(
     tmp_path: Path, half_base: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], dtype: torch.dtype
 ) -> None:

@@ -315,8 +315,8 @@ def test_a_failed_export_says_what_to_do(tmp_path: Path, error: Exception, remed
 
     case = Case(tmp_path, hooks=RunHooks(export=export))
     assert case.error() == (
-        f"the export at step 6 failed: {error}; the checkpoint is intact: {remedy}, or run `sd3-light export {tmp_path} "
-        "OUT` (step 6 is saved: --resume continues from there)"
+        f"the export at step 6 failed: {error}; the checkpoint is intact: {remedy}, or run "
+        f"`sd3-light export {tmp_path} OUT` (step 6 is saved: --resume continues from there)"
     )
     assert case.of("export_failed", "reason") == [str(error)]
     assert case.saved() == ["step-00000006"]
