@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.cli import app
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import read_lora
+from sd3_light.export.proof import ProofError
 from sd3_light.model.lora_layers import is_lora_name
 from sd3_light.model.part_configs import WEIGHTS_STEM
 from sd3_light.stages import evaluate, export, report
@@ -106,6 +108,24 @@ def test_the_export_command_writes_the_same_file(tuned: Project, monkeypatch: py
     assert same.read_bytes() == file_of(tuned).read_bytes()
     raw = export.run(tuned.run, tuned.folder / "raw", weights="raw") / file_of(tuned).name
     assert raw.read_bytes() != file_of(tuned).read_bytes()
+
+
+def test_the_export_command_names_the_cause_of_a_failure(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tuned.folder / "failed"
+    for name, error, message in (
+        (
+            "write_adapter_file",
+            UserError("lora_A is too large; choose bfloat16"),
+            "lora_A is too large; choose bfloat16",
+        ),
+        ("prove_adapter", ProofError("it differs by 1.0"), "it differs by 1.0. The run is unchanged"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"sd3_light.export.adapter_folder.{name}", Mock(side_effect=error))
+            with pytest.raises(UserError) as raised:
+                export.run(tuned.run, out)
+        assert str(raised.value) == f"{out} was not written: {message}"
+        assert not out.exists()
 
 
 def test_an_interrupted_run_resumes_exactly(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
