@@ -253,6 +253,14 @@ def test_the_card_of_an_adapter_links_its_base_on_the_hub(tmp_path: Path) -> Non
     assert "base_model" not in adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_the_card_of_an_adapter_names_the_library_that_loads_it(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """The hub shows how to load a file by this field, and diffusers does not load LoKr and LoHa."""
+    data = ModelCard(adapter_card(spec_of(tmp_path, **kind), {})).data.to_dict()
+    assert data.get("library_name") == ("diffusers" if kind["type"] == "lora" else None)
+    assert (data["pipeline_tag"], kind["type"] in data["tags"]) == ("text-to-image", True)
+
+
 def test_the_card_of_an_adapter_names_a_local_base_without_its_folders(tmp_path: Path) -> None:
     card = adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})
     assert "| base model | sd3 |" in card
