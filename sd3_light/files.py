@@ -97,6 +97,14 @@ def disk_error(error: OSError) -> str | None:
     return f"{error.strerror}{file}; free disk space or fix the disk, then start again. Finished files are kept"
 
 
+def disk_remedy(error: BaseException) -> str:
+    """Return what to do about a full, read-only, failing or unmounted disk; "" if the error has another cause."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, SafetensorError) and (match := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(match[1])
+    return "free disk space or fix the disk" if number in _DISK_ERRORS else ""
+
+
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
     """Convert disk errors in this block to a UserError that names ``path``."""

@@ -160,11 +160,11 @@ def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
     name = about.get("name", "sd3-light") if results else None
     tags = ["sd3", "flow-matching", "sd3-light"]
     stated = {key: value for key, value in (licence or _NO_LICENCE).items() if value}
-    return _front_matter(tags, model_name=name, eval_results=results or None, **stated)
+    return _front_matter(tags, library_name="diffusers", model_name=name, eval_results=results or None, **stated)
 
 
 def _front_matter(tags: list[str], **fields: Any) -> str:
-    data = ModelCardData(library_name="diffusers", pipeline_tag="text-to-image", tags=tags, **fields)
+    data = ModelCardData(pipeline_tag="text-to-image", tags=tags, **fields)
     return str(data.to_yaml()).strip()
 
 
@@ -249,8 +249,9 @@ def licence_file(base: Path | None) -> dict[str, str]:
 def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
     """Return the card of an adapter as Markdown. The hub links it with a base model that is there."""
     on_hub = {"base_model": spec.base_repo} if spec.base_repo else {}
+    library = "diffusers" if spec.adapter.type == "lora" else None  # diffusers does not load LoKr and LoHa
     return _ADAPTER_CARD.format(
-        metadata=_front_matter(["sd3", "sd3-light", spec.adapter.type], **_NO_LICENCE, **on_hub),
+        metadata=_front_matter(["sd3", "sd3-light", spec.adapter.type], library_name=library, **_NO_LICENCE, **on_hub),
         title=_title(spec.adapter),
         table="\n".join(f"| {name} | {value} |" for name, value in _adapter_rows(spec, facts)),
         samples=_samples(spec),

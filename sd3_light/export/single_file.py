@@ -152,6 +152,15 @@ def transformer_from_single_file(path: Path, keep_pads: bool = False) -> tuple[P
     return arguments, {name: tensor.load() for name, tensor in stock.items()}
 
 
+def write_denoiser(path: Path, folder: Path) -> Path:
+    """Write the denoiser of a single file, in its dtypes, as a diffusers folder. Memory: a few chunks of 16 MiB."""
+    tensors, metadata = open_tensors(path)
+    config, stock = _denoiser(_parts(tensors)["transformer"], _own_metadata(metadata, path), path, keep_pads=False)
+    folder.mkdir()
+    _write_part(folder, "transformer", config, stock)
+    return folder
+
+
 def padding_of(path: Path) -> Padding | None:
     """Return how a single file written here is padded; None if it is not."""
     metadata = _own_metadata(open_tensors(path)[1], path)
@@ -265,8 +274,7 @@ def _read_parts(folder: Path, parts: Iterable[str]) -> Model:
 def _write_folder(folder: Path, content: _FileContent, base: Path | None) -> None:
     for part, tensors in content.model.tensors.items():
         (folder / part).mkdir()
-        _write_config(folder / part / "config.json", content.model.configs[part])
-        write_tensor_file(folder / part / f"{weights_stem(part)}.safetensors", tensors, {"format": "pt"})
+        _write_part(folder / part, part, content.model.configs[part], tensors)
     if content.metadata.get("facts"):
         _write_config(folder / FACTS_FILE, content.metadata["facts"])
     if content.metadata.get("scheduler"):
@@ -278,6 +286,11 @@ def _write_folder(folder: Path, content: _FileContent, base: Path | None) -> Non
         missing = [part for part in parts if (base / part).is_dir() and not (folder / part).exists()]
         link_parts(base, folder, missing, series=folder.parent)
         add_pipeline(folder, dict(content.metadata.get("facts") or {}).get("text", {}))
+
+
+def _write_part(folder: Path, part: str, config: PartConfig, tensors: Mapping[str, StoredTensor]) -> None:
+    _write_config(folder / "config.json", config)
+    write_tensor_file(folder / f"{weights_stem(part)}.safetensors", tensors, {"format": "pt"})
 
 
 def _write_config(path: Path, data: Mapping[str, Any]) -> None:

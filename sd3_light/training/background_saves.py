@@ -19,6 +19,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.export.export_spec import ExportError
 from sd3_light.export.proof import ProofError
+from sd3_light.files import disk_remedy
 from sd3_light.runlog import info
 
 CHECKPOINT, SNAPSHOT, EXPORT = "checkpoint", "snapshot", "export"
@@ -29,13 +30,13 @@ class BackgroundSaves:
     """Writes below ``folder`` in one thread per kind of save, while the run trains.
 
     Failures are reported and training continues: the next save may succeed. ``failures`` holds one line per kind whose
-    latest save failed.
+    latest save failed: what failed, and what to do at the end of the run.
     """
 
     def __init__(
         self, folder: Path, rank: int, writers: int, groups: ProcessGroups, keep_last: int, log: Callable[..., None]
     ) -> None:
-        self.log = log
+        self.folder, self.log = folder, log
         self.checkpoints = CheckpointKeeper(folder / FOLDERS[CHECKPOINT], rank, writers, groups.saving, keep_last)
         self.snapshots = CheckpointKeeper(folder / FOLDERS[SNAPSHOT], rank, writers, groups.snapshots)
         self.exports = BackgroundWorker("exports")
@@ -81,7 +82,7 @@ class BackgroundSaves:
             if isinstance(save, CheckpointSaved):
                 self._report_saved(kind, save)
             elif isinstance(save, CheckpointFailed):
-                self._report_failure(kind, save.step, save.reason)
+                self._report_failure(kind, save.step, save.reason, save.remedy)
             else:
                 self._report_export(save)
 
@@ -97,7 +98,7 @@ class BackgroundSaves:
             info(f"export at step {progress.step}, verified with stock diffusers: {path}")
             self._log_success(EXPORT, progress, path, weights=weights, seconds=job.seconds)
         elif isinstance(job.error, ExportError | ProofError | OSError | SafetensorError):
-            self._report_failure(EXPORT, int(job.name), f"{job.error}")
+            self._report_failure(EXPORT, int(job.name), f"{job.error}", disk_remedy(job.error))
         else:
             raise job.error
 
@@ -105,9 +106,15 @@ class BackgroundSaves:
         self.log(kind, **progress.counts(), file=path.name, **fields)
         self.failures.pop(kind, None)
 
-    def _report_failure(self, kind: str, step: int, reason: str) -> None:
-        self.failures[kind] = f"the {kind} at step {step} failed: {reason}"
-        info(self.failures[kind])
+    def _report_failure(self, kind: str, step: int, reason: str, remedy: str) -> None:
+        failure = f"the {kind} at step {step} failed: {reason}"
+        info(failure)
+        if kind == EXPORT:
+            remedy = f"{remedy}, then " if remedy else ""
+            again = f"the checkpoint is intact: {remedy}resume, or run `sd3-light export {self.folder} OUT`"
+        else:
+            again = f"{remedy or 'fix the cause'}, then resume"
+        self.failures[kind] = f"{failure}; {again}"
         self.log(f"{kind}_failed", step=step, reason=reason)
 
 

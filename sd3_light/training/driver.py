@@ -160,8 +160,9 @@ class Driver:
         self.groups.wait_for_all(self.saves.is_idle)
         self.saves.wait()
         end, steps = self.run.progress, self.run.progress.step - start.step
-        for failure in self.saves.failures.values():
-            raise UserError(f"{failure}; earlier saves are intact: free some disk space, then resume")
+        for kind in FOLDERS:  # a failed checkpoint first: the remedy of an export names the checkpoint
+            if kind in self.saves.failures:
+                raise UserError(self.saves.failures[kind])
         if steps and steps == end.skipped - start.skipped:
             raise UserError(
                 f"none of {steps} steps was taken: loss or gradient was never finite; lower the learning rate or check "

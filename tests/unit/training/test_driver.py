@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from sd3_light.checkpoint.progress import Progress
@@ -19,6 +20,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
+from sd3_light.export.export_spec import ExportError
+from sd3_light.export.proof import ProofError
 from sd3_light.optim.ema import Averages
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.loop import Run, every
@@ -284,8 +287,55 @@ def test_a_failed_save_ends_the_run_only_if_it_is_the_last(tmp_path: Path, monke
     assert (early.of("checkpoint_failed"), early.of("checkpoint")) == ([3], [6])
     full.add("step-00000006")
     late = Case(tmp_path / "late")
-    assert late.error().startswith("the checkpoint at step 6 failed: No space left on device")
+    message = late.error()
+    assert message.startswith("the checkpoint at step 6 failed: No space left on device")
+    assert message.endswith("; free disk space or fix the disk, then resume")
     assert "is saved" not in late.events[-1]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ProofError("its output differs by 1.0"), "resume"),
+        (ExportError("w contains NaN"), "resume"),
+        (PermissionError(13, "Permission denied"), "resume"),
+        (OSError(28, "No space left on device"), "free disk space or fix the disk, then resume"),
+        (
+            SafetensorError("I/O error: Disk quota exceeded (os error 122)"),
+            "free disk space or fix the disk, then resume",
+        ),
+    ],
+    ids=["proof", "weights", "permission", "full", "quota"],
+)
+def test_a_failed_export_says_what_to_do(tmp_path: Path, error: Exception, remedy: str) -> None:
+    """Only errors of the disk ask for disk space; the checkpoint is saved, and the export can be repeated."""
+
+    def export(*_: object) -> Path:
+        raise error
+
+    case = Case(tmp_path, hooks=RunHooks(export=export))
+    assert case.error() == (
+        f"the export at step 6 failed: {error}; the checkpoint is intact: {remedy}, or run "
+        f"`sd3-light export {tmp_path} OUT` (step 6 is saved: --resume continues from there)"
+    )
+    assert case.of("export_failed", "reason") == [str(error)]
+    assert case.saved() == ["step-00000006"]
+
+
+def test_a_failed_checkpoint_is_named_before_a_failed_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be exported from a checkpoint that was not written."""
+
+    def refuse(*_: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    def export(*_: object) -> Path:
+        raise ProofError("its output differs by 1.0")
+
+    monkeypatch.setattr("sd3_light.checkpoint.background.write_part", refuse)
+    message = Case(tmp_path, hooks=RunHooks(export=export)).error()
+    assert message == (
+        "the checkpoint at step 6 failed: Permission denied; earlier checkpoints are intact; fix the cause, then resume"
+    )
 
 
 def test_a_missing_export_is_written_after_a_resume(tmp_path: Path) -> None:
