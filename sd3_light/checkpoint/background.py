@@ -13,7 +13,15 @@ from typing import Any
 import torch.distributed as dist
 
 from sd3_light.checkpoint.host_buffers import HostBuffers, copy_bytes
-from sd3_light.checkpoint.store import checkpoint_name, commit, keep_newest, reset_folder, temporary_folder, write_part
+from sd3_light.checkpoint.store import (
+    checkpoint_name,
+    commit,
+    keep_newest,
+    newest_checkpoint,
+    reset_folder,
+    temporary_folder,
+    write_part,
+)
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 
@@ -101,7 +109,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint that could not be written; ``reason`` is one line with the rank. Earlier ones are intact."""
+    """A checkpoint that could not be written; ``reason`` is one line with the rank."""
 
     step: int
     reason: str
@@ -166,7 +174,8 @@ class CheckpointKeeper(BackgroundWorker):
         except UserError as failure:
             # all ranks have stopped writing; each cleans up, because the folder may not be shared after all
             shutil.rmtree(temporary, ignore_errors=True)
-            return CheckpointFailed(step, str(failure))
+            intact = "" if newest_checkpoint(self.folder) is None else "; earlier checkpoints are intact"
+            return CheckpointFailed(step, f"{failure}{intact}")
         path, size = self.folder / checkpoint_name(step), sum(sizes[: self.writers])
         return CheckpointSaved(step, facts, path, size, time.perf_counter() - started, stall, warning)
 
@@ -190,12 +199,11 @@ class CheckpointKeeper(BackgroundWorker):
             try:
                 dist.all_gather_object(outcomes, (result, failure), self._group)
             except RuntimeError as error:  # gloo raises only this: a rank is gone, or the group's timeout expired
-                reason = f"rank {self.rank} lost the other ranks: {_reason(error)}; earlier checkpoints are intact"
-                raise UserError(reason) from error
+                raise UserError(f"rank {self.rank} lost the other ranks: {_reason(error)}") from error
         for rank, (_, failure) in enumerate(outcomes):
             if failure:
                 prefix = f"rank {rank}: " if self._members > 1 else ""
-                raise UserError(f"{prefix}{failure}; earlier checkpoints are intact")
+                raise UserError(f"{prefix}{failure}")
         return [result for result, _ in outcomes]
 
 

@@ -29,7 +29,7 @@ class BackgroundSaves:
     """Writes below ``folder`` in one thread per kind of save, while the run trains.
 
     Failures are reported and training continues: the next save may succeed. ``failures`` holds one line per kind whose
-    latest save failed.
+    latest save failed, ``first_failure`` the line of one that could not be written while there was no checkpoint.
     """
 
     def __init__(
@@ -40,6 +40,7 @@ class BackgroundSaves:
         self.snapshots = CheckpointKeeper(folder / FOLDERS[SNAPSHOT], rank, writers, groups.snapshots)
         self.exports = BackgroundWorker("exports")
         self.failures: dict[str, str] = {}
+        self.first_failure: str | None = None
         self._writers: dict[str, BackgroundWorker] = {CHECKPOINT: self.checkpoints, SNAPSHOT: self.snapshots}
         self._writers[EXPORT] = self.exports
         self._ended: list[tuple[str, CheckpointSaved | CheckpointFailed | JobResult]] = []
@@ -48,6 +49,11 @@ class BackgroundSaves:
         """Run ``write`` in the exports' thread."""
         # the job's name is its step: a failure may be reported when the next export is already running
         self.exports.submit(str(progress.step), lambda: (progress, weights, write()))
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the run has a complete checkpoint."""
+        return newest_checkpoint(self.checkpoints.folder) is not None
 
     def is_idle(self, seconds: float = 0.0) -> bool:
         """Whether nothing is being written, now or within some seconds."""
@@ -97,7 +103,8 @@ class BackgroundSaves:
             info(f"export at step {progress.step}, verified with stock diffusers: {path}")
             self._log_success(EXPORT, progress, path, weights=weights, seconds=job.seconds)
         elif isinstance(job.error, ExportError | ProofError | OSError | SafetensorError):
-            self._report_failure(EXPORT, int(job.name), f"{job.error}")
+            is_written = isinstance(job.error, ExportError | ProofError)
+            self._report_failure(EXPORT, int(job.name), f"{job.error}", is_written)
         else:
             raise job.error
 
@@ -105,9 +112,11 @@ class BackgroundSaves:
         self.log(kind, **progress.counts(), file=path.name, **fields)
         self.failures.pop(kind, None)
 
-    def _report_failure(self, kind: str, step: int, reason: str) -> None:
+    def _report_failure(self, kind: str, step: int, reason: str, is_written: bool = False) -> None:
         self.failures[kind] = f"the {kind} at step {step} failed: {reason}"
         info(self.failures[kind])
+        if not is_written and not self.has_checkpoint:
+            self.first_failure = self.failures[kind]
         self.log(f"{kind}_failed", step=step, reason=reason)
 
 

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -26,7 +27,7 @@ from sd3_light.config.schema_tables import SamplingConfig
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
 from sd3_light.sampling.generate import generate, stream_images
-from sd3_light.stages import check, evaluate, lora, report, sample
+from sd3_light.stages import evaluate, lora, report, sample
 from sd3_light.stages.cache import CacheOptions
 from sd3_light.stages.evaluate import against
 from sd3_light.stages.sample import SampleOptions
@@ -716,7 +717,7 @@ def test_check_fails_if_the_run_does_not_fit(
     result = verb("check", project.train_toml)
     assert result.code == 0
     assert "next:" in result.err
-    monkeypatch.setattr(check.conclusion.shutil, "disk_usage", lambda _: Mock(free=1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=1))
     result = verb("check", project.train_toml)
     assert result.code == 2
     problem = "the run does not fit (disk, run); the lines above say what to change"
@@ -730,7 +731,7 @@ def test_check_for_another_gpu_asks_for_its_memory_alone(
     verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk and the memory of this machine decide nothing about a run elsewhere."""
-    monkeypatch.setattr(check.conclusion.shutil, "disk_usage", lambda _: Mock(free=1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=1))
     for options, verdict in (
         (("--gpu", "H200"), "no faults"),
         (("--processes", "2"), "no faults"),

@@ -25,6 +25,7 @@ from sd3_light.stages.cache.advice import (
     warn_of_cut_captions,
     warn_of_cut_prompts,
     warn_of_extreme_fits,
+    warn_of_full_disk,
 )
 from sd3_light.stages.cache.cached_prompts import add_orphans, cache_prompts, missing_prompts, wait_for_prompts
 from sd3_light.stages.cache.freshness import (
@@ -94,6 +95,8 @@ class DatasetBuild:
             if units and self._launch.is_main:
                 warn_of_cut_captions(title, plan, self._train.model)
                 warn_of_extreme_fits(title, plan)
+                if isinstance(dataset.cache_dir, Path):
+                    warn_of_full_disk(title, folder, plan, units, self._train.model)
                 measure_reconstructions(title, plan, self._builder)
             encoded = self._encode(title, BuildJob(place, plan, claims, self._options.regenerate), units, reused)
             if self._options.part and self._options.part[0] > 0:

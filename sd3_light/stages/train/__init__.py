@@ -109,6 +109,7 @@ def run(
             keep_last=context.config.keep_last_n_checkpoints,
             out_of_memory=memory_hint(state.engine, context.residence),
             resume_hint="--resume",
+            stop_if_first_save_fails=context.config.stop_if_first_save_fails,
         )
         with driver.running():
             if driver.hooks.evaluate and context.config.eval_before_first_step and progress.step == 0:

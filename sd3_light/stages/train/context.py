@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sd3_light.budget.flops import image_tokens, step_flops
+from sd3_light.budget.flops import Tokens, image_tokens, step_flops
 from sd3_light.budget.residence import Residence
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
@@ -32,8 +32,10 @@ from sd3_light.stages.train.resume import (
     with_position_step,
 )
 from sd3_light.training.data import make_order, open_cache
+from sd3_light.training.disk_space import DOES_NOT_FIT, RUN_REMEDY, RunSteps, compare_with_free, run_disk
 from sd3_light.training.model_facts import ModelFacts, bucket_size, commonest_bucket
 from sd3_light.training.residence import place_cache
+from sd3_light.training.run_setup import run_setup
 from sd3_light.training.sd3 import Noise
 
 
@@ -110,6 +112,8 @@ class RunContext:
             )
             for warning in config_warnings(self.config, total):
                 info(f"warning: {warning}")
+            if self.launch.is_main:
+                self._warn_of_full_disk(total)
         self.folder.begin(self.config)
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}
@@ -118,6 +122,19 @@ class RunContext:
         checkpoint = {} if self.resumed is None else {"checkpoint": self.resumed.path.name}
         self.folder.log("resume" if checkpoint else "start", **progress.as_dict(), **facts, **checkpoint)
         self._report_dropped()
+
+    def _warn_of_full_disk(self, total: int) -> None:
+        """Print that the run's saves do not fit on the disk, with the numbers of `check`."""
+        order, config = self.order, self.config
+        no_tokens, accumulation = Tokens(0, 0), config.gradient_accumulation_steps
+        setup = run_setup(
+            config, self.start.size, no_tokens, 0, self.stages, self.by_deepspeed, accumulation=accumulation
+        )
+        samples = max(bucket.batch for bucket in order.buckets)
+        needed, text = run_disk(config, setup, RunSteps(total, order.steps_per_epoch, samples))
+        verdict = compare_with_free(needed, self.folder.path, text, RUN_REMEDY)
+        if verdict.startswith(DOES_NOT_FIT):
+            info(f"warning: disk, run: {verdict}")
 
     def _report_dropped(self) -> None:
         """Print and log the buckets that are left out because they are smaller than a batch."""
