@@ -11,6 +11,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.encoders.caption_lengths import cut_prompts
+from sd3_light.model.base_values import other_shift, with_base_values
 from sd3_light.pages.formats import duration, plural
 from sd3_light.stages.check.estimate import RunEstimate
 from sd3_light.system import Gpu, available_memory, usable_cores
@@ -115,6 +116,8 @@ def _cpu_time(estimate: RunEstimate) -> str:
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
     yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps))
+    if other := other_shift(with_base_values(train.model)):
+        yield "shift", other
     yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
     for data in (estimate.data, *estimate.evals):
         if data.cut is not None and (sentence := data.cut.sentence()):

@@ -17,6 +17,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.base_values import other_shift
 from sd3_light.model.pipeline_folder import CLIP_TOKENS
 from sd3_light.model.start import WeightsStart
 from sd3_light.pages.formats import plural
@@ -29,6 +30,7 @@ from sd3_light.stages.train.resume import (
     noise_in_force,
     progress_in_force,
     settings_in_force,
+    with_model_values,
     with_position_step,
 )
 from sd3_light.training.data import make_order, open_cache
@@ -76,7 +78,8 @@ class RunContext:
     def model_facts(self) -> ModelFacts:
         """What checkpoints store about the model."""
         step = self.start.size.position_step if self.start.source is None else None
-        return ModelFacts(step, bucket_size(self.bucket))
+        model = self.config.model
+        return ModelFacts(step, bucket_size(self.bucket), model.shift, model.uncond_text or "zero")
 
     @property
     def residence(self) -> Residence:
@@ -112,6 +115,8 @@ class RunContext:
             )
             for warning in config_warnings(self.config, total):
                 info(f"warning: {warning}")
+            if self.resumed is None and (other := other_shift(self.config.model)):
+                info(f"shift: {other}")
             if self.launch.is_main:
                 self._warn_of_full_disk(total)
         self.folder.begin(self.config)
@@ -163,7 +168,8 @@ def open_context(
     path = groups.decide_on_rank_0(lambda: choose_checkpoint(folder.path, resume))
     resumed = None if path is None else open_checkpoint(path)
     start, noise = keep_position_table(start, resumed), noise_in_force(resumed)
-    config = settings_in_force(with_position_step(train, start), resumed, resume)
+    config = with_model_values(with_position_step(train, start), resumed)
+    config = settings_in_force(config, resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
     # one machine keeps the order in which earlier versions distributed samples

@@ -24,6 +24,7 @@ from sd3_light.config.toml_file import read_toml
 from sd3_light.data.order import Order
 from sd3_light.engines import Engine
 from sd3_light.engines.protocol import PARAM_KIND
+from sd3_light.model.base_values import with_base_values
 from sd3_light.model.start import WeightsStart
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
@@ -185,6 +186,19 @@ def with_position_step(config: TrainConfig, start: WeightsStart) -> TrainConfig:
     step = {"position_step": start.size.position_step}
     shape = None if config.model.shape is None else config.model.shape.model_copy(update=step)
     return config.model_copy(update={"model": config.model.model_copy(update={**step, "shape": shape})})
+
+
+def with_model_values(config: TrainConfig, resumed: Checkpoint | None) -> TrainConfig:
+    """Return the config with the shift and `uncond_text` in use: given, of the resumed run, or of continued weights."""
+    model = with_base_values(config.model)
+    if resumed is not None:
+        kept = ModelFacts.of(resumed).keep_values(config.model)
+        differing = [f"model.shift = {kept.shift or 1.0:g}"] if (kept.shift or 1.0) != (model.shift or 1.0) else []
+        differing += [f'model.uncond_text = "{kept.uncond_text}"'] if kept.uncond_text != model.uncond_text else []
+        if differing:
+            info(f"using the checkpoint's {', '.join(differing)}: a run keeps the values that it began with")
+        model = kept
+    return config.model_copy(update={"model": model})
 
 
 def changed_keys(loaded: LoadedConfig, resumed: Checkpoint | None) -> list[str]:
