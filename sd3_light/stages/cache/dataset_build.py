@@ -33,6 +33,7 @@ from sd3_light.stages.cache.freshness import (
     check_freshness,
     is_readable,
     mark_damaged,
+    planned_shards,
     render_state,
     replaced_files,
 )
@@ -87,6 +88,8 @@ class DatasetBuild:
             state = self._check(dataset, place, plan, recipe, prompts)
             if self._options.dry_run:
                 return CacheReport(folder, reused=state.fresh)
+            if self._options.review is not None and not name:
+                self._options.review(*planned_shards(folder, plan))
             units = self._in_part(plan.units if self._options.regenerate else state.todo)
             if self._options.finish and units:
                 remedy = "run the parts (--part I/N) that failed again"
