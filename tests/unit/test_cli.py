@@ -351,6 +351,24 @@ def suggested(result: Result) -> list[str]:
     return [line.strip() for line in lines[lines.index("next:") + 1 :]]
 
 
+def test_a_run_that_stopped_before_its_first_export_is_not_to_be_sampled(
+    verb: Callable[..., Result],
+    train_py: Callable[..., Result],
+    project: Project,
+    journey_calls: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with the file `save_quit`."""
+    monkeypatch.chdir(project.folder)
+    (project.run / "exports" / "abandoned-step-00000004").mkdir(parents=True)
+    for result, again in (
+        (verb("train", "train.toml", "--set", "seed=3"), "sd3-light train train.toml --set seed=3 --resume"),
+        (train_py("--config", "train.toml"), "the same command with --resume"),
+    ):
+        assert f"there is no export yet; continue with: {again}" in result.err.splitlines()
+        assert suggested(result) == ["sd3-light report run --out run/report.html"]
+
+
 def test_commands_end_with_the_next_ones(
     verb: Callable[..., Result],
     train_py: Callable[..., Result],
@@ -359,6 +377,7 @@ def test_commands_end_with_the_next_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(project.folder)
+    (project.run / "exports" / "step-00000004").mkdir(parents=True)
     after_training = ["sd3-light sample run 'a prompt'", "sd3-light report run --out run/report.html"]
     assert suggested(verb("train", "train.toml")) == suggested(train_py("--config", "train.toml")) == after_training
     assert suggested(verb("inspect", "cache")) == ["sd3-light inspect cache --out cache.html"]
