@@ -41,6 +41,7 @@ def cache_then_train(
     check.require(loaded)
     deepspeed.require(loaded.train, launch, by_deepspeed)
     train.require_start(loaded, resume)
+    options = replace(options or cache.CacheOptions(), review=train.order_review(loaded, launch, resume))
     cache.run(loaded, launch, options)
     return train.run(loaded, launch, resume, by_deepspeed)
 

@@ -13,7 +13,15 @@ from typing import Any
 import torch.distributed as dist
 
 from sd3_light.checkpoint.host_buffers import HostBuffers, copy_bytes
-from sd3_light.checkpoint.store import checkpoint_name, commit, keep_newest, reset_folder, temporary_folder, write_part
+from sd3_light.checkpoint.store import (
+    checkpoint_name,
+    commit,
+    keep_newest,
+    newest_checkpoint,
+    reset_folder,
+    temporary_folder,
+    write_part,
+)
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.files import disk_remedy
@@ -102,7 +110,7 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint that could not be written; ``reason`` is one line with the rank. Earlier ones are intact.
+    """A checkpoint that could not be written; ``reason`` is one line with the rank.
 
     ``remedy`` is what to do about it, if the disk is the cause.
     """
@@ -116,7 +124,7 @@ class _WriteFailed(Exception):
     """A rank could not write: the reason in one line and its remedy."""
 
     def __init__(self, reason: str, remedy: str = "") -> None:
-        super().__init__(f"{reason}; earlier checkpoints are intact")
+        super().__init__(reason)
         self.remedy = remedy
 
 
@@ -179,7 +187,8 @@ class CheckpointKeeper(BackgroundWorker):
         except _WriteFailed as failure:
             # all ranks have stopped writing; each cleans up, because the folder may not be shared after all
             shutil.rmtree(temporary, ignore_errors=True)
-            return CheckpointFailed(step, str(failure), failure.remedy)
+            intact = "" if newest_checkpoint(self.folder) is None else "; earlier checkpoints are intact"
+            return CheckpointFailed(step, f"{failure}{intact}", failure.remedy)
         path, size = self.folder / checkpoint_name(step), sum(sizes[: self.writers])
         return CheckpointSaved(step, facts, path, size, time.perf_counter() - started, stall, warning)
 

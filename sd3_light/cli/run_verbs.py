@@ -12,6 +12,7 @@ from rich.console import Console
 from sd3_light.cli.app import Command, ConfigFile, Overrides, Regenerate, TrustCache, app
 from sd3_light.cli.process import command_line, continued_by, echo, init_process, load_checked, suggest
 from sd3_light.config.faults import UserError
+from sd3_light.runlog import info
 
 if TYPE_CHECKING:
     from sd3_light.stages.train import Resume
@@ -206,16 +207,20 @@ def train(
     again = command_line("train", config, *_set_options(set_), *(["--trust-cache"] if trust_cache else []), "--resume")
     with continued_by(again):
         cache_then_train(loaded, launch, CacheOptions(trust_cache, regenerate_cache), request)
-    suggest_after_training(loaded.train.output_dir)
+    suggest_after_training(loaded.train.output_dir, again)
 
 
 def _set_options(overrides: Sequence[str] | None) -> list[str]:
     return [part for override in overrides or () for part in ("--set", override)]
 
 
-def suggest_after_training(run: Path) -> None:
-    """Print the commands that follow a run that has ended."""
-    suggest(("sample", run, "a prompt"), ("report", run, "--out", run / "report.html"))
+def suggest_after_training(run: Path, again: str) -> None:
+    """Print the commands that follow a run that has ended; ``again`` continues one that stopped before any export."""
+    has_export = any((run / "exports").glob("step-*"))
+    if not has_export:
+        info(f"there is no export yet; continue with: {again}")
+    sample: list[tuple[str | Path, ...]] = [("sample", run, "a prompt")] if has_export else []
+    suggest(*sample, ("report", run, "--out", run / "report.html"))
 
 
 def parse_resume(

@@ -64,6 +64,7 @@ def _launch(flags: argparse.Namespace) -> None:
     requested = flags.resume or named is not None or checkpoint is not None
     resets = (flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
     resume = parse_resume(requested, checkpoint, resets, flags.restart)
-    with continued_by("the same command with --resume"):
+    again = "the same command with --resume"
+    with continued_by(again):
         cache_then_train(loaded, launch_info, options, resume, by_deepspeed=flags.deepspeed)
-    suggest_after_training(loaded.train.output_dir)
+    suggest_after_training(loaded.train.output_dir, again)

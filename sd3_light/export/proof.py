@@ -125,7 +125,7 @@ def _in_memory(spec: ExportSpec, weights: Mapping[str, Tensor], inputs: dict[str
     denoiser = transformer_from_state(spec.transformer_config, weights)
     pipe = StableDiffusion3Pipeline(
         transformer=denoiser,
-        scheduler=flow_scheduler(spec.shift, spec.flux_shift),
+        scheduler=flow_scheduler(spec.shift, spec.flux_shift, spec.scheduler),
         vae=load_vae(spec.base, torch.device("cpu"), torch.float32),
         **dict.fromkeys((*TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)),
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import add_pipeline, link_parts, read_facts
-from sd3_light.export.export_spec import FACTS_FILE, FROZEN, first_few
+from sd3_light.export.export_spec import FROZEN, first_few
 from sd3_light.export.file_metadata import HASH_KEY, model_metadata
 from sd3_light.export.lora_fusing import Padding
 from sd3_light.export.proof import ProofError
@@ -31,7 +31,7 @@ from sd3_light.export.single_parts import (
 )
 from sd3_light.files import new_file, new_folder, refuse_existing, write_errors
 from sd3_light.inputs import parse_json
-from sd3_light.model.part_configs import read_config
+from sd3_light.model.part_configs import FACTS_FILE, read_config
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, missing_parts
 from sd3_light.model.start import config_of_shapes, folder_size
 from sd3_light.tensor_file import METADATA_KEY, StoredTensor, open_tensors, same, write_tensor_file

@@ -14,6 +14,9 @@ from sd3_light.inputs import read_json_file
 WEIGHTS_STEM = "diffusion_pytorch_model"
 """File name, without its ending, of the weights in a diffusers model folder."""
 
+FACTS_FILE = "sd3_light.json"
+"""The file in which an export describes its model."""
+
 LOCAL_WEIGHTS = {"local_files_only": True, "use_safetensors": True}
 """Arguments of every `from_pretrained` of a model: nothing is downloaded, and pickles are never opened (law 8)."""
 

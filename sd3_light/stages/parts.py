@@ -30,7 +30,7 @@ from sd3_light.encoders.vae import LOW_PSNR
 from sd3_light.engines import Launch
 from sd3_light.files import apply_umask, new_folder, refuse_existing, write_atomically, write_errors
 from sd3_light.inputs import read_json_file
-from sd3_light.model.pipeline_folder import JUDGE
+from sd3_light.model.pipeline_folder import JUDGE, WORK
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, captioned_images
 from sd3_light.parts.fit import Fit, FitOptions, Progress
 from sd3_light.parts.images import Pool, load_pools, on_device
@@ -48,7 +48,6 @@ from sd3_light.parts.vae import VaeOptions, VaeTask, build_vae, channel_statisti
 from sd3_light.runlog import info
 from sd3_light.training.requests import RunRequests
 
-WORK = "training"
 MADE = "made.json"
 _TEXT_FOLDERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _CLASSES = {

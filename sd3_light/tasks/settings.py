@@ -64,6 +64,7 @@ class TaskSettings(Table):
     seed: CountOrZero = 0
     checkpoint_steps: Count | None = None
     keep_last_n_checkpoints: Count = 1
+    stop_if_first_save_fails: Annotated[bool, Strict(), Allowed("True or False")] = True
     resume: Annotated[bool, Strict(), Allowed("True or False")] = False
     eval_dataset: Any = None
     eval_steps: Count | None = None

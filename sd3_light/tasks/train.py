@@ -212,6 +212,7 @@ def _make_driver(
         keep_last=settings.keep_last_n_checkpoints,
         out_of_memory=TASK_OUT_OF_MEMORY,
         resume_hint="resume=True",
+        stop_if_first_save_fails=settings.stop_if_first_save_fails,
     )
     timer = None
     if device.type == "cuda":

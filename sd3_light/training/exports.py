@@ -24,6 +24,7 @@ from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError, ExportSpec
 from sd3_light.flow.timesteps import constant_shift
 from sd3_light.inputs import read_json_file
+from sd3_light.model.base_values import kept_scheduler
 from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info, read_log
 from sd3_light.training.best import best_name
@@ -40,12 +41,14 @@ _CARD_SIDE = 2048  # pixels
 
 def model_spec(model: ModelConfig, transformer_config: Mapping[str, Any], **fields: Any) -> ExportSpec:
     """Return the spec of an export of this [model] table; ``fields`` are other fields of `ExportSpec`."""
+    kept = kept_scheduler(model)
     spec = {
         "base": model.diffusers_path,
         "transformer_config": dict(transformer_config),
         "save_dtype": getattr(torch, model.dtype),
         "shift": constant_shift(model, _default_tokens(transformer_config)) or 1.0,
-        "flux_shift": model.flux_shift,
+        "flux_shift": model.flux_shift or kept is not None,
+        "scheduler": kept,
         "text": _text_policy(model),
     }
     return ExportSpec(**{**spec, **fields})
@@ -111,7 +114,8 @@ def _default_tokens(transformer_config: Mapping[str, Any]) -> int:
 
 def _text_policy(model: ModelConfig) -> dict[str, Any]:
     """Return how texts were encoded in training, for `sd3_light.json`."""
-    return {"text_tokens": model.text_tokens, "uncond_text": model.uncond_text, "t5_max_length": model.t5_max_length}
+    uncond_text = model.uncond_text or "zero"
+    return {"text_tokens": model.text_tokens, "uncond_text": uncond_text, "t5_max_length": model.t5_max_length}
 
 
 def _config_toml(config: TrainConfig) -> str:

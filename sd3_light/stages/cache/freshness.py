@@ -1,9 +1,10 @@
 """The state of a cache compared with its plan: fresh, stale and missing samples, and orphaned files."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,32 @@ def _is_fresh(shards: Path, unit: Unit, state: CacheState) -> bool:
         state.damaged.append(unit.file)
         return False
     return is_done(shards, unit)
+
+
+def planned_shards(folder: Path, plan: CachePlan) -> tuple[list[ShardEntry], bool]:
+    """Return the entries of all shards once they are built, and whether their counts are known.
+
+    Of shards that do not exist yet the images that an earlier build could not decode are left out. Without an earlier
+    build these are unknown.
+    """
+    shards = folder / SHARDS
+    entries = [(unit, read_entry(shards, unit.file)) for unit in plan.units]
+    are_new = any(entry is None for _, entry in entries)
+    rejected = _undecoded(shards) if are_new else set[str]()
+    planned = []
+    for unit, entry in entries:
+        if entry is not None:
+            planned.append(entry)
+        elif not (shards / unit.file).with_suffix(".none").is_file():
+            bad = sum(member.row.key in rejected for member in plan.members(unit)) if rejected else 0
+            planned += [replace(unit.entry, count=unit.count - bad)] if unit.count > bad else []
+    return planned, not are_new or (folder / MANIFEST).is_file()
+
+
+def _undecoded(shards: Path) -> set[str]:
+    """Return the keys of images that earlier builds could not decode."""
+    files = shards.glob("*.rejects.jsonl")
+    return {json.loads(line)["key"] for file in files for line in file.read_text(encoding="utf-8").splitlines()}
 
 
 def mark_damaged(state: CacheState) -> None:

@@ -111,6 +111,9 @@ class _DiskChecks:
             self.add(key, "no such folder", folder, hint)
             return
         with self.user_errors_of(key):
+            if pipeline_folder.is_unfinished(folder):
+                self.add(key, "the folder is unfinished", folder, f"run `sd3-light parts DATA {folder}` again")
+                return
             for part in pipeline_folder.missing_parts(folder, transformer=start_source(self.model) == folder):
                 self.add(key, f"the folder lacks {part}", folder, "download or copy the whole folder")
         with self.user_errors_of(key, folder):

@@ -91,7 +91,8 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
     facts = [("status", report.status)]
     if report.segments:
         start, end = report.segments[0].begin["time"], max(segment.end for segment in report.segments)
-        facts.append(("time", f"{utc_time(start)} to {utc_time(end)}"))
+        separator = " to" if report.has_ended else "; last log entry"
+        facts.append(("time", f"{utc_time(start)}{separator} {utc_time(end)}"))
         facts.append(("running time", f"{duration(report.seconds)}, with {plural(len(report.resumes), 'resume')}"))
     processes = plural(begin["world"], "process") if "world" in begin else ""
     device = filter(None, (str(begin.get("device", "")), processes, str(begin.get("engine", ""))))

@@ -47,7 +47,7 @@ class RunFolder:
             key = config.monitoring.wandb_api_key
             secrets = () if key is None else (key.get_secret_value(),)
             axis = "samples" if config.x_axis_examples else "step"
-            trackers = open_trackers(config.monitoring, self.path, tomllib.loads(resolved_toml(self.loaded)), axis)
+            trackers = open_trackers(config.monitoring, self.path, tomllib.loads(resolved), axis)
             self._log = RunLog(self.path, trackers=trackers, secrets=secrets, x_axis=axis)
 
     def log(self, event: str, **fields: Any) -> None:

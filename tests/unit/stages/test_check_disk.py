@@ -55,6 +55,17 @@ def test_all_missing_parts_are_reported_at_once(files: Any) -> None:
     assert len(disk_faults(files.load())) == 5  # config and weights of two models, and a tokenizer
 
 
+def test_an_unfinished_folder_of_parts_is_one_fault(files: Any, only_fault: Single) -> None:
+    """`sd3-light parts` trains in a folder of it, which stays."""
+    (files.sd3 / "training").mkdir()
+    assert disk_faults(files.load(model=PRETRAIN)) == []
+    shutil.rmtree(files.sd3 / "vae")
+    (files.sd3 / "text_encoder_3/model.safetensors").unlink()
+    fault = only_fault(model=PRETRAIN)
+    assert (fault.key, fault.problem) == ("model.diffusers_path", "the folder is unfinished")
+    assert fault.hint == f"run `sd3-light parts DATA {files.sd3}` again"
+
+
 def test_an_index_requires_the_weights_it_names(files: Any, only_fault: Single) -> None:
     (files.sd3 / "text_encoder_3/model.safetensors").rename(files.sd3 / "text_encoder_3/model-1-of-2.safetensors")
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
