@@ -77,6 +77,7 @@ def _without_collections() -> Iterator[None]:
 
 def run_guarded(work: Callable[[], object]) -> int:
     """Run ``work`` and return the exit code: 0, 1 for a bug, 2 for a user error, 75 if starting again is enough."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # processes that libraries start do not import from the working directory
     try:
         work()
     except UserError as error:
