@@ -77,7 +77,7 @@ def sample_image(folder: Path, file: str, cell: int | None) -> bytes:
     """Return a grid of a run as PNG, or one image of it. Raises UserError where there is none."""
     path = _inside(folder, file)
     boxes = _grid_facts(path, path.stat().st_mtime_ns)[2]
-    with open_regular(path) as file, Image.open(file) as image:
+    with open_regular(path) as data, Image.open(data) as image:
         if cell is None:
             return read_limited(path, _LARGEST_FILE)
         if not 0 <= cell < len(boxes):

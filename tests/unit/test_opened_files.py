@@ -14,13 +14,8 @@ OPENERS = {
 }
 """Calls that open a path, by the last part of their name, or by two parts where that one has other meanings."""
 CHECKS = {
-    "open_regular",
-    "regular_handle",
-    "require_regular",
-    "read_limited",
-    "read_json_file",
-    "check_files",
-    "_regular",
+    *("open_regular", "regular_handle", "require_regular", "read_limited", "read_json_file"),
+    *("check_files", "check_header", "_regular"),  # of a model folder, of weights, of a Parquet file
 }
 """One of them is called, or is the opener, in the same function."""
 ALLOWED = {
