@@ -16,6 +16,8 @@ TEXT_BYTES = 1 << 26
 """Largest config, index of weights or other small text file."""
 INDEX_BYTES = 1 << 32
 """Largest manifest of a cache or index of a checkpoint: both may list millions of entries."""
+NOT_REGULAR = "not a regular file"
+"""The ``strerror`` of a pipe, device or socket."""
 MAX_DEPTH = 100
 """Deepest nesting of lists and tables in JSON and TOML."""
 _PIECE = 1 << 16
@@ -52,7 +54,7 @@ def _require_regular_mode(path: str | Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
+        raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
 
 
 def require_regular(path: str | Path, limit: int | None = None) -> None:

@@ -17,7 +17,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.shards import read_origins
-from sd3_light.inputs import INDEX_BYTES, read_limited, require_regular
+from sd3_light.inputs import lines_of, open_regular, require_regular
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info
 from sd3_light.stages.cache.number_set import NumberSet
@@ -87,8 +87,14 @@ def mark_damaged(state: CacheState) -> None:
 def _has_transient_rejects(path: Path) -> bool:
     """Return whether images of a shard were rejected for a reason that can pass without a change of their files."""
     rejects = path.with_suffix(".rejects.jsonl")
-    data = read_limited(rejects, INDEX_BYTES) if rejects.is_file() else b""
-    return any(f'"reason": "{reason}"'.encode() in data for reason in _TRANSIENT)
+    marks = [f'"reason": "{reason}"'.encode() for reason in _TRANSIENT]
+    if not rejects.is_file():
+        return False
+    try:
+        with open_regular(rejects) as file:
+            return any(mark in line for line in lines_of(file) for mark in marks)
+    except ValueError:  # it is not a list of rejects: write it again
+        return True
 
 
 def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:
