@@ -19,6 +19,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from sd3_light.config.faults import UserError
+from sd3_light.inputs import open_regular
 from sd3_light.system import machine, process_exists, umask
 
 _DAY_SECONDS = 86400
@@ -27,7 +28,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE
 
 def file_sha256(path: Path) -> str:
     """Return the hash of a file's bytes."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -86,6 +86,12 @@ def read_header(file: BinaryIO) -> Header:
     return Header(entries, metadata, 8 + length)
 
 
+def check_header(path: Path) -> None:
+    """Raise an OSError or a ValueError unless a file begins as a safetensors file: the library maps all of it."""
+    with open_regular(path) as file:
+        read_header(file)
+
+
 def header_bytes(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the start of a safetensors file whose values follow in this order; a tensor is (name, dtype, shape)."""
     entries: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
@@ -119,7 +125,7 @@ class Span:
             return bytes(self.size)
         if isinstance(self.source, bytes):
             return self.source[self.start : self.start + self.size]
-        with open(self.source, "rb") as file:
+        with open_regular(self.source) as file:
             file.seek(self.start)
             data = file.read(self.size)
         if len(data) < self.size:

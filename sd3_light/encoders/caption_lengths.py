@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from sd3_light.inputs import TEXT_BYTES, require_regular
 from sd3_light.model.pipeline_folder import CLIP_TOKENS, tokenizer_length
 from sd3_light.randomness import sample_id
 
@@ -153,6 +154,7 @@ def _load(folder: Path) -> Tokenizer | None:
     path, older = folder / "tokenizer.json", (folder / "vocab.json", folder / "merges.txt")
     try:
         if path.is_file():
+            require_regular(path, TEXT_BYTES)
             tokenizer = Tokenizer.from_file(str(path))
         elif all(file.is_file() for file in older):
             tokenizer = _clip_tokenizer(*older)
@@ -167,6 +169,8 @@ def _load(folder: Path) -> Tokenizer | None:
 
 def _clip_tokenizer(vocab: Path, merges: Path) -> Tokenizer:
     """Return CLIP's tokenizer from its two older files, as transformers builds it."""
+    require_regular(vocab, TEXT_BYTES)
+    require_regular(merges, TEXT_BYTES)
     start, end = "<|startoftext|>", "<|endoftext|>"
     tokenizer = Tokenizer(BPE.from_file(str(vocab), str(merges), unk_token=end, end_of_word_suffix="</w>"))
     tokenizer.normalizer = normalizers.Sequence(

@@ -9,6 +9,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from sd3_light.config import DEFAULT_GUIDANCE, AdapterConfig
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportSpec
+from sd3_light.inputs import read_limited
 
 _MODEL_CARD = """---
 {metadata}
@@ -217,9 +218,8 @@ def _licence_of(base: Path) -> dict[str, str]:
     """Return the licence fields in the card of the base folder; empty if it has none."""
     if not _is_file_of(base, "README.md"):
         return {}
-    front = re.match(
-        r"---\n(.*?)\n---\n", (base / "README.md").read_text(encoding="utf-8", errors="replace"), re.DOTALL
-    )
+    card = read_limited(base / "README.md", _MAX_LICENCE_BYTES).decode(errors="replace")
+    front = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     lines = (line.partition(":") for line in (front[1].splitlines() if front else ()))
     licence = {key: value.strip().strip("'\"") for key, _, value in lines if key in _NO_LICENCE}
     if not licence.get("license") or licence.get("license_name") == "not-stated":
@@ -243,7 +243,9 @@ def licence_file(base: Path | None) -> dict[str, str]:
     if base is None or not licence:
         return {_NO_LICENCE["license_link"]: _LICENCE_FILE}
     link = licence.get("license_link", "")
-    return {link: (base / link).read_text(encoding="utf-8", errors="replace")} if link and "://" not in link else {}
+    if not link or "://" in link:
+        return {}
+    return {link: read_limited(base / link, _MAX_LICENCE_BYTES).decode(errors="replace")}
 
 
 def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from sd3_light.export.card import licence_file, model_card
 from sd3_light.export.export_spec import FROZEN, ExportError, ExportSpec, first_few, write_json, write_texts
 from sd3_light.export.proof import prove
 from sd3_light.files import apply_umask, new_folder
+from sd3_light.inputs import require_regular
 from sd3_light.model.part_configs import FACTS_FILE, read_json
 from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.model.random_weights import transformer_from_state
@@ -157,6 +158,7 @@ def _link_or_copy(source: Path, target: Path, series: Path) -> None:
         is_copy = (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns)
         if is_copy and _link(earlier, target):
             return
+    require_regular(source)
     shutil.copy2(source, target)  # keeps the modification time, which identifies the copy later
     if not filecmp.cmp(source, target, shallow=False):
         raise OSError(f"{target} differs from {source} after copying")

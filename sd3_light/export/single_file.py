@@ -1,7 +1,6 @@
 """The community's SD3 single file, from a diffusers folder and back, bit for bit and with little memory."""
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ from sd3_light.export.single_parts import (
     weights_stem,
 )
 from sd3_light.files import new_file, new_folder, refuse_existing, write_errors
-from sd3_light.inputs import parse_json
+from sd3_light.inputs import parse_json, read_limited
 from sd3_light.model.part_configs import FACTS_FILE, read_config
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, missing_parts
 from sd3_light.model.start import config_of_shapes, folder_size
@@ -281,7 +280,7 @@ def _write_folder(folder: Path, content: _FileContent, base: Path | None) -> Non
         (folder / _SCHEDULER.parent).mkdir()
         _write_config(folder / _SCHEDULER, content.metadata["scheduler"])
     if base is not None:
-        shutil.copyfile(base / _INDEX, folder / _INDEX)
+        (folder / _INDEX).write_bytes(read_limited(base / _INDEX))
         parts = (*FROZEN, str(_SCHEDULER.parent))
         missing = [part for part in parts if (base / part).is_dir() and not (folder / part).exists()]
         link_parts(base, folder, missing, series=folder.parent)

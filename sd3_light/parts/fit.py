@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.files import atomic_file
+from sd3_light.inputs import require_regular
 from sd3_light.optim.ema import MAIN_TRACK, Averages
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import Bar, info, progress
@@ -208,6 +209,7 @@ class Fit:
         if not known.is_done() and self.options.steps is not None:
             known.end = max(self.options.steps, known.step)
         self.progress = known
+        require_regular(path)
         tensors = load_file(path)
         for name, weight in self.weights.items():
             weight.data.copy_(tensors[f"weights.{name}"])

@@ -2,7 +2,7 @@
 
 import json
 import math
-import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from sd3_light.config.faults import UserError
-from sd3_light.inputs import open_regular, parse_json
+from sd3_light.files import write_errors
+from sd3_light.inputs import TEXT_BYTES, lines_of, open_regular, parse_json, regular_handle
 from sd3_light.runlog.console import info, is_main_process
 from sd3_light.runlog.tensorboard import TensorBoard
 
@@ -67,7 +68,8 @@ class RunLog:
         self._pending, self._is_full = b"", False
         if is_main_process():
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
+            with write_errors(self.path):
+                self._file = open(self.path, "ab", buffering=0, opener=regular_handle)  # noqa: SIM115
             _repair(self.path)
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -162,8 +164,11 @@ def log_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the complete lines of a log and their numbers, for readers that do not parse all of them."""
     if not path.is_file():
         raise UserError(f"{path}: no such log; pass a run folder that training has written to")
-    with open_regular(path) as lines:
-        yield from ((number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n"))
+    with open_regular(path) as file:
+        try:
+            yield from ((number, line) for number, line in enumerate(lines_of(file), start=1) if line.endswith(b"\n"))
+        except ValueError as error:
+            raise UserError(f"{path} is not a log: {error}; remove that line") from error
 
 
 def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -223,11 +228,15 @@ _FIELD_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _repair(path: Path) -> None:
     """Truncate a log after its last newline."""
-    if path.stat().st_size:  # an empty file cannot be mapped
-        with path.open("r+b") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                end = data.rfind(b"\n") + 1
-            file.truncate(end)
+    with open(path, "r+b", opener=regular_handle) as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TEXT_BYTES)
+        file.seek(start)
+        end = file.read().rfind(b"\n") + 1
+        if start and not end:
+            raise UserError(
+                f"{path} is not a log: its last line has more than {TEXT_BYTES >> 20} MiB; remove that line"
+            )
+        file.truncate(start + end)
 
 
 def _to_python(value: Any) -> Any:

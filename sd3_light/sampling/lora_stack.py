@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.inputs import require_regular
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
@@ -80,6 +81,7 @@ def add_loras(pipe: "StableDiffusion3Pipeline", loras: Sequence[Lora], read: Rea
 
 
 def _tensors(pipe: "StableDiffusion3Pipeline", file: Path, read: Reader) -> Mapping[str, Tensor]:
+    require_regular(file)
     with safe_open(file, framework="pt") as opened:
         has_encoders = any(key.startswith(_ENCODER_PREFIXES) for key in opened.keys())  # noqa: SIM118 - not a dict
     if not has_encoders:

@@ -13,7 +13,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from sd3_light.files import atomic_unsynced_file
-from sd3_light.inputs import parse_json
+from sd3_light.inputs import open_regular, parse_json
 
 PNG_FACTS = "sd3_light"
 """The chunk with all parameters as JSON. No chunk is named `prompt`: ComfyUI would parse it as a workflow graph."""
@@ -31,7 +31,7 @@ def save_png(image: Image.Image, path: Path, metadata: Mapping[str, Any]) -> Non
 
 def read_png_facts(path: Path) -> dict[str, Any]:
     """Return the parameters in an image written here; empty for other images."""
-    with Image.open(path) as image:
+    with open_regular(path) as file, Image.open(file) as image:
         text = getattr(image, "text", {}).get(PNG_FACTS, "{}")
     facts = parse_json(text)
     return facts if isinstance(facts, dict) else {}

@@ -27,6 +27,7 @@ from sd3_light.engines import Launch
 from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.files import write_errors
+from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
 from sd3_light.sampling.generate import size_fault, stream_images
 from sd3_light.sampling.grid import make_grid
@@ -267,6 +268,6 @@ def _thumbnails(requests: dict[int, ImageRequest], out: Path) -> Iterator[Image.
         facts = read_png_facts(path)
         if (facts.get("prompt"), facts.get("seed")) != (request.prompt, request.seed):
             raise UserError(f"no grid: {path} was written by another command; choose another folder with --out")
-        with Image.open(path) as image:
+        with open_regular(path) as file, Image.open(file) as image:
             image.thumbnail((_MAX_THUMBNAIL_SIDE, _MAX_THUMBNAIL_SIDE), Image.Resampling.LANCZOS)  # never enlarges
             yield image.convert("RGB")

@@ -23,7 +23,7 @@ from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError, ExportSpec
 from sd3_light.flow.timesteps import constant_shift
-from sd3_light.inputs import read_json_file
+from sd3_light.inputs import open_regular, read_json_file
 from sd3_light.model.base_values import kept_scheduler
 from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info, read_log
@@ -97,7 +97,7 @@ def _samples(run: Path, step: int) -> dict[str, bytes]:
         return {}
     jpeg = BytesIO()
     try:
-        with Image.open(grids[-1]) as grid:
+        with open_regular(grids[-1]) as file, Image.open(file) as grid:
             grid.thumbnail((_CARD_SIDE, _CARD_SIDE))
             grid.convert("RGB").save(jpeg, "JPEG", quality=90)
     except OSError as error:  # a card without samples is better than no export

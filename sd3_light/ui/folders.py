@@ -105,14 +105,14 @@ class Folders:
         """Return what the log of a run says; it is read again only after it has changed."""
         try:
             return self._reports.get(folder / "log.jsonl", lambda: read_run(folder))
-        except FileNotFoundError:
+        except OSError:  # missing, or a loop of links
             return RunReport(folder)
 
     def manifest(self, folder: Path) -> Manifest:
         """Return the manifest of a cache; it is parsed again only after it has changed. Raises UserError."""
         try:
             return self._manifests.get(folder / MANIFEST, lambda: Manifest.load(folder))
-        except FileNotFoundError:
+        except OSError:
             return Manifest.load(folder)  # raises an error with the remedy
 
     def _search(self) -> None:
@@ -131,7 +131,7 @@ class Folders:
         """Return the local caches of a run's training and evaluation sets that exist."""
         try:
             named = self._run_caches.get(run / "config.toml", lambda: _named_caches(run / "config.toml"))
-        except FileNotFoundError:
+        except OSError:  # missing, or a loop of links
             return []
         return [cache for cache in named if (cache / MANIFEST).is_file()]
 
@@ -156,7 +156,7 @@ def _search_below(folder: Path, levels: int) -> Iterator[tuple[Path, bool]]:
     """Yield the runs (True) and caches (False) in a folder and ``levels`` below it."""
     try:
         with os.scandir(folder) as entries:
-            content = {entry.name: entry.is_dir() for entry in islice(entries, _MOST_ENTRIES)}
+            content = {entry.name: os.path.isdir(entry.path) for entry in islice(entries, _MOST_ENTRIES)}
     except OSError:  # not readable, or removed meanwhile
         return
     if "log.jsonl" in content and "config.json" not in content:  # a denoiser's folder may keep the log of its training

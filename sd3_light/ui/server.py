@@ -5,10 +5,13 @@ import hashlib
 import os
 import re
 import secrets
+import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlencode
 
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
     from sd3_light.engines import Launch
 
 _LARGEST_BODY = 1 << 20  # bytes of a request
+_END_SECONDS = 5.0  # after Ctrl-C; more than requests are given to finish
 
 
 @dataclass
@@ -71,8 +75,26 @@ def serve(site: Site, host: str, port: int, token: str | None, announce: Callabl
     query = f"/?{urlencode({'token': token})}" if token else "/"
     announce(f"http://{shown}:{listening.getsockname()[1]}{query}")
     config = uvicorn.Config(make_app(site, token), log_level="warning", timeout_graceful_shutdown=2)
-    with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listening])
+    server = _Server(config)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])
+    finally:
+        server.deadline.cancel()
+
+
+class _Server(uvicorn.Server):
+    """A server that ends soon after Ctrl-C, even if a page is still being made: its thread cannot be interrupted."""
+
+    deadline = threading.Timer(0, lambda: None)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; called in the place of the signal's own handler."""
+        super().handle_exit(sig, frame)
+        self.deadline.cancel()
+        self.deadline = threading.Timer(_END_SECONDS, os._exit, [0 if sig == signal.SIGINT else 128 + sig])
+        self.deadline.daemon = True
+        self.deadline.start()
 
 
 def _listen(host: str, port: int) -> socket.socket:

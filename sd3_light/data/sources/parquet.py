@@ -22,6 +22,7 @@ from sd3_light.data.sources.access import open_container, open_file
 from sd3_light.data.sources.captions import TEXT_NAMES, Columns, decode_text, texts
 from sd3_light.data.sources.records import ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
+from sd3_light.inputs import require_regular
 
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
 """Column names of the image in order of precedence, compared in lower case."""
@@ -67,7 +68,7 @@ class ParquetCell:
 def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bool) -> Iterator[ScanItem]:
     """Yield the samples of a Parquet file in order; their names are their row numbers."""
     try:
-        with pq.ParquetFile(open_container(path) if is_url(path) else path) as file:
+        with pq.ParquetFile(open_container(path) if is_url(path) else _regular(path)) as file:
             try:
                 image, captions = _columns(file.schema_arrow, context.columns)
             except Reject as reject:
@@ -196,13 +197,19 @@ def _is_simple(kind: Any) -> bool:
     return any(test(kind) for test in (*tests, types.is_string, types.is_large_string, types.is_null))
 
 
+def _regular(path: str) -> str:
+    """Return the path of a regular file, which the library maps into memory; an OSError for others."""
+    require_regular(path)
+    return path
+
+
 class _Cursor:
     """Reads one column of one file forward, a few rows at a time."""
 
     def __init__(self, path: str, column: str) -> None:
         # a buffered stream of pages instead of whole column chunks
         self._source = open_file(path) if is_url(path) else None
-        self._file = pq.ParquetFile(self._source or path, buffer_size=1 << 20, pre_buffer=False)
+        self._file = pq.ParquetFile(self._source or _regular(path), buffer_size=1 << 20, pre_buffer=False)
         self._column, self._threads = column, self._source is None
         self._start(0)
 

@@ -18,6 +18,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.shards import read_origins
+from sd3_light.inputs import lines_of, open_regular, require_regular
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info
 from sd3_light.stages.cache.number_set import NumberSet
@@ -113,8 +114,14 @@ def mark_damaged(state: CacheState) -> None:
 def _has_transient_rejects(path: Path) -> bool:
     """Return whether images of a shard were rejected for a reason that can pass without a change of their files."""
     rejects = path.with_suffix(".rejects.jsonl")
-    text = rejects.read_text(encoding="utf-8") if rejects.is_file() else ""
-    return any(f'"reason": "{reason}"' in text for reason in _TRANSIENT)
+    marks = [f'"reason": "{reason}"'.encode() for reason in _TRANSIENT]
+    if not rejects.is_file():
+        return False
+    try:
+        with open_regular(rejects) as file:
+            return any(mark in line for line in lines_of(file) for mark in marks)
+    except ValueError:  # it is not a list of rejects: write it again
+        return True
 
 
 def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:
@@ -134,6 +141,7 @@ def _count_stale_and_missing(state: CacheState, folder: Path, plan: CachePlan, r
     replaced = [] if manifest is None else [entry for entry in manifest.shards if entry.file not in planned]
     with NumberSet() as known:
         for path in _tables(folder / SHARDS, replaced):
+            require_regular(path)
             known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
         for unit in state.todo:
             stale = unit.count if unit.file in damaged else int(known.contains(plan.ids(unit)).sum())
@@ -172,6 +180,7 @@ def _tables(shards: Path, entries: Iterable[ShardEntry]) -> Iterator[Path]:
 def is_readable(table: Path) -> bool:
     """Return whether an Arrow file exists and is valid."""
     try:
+        require_regular(table)
         feather.read_table(table, memory_map=True).validate(full=True)
     except (pa.ArrowException, OSError, ValueError):
         return False

@@ -22,6 +22,7 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.export_spec import write_json
 from sd3_light.export.lora_merge import add_adapters, merge_adapters
 from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.inputs import read_limited
 from sd3_light.metrics.composition import CompositionScore, score
 from sd3_light.model.base_values import with_base_values
 from sd3_light.model.loading import load_diffusers_model
@@ -78,7 +79,7 @@ def require_demo_world(model: Path) -> None:
     folder = chosen.text_facts
     raw, _ = read_toml(folder / "config.toml") if (folder / "config.toml").is_file() else (None, [])
     dataset = (raw or {}).get("dataset")
-    if (folder / _HASHES).is_file() and (folder / _HASHES).read_bytes() == (DEMO / _HASHES).read_bytes():
+    if (folder / _HASHES).is_file() and read_limited(folder / _HASHES) == read_limited(DEMO / _HASHES):
         return
     if isinstance(dataset, str) and Path(dataset).is_file():
         directories, faults = load_directories(Path(dataset))

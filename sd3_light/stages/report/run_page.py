@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from sd3_light.inputs import read_limited
 from sd3_light.pages import check_output_path, render_template, save_page
 from sd3_light.pages.formats import duration, number, plural, utc_time
 from sd3_light.stages.report.events import event_rows
@@ -112,7 +113,7 @@ def _prompts(config: str) -> list[str]:
 def _read_config(folder: Path, notes: list[str]) -> str:
     """Return the run's config.toml, which holds no secrets; "" where it is missing."""
     try:
-        text = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
+        text = read_limited(folder / "config.toml").decode(errors="replace")
     except FileNotFoundError:
         return ""
     except OSError as error:

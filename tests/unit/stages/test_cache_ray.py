@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import sd3_light
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.stages import cache
@@ -295,6 +297,21 @@ def test_a_cluster_that_cannot_be_reached_is_reported(
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(UserError, match=r"--ray: cannot connect .*Could not find any running Ray instance.*HOST:PORT"):
         build(fresh_project)
+
+
+def test_workers_do_not_import_from_the_working_directory(
+    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They import from a checkout that is not installed. `tests/e2e/test_working_directory.py` asks a real cluster."""
+    from sd3_light.stages.cache import ray_builder
+
+    monkeypatch.chdir(fresh_project.folder)
+    build(fresh_project)
+    assert ray.worker_path == str(Path(sd3_light.__file__).parents[1])
+    assert Path.cwd() == fresh_project.folder
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(Path(sd3_light.__file__).parents[1]))
+    ray_builder._connect("")
+    assert ray.worker_path == sys.prefix
 
 
 def test_encoders_that_never_start_stop_the_run(fresh_project: Project, ray: FakeRay) -> None:

@@ -1,6 +1,7 @@
 """`launch_data_process_task`: what it stores, when it computes again, and that two stages equal one."""
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,20 @@ def test_two_stages_train_as_one(tmp_path: Path) -> None:
     assert Encode.runs == before
     assert two == losses(tmp_path / "one", data)
     assert len(two) == 8
+
+
+def test_workers_are_forks_whatever_the_default(tmp_path: Path) -> None:
+    """A new interpreter would import from the working directory; a fork also needs no pickle of the dataset."""
+
+    class Local(Images):
+        pass
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        assert process(tmp_path, Local(6, mixed=True), num_workers=1) == 6
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def test_views_show_where_a_sample_is_stored(tmp_path: Path) -> None:

@@ -344,8 +344,8 @@ def test_the_last_attempt_of_a_run_that_stops_may_succeed(tmp_path: Path, full: 
     full.add("step-00000001")
     case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=lambda old, new: new.step == 1)))
     assert case.error() == (
-        "the checkpoint at step 1 failed: No space left on device; free disk space or fix the disk, then resume (step 3 is saved: "
-        "--resume continues from there)"
+        "the checkpoint at step 1 failed: No space left on device; free disk space or fix the disk, then resume "
+        "(step 3 is saved: --resume continues from there)"
     )
     assert case.saved() == ["step-00000003"]
 
@@ -414,7 +414,8 @@ def test_a_failed_checkpoint_is_named_before_a_failed_export(tmp_path: Path, mon
     monkeypatch.setattr("sd3_light.checkpoint.background.write_part", refuse)
     message = Case(tmp_path, hooks=RunHooks(export=export)).error()
     assert message == (
-        "the checkpoint at step 6 failed: Permission denied; no checkpoint was ever saved: fix the cause, then start again"
+        "the checkpoint at step 6 failed: Permission denied; no checkpoint was ever saved: fix the cause, then "
+        "start again"
     )
 
 

@@ -205,7 +205,7 @@ def test_a_started_run_that_fails_shows_why(failing: Path, monkeypatch: pytest.M
     assert "a process trains in" in again.text
     (failing.parent / "go").write_text("go\n")
     wait_until(lambda: "exit code 2: error: no model" in client.get(page).text, lambda: client.get(page).text)
-    assert f"-m sd3_light train {failing} --resume" in client.get(page).text
+    assert f"__main__.py train {failing} --resume" in client.get(page).text
 
 
 def test_a_copied_run_is_not_resumed_in_the_original(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
