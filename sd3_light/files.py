@@ -132,15 +132,24 @@ def new_file(path: Path) -> Iterator[Path]:
         apply_umask(temporary)
         _sync(temporary)
         try:
-            os.link(temporary, path)
+            name_new_file(temporary, path)
         except FileExistsError:
             refuse_existing(path)
-        except OSError:  # no hard links on this disk: another process can still take the name between these two calls
-            refuse_existing(path)
-            os.rename(temporary, path)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def name_new_file(temporary: Path, path: Path) -> None:
+    """Give a temporary file its name. Raises FileExistsError if another process has taken it."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError as error:  # no hard links on this disk: another process can still take the name between these calls
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        os.rename(temporary, path)
 
 
 @contextmanager

@@ -59,7 +59,8 @@ METADATA_KEY = "sd3_light"
 _ORDER = {name: index for index, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's limit
-_MAX_DIMENSIONS = 64  # torch's limit
+MAX_DIMENSIONS = 64
+"""torch's limit; the time of many operations grows with the square of the dimensions."""
 
 
 class Header(NamedTuple):
@@ -273,7 +274,7 @@ def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> StoredTensor:
     if dtype not in DTYPES:
         raise ValueError(f"it contains tensors of type {dtype}")
     valid = all(type(number) is int for number in (*shape, begin, end)) and min(shape, default=0) >= 0
-    if not valid or len(shape) > _MAX_DIMENSIONS:
+    if not valid or len(shape) > MAX_DIMENSIONS:
         raise ValueError("its header is not a safetensors header")
     return StoredTensor(dtype, tuple(shape), (Span(path, start + begin, end - begin),))
 

@@ -2,7 +2,7 @@
 
 from sd3_light.runlog.bars import LINE_EVERY, Bar, progress
 from sd3_light.runlog.console import CONSOLE, info, is_main_process, quiet_libraries, set_main_process, show
-from sd3_light.runlog.log import RunLog, Tracker, read_log
+from sd3_light.runlog.log import RunLog, Tracker, measured, read_log
 from sd3_light.runlog.trackers import missing_trackers, open_trackers
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Tracker",
     "info",
     "is_main_process",
+    "measured",
     "missing_trackers",
     "open_trackers",
     "progress",

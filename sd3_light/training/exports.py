@@ -1,5 +1,6 @@
 """Exports of a run: a complete diffusers folder or an adapter's file, in a series with a retention rule."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -26,7 +27,7 @@ from sd3_light.flow.timesteps import constant_shift
 from sd3_light.inputs import open_regular, read_json_file
 from sd3_light.model.base_values import kept_scheduler
 from sd3_light.model.start import WeightsStart
-from sd3_light.runlog import info, read_log
+from sd3_light.runlog import info, measured, read_log
 from sd3_light.training.best import best_name
 from sd3_light.training.model_facts import ModelFacts
 
@@ -154,11 +155,13 @@ def _dataset_facts(dataset: Path) -> dict[str, str]:
 
 
 def _losses(log: Path, weights: str, step: int) -> dict[str, float]:
-    """Return the last validation loss of each evaluation set up to this step."""
+    """Return the last validation loss of each evaluation set up to this step, where it is finite."""
     if not log.is_file():
         return {}
     events = (event for event in read_log(log) if event["event"] == "eval")
-    return {event["set"]: event["flow"] for event in events if event["weights"] == weights and event["step"] <= step}
+    chosen = (event for event in events if event["weights"] == weights and event["step"] <= step)
+    losses = {event["set"]: measured(event, "flow") for event in chosen}
+    return {name: loss for name, loss in losses.items() if math.isfinite(loss)}
 
 
 def _scores(path: Path) -> dict[str, float]:

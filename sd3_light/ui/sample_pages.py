@@ -1,6 +1,7 @@
 """Samples over the steps of one run or several: one row of images per prompt and seed."""
 
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,6 +14,7 @@ from PIL import Image
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import open_regular, parse_json, read_limited
 from sd3_light.pages import render_template
+from sd3_light.pages.formats import shorten
 from sd3_light.stages.report.grids import distinct_grids, evenly, sample_file
 from sd3_light.stages.report.run_log import LogEvent
 from sd3_light.ui.folders import Folders
@@ -91,9 +93,10 @@ def _inside(folder: Path, file: str) -> Path:
     try:
         path = folder / sample_file({"file": file})
     except ValueError as error:
-        raise UserError(f"{file}: {error}") from error
-    if path.suffix.lower() != ".png" or not path.is_file() or path.stat().st_size > _LARGEST_FILE:
-        raise UserError(f"{file} is not a sample grid of {folder}")
+        raise UserError(f"{shorten(file)}: {error}") from error
+    # `os.path.isfile` is False for names that are too long, where `Path.is_file` fails
+    if path.suffix.lower() != ".png" or not os.path.isfile(path) or path.stat().st_size > _LARGEST_FILE:
+        raise UserError(f"{shorten(file)} is not a sample grid of {folder}")
     return path
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -26,7 +27,7 @@ try:
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
     from starlette.requests import Request
-    from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
+    from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
     from starlette.routing import Route
 
     from sd3_light.ui.guard import LOCAL_HOSTS, Guard
@@ -36,7 +37,7 @@ except ImportError as error:
 
 from sd3_light.ui.data_pages import cache_page, caches_page, inspect_page, original_image
 from sd3_light.ui.folders import Folders
-from sd3_light.ui.playground import Drawing, Playground
+from sd3_light.ui.playground import Playground
 from sd3_light.ui.processes import RunProcesses
 from sd3_light.ui.run_pages import compare_page, run_page, runs_page
 from sd3_light.ui.sample_pages import sample_image, samples_page
@@ -192,18 +193,14 @@ class _Routes:
             values = None
         if not isinstance(values, dict):
             raise UserError("the request is not a JSON object")
-        return JSONResponse(self.site.playground.submit(values).as_json())
+        drawing = await run_in_threadpool(self.site.playground.submit, values)  # it may search the disk
+        return _json(drawing.as_json())
 
     def drawing(self, request: Request) -> Response:
-        return JSONResponse(self._drawing(request).as_json())
+        return _json(self.site.playground.drawing(_number(request)).as_json())
 
     def cancel(self, request: Request) -> Response:
-        drawing = self._drawing(request)
-        drawing.cancelled.set()
-        return JSONResponse(drawing.as_json())
-
-    def _drawing(self, request: Request) -> Drawing:
-        return self.site.playground.drawing(_integer(request.path_params["number"]) or 0)
+        return _json(self.site.playground.cancel(_number(request)).as_json())
 
     def image(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -234,6 +231,11 @@ class _Routes:
         return _page(request, inspect_page(self.site.folders, cache_id))
 
 
+def _number(request: Request) -> int:
+    """Return the number of the drawing in the address; 0, which none has, for other texts."""
+    return _integer(request.path_params["number"]) or 0
+
+
 def _integer(text: str) -> int | None:
     """Return the integer from 0 that a text is, None for other texts and for more than 18 digits."""
     return int(text) if text.isdecimal() and len(text) <= 18 else None
@@ -258,9 +260,15 @@ def _page(request: Request, text: str) -> Response:
     return HTMLResponse(body, headers=headers)
 
 
+def _json(value: object, code: int = 200) -> Response:
+    """Return a value as JSON in ASCII: names of files may contain bytes that are not UTF-8."""
+    return Response(json.dumps(value), code, media_type="application/json")
+
+
 def _show_error(request: Request, error: Exception) -> Response:
     """Show a UserError: as JSON to scripts, as a page to readers."""
     code = 404 if request.method == "GET" else 400
     if request.url.path.startswith("/playground/"):
-        return JSONResponse({"error": str(error)}, code)
-    return HTMLResponse(render_template("error.html", notes=[str(error)], served=request.url.path, live=False), code)
+        return _json({"error": str(error)}, code)
+    text = render_template("error.html", notes=[str(error)], served=request.url.path, live=False)
+    return HTMLResponse(text.encode("utf-8", "backslashreplace"), code)

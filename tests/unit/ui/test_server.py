@@ -1,11 +1,13 @@
 """The server of `sd3-light ui`: routes, who may use them, starting and stopping runs, drawing."""
 
+import json
 import os
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +16,12 @@ import pytest
 from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
 from sd3_light.training.requests import SAVE_QUIT
+from sd3_light.ui import playground as playground_module
 from sd3_light.ui.folders import folder_id
 from sd3_light.ui.processes import RunProcesses
 from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_pages import HOLD
-from tests.waiting import wait_until
+from tests.waiting import HANG_SECONDS, wait_until
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
@@ -118,6 +121,24 @@ def test_with_a_token_every_request_needs_it(runs: Path) -> None:
     assert "httponly" in cookie
     assert "samesite=strict" in cookie
     assert client.get("/").status_code == 200  # the client keeps the cookie
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a" * 5000 + ".png", "a/" * 2500 + "b.png", "%00.png", "../" + "a" * 300])
+def test_a_name_that_no_file_can_have_is_not_found(client: TestClient, runs: Path, name: str) -> None:
+    run_id = folder_id(runs / "first")
+    paths = [f"/runs/{run_id}/sample?file={name}", f"/runs/{name}", f"/compare?run={name}", f"/samples?run={name}"]
+    paths += [f"/data/{name}", f"/data/{name}/image?shard={name}", f"/playground/images/{name}"]
+    for path in paths:
+        assert client.get(path).status_code == 404, path[:40]
+    assert client.get(f"/playground?run={name}").status_code == 200
+
+
+def test_names_that_are_not_utf8_are_shown_in_errors(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff"))
+    write_run(folder, steps=1)
+    reply = make_client(folder).get(f"/runs/{folder_id(folder)}/sample?file=x.png")
+    assert reply.status_code == 404
+    assert "is not a sample grid of" in reply.text
 
 
 def test_numbers_that_are_too_long_are_ignored(client: TestClient, runs: Path) -> None:
@@ -341,6 +362,100 @@ def test_a_drawing_can_be_cancelled_while_it_waits(painter: TestClient, models: 
     assert len(wait_for(painter, first)["images"]) == 4
     cancelled = wait_for(painter, second)
     assert (cancelled["status"], cancelled["images"]) == ("stopped", [])
+
+
+def test_a_drawing_can_be_cancelled_between_two_steps(painter: TestClient, models: list[Path]) -> None:
+    values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0-3", "steps": 1000}
+    path = f"/playground/drawings/{painter.post('/playground/drawings', json=values).json()['id']}"
+    wait_until(lambda: painter.get(path).json()["status"].startswith("drawing"))
+    assert painter.post(f"{path}/cancel").status_code == 200
+    cancelled = wait_for(painter, painter.get(path).json())
+    assert (cancelled["status"], cancelled["images"], cancelled["error"]) == ("stopped", [], "")
+
+
+class BusyPlayground:
+    """A playground whose first drawing waits in `prepare` until ``go`` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        self.started, self.go = Event(), Event()
+        self.site = Site.of_folders([folder], [DEMO], folder / "out", self.prepare)
+        self.client = TestClient(make_app(self.site), base_url=HERE)
+
+    def prepare(self) -> Any:
+        self.started.set()
+        assert self.go.wait(HANG_SECONDS)
+        raise UserError("no device")
+
+    def draw(self) -> Any:
+        values = {"models": [folder_id(DEMO)], "prompt": "a", "seeds": "0", "steps": 1}
+        return self.client.post("/playground/drawings", json=values)
+
+
+def test_waiting_drawings_are_limited_and_never_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playground_module, "MOST_WAITING", 5)
+    monkeypatch.setattr(playground_module, "_KEPT_DRAWINGS", 2)
+    busy = BusyPlayground(tmp_path)
+    first = busy.draw().json()["id"]
+    assert busy.started.wait(HANG_SECONDS)
+    waiting = [busy.draw().json()["id"] for _ in range(5)]
+    refused = busy.draw()
+    assert refused.status_code == 400
+    assert "5 drawings wait already; draw again when" in refused.json()["error"]
+    for number in (first, *waiting):
+        state = busy.client.get(f"/playground/drawings/{number}")
+        assert (state.status_code, state.json()["done"]) == (200, False)
+    cancelled = busy.client.post(f"/playground/drawings/{waiting[0]}/cancel").json()
+    assert (cancelled["done"], cancelled["status"]) == (True, "stopped")
+    waiting = [*waiting[1:], busy.draw().json()["id"]]
+    assert busy.draw().status_code == 400
+    busy.go.set()
+    ended = wait_for(busy.client, {"id": waiting[-1]})
+    assert ended["error"] == "no device"
+    last = busy.draw().json()["id"]  # of those that are done, the last two are kept
+    assert busy.client.get(f"/playground/drawings/{first}").status_code == 404
+    assert busy.client.get(f"/playground/drawings/{last}").status_code == 200
+
+
+def test_two_servers_share_a_folder(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sd3_light.engines import Launch
+    from sd3_light.sampling.png import read_png_facts
+    from sd3_light.stages import sample
+
+    out, first_free, others = tmp_path / "out", sample.first_free_number, [b"first", b"second"]
+    out.mkdir()
+
+    def other_server_is_faster(folder: Path) -> int:
+        number = first_free(folder)
+        if others:
+            (folder / f"{number:05d}.png").write_bytes(others.pop(0))
+        return number
+
+    monkeypatch.setattr(sample, "first_free_number", other_server_is_faster)
+    client = TestClient(make_app(Site.of_folders([tmp_path], models, out, Launch)), base_url=HERE)
+    values = {"models": [folder_id(models[0])], "prompt": "a", "steps": 1, "seeds": "0-3"}
+    drawing = wait_for(client, client.post("/playground/drawings", json=values).json())
+    assert drawing["error"] == ""
+    images = {image["name"]: int(image["seed"]) for image in drawing["images"]}
+    assert sorted(images.values()) == [0, 1, 2, 3]
+    assert {name: read_png_facts(out / name)["seed"] for name in images} == images
+    assert {path.read_bytes() for path in out.iterdir() if path.name not in images} == {b"first", b"second"}
+    assert len(list(out.iterdir())) == 6
+
+
+@pytest.mark.parametrize("name", ["prompt", "negative_prompt", "loras", "seeds"])
+def test_half_a_surrogate_pair_is_refused(painter: TestClient, models: list[Path], name: str) -> None:
+    values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0", name: "a \ud800 b"}
+    reply = painter.post("/playground/drawings", content=json.dumps(values))
+    assert reply.status_code == 400
+    assert f"{name} contains half of a surrogate pair" in reply.json()["error"]
+
+
+@pytest.mark.parametrize("lora", ["a" * 5000, "a\0b"])
+def test_a_lora_that_no_file_can_be_is_named(painter: TestClient, models: list[Path], lora: str) -> None:
+    values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0", "steps": 1, "loras": lora}
+    drawing = wait_for(painter, painter.post("/playground/drawings", json=values).json())
+    assert drawing["error"].startswith("LoRA a")
+    assert len(drawing["error"]) < 300
 
 
 @pytest.mark.parametrize(
