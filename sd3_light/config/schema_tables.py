@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, Field, SecretStr, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Strict, model_validator
 
 from sd3_light.config.base import (
     Allowed,
@@ -32,7 +32,15 @@ from sd3_light.config.sizes import IMAGE_ATTENTION, MAX_POSITION_STEP, SIZES, TE
 _SIZE_NAMES = KnownValues(tuple(SIZES))
 SizeName = Annotated[str, Strict(), _SIZE_NAMES, AfterValidator(_SIZE_NAMES)]
 _OPTIMIZER_NAMES = KnownValues(tuple(OPTIMIZERS))
-OptimizerName = Annotated[str, Strict(), _OPTIMIZER_NAMES, AfterValidator(_OPTIMIZER_NAMES)]
+
+
+def _in_lower_case(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+OptimizerName = Annotated[
+    str, Strict(), _OPTIMIZER_NAMES, BeforeValidator(_in_lower_case), AfterValidator(_OPTIMIZER_NAMES)
+]
 DEFAULT_GUIDANCE = 4.0
 """Guidance wherever images are drawn, unless the user chooses another (docs/sampling.md)."""
 PositionStep = Annotated[float, Strict(), Gt(0), Le(MAX_POSITION_STEP)]

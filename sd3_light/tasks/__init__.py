@@ -1,4 +1,4 @@
-"""The public Python API for custom scripts: train any diffusers denoiser, in one stage or two."""
+"""The public Python API for custom scripts: train denoisers of diffusers, in one stage or two."""
 
 from sd3_light.config.faults import Stopped
 from sd3_light.data.processed import ProcessedDataset

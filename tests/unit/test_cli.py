@@ -21,6 +21,7 @@ from PIL import Image
 from sd3_light import __version__, cli, journeys
 from sd3_light.assets import DEMO
 from sd3_light.cli import process
+from sd3_light.cli.train_py import _flags
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import PeerLost, Stopped, UserError
 from sd3_light.config.schema_tables import SamplingConfig
@@ -203,6 +204,34 @@ def test_no_command_warns_of_torchvision(raw_project: Project) -> None:
 
 
 # --- exit codes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (("--dump_dataset", "folder"), "sd3-light inspect"),
+        (("--i_know_what_i_am_doing",), "remove it"),
+        (("--master_port", "29501"), "torchrun --master_port"),
+        (("--test_sample",), "sd3-light sample"),
+        (("--deepspeed_config", "file.json"), "the train TOML"),
+    ],
+    ids=str,
+)
+def test_train_py_rejects_flags_of_diffusion_pipe_with_what_to_do_instead(
+    train_py: Callable[..., Result], arguments: tuple[str, ...], instead: str
+) -> None:
+    result = train_py("--deepspeed", "--config", "train.toml", *arguments)
+    assert result.code == 2
+    line = error_line(result)
+    assert line.startswith(f"error: {arguments[0]}: not supported: ")
+    assert instead in line
+
+
+def test_train_py_takes_the_other_flags_of_diffusion_pipe() -> None:
+    flags = ["--deepspeed", "--local_rank=0", "--resume_from_checkpoint", "--reset_dataloader", "--reset_optimizer"]
+    flags += ["--reset_optimizer_params", "--regenerate_cache", "--cache_only", "--trust_cache"]
+    taken = _flags().parse_args(["--config", "train.toml", *flags])
+    assert all((taken.regenerate_cache, taken.cache_only, taken.trust_cache))
 
 
 def test_a_missing_config_is_one_line_and_code_2(
