@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from sd3_light.cli.app import Command, ConfigFile, Overrides, Regenerate, TrustCache, app
 from sd3_light.cli.process import command_line, continued_by, echo, init_process, load_checked, suggest
 from sd3_light.config.faults import UserError
-from sd3_light.runlog import info
+from sd3_light.runlog import info, print_table
 
 if TYPE_CHECKING:
     from sd3_light.stages.train import Resume
@@ -98,7 +97,7 @@ def check(
     on_cpu = not (gpus or processes or estimate.setup.deepspeed)
     target = stage.Target(gpus[0] if gpus else None, on_cpu, elsewhere=is_other or not (gpus or on_cpu))
     conclusion = stage.conclude(loaded.train, estimate, target)
-    Console().print(stage.render(estimate, conclusion, explain, target.on_cpu), crop=False)
+    print_table(stage.render(estimate, conclusion, explain, target.on_cpu))
     if exceeded := stage.what_does_not_fit(conclusion):
         raise UserError(f"{config}: the run does not fit ({'; '.join(exceeded)}); the lines above say what to change")
     suggest(("cache", config, *_set_options(set_)), ("train", config, *_set_options(set_)))
@@ -156,7 +155,7 @@ def cache(
         folders = build_caches(loaded, launch, options)
     folders = [] if dry_run or share else folders
     for folder in folders:
-        Console().print(stage.render(stage.run(folder)))
+        print_table(stage.render(stage.run(folder)))
     pages = (("inspect", folder, "--out", folder.with_suffix(".html")) for folder in folders[:1])
     following = ("cache", config) if dry_run else ("cache", config, "--finish") if share else ("train", config)
     suggest(*pages, (*following, *_set_options(set_)))

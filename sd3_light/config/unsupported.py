@@ -177,7 +177,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("dataset", "", "datasets", _KOHYA, "write one [[directory]] with a path per subset"),
     UnsupportedKey("dataset", "", "image_dir", _KOHYA, "write path"),
     UnsupportedKey("dataset", "", "class_tokens", _KOHYA, "write the text into NAME.txt next to each image without a caption"),
-    UnsupportedKey("dataset", "", "caption_extension", _KOHYA, "remove the key: captions are in NAME.txt, or in a table such as captions.json"),
+    UnsupportedKey("dataset", "", "caption_extension", _KOHYA, "remove the key: NAME.txt and NAME.caption are read"),
     UnsupportedKey("dataset", "", "shuffle_caption", _KOHYA, "write shuffle_tags = true and cache_shuffle_num = 8"),
     UnsupportedKey("dataset", "", "caption_separator", _KOHYA, "write cache_shuffle_delimiter"),
     UnsupportedKey("dataset", "", "caption_suffix", _KOHYA, "write it into the captions"),
@@ -192,7 +192,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("dataset", "", "bucket_no_upscale", _KOHYA, "write no_upscale"),
     UnsupportedKey("dataset", "", "flip_aug", _KOHYA, "write flip"),
     UnsupportedKey("dataset", "", "is_reg", _KOHYA, "write the images of the class as another [[directory]]"),
-    UnsupportedKey("dataset", "", "metadata_file", _KOHYA, "write the captions as captions.json into the folder of the images"),
+    UnsupportedKey("dataset", "", "metadata_file", _KOHYA, "remove the key, and put the file into the folder of the images as the only table there: meta_cap.json"),
 )
 # fmt: on
 

@@ -3,12 +3,14 @@
 from sd3_light.runlog.bars import LINE_EVERY, Bar, progress
 from sd3_light.runlog.console import CONSOLE, info, is_main_process, quiet_libraries, set_main_process, show
 from sd3_light.runlog.log import RunLog, Tracker, measured, read_log
+from sd3_light.runlog.tables import ResultTable, print_table
 from sd3_light.runlog.trackers import missing_trackers, open_trackers
 
 __all__ = [
     "CONSOLE",
     "LINE_EVERY",
     "Bar",
+    "ResultTable",
     "RunLog",
     "Tracker",
     "info",
@@ -16,6 +18,7 @@ __all__ = [
     "measured",
     "missing_trackers",
     "open_trackers",
+    "print_table",
     "progress",
     "quiet_libraries",
     "read_log",

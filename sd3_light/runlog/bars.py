@@ -6,8 +6,12 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column
+from rich.text import Text
 
 from sd3_light.runlog.console import console, info, is_main_process
 
@@ -16,6 +20,7 @@ LINE_EVERY = 10.0
 _FRAME_EVERY = 0.2  # minimum seconds between updates of a live bar
 _POINT_EVERY = 0.5  # minimum seconds between the points from which the rate is measured
 _NUM_POINTS = 60
+_SEPARATOR = " · "
 _WIDE = 110  # columns; narrower terminals get a short bar, so that the numbers fit
 
 Field = float | int | str
@@ -72,7 +77,7 @@ class Bar:
             parts.append(f"took {_duration(now - start)}")
         elif self.total is not None and rate > 0:
             parts.append(f"{_duration((self.total - self.done) / rate)} left")
-        return " · ".join(parts + [f"{name} {_number(value)}" for name, value in fields.items()])
+        return _SEPARATOR.join(parts + [f"{name} {_number(value)}" for name, value in fields.items()])
 
 
 @contextmanager
@@ -152,14 +157,34 @@ class _LiveDisplay(_Display):
         _LiveDisplay._screen = None
 
 
+class _Status:
+    """The status in one line; the last parts are left out where the terminal is too narrow, so no number is cut."""
+
+    def __init__(self, status: str):
+        self._parts = status.split(_SEPARATOR)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        parts = list(self._parts)
+        while len(parts) > 1 and cell_len(_SEPARATOR.join(parts)) > options.max_width:
+            parts.pop()
+        yield Text(_SEPARATOR.join(parts), style="none", no_wrap=True, overflow="ignore")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(cell_len(self._parts[0]), cell_len(_SEPARATOR.join(self._parts)))
+
+
+class _StatusColumn(ProgressColumn):
+    def render(self, task: Task) -> _Status:
+        return _Status(task.fields["status"])
+
+
 def _new_screen() -> Progress:
-    status = Column(no_wrap=True, overflow="ellipsis")
     width = 24 if console.width >= _WIDE else 8
     bar = Column(min_width=width, max_width=width)
     return Progress(
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None, table_column=bar),
-        TextColumn("{task.fields[status]}", markup=False, table_column=status),
+        _StatusColumn(),
         console=console,
         # no refresh thread: a worker forked while that thread holds the console's lock could never print
         auto_refresh=False,

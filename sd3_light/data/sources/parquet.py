@@ -65,15 +65,18 @@ class ParquetCell:
         return content
 
 
-def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bool) -> Iterator[ScanItem]:
+class HasImages(Reject):
+    """A Parquet file is not a caption table: it has images."""
+
+
+def scan_parquet(context: ScanContext, path: str, name: str) -> Iterator[ScanItem]:
     """Yield the samples of a Parquet file in order; their names are their row numbers."""
     try:
         with pq.ParquetFile(open_container(path) if is_url(path) else _regular(path)) as file:
             try:
                 image, captions = _columns(file.schema_arrow, context.columns)
             except Reject as reject:
-                if reject.reason != "no_image_column" or not may_lack_images:
-                    yield context.reject_container(name, reject.reason, reject.detail)
+                yield context.reject_container(name, reject.reason, reject.detail)
                 return
             try:
                 selected = _selected_columns(file.schema_arrow, context)
@@ -83,6 +86,30 @@ def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bo
             yield from _rows(context, file, path, name, image, captions, selected)
     except _ERRORS as error:
         yield context.reject_container(name, "broken_parquet", f"{type(error).__name__}: {error}")
+
+
+def table_rows(path: str, columns: Columns, file_names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file without images: file names, captions and columns of simple types.
+
+    Raises Reject("broken_table") if there is no column of file names or of captions, `HasImages` if it has images.
+    """
+    try:
+        with open_container(path) as source, pq.ParquetFile(source) as file:
+            schema = file.schema_arrow
+            if _column(schema, columns.image_names(IMAGE_NAMES), _holds_bytes) is not None:
+                raise HasImages("broken_table", "it has images")
+            for names in (columns.image_names(file_names), columns.caption_names()):
+                if _column(schema, names, _holds_text) is None:
+                    detail = f"none of the columns {schema.names!a:.200} is one of {', '.join(names)}"
+                    raise Reject("broken_table", detail)
+            chosen = [field.name for field in schema if _holds_text(field.type) or _is_simple(field.type)]
+            for group in range(file.num_row_groups):
+                size = _batch_rows(file, chosen, group, _CAPTION_ROWS)
+                threads = not is_url(path)
+                for batch in file.iter_batches(size, row_groups=[group], columns=chosen, use_threads=threads):
+                    yield from batch.to_pylist()
+    except _ERRORS as error:
+        raise Reject("broken_table", f"{type(error).__name__}: {error}") from error
 
 
 def _columns(schema: Any, columns: Columns) -> tuple[str, list[str]]:

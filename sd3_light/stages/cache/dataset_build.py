@@ -83,7 +83,10 @@ class DatasetBuild:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
                 if plan.counts.unmatched:
                     reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
-                raise UserError(f"{dataset.path}: no usable sample found ({reasons or 'the directories are empty'})")
+                details = (row.detail for row in plan.rejected() if row.reason == "no_caption")
+                first = next((f"; the first has {detail}" for detail in details), "")
+                problem = f"no usable sample found ({reasons or 'the directories are empty'})"
+                raise UserError(f"{dataset.path}: {problem}{first}")
             prompts = () if name else self._train.sampling.texts
             state = self._check(dataset, place, plan, recipe, prompts)
             if self._options.dry_run:

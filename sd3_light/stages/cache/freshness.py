@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
-from rich.table import Table
 
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
@@ -20,7 +19,7 @@ from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, dama
 from sd3_light.data.shards import read_origins
 from sd3_light.inputs import lines_of, open_regular, require_regular
 from sd3_light.randomness import sample_id
-from sd3_light.runlog import info
+from sd3_light.runlog import ResultTable, info
 from sd3_light.stages.cache.number_set import NumberSet
 from sd3_light.stages.cache.unit_builder import is_done
 
@@ -216,9 +215,9 @@ def _cause(is_known: bool, is_same: bool, has_same_captions: bool) -> str:
     return "the image or its mask changed" if has_same_captions else "the caption changed"
 
 
-def render_state(state: CacheState, location: CacheLocation | None = None) -> Table:
+def render_state(state: CacheState, location: CacheLocation | None = None) -> ResultTable:
     """Return the state as a table for the terminal; ``location`` is the cache's if it is not the folder."""
-    table = Table("samples", "count", "meaning", title=f"cache {location or state.folder}")
+    table = ResultTable("samples", "count", "meaning", title=f"cache {location or state.folder}")
     table.add_row("fresh", f"{state.fresh:,}", f"in {state.shards:,} shards, reused")
     table.add_row("stale", f"{state.stale:,}", "cached from other inputs or settings: encoded again")
     for cause, count in state.causes.most_common():

@@ -89,6 +89,21 @@ def test_the_live_line_of_a_long_run_fits_the_terminal(
     assert "━" in line
 
 
+@pytest.mark.parametrize("width", range(40, 90, 5))
+def test_the_live_line_cuts_no_number(clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    screen = use_console(monkeypatch, terminal=True, width=width)
+    with progress("train", 1_000_000, "steps", done=212_345) as bar:
+        clock.now += 10
+        bar.advance(100, loss=0.51234567, samples_per_second=1234.5678, lr=1e-4)
+        shown = Text.from_ansi(screen.getvalue()).plain
+        parts = bar.status(brief=True).split(" · ")
+    line = next(line for line in reversed(shown.splitlines()) if "212445" in line)
+    assert len(line) <= width
+    shown_parts = line.strip().split(" · ")
+    shown_parts[0] = shown_parts[0].split()[-1]
+    assert shown_parts == parts[: len(shown_parts)]
+
+
 def test_the_rate_ignores_a_slow_start(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("train", 10_000) as bar:
         clock.now += 3600

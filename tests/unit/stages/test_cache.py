@@ -644,6 +644,13 @@ def test_an_empty_dataset_is_an_error(fresh_project: Project) -> None:
         path.unlink()
     with pytest.raises(UserError, match=r"no usable sample found"):
         fresh_project.build_cache()
+    add_image(fresh_project, "images/new")
+    (fresh_project.images / "new" / "a.txt").unlink()
+    (fresh_project.images / "labels.csv").write_text("id,words\n1,a cat\n")
+    with pytest.raises(
+        UserError, match=r"\(1 no_caption\); the first has no \.txt .*; labels\.csv is not read: none of"
+    ):
+        fresh_project.build_cache()
 
 
 # --- dataset keys affect the batches -------------------------------------------------------------

@@ -199,6 +199,9 @@ def test_nothing_is_written_if_something_is_wrong(tmp_path: Path, images: str) -
     shutil.copy(next(Path(images).glob("*.png")), tmp_path / "empty")
     with pytest.raises(ConfigFaults, match=r"\(1 no_caption\); .*write each caption next to its image, as NAME\.txt"):
         new.run("lora", str(tmp_path / "empty"), str(DEMO), tmp_path / "out")
+    (tmp_path / "empty" / "labels.csv").write_text("id,words\n1,a cat\n")
+    with pytest.raises(ConfigFaults, match=r"labels\.csv is not read: none of the columns \['id', 'words'\] is one of"):
+        new.run("lora", str(tmp_path / "empty"), str(DEMO), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     new.run("lora", images, str(DEMO), tmp_path / "out")
     with pytest.raises(UserError, match=r"lora\.toml exists; choose another folder with --out"):
