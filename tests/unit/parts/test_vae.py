@@ -246,7 +246,7 @@ class Given:
 
 @pytest.mark.parametrize(("error", "decibels"), [(0.2, 20.0), (0.02, 40.0), (-5.0, 100.0)])
 def test_psnr_of_a_known_error(monkeypatch: pytest.MonkeyPatch, error: float, decibels: float) -> None:
-    """Images range from -1 to 1: an error of 0.2 is a tenth. Values below -1 are shown as -1, and 100 dB is the most."""
+    """Images range from -1 to 1: an error of 0.2 is a tenth. Values below -1 count as -1; 100 dB is the limit."""
     monkeypatch.setattr(vae_module, "decode", lambda vae, latents: torch.full((len(latents), 3, 16, 16), error - 1))
     task = make_task([pool_of(grey(0, 6, 16, 16), held_out=2)])
     assert task.evaluate()["psnr"] == pytest.approx(decibels, abs=1e-3)
