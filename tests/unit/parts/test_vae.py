@@ -468,7 +468,10 @@ def test_weights_are_functions_of_the_seed() -> None:
 
 
 def test_the_discriminator_has_a_score_per_16_pixels() -> None:
-    assert Discriminator(0)(torch.zeros(2, 3, 64, 32)).shape == (2, 1, 4, 2)
+    discriminator = Discriminator(0)
+    assert discriminator(torch.zeros(2, 3, 64, 32)).shape == (2, 1, 4, 2)
+    activations = [layer for layer in discriminator if isinstance(layer, nn.LeakyReLU)]
+    assert [layer.negative_slope for layer in activations] == [0.2] * 4
 
 
 def test_the_grid_shows_each_image_above_its_reconstruction(tmp_path: Path) -> None:

@@ -346,6 +346,7 @@ def test_a_model_is_loaded_again_with_other_adapters_or_precision(
         ({"loras": f"{tmp_path}/b.safetensors:0.7"}, {**plain, "loras": [("b.safetensors", 0.7)]}),
         ({}, plain),
         ({"sampler": "heun"}, {**plain, "sampler": "heun"}),
+        ({}, plain),
         ({"dtype": "bfloat16"}, {**plain, "dtype": "bfloat16"}),
     ]
     for form, expected in forms:
