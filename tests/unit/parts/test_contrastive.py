@@ -139,9 +139,11 @@ class Directions(nn.Module):
         self.images: list[Tensor] = []
         self.captions: list[list[int]] = []
         self.masked: list[bool] = []
+        self.modes: list[bool] = []
 
     def image(self, images: Tensor) -> SimpleNamespace:
         self.images.append(images)
+        self.modes.append(self.training)
         values = ((images[:, 0, 16, 16] + 1) * 127.5).round().long()
         return SimpleNamespace(pooler_output=self.image_of[values])
 
@@ -275,7 +277,8 @@ def test_retrieval_among_100_consecutive_captions() -> None:
     result = task.evaluate()
     assert result == pytest.approx(dict.fromkeys(("retrieval", "clip_l", "clip_g", "t5"), 146 / 150))
     assert all(towers.masked), "captions are compared without their padding"
-    assert towers.training
+    assert not any(towers.modes)
+    assert towers.training, "again"
 
 
 def test_retrieval_averages_the_encoders() -> None:

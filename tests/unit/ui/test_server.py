@@ -320,8 +320,8 @@ class Drawings:
         self.folder = folder / "model"
         self.folder.mkdir()
         (self.folder / "model_index.json").touch()
-        no_launch: Any = lambda: None  # noqa: E731
-        self.playground = Site.of_folders([folder], [self.folder], folder / "out", no_launch).playground
+        site = Site.of_folders([folder], [self.folder], folder / "out", lambda: None)  # type: ignore[arg-type, return-value]
+        self.playground = site.playground
 
     def draw(self, **values: Any) -> str:
         """Draw with these form values; return the error."""
