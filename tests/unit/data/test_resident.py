@@ -130,7 +130,7 @@ def test_a_damaged_shard_is_not_read_into_memory(make_cache: MakeCache) -> None:
 def test_samples_may_share_captions(
     tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
 ) -> None:
-    """Three samples of the first shard have one caption; those of the second refer to captions of their own shard."""
+    """Three samples of the first shard have one caption; the second refers to captions of the second."""
     shared = replace(make_content(range(1, 4)), caption=torch.zeros(3, dtype=torch.long), text=make_content([1]).text)
     swapped = replace(make_content(range(4, 7)), caption=torch.tensor([2, 1, 0]))
     last = make_content(range(7, 9))

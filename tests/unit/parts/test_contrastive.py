@@ -194,7 +194,7 @@ def test_held_out_images_are_not_trained_on() -> None:
     assert len({*map(tuple, rows)}) == 4, "every step draws its own images"
     captions = towers.captions[::3]
     for batch, chosen in zip(rows, captions, strict=True):
-        assert [caption // 2 for caption in chosen] == batch, "an image comes with one of its own captions"
+        assert [caption // 2 for caption in chosen] == batch, "an image comes with one of its captions"
     assert {caption % 2 for chosen in captions for caption in chosen} == {0, 1}
     assert captions == towers.captions[1::3] == towers.captions[2::3], "all encoders see the same captions"
     assert towers.masked == [True] * 3 + [False] * 3 + [True] * 3 + [False] * 3 + [True] * 3

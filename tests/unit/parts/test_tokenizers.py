@@ -194,7 +194,7 @@ def test_a_token_has_at_most_24_letters() -> None:
         assert 12 < max(lengths) <= 24
 
 
-def test_digits_and_punctuation_are_pieces_of_their_own() -> None:
+def test_digits_and_punctuation_are_single_pieces() -> None:
     t5 = learn_tokenizers(["room 1234, room 1234, 1234, 1234"] * 3, 2000)["tokenizer_3"]
     assert t5.convert_ids_to_tokens(t5("room 1234,").input_ids) == ["▁room", "▁", "1", "2", "3", "4", ",", "</s>"]
 
