@@ -24,6 +24,7 @@ from transformers import (
     VisionTextDualEncoderModel,
 )
 
+from sd3_light.metrics.distances import finds_own_caption
 from sd3_light.parts.images import Pool, take
 from sd3_light.parts.sizes import TextSize
 from sd3_light.parts.text_encoders import build_encoders, encode
@@ -195,17 +196,15 @@ class TextTask:
         return torch.cat(batches)
 
     def _retrieval(self, index: int, features: Tensor) -> float:
-        data, correct = self.data, 0
+        data, texts = self.data, []
         image = F.normalize(self.towers.projections[index](features).float(), dim=-1)
         # one caption per image; which one alternates, so that all languages count
         chosen = [int(data.first[row] + row % (data.first[row + 1] - data.first[row])) for row in range(data.held_out)]
         for start in range(0, data.held_out, _GROUP):
             numbers = torch.tensor(chosen[start : start + _GROUP], device=self.device)
-            text = self.towers.text_vector(index, data.ids[index][numbers], data.lengths[numbers], masked=True)
-            best = (image[start : start + _GROUP] @ text.T).argmax(1).tolist()
-            texts = [data.texts[number] for number in numbers.tolist()]
-            correct += sum(texts[answer] == texts[row] for row, answer in enumerate(best))
-        return correct / max(1, data.held_out)
+            texts.append(self.towers.text_vector(index, data.ids[index][numbers], data.lengths[numbers], masked=True))
+        captions = [data.texts[number] for number in chosen]
+        return finds_own_caption(image, torch.cat(texts), captions, _GROUP).sum().item() / max(1, data.held_out)
 
     def judge(self) -> VisionTextDualEncoderModel:
         """Return a copy of the image tower and the second CLIP encoder as one stock model, on the CPU."""

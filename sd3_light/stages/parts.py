@@ -156,6 +156,10 @@ class _Stage:
         workers = self.options.workers if self.options.workers is not None else min(16, (os.cpu_count() or 2) - 1)
         pools = load_pools(self.dataset, self.out / WORK, self.options.max_images, workers)
         total, held_out = sum(len(pool.ids) for pool in pools), sum(pool.held_out for pool in pools)
+        if not held_out and ("vae" in todo or not self.options.random_text):
+            raise UserError(
+                f"{total} images are too few: none is held out to measure training with; give at least 4 of one size"
+            )
         info(f"{total:,} images, {held_out:,} of them held out")
         tokenizers = self._tokenizers(pools)
         self._write_index()

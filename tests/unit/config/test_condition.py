@@ -60,6 +60,13 @@ def test_a_sample_does_not_match(text: str) -> None:
     assert not parse_condition(text).matches(VALUES)
 
 
+@pytest.mark.parametrize("text", ["a / 2 > 1", "a * 1.5 > 1", "a + 0.5 > 1", "a / 2 < 1"])
+def test_a_number_beyond_all_others_is_unknown(text: str) -> None:
+    """A caption file may contain an integer of 400 digits, which no float holds."""
+    assert not parse_condition(text).matches({"a": 10**400})
+    assert parse_condition("a > 1").matches({"a": 10**400})
+
+
 @pytest.mark.parametrize("text", ["x > 3", "not x > 3", "x == 'a'", "x", "not x", "x in [1]", "not 'a' in x"])
 def test_null_does_not_match(text: str) -> None:
     assert not parse_condition(text).matches({"x": None})

@@ -205,6 +205,31 @@ def test_a_proof_changes_nothing_that_other_threads_use(
         write_adapter(tmp_path / "out", weights, spec)
 
 
+@pytest.mark.parametrize("kind", [{"type": "lora", "alpha": 6.0}, {"type": "lokr", "alpha": 6.0}], ids=["lora", "lokr"])
+def test_a_proof_rounds_the_weights_as_the_file_does(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
+) -> None:
+    """A scale of 1.5 is part of the weights that are rounded to bf16. The update is ten times larger than in other
+    tests, so that another rounding would be a difference of more than the tolerance."""
+    spec = spec_of(base, torch.bfloat16, **kind)
+    weights = {name: 10 * weight for name, weight in trained(base, spec.adapter).items()}
+
+    def apply_file(file: Path, work: Path, request: Any, inputs: Any) -> Any:
+        """Add the update of the file to the base, in this process."""
+        denoiser = SD3Transformer2DModel.from_pretrained(base)
+        plain = proof_process.denoise(denoiser, inputs)
+        for name, module in read_adapter(file, kind["type"]).items():
+            layer = denoiser.get_submodule(name)
+            layer.weight.data = module.applied(layer.weight.data)
+        return {}, {"output": proof_process.denoise(denoiser, inputs), "plain": plain}
+
+    monkeypatch.setattr(adapter_proof, "run_clean_process", apply_file)
+    out = write_adapter(tmp_path / "out", weights, spec)
+    proof = json.loads((out / "proof.json").read_text())
+    assert proof["max_difference"] < 1e-6
+    assert proof["change_of_output"] > 0.1
+
+
 def test_a_lokr_of_a_model_with_more_heads_than_blocks_is_proven_as_comfyui_numbers_it(tmp_path: Path) -> None:
     config = replace(SIZES["tiny2"], num_heads=3).transformer_config()
     base = tmp_path / "transformer"

@@ -154,6 +154,24 @@ def test_parts_that_the_file_lacks_come_from_the_base(tmp_path: Path, folder_of:
     assert {path.name for path in demo_parts.iterdir() if path.is_dir()} < {path.name for path in back.iterdir()}
 
 
+def test_the_configs_of_the_file_win_over_those_of_the_base(
+    tmp_path: Path, folder_of: FolderOf, demo_parts: Path
+) -> None:
+    """The weights are equal in both, so that only the config gives the scale of the latents."""
+    folder = folder_of("square")
+    file = write_single_file(folder, tmp_path / "m.safetensors", text_encoders=True).path
+    base = Path(shutil.copytree(demo_parts, tmp_path / "base"))
+    for part, key, value in (("vae", "scaling_factor", 0.5), ("text_encoder", "hidden_act", "gelu")):
+        path = base / part / "config.json"
+        config = json.loads(path.read_text())
+        assert config[key] != value
+        path.unlink()  # it may be a link to the original
+        path.write_text(json.dumps({**config, key: value}))
+    back = read_single_file(file, base, tmp_path / "back").path
+    for part in PARTS:
+        assert (back / part / "config.json").read_bytes() == (folder / part / "config.json").read_bytes(), part
+
+
 def test_without_a_base_the_parts_of_the_file_are_written(tmp_path: Path, folder_of: FolderOf) -> None:
     file = write_single_file(folder_of("square"), tmp_path / "m.safetensors").path
     back = read_single_file(file, None, tmp_path / "back")

@@ -197,6 +197,29 @@ def test_only_encoders_that_were_never_ready_count_as_failed_starts(
         pool.ready(12)
 
 
+def test_failed_starts_before_a_success_are_forgotten(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long build on preemptible nodes loses more encoders than may fail in a row."""
+    from sd3_light.stages.cache import ray_builder
+
+    answers = iter([False] * 6 + [True] + [False] * 7 + [True])
+
+    def answer(name: str, args: Sequence[Any]) -> None:
+        if not next(answers):
+            raise fake_ray.RayActorError("the node was removed")
+
+    monkeypatch.setattr(ray_builder.ShardEncoder, "ready", lambda self: "node-1")
+    monkeypatch.setattr(ray_builder.ActorPool, "_num_cpus", 1)
+    settings: Any = None
+    pool = ray_builder.ActorPool(settings, 1)
+    ray.before = answer
+    for lost in (6, 7):
+        for _ in range(lost):
+            assert pool.ready(1) == []
+        (actor,) = pool.ready(1)
+        if lost == 6:
+            pool.restart(actor)
+
+
 # --- what stops the run ---------------------------------------------------------------------------
 
 

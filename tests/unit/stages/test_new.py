@@ -141,6 +141,15 @@ def test_the_help_says_that_icons_need_a_model() -> None:
     assert "sd3-light new icons --data FOLDER --model" in header
 
 
+def test_unequal_gpus_are_planned_by_the_smallest(tmp_path: Path, images: str) -> None:
+    both = new.run("icons", images, str(DEMO), tmp_path / "both", gpus=(*gpu(140), *gpu(6))).plan
+    assert both.available == 6 * GIB
+    assert both.fits
+    assert both.processes == 2
+    equal = new.run("icons", images, str(DEMO), tmp_path / "equal", gpus=gpu(6) * 2).plan
+    assert both == equal
+
+
 def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path, images: str) -> None:
     plans = []
     for number, gib in enumerate((80, 16, 6, 4)):

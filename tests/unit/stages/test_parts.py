@@ -127,6 +127,15 @@ def test_other_images_are_refused(data: Path, tmp_path: Path) -> None:
         stage.run(changed, out, options(only="vae"))
 
 
+@pytest.mark.parametrize("only", ["vae", "text"])
+def test_too_few_images_to_hold_one_out_are_refused(tmp_path: Path, only: str) -> None:
+    """Without a held-out image the VAE would report 100 dB, and the text encoders have nothing to find."""
+    write_dataset(tmp_path / "images", 3, seed=2)
+    with pytest.raises(UserError, match=r"3 images are too few: none is held out.*; give at least 4 of one size"):
+        stage.run(tmp_path / "images", tmp_path / "out", options(only=only))
+    stage.run(tmp_path / "images", tmp_path / "random", options(only="text", random_text=True))
+
+
 def test_a_folder_with_other_files_is_refused(data: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="already exists"):

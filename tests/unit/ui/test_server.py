@@ -290,6 +290,112 @@ def test_a_run_folder_as_model_is_loaded_again_after_a_new_export(
     assert len(loaded) == 2
 
 
+def test_an_old_request_to_stop_does_not_stop_a_new_run(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = failing.parent / "run" / SAVE_QUIT
+    request.parent.mkdir()
+    request.touch()
+    present: list[bool] = []
+
+    def start(*_: object, **__: object) -> object:
+        present.append(request.exists())
+        return SimpleNamespace(poll=lambda: None)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    RunProcesses().start(failing, False)
+    assert present == [False]
+
+
+class Drawings:
+    """A playground whose models draw nothing: each load is recorded, and what drew each drawing."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sd3_light.stages import sample
+
+        self.loads: list[dict[str, Any]] = []
+        self.drawn_with: list[dict[str, Any]] = []
+        self.failure: Exception | None = None
+        drawings = self
+
+        class Model(sample.OpenModel):
+            def request(self, row: Any, seed: int) -> Any:
+                if drawings.failure is not None:
+                    raise drawings.failure
+                return SimpleNamespace(seed=seed)
+
+            def cut_prompts(self, requests: Any) -> list[str]:
+                return []
+
+            def draw(self, requests: Any, out: Path) -> Any:
+                drawings.drawn_with.append(self.pipe)  # type: ignore[arg-type]
+                yield list(requests)
+
+        def open_model(folder: Path, options: sample.SampleOptions, launch: Any) -> sample.OpenModel:
+            loras = [(lora.file.name, lora.strength) for lora in options.loras]
+            loaded = {"folder": folder, "loras": loras, "sampler": options.sampler, "dtype": options.dtype}
+            self.loads.append(loaded)
+            return Model(loaded, None, None, options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(sample, "open_model", open_model)
+        monkeypatch.setattr(playground_module, "set_main_process", lambda _: None, raising=False)
+        self.folder = folder / "model"
+        self.folder.mkdir()
+        (self.folder / "model_index.json").touch()
+        site = Site.of_folders([folder], [self.folder], folder / "out", lambda: None)  # type: ignore[arg-type, return-value]
+        self.playground = site.playground
+
+    def draw(self, **values: Any) -> str:
+        """Draw with these form values; return the error."""
+        form = {"models": [folder_id(self.folder)], "prompt": "a", "seeds": "0", **values}
+        drawing = self.playground.submit(form)
+        wait_until(lambda: drawing.is_done)
+        return drawing.error
+
+
+def test_a_model_is_loaded_again_with_other_adapters_or_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that is built into a loaded model: a drawing never uses one with other settings than its own."""
+    drawings = Drawings(tmp_path, monkeypatch)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").touch()
+    plain = {"loras": [], "sampler": "euler", "dtype": "float32"}
+    forms: list[tuple[dict[str, str], dict[str, Any]]] = [
+        ({}, plain),
+        ({"loras": f"{tmp_path}/a.safetensors:0.5"}, {**plain, "loras": [("a.safetensors", 0.5)]}),
+        ({"loras": f"{tmp_path}/a.safetensors:0.7"}, {**plain, "loras": [("a.safetensors", 0.7)]}),
+        ({"loras": f"{tmp_path}/b.safetensors:0.7"}, {**plain, "loras": [("b.safetensors", 0.7)]}),
+        ({}, plain),
+        ({"sampler": "heun"}, {**plain, "sampler": "heun"}),
+        ({}, plain),
+        ({"dtype": "bfloat16"}, {**plain, "dtype": "bfloat16"}),
+    ]
+    for form, expected in forms:
+        for _ in range(2):
+            assert drawings.draw(**form) == ""
+            assert {name: drawings.drawn_with[-1][name] for name in plain} == expected
+    assert len(drawings.loads) == len(forms), "the second drawing of each uses the loaded model"
+    assert drawings.draw(steps="7", guidance="2", dtype="bfloat16") == ""
+    assert len(drawings.loads) == len(forms), "no weight depends on steps and guidance"
+
+
+def test_a_model_is_dropped_after_a_crash_and_kept_after_a_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What crashed may hold memory, or be in a wrong state."""
+    drawings = Drawings(tmp_path, monkeypatch)
+    assert drawings.draw() == ""
+    drawings.failure = UserError("width is wrong")
+    assert drawings.draw() == "width is wrong"
+    drawings.failure = None
+    assert drawings.draw() == ""
+    assert len(drawings.loads) == 1
+    drawings.failure = RuntimeError("CUDA out of memory")
+    assert drawings.draw() == "RuntimeError: CUDA out of memory"
+    drawings.failure = None
+    assert drawings.draw() == ""
+    assert len(drawings.loads) == 2
+
+
 def wait_for(client: TestClient, drawing: dict[str, Any]) -> dict[str, Any]:
     def finished() -> dict[str, Any] | None:
         now: dict[str, Any] = client.get(f"/playground/drawings/{drawing['id']}").json()

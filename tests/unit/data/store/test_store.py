@@ -1,5 +1,6 @@
 """Shard stores: local folders, URLs (against an S3 server) and the disk cache of fetched shards."""
 
+import fcntl
 import hashlib
 import logging
 import multiprocessing
@@ -737,3 +738,37 @@ def test_a_corrupted_cached_shard_is_fetched_again(
         CachedDataset(store).empty_text()
     monkeypatch.setenv("MASTER_PORT", "2")
     assert CachedDataset(store).empty_text().keys() == good.keys(), "fetched again at the next start"
+
+
+def test_a_fetched_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power failure a complete name would otherwise contain zeros."""
+    disk, digest = DiskCache(tmp_path, 10 * SIZE), hashlib.sha256(content(0)).hexdigest()
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def synced(file: int) -> None:
+        events.append(("fsync", hashlib.sha256(os.pread(file, SIZE + 1, 0)).hexdigest()))
+        fsync(file)
+
+    def renamed(source: Any, target: Any) -> None:
+        events.append(("rename", Path(target).stem))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    disk.path(digest, SIZE, lambda file: file.write(content(0)))  # type: ignore[arg-type, return-value]
+    assert events == [("fsync", digest), ("rename", digest)]
+
+
+def test_a_process_forked_under_the_lock_does_not_keep_it(tmp_path: Path) -> None:
+    """The loader forks its workers while another thread may hold the lock; its file stays open in them."""
+    disk, done = DiskCache(tmp_path, 10 * SIZE), FORK.Event()
+    worker = FORK.Process(target=done.wait)
+    with disk._folder_lock():
+        worker.start()
+    try:
+        with (tmp_path / ".lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        done.set()
+        worker.join()
