@@ -39,7 +39,7 @@ ALLOWED = {
         *("export/trained_file.py:write_trained", "export/trained_file.py:write_weights"),
         *("stages/cache/number_set.py:_sort", "data/store/build_folder.py:_upload", "ui/server.py:image"),
     ],
-    "a process of its own, for a folder that this package wrote and a base that it has opened before": [
+    "another process, for a folder that this package wrote and a base that it has opened before": [
         "export/proof_process.py:*"
     ],
 }

@@ -40,7 +40,7 @@ server.serve(site, "127.0.0.1", 0, None, lambda address: print(address, flush=Tr
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kind", SPECIAL)
 def test_every_page_answers_beside_special_files(runs: Path, kind: str) -> None:
-    """One run has such a file in the place of each of its own; the other is shown as usual."""
+    """One run has such a file in the place of each of its files; the other is shown as usual."""
     for name in ("config.toml", "console.txt", ".lock", SAMPLE):
         replace(runs / "first" / name, kind)
     (runs / "logless").mkdir()

@@ -8,11 +8,13 @@ import os
 import pickle
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from email.utils import formatdate
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -647,6 +649,66 @@ def test_wrong_credentials(s3: S3, cache: Path) -> None:
         requests.post(f"{s3.endpoint}/moto-api/reset-auth", data=b"inf")
     assert text.startswith(f"no permission to read {url}/manifest.json (")
     assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in text
+
+
+class Refusal(BaseHTTPRequestHandler):
+    """Answers like S3 to a machine whose clock is wrong; a HEAD request has no body."""
+
+    minutes = 0.0
+    code = "RequestTimeTooSkewed"
+
+    def do_HEAD(self) -> None:
+        self.send_response_only(403)
+        self.send_header("Date", formatdate(time.time() - 60 * self.minutes, usegmt=True))
+        body = f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>No</Message></Error>".encode()
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_GET = do_PUT = do_HEAD
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("minutes", "code", "text"),
+    [
+        (60, "RequestTimeTooSkewed", "the clock of this machine is 60 minutes ahead"),
+        (-20, "RequestTimeTooSkewed", "the clock of this machine is 20 minutes behind"),
+        (-20, "AccessDenied", "the clock of this machine is 20 minutes behind"),
+        (0, "RequestTimeTooSkewed", "the clock of this machine is wrong"),
+        (0, "AccessDenied", "no permission"),
+        (8, "AccessDenied", "no permission"),
+    ],
+)
+def test_a_wrong_clock_is_named(s3: S3, monkeypatch: pytest.MonkeyPatch, minutes: float, code: str, text: str) -> None:
+    with web_server(type("Handler", (Refusal,), {"minutes": minutes, "code": code})) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        error = error_of("s3://bucket/any")
+        with pytest.raises(protocols.RemoteForbidden) as of_head:
+            protocols.with_retries("s3://bucket/any", lambda files, path: files.info(path))
+    for each in (error, str(of_head.value)):
+        assert text in each or (minutes, code) == (0, "RequestTimeTooSkewed")
+        assert ("set the clock" in each) == ("AWS_ACCESS_KEY_ID" not in each)
+
+
+PORTAL = b"\n <!DOCTYPE html><html><body>Please log in</body></html>"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_login_page_instead_of_the_cache_is_named(s3: S3, cache: Path, tmp_path: Path) -> None:
+    (cache / "shards" / "shard-0.safetensors").write_bytes(PORTAL)
+    store = RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)
+    with pytest.raises(UserError, match=r"shard-0.safetensors is an HTML page instead of the file: a login page or a"):
+        store.path(store.manifest.shards[0])
+    (cache / "manifest.json").write_bytes(PORTAL)
+    text = error_of(s3.put(cache))
+    assert "manifest.json is an HTML page instead of the file: a login page or a proxy answers" in text
+    assert "AWS_ENDPOINT_URL" in text
+    assert "sd3-light cache" not in text
 
 
 def test_no_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
