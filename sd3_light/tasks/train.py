@@ -199,7 +199,15 @@ def _make_driver(
         idle_advice=IdleAdvice(settings.num_workers, workers_key="num_workers", batch_key="batch_size"),
     )
     hooks = _TaskHooks(
-        _accelerator_for(logger, accelerator), model, logger, settings, launch, groups, run, steps_per_epoch, read
+        _accelerator_for(logger, accelerator, launch, device),
+        model,
+        logger,
+        settings,
+        launch,
+        groups,
+        run,
+        steps_per_epoch,
+        read,
     )
     driver = Driver(
         run=run,
@@ -238,9 +246,20 @@ def _running_accelerator(accelerator: Accelerator | None, settings: TaskSettings
     return accelerator
 
 
-def _accelerator_for(logger: Any, accelerator: Accelerator | None) -> Accelerator | None:
+def _accelerator_for(
+    logger: Any, accelerator: Accelerator | None, launch: Launch, device: torch.device
+) -> Accelerator | None:
     """Return the accelerator for the logger's hooks: loggers of other packages use one, also where no engine does."""
-    return Accelerator() if accelerator is None and not isinstance(logger, ModelLogger) else accelerator
+    if isinstance(logger, ModelLogger):
+        return accelerator
+    if accelerator is None:
+        accelerator = Accelerator(cpu=device.type == "cpu")
+    if accelerator.num_processes != launch.world:  # several processes would write each file
+        raise UserError(
+            f"the logger's Accelerator has {accelerator.num_processes} processes, the task {launch.world}; start with "
+            "torchrun, on CPUs with ACCELERATE_USE_CPU=true, or use sd3_light.tasks.ModelLogger"
+        )
+    return accelerator
 
 
 def _engine_from_settings(

@@ -70,6 +70,8 @@ def test_two_processes_finish_again_and_stop_together(tmp_path: Path) -> None:
     """The file of a finished task is written again; a signal to the second process ends both, with exit code 75."""
     done = start_two(tmp_path, "stop")
     assert load_file(tmp_path / "finished" / "step-2.safetensors")
+    wrote = sorted(line for line in done.stdout.splitlines() if line.startswith("wrote"))
+    assert wrote == 2 * ["wrote ['step-2']"] + 2 * ["wrote []"], "one process writes"
     assert done.returncode == 1, "torchrun's own exit code"
     assert f"exitcode  : {RESUMABLE}" in done.stderr
     assert "toy.py" not in "".join(line for line in done.stderr.splitlines() if line.lstrip().startswith("File"))

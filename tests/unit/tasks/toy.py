@@ -68,6 +68,34 @@ class Toy(DiffusionTrainingModule):
         return velocity
 
 
+class PackageLogger:
+    """Saves when, and under the names, that the logger of the package `diffsynth` does."""
+
+    def __init__(self, output_path: Path) -> None:
+        self.output_path, self.num_steps = str(output_path), 0
+        self.files: list[str] = []
+
+    def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None, **kwargs: Any) -> None:
+        self.num_steps += 1
+        if save_steps is not None and self.num_steps % save_steps == 0:
+            self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
+
+    def on_epoch_end(self, accelerator: Any, model: Any, epoch_id: int) -> None:
+        self.save_model(accelerator, model, f"epoch-{epoch_id}.safetensors")
+
+    def on_training_end(self, accelerator: Any, model: Any, save_steps: int | None = None) -> None:
+        if save_steps is not None and self.num_steps % save_steps != 0:
+            self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
+
+    def save_model(self, accelerator: Any, model: Any, file_name: str) -> None:
+        accelerator.wait_for_everyone()
+        state = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            self.files.append(Path(file_name).stem)
+            state = accelerator.unwrap_model(model).export_trainable_state_dict(state)
+            accelerator.save(state, Path(self.output_path, file_name), safe_serialization=True)
+
+
 class Stopping(ModelLogger):
     """Asks its process to stop after the second step."""
 
@@ -95,10 +123,14 @@ def stop_twice(out: str) -> None:
 
 def finish_twice(out: str) -> None:
     """Train to the middle of an epoch, remove what was saved, and resume the finished task."""
+    os.environ.pop("ACCELERATE_USE_CPU", None)
     settings: dict[str, Any] = {"num_workers": 0, "engine": "torch", "max_steps": 2}
-    launch_training_task(None, Images(), Toy(), ModelLogger(out), **settings)
-    Path(out, "step-2.safetensors").unlink(missing_ok=True)  # by the first process that gets here
-    launch_training_task(None, Images(), Toy(), ModelLogger(out), **settings, resume=True)
+    for resume in (False, True):
+        logger: Any = PackageLogger(Path(out))
+        launch_training_task(None, Images(), Toy(), logger, **settings, resume=resume)
+        print(f"wrote {logger.files}")
+        if not resume:
+            Path(out, "step-2.safetensors").unlink(missing_ok=True)  # by the first process that gets here
 
 
 def main(out: str, stage: str) -> None:
