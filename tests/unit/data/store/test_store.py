@@ -666,7 +666,7 @@ class Refusal(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    do_GET = do_PUT = do_HEAD
+    do_GET = do_HEAD  # noqa: N815 - the library's name
 
     def log_message(self, *_: object) -> None:
         pass
@@ -689,9 +689,10 @@ def test_a_wrong_clock_is_named(s3: S3, monkeypatch: pytest.MonkeyPatch, minutes
         error = error_of("s3://bucket/any")
         with pytest.raises(protocols.RemoteForbidden) as of_head:
             protocols.with_retries("s3://bucket/any", lambda files, path: files.info(path))
-    for each in (error, str(of_head.value)):
-        assert text in each or (minutes, code) == (0, "RequestTimeTooSkewed")
-        assert ("set the clock" in each) == ("AWS_ACCESS_KEY_ID" not in each)
+    assert text in error
+    assert ("set the clock" in error) == ("AWS_ACCESS_KEY_ID" not in error)
+    if minutes:  # a reply without a body has only the time
+        assert text in str(of_head.value)
 
 
 PORTAL = b"\n <!DOCTYPE html><html><body>Please log in</body></html>"
