@@ -1,5 +1,6 @@
 """The routes, and the server itself."""
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -26,10 +27,11 @@ try:
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
-    from starlette.requests import Request
+    from starlette.requests import ClientDisconnect, Request
     from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
     from starlette.routing import Route
 
+    from sd3_light.ui import connections
     from sd3_light.ui.guard import LOCAL_HOSTS, Guard
 except ImportError as error:
     package = (error.name or "starlette").partition(".")[0]
@@ -75,8 +77,7 @@ def serve(site: Site, host: str, port: int, token: str | None, announce: Callabl
     shown = f"[{host}]" if ":" in host else host
     query = f"/?{urlencode({'token': token})}" if token else "/"
     announce(f"http://{shown}:{listening.getsockname()[1]}{query}")
-    config = uvicorn.Config(make_app(site, token), log_level="warning", timeout_graceful_shutdown=2)
-    server = _Server(config)
+    server = make_server(make_app(site, token))
     try:
         with contextlib.suppress(KeyboardInterrupt):
             server.run(sockets=[listening])
@@ -84,7 +85,7 @@ def serve(site: Site, host: str, port: int, token: str | None, announce: Callabl
         server.deadline.cancel()
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """A server that ends soon after Ctrl-C, even if a page is still being made: its thread cannot be interrupted."""
 
     deadline = threading.Timer(0, lambda: None)
@@ -96,6 +97,12 @@ class _Server(uvicorn.Server):
         self.deadline = threading.Timer(_END_SECONDS, os._exit, [0 if sig == signal.SIGINT else 128 + sig])
         self.deadline.daemon = True
         self.deadline.start()
+
+
+def make_server(app: Starlette) -> Server:
+    """Return the server of an application."""
+    config = uvicorn.Config(app, http=connections.TimedProtocol, log_level="warning", timeout_graceful_shutdown=2)
+    return Server(config)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -130,7 +137,7 @@ def make_app(site: Site, token: str | None = None) -> Starlette:
             Route("/data/{cache}/inspect", routes.inspect),
         ],
         middleware=[Middleware(Guard, token=token)],
-        exception_handlers={UserError: _show_error},
+        exception_handlers={UserError: _show_error, ClientDisconnect: _ignore},
     )
 
 
@@ -243,10 +250,16 @@ def _integer(text: str) -> int | None:
 
 async def _body(request: Request) -> bytes:
     body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _LARGEST_BODY:
-            raise UserError("the request is too long")
+    try:
+        async with asyncio.timeout(connections.REQUEST_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > _LARGEST_BODY:
+                    raise UserError("the request is too long")
+    except TimeoutError as error:
+        raise UserError(
+            f"the request did not arrive within {connections.REQUEST_SECONDS:.0f} s; send it again"
+        ) from error
     return body
 
 
@@ -258,6 +271,11 @@ def _page(request: Request, text: str) -> Response:
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     return HTMLResponse(body, headers=headers)
+
+
+def _ignore(request: Request, error: Exception) -> Response:
+    """Return an answer for a client that has closed its connection, which is not an error of the server."""
+    return Response(status_code=400)
 
 
 def _json(value: object, code: int = 200) -> Response:

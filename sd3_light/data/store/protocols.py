@@ -180,21 +180,20 @@ def _clock_problem(error: BaseException) -> str | None:
 
     The reply to a HEAD request has no error code, but the time of the store.
     """
-    response = next(
-        (found for each in _causes(error) if isinstance(found := getattr(each, "response", None), dict)), {}
-    )
+    responses = (getattr(each, "response", None) for each in _causes(error))
+    response = next((each for each in responses if isinstance(each, dict)), {})
     is_skewed = response.get("Error", {}).get("Code") in _CLOCK_CODES
     try:
         date = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
         minutes = (time.time() - date.timestamp()) / 60
     except (LookupError, TypeError, ValueError):  # no date, or not one
         minutes = 0.0
-    if not is_skewed and abs(minutes) < _MOST_SKEW_MINUTES:
+    is_skewed |= isinstance(error, PermissionError) and abs(minutes) > _MOST_SKEW_MINUTES
+    if not is_skewed:
         return None
-    offset = (
-        f" is {abs(minutes):,.0f} minutes {'ahead' if minutes > 0 else 'behind'}" if round(minutes) else " is wrong"
-    )
-    return f"the clock of this machine{offset}, and the store refuses requests of another time; set the clock"
+    side = "ahead" if minutes > 0 else "behind"
+    offset = f"{abs(minutes):,.0f} minutes {side}" if abs(minutes) >= 1 else "wrong"
+    return f"the clock of this machine is {offset}, and the store refuses requests of another time; set the clock"
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

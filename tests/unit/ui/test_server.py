@@ -2,12 +2,14 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +30,8 @@ pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui
 
 from starlette.testclient import TestClient
 
-from sd3_light.ui.server import Site, make_app, serve
+from sd3_light.ui import connections
+from sd3_light.ui.server import Site, make_app, make_server, serve
 
 HERE = "http://127.0.0.1:7860"
 DIGITS = "9" * 5000  # more than `int` parses
@@ -164,8 +167,6 @@ def test_a_token_that_no_cookie_can_hold_is_refused(runs: Path, token: str) -> N
 
 
 def test_a_port_in_use_is_a_user_error(runs: Path) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another --port"):
@@ -593,3 +594,82 @@ def test_values_that_are_not_valid_are_refused(
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"[" * 2000, b"\xff"])
 def test_a_body_that_is_not_an_object_is_refused(painter: TestClient, body: bytes) -> None:
     assert painter.post("/playground/drawings", content=body).status_code == 400
+
+
+# --- slow and foreign clients ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """Host and port of a running server that waits half a second for requests."""
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
+    site = Site.of_folders([runs], [], runs / "playground", lambda: pytest.fail("no library is needed"))
+    server = make_server(make_app(site))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = Thread(target=server.run, args=([listening],))
+        thread.start()
+        wait_until(lambda: server.started)
+        yield listening.getsockname()
+        server.should_exit = True
+        thread.join()
+
+
+def received(connection: socket.socket) -> bytes:
+    """Return everything until the server closes the connection."""
+    connection.settimeout(HANG_SECONDS)
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+GET = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+POST = b"POST /start HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\nconfig="
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [(b"", b""), (GET[:20], b""), (POST[:40], b""), (GET + GET[:9], b"200 OK"), (POST, b"did not arrive within")],
+    ids=["nothing", "half a GET", "half a head", "half a second request", "half a body"],
+)
+def test_a_request_that_does_not_arrive_is_given_up(address: tuple[str, int], sent: bytes, answer: bytes) -> None:
+    with socket.create_connection(address) as connection:
+        connection.sendall(sent)
+        reply = received(connection)
+    assert answer in reply
+    assert bool(reply) == bool(answer)
+
+
+def test_a_slow_request_that_arrives_is_answered(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", HANG_SECONDS)
+    with socket.create_connection(address) as connection:
+        for start in range(0, len(GET), 10):
+            connection.sendall(GET[start : start + 10])
+            time.sleep(0.02)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_client_that_leaves_is_not_an_error_of_the_server(
+    address: tuple[str, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(3):
+        with socket.create_connection(address) as connection:
+            connection.sendall(POST)
+            time.sleep(0.05)
+    with socket.create_connection(address) as connection:
+        connection.sendall(GET)
+        received(connection)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_other_websites_can_link_to_pages_and_load_nothing(client: TestClient, runs: Path) -> None:
+    run = f"/runs/{folder_id(runs / 'first')}"
+    for site in ("cross-site", "same-site"):
+        link = {"sec-fetch-site": site, "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+        assert client.get("/", headers=link).status_code == 200
+        assert client.get("/data/any-id/inspect", headers=link).status_code == 403
+        for dest in ("image", "script", "iframe", "empty"):
+            headers = {"sec-fetch-site": site, "sec-fetch-dest": dest}
+            for path in ("/", run, f"{run}/sample?file=samples/step-00000010.png", "/data/any-id/inspect"):
+                assert client.get(path, headers=headers).status_code == 403
+    for site in ("same-origin", "none"):
+        headers = {"sec-fetch-site": site, "sec-fetch-dest": "image"}
+        assert client.get(f"{run}/sample?file=samples/step-00000010.png", headers=headers).status_code == 200
+        assert client.get("/data/any-id/inspect", headers=headers).status_code == 404, "the guard lets it pass"
