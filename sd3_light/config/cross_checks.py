@@ -239,9 +239,15 @@ def sampling(train: TrainConfig) -> Iterator[Fault]:
     if table.every_n_steps is not None and not table.images:
         yield _fault("sampling.prompts", "is required with sampling.every_n_steps: there is nothing to draw")
     default = "empty" if train.model.continues_weights else "zero"
-    if table.negative_prompts and (train.model.uncond_text or default) == "zero":
+    yield from negative_prompts(train, train.model.uncond_text or default)
+
+
+def negative_prompts(train: TrainConfig, uncond_text: str) -> Iterator[Fault]:
+    """Negative prompts need the text of stock guidance."""
+    prompts = train.sampling.negative_prompts
+    if prompts and uncond_text == "zero":
         problem, hint = 'has no effect with model.uncond_text = "zero"', 'remove it, or write uncond_text = "empty"'
-        yield _fault("sampling.negative_prompt", problem, f'"{table.negative_prompts[0]}"', hint=hint)
+        yield _fault("sampling.negative_prompt", problem, f'"{prompts[0]}"', hint=hint)
 
 
 def eval_names(train: TrainConfig) -> Iterator[Fault]:
