@@ -4,6 +4,7 @@ import math
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
 
 
 def _in_memory(
-    folder: Path, dtype: torch.dtype, updates: dict[str, proof_process.Update], inputs: dict[str, Tensor]
+    folder: Path, dtype: torch.dtype, updates: Mapping[str, proof_process.Update], inputs: dict[str, Tensor]
 ) -> Tensor:
     """Return the base's output with the updates in memory, without using the file's reader."""
     denoiser = load_diffusers_model(SD3Transformer2DModel, folder, dtype)

@@ -1,4 +1,4 @@
-"""The benchmark of all commands at real size makes a tiny model here, runs what is asked and what it needs, and lists it."""
+"""The benchmark of all commands at real size, with a tiny model: it runs what is asked and what that needs."""
 
 import json
 import subprocess
