@@ -12,7 +12,7 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from sd3_light.inputs import open_regular
 from sd3_light.system import machine, process_exists, umask
 
 _DAY_SECONDS = 86400
+OWN_FILES = (".*~*~*.tmp",)
+"""Patterns of the temporary names that this module gives."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
@@ -191,9 +193,12 @@ def swap_folder(new: Path, path: Path, aside: Path) -> None:
         raise
 
 
-def sweep_files(folder: Path) -> None:
-    """Remove the temporary files in ``folder`` whose writer has ended."""
-    for path in (*folder.glob(".*~*.tmp"), *folder.glob(".tmp*")):  # the latter are the safetensors library's
+def sweep_files(folder: Path, patterns: Sequence[str] = (".*~*.tmp", ".tmp*")) -> None:
+    """Remove the temporary files in ``folder`` whose writer has ended; ``.tmp*`` are the safetensors library's.
+
+    For a folder that may hold files of other programs, pass `OWN_FILES` or a narrower pattern.
+    """
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
         if _is_left_over(path):
             path.unlink(missing_ok=True)
 

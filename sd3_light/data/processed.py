@@ -26,7 +26,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, SHARDS
 from sd3_light.data.sample_files import SAMPLE_SUFFIX, read_sample_file, write_sample_file
 from sd3_light.data.shards import write_files
-from sd3_light.files import atomic_file, file_sha256, write_atomically
+from sd3_light.files import atomic_file, file_sha256, sweep_files, write_atomically
 from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file, require_regular
 
 PROCESSED_FORMAT = 1
@@ -188,6 +188,8 @@ def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int
     samples = [list(rows[number]) for number in range(count)]
     manifest = {"format": PROCESSED_FORMAT, "kind": _KIND, "recipe": dict(recipe), "shards": shards, "samples": samples}
     write_atomically(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False).encode())
+    for each in (folder, folder / SHARDS, *folder.glob("[0-9]*")):
+        sweep_files(each)
 
 
 class ProcessedDataset(Dataset[Any]):

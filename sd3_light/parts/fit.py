@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import Stopped, UserError
-from sd3_light.files import atomic_file
+from sd3_light.files import atomic_file, sweep_leftovers
 from sd3_light.inputs import require_regular
 from sd3_light.optim.ema import MAIN_TRACK, Averages
 from sd3_light.optim.schedules import learning_rate
@@ -263,6 +263,7 @@ class Fit:
 
     def _load(self) -> None:
         path = self.folder / STATE_FILE
+        sweep_leftovers(path)
         if not path.is_file():
             return
         _, metadata = open_tensors(path)

@@ -26,7 +26,7 @@ from sd3_light.encoders.caption_lengths import cut_prompts
 from sd3_light.engines import Launch
 from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.open_pipeline import open_pipeline
-from sd3_light.files import write_errors
+from sd3_light.files import sweep_files, write_errors
 from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
 from sd3_light.sampling.generate import size_fault, stream_images
@@ -92,6 +92,7 @@ def run(
     grid = out / (f"grid-{first:05d}.png" if first else GRID)
     _refuse_to_overwrite([*(image_path(out, number) for number in share), *([grid] if shown else [])])
     if share or shown:
+        sweep_images(out)
         opened = open_model(model, options, launch)
         requests = {first + at: opened.request(row, seed) for at, (row, seed) in enumerate(jobs)}
         for line in opened.cut_prompts(requests.values()):
@@ -136,6 +137,11 @@ def first_free_number(out: Path) -> int:
     """Return the number after the highest of the images in the folder."""
     numbers = [int(path.stem) for path in out.glob("*.png") if re.fullmatch(r"\d{5,}", path.stem)]
     return max(numbers, default=-1) + 1
+
+
+def sweep_images(out: Path) -> None:
+    """Remove the parts of images that killed processes left in the folder."""
+    sweep_files(out, [".*.png.*~*~*.tmp"])
 
 
 def _refuse_to_overwrite(paths: Sequence[Path]) -> None:

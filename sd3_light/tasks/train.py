@@ -26,6 +26,7 @@ from sd3_light.data.video import write_video
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import TaskEngine, launch_from_accelerator
 from sd3_light.engines.processes import ProcessGroups, abort_process_group, start_process_group
+from sd3_light.files import OWN_FILES, sweep_files
 from sd3_light.metrics.validation import eval_points, validate
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
@@ -293,6 +294,7 @@ def _accumulation_steps(accelerator: Accelerator | None, settings: TaskSettings)
 def _check_start(dataset: Any, module: TaskModule, folder: Path, settings: TaskSettings, stack: ExitStack) -> None:
     """Lock the folder; raise if it holds another task, or if processed data does not fit the units."""
     stack.enter_context(locked_folder(folder, "output_path"))
+    sweep_files(folder, OWN_FILES)
     newest = newest_usable(folder, _DAMAGED_REMEDY)
     if newest is not None and not settings.resume:
         raise UserError(

@@ -204,8 +204,9 @@ class Playground:
         launch = self.prepare()
         from sd3_light.sampling.generate import Cancelled
         from sd3_light.sampling.image_requests import PromptRow
-        from sd3_light.stages.sample import first_free_number
+        from sd3_light.stages.sample import first_free_number, sweep_images
 
+        sweep_images(self.out)
         request, options = drawing.request, drawing.request.options()
         for label, folder in request.models.items():
             if drawing.cancelled.is_set():

@@ -14,6 +14,7 @@ from sd3_light.config.faults import Stopped, UserError
 from sd3_light.parts import fit
 from sd3_light.parts.fit import Fit, FitOptions
 from sd3_light.randomness import stream
+from tests.leftovers import leave
 
 
 class Line:
@@ -140,6 +141,12 @@ def test_a_damaged_state_is_reported(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(UserError, match="not a complete safetensors file"):
         start(tmp_path)
+
+
+def test_what_a_killed_training_left_is_removed(tmp_path: Path) -> None:
+    leftover = leave(tmp_path / fit.STATE_FILE)
+    start(tmp_path).run(lambda: None)
+    assert not leftover.exists()
 
 
 # --- hand-computed values ----------------------------------------------------------------------

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, ProcessedDataset, launch_data_process_task, launch_training_task
+from tests.leftovers import leave
 from tests.unit.tasks.toy import Encode, Images, Toy
 
 
@@ -126,3 +127,10 @@ def test_samples_of_another_number_of_processes_are_reused_or_replaced(tmp_path:
     assert process(tmp_path, model=changed) == 6
     expected = changed.process(Images(6, mixed=True)[3])["latents"]
     assert torch.equal(ProcessedDataset(tmp_path)[3]["latents"], expected)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    names = ("manifest.json", "shards/00000-00000.safetensors", "0/3.json", "1/4.pth")
+    leftovers = [leave(tmp_path / name) for name in names]
+    process(tmp_path)
+    assert not [path for path in leftovers if path.exists()]

@@ -22,6 +22,7 @@ from sd3_light.engines.torch import task_loss_sums
 from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.runlog import read_log
 from sd3_light.tasks import FlowMatchSFTLoss, ModelLogger, launch_training_task
+from tests.leftovers import leave
 from tests.unit.tasks.toy import Images, PackageLogger, Toy
 
 
@@ -445,3 +446,9 @@ def test_validation_has_its_own_noise_which_no_epoch_changes() -> None:
     assert torch.equal(noise(0.5, 0), noise(0.5, 4))
     assert not torch.equal(noise(0.5, 0), noise(None, 0))
     assert not torch.equal(noise(None, 0), noise(None, 4))
+
+
+def test_what_a_killed_task_left_is_removed(tmp_path: Path) -> None:
+    leftover = leave(tmp_path / "step-5.safetensors")
+    run(tmp_path)
+    assert not leftover.exists()
