@@ -110,7 +110,7 @@ def main() -> None:
     }
     for worker in workers.values():
         turn(worker, 2)
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(args.busy)]
+    busy = [subprocess.Popen([sys.executable, "-P", "-c", "while True: pass"]) for _ in range(args.busy)]
     try:
         for process in busy:
             process.send_signal(signal.SIGSTOP)

@@ -100,7 +100,7 @@ def measure(command: Sequence[object], out: Path) -> CommandCost:
     """Run ``sd3-light command`` and sample its memory ten times per second."""
     arguments = [str(argument) for argument in command]
     started, peak = time.monotonic(), 0
-    process = subprocess.Popen([sys.executable, "-m", "sd3_light", *arguments])
+    process = subprocess.Popen([sys.executable, "-P", "-m", "sd3_light", *arguments])
     while process.poll() is None:
         peak = max(peak, sum(map(_anonymous, _tree(process.pid))))
         time.sleep(0.1)

@@ -3,10 +3,10 @@
     python benchmarks/lora_concept.py [--out FOLDER] [--steps 150] [--images 20] [--prompts 96] [--set KEY=VALUE]
 
 The word is `zorb`: a combination of colour and shape that the model has never seen. Training follows
-`recipes/lora.toml` on a few captioned images (one or several zorbs on each background). Both scores are composition
-scores, of the base and of the base with the LoRA loaded by stock diffusers:
+`recipes/lora.toml` with the values of `DEMO_KEYS`, on a few captioned images (one or several zorbs on each background).
+Both scores are composition scores, of the base and of the base with the LoRA loaded by stock diffusers:
 
-    concept   prompts with the word; chance is 1 in 49 pairs of colour and shape
+    concept   prompts with the word: the captions of the training images; chance is 1 in 49 pairs of colour and shape
     rest      the demo's held-out prompts, which never contain the word
 
 Prints one JSON line: both scores before and after, and the seconds of training and in total. Measured with the defaults

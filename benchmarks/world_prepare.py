@@ -122,7 +122,7 @@ def build_cache(folder: Path, overrides: tuple[str, ...], processes: int) -> Non
     if processes == 1:
         cache.run(loaded)
         return
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    launcher = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     options = ["--config", str(loaded.path), "--cache-only"]
     for override in bench.overrides(overrides):
         options += ["--set", override]

@@ -36,7 +36,7 @@ def train(out: Path, processes: int, overrides: list[str]) -> Iterator[tuple[str
     """Yield the name and command of each stage of the recipe."""
     config = ["--config", str(out / "base.toml"), *(word for one in overrides for word in ("--set", one))]
     script = str(ROOT / "train.py")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
     yield "cache", [*(torchrun if processes > 1 else [sys.executable]), script, *config, "--cache-only"]
     yield "train", [sys.executable, script, *config, "--trust-cache"]
 

@@ -47,7 +47,7 @@ SAMPLED = (
 def command(*arguments: object) -> None:
     """Run `sd3-light` of this working tree."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-m", "sd3_light", *map(str, arguments)], check=True, env=environment)
+    subprocess.run([sys.executable, "-P", "-m", "sd3_light", *map(str, arguments)], check=True, env=environment)
 
 
 def save_small(image: Image.Image, path: Path) -> None:
@@ -96,7 +96,7 @@ def live_page(demo: Path) -> None:
     from sd3_light.ui.folders import folder_id
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    arguments = [sys.executable, "-m", "sd3_light", "ui", str(demo), "--port", "0"]
+    arguments = [sys.executable, "-P", "-m", "sd3_light", "ui", str(demo), "--port", "0"]
     with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         address = server.stdout.readline().split()[1]  # open ADDRESS (...)

@@ -12,22 +12,25 @@ import shutil
 import stat
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from sd3_light.config.faults import UserError
+from sd3_light.inputs import open_regular
 from sd3_light.system import machine, process_exists, umask
 
 _DAY_SECONDS = 86400
+OWN_FILES = (".*~*~*.tmp",)
+"""Patterns of the temporary names that this module gives."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE)
 
 
 def file_sha256(path: Path) -> str:
     """Return the hash of a file's bytes."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -97,6 +100,14 @@ def disk_error(error: OSError) -> str | None:
     return f"{error.strerror}{file}; free disk space or fix the disk, then start again. Finished files are kept"
 
 
+def disk_remedy(error: BaseException) -> str:
+    """Return what to do about a full, read-only, failing or unmounted disk; "" if the error has another cause."""
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, SafetensorError) and (match := re.search(r"\(os error (\d+)\)", str(error))):
+        number = int(match[1])
+    return "free disk space or fix the disk" if number in _DISK_ERRORS else ""
+
+
 @contextmanager
 def write_errors(path: Path) -> Iterator[None]:
     """Convert disk errors in this block to a UserError that names ``path``."""
@@ -123,15 +134,24 @@ def new_file(path: Path) -> Iterator[Path]:
         apply_umask(temporary)
         _sync(temporary)
         try:
-            os.link(temporary, path)
+            name_new_file(temporary, path)
         except FileExistsError:
             refuse_existing(path)
-        except OSError:  # no hard links on this disk: another process can still take the name between these two calls
-            refuse_existing(path)
-            os.rename(temporary, path)
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def name_new_file(temporary: Path, path: Path) -> None:
+    """Give a temporary file its name. Raises FileExistsError if another process has taken it."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        raise
+    except OSError as error:  # no hard links on this disk: another process can still take the name between these calls
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path)) from error
+        os.rename(temporary, path)
 
 
 @contextmanager
@@ -173,9 +193,12 @@ def swap_folder(new: Path, path: Path, aside: Path) -> None:
         raise
 
 
-def sweep_files(folder: Path) -> None:
-    """Remove the temporary files in ``folder`` whose writer has ended."""
-    for path in (*folder.glob(".*~*.tmp"), *folder.glob(".tmp*")):  # the latter are the safetensors library's
+def sweep_files(folder: Path, patterns: Sequence[str] = (".*~*.tmp", ".tmp*")) -> None:
+    """Remove the temporary files in ``folder`` whose writer has ended; ``.tmp*`` are the safetensors library's.
+
+    For a folder that may hold files of other programs, pass `OWN_FILES` or a narrower pattern.
+    """
+    for path in (path for pattern in patterns for path in folder.glob(pattern)):
         if _is_left_over(path):
             path.unlink(missing_ok=True)
 

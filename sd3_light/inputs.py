@@ -7,15 +7,17 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 TEXT_BYTES = 1 << 26
 """Largest config, index of weights or other small text file."""
 INDEX_BYTES = 1 << 32
 """Largest manifest of a cache or index of a checkpoint: both may list millions of entries."""
+NOT_REGULAR = "not a regular file"
+"""The ``strerror`` of a pipe, device or socket."""
 MAX_DEPTH = 100
 """Deepest nesting of lists and tables in JSON and TOML."""
 _PIECE = 1 << 16
@@ -26,25 +28,52 @@ _LONGEST_PATH = 4095  # bytes, PATH_MAX of Linux
 
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading. A pipe, device, socket or folder is an OSError, and never waits for a writer."""
+    return os.fdopen(regular_handle(path, os.O_RDONLY), "rb")
+
+
+def regular_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
+    """Return a file descriptor, as `os.open` does, or as the ``opener`` of `open`; refuses what `open_regular` does."""
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        # before it is opened: some devices act on that
+        _require_regular_mode(path, os.stat(path).st_mode)
+    except FileNotFoundError:
+        if not flags & os.O_CREAT:
+            raise
     except ValueError as error:  # a NUL character
         raise OSError(errno.EINVAL, "not a valid path", str(path)) from error
+    handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     try:
-        mode = os.fstat(handle).st_mode
-        if stat.S_ISDIR(mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return os.fdopen(handle, "rb")
+        _require_regular_mode(path, os.fstat(handle).st_mode)
     except OSError:
         os.close(handle)
         raise
+    return handle
 
 
-def require_regular(path: str | Path) -> None:
-    """Raise an OSError unless `open_regular` can open the file, for libraries that open it themselves."""
-    open_regular(path).close()
+def _require_regular_mode(path: str | Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, NOT_REGULAR, str(path))
+
+
+def require_regular(path: str | Path, limit: int | None = None) -> None:
+    """Raise an OSError unless `open_regular` can open the file, for libraries that open it themselves.
+
+    More than ``limit`` bytes are an OSError too.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+    if limit is not None and size > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit >> 20} MiB", str(path))
+
+
+def lines_of(file: BinaryIO, limit: int = TEXT_BYTES) -> Iterator[bytes]:
+    """Yield the lines of an open file; one of more than ``limit`` bytes is a ValueError."""
+    while line := file.readline(limit + 1):
+        if len(line) > limit:
+            raise ValueError(f"it has a line of more than {limit >> 20} MiB")
+        yield line
 
 
 def read_limited(path: str | Path, limit: int = TEXT_BYTES) -> bytes:
@@ -53,7 +82,7 @@ def read_limited(path: str | Path, limit: int = TEXT_BYTES) -> bytes:
         size = os.fstat(file.fileno()).st_size
         data = file.read(max(size, _PIECE)) if size <= limit else b""
         if size > limit or file.read(1):  # a file may grow, and some of /proc have no size
-            raise OSError(errno.EFBIG, f"larger than {max(size, limit) >> 20} MiB", str(path))
+            raise OSError(errno.EFBIG, f"larger than {limit >> 20} MiB", str(path))
         return data
 
 

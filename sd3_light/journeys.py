@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from sd3_light.assets import DEMO
 from sd3_light.checkpoint.lock import is_locked
@@ -20,7 +19,7 @@ from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.cpu_threads import limit_threads
 from sd3_light.metrics.composition import DEMANDS, CompositionScore
 from sd3_light.recipes import FOLDER as RECIPES
-from sd3_light.runlog import info, progress
+from sd3_light.runlog import ResultTable, info, print_table, progress
 from sd3_light.stages import cache, check, evaluate, init, train
 from sd3_light.system import usable_cores
 from sd3_light.training.other_process import train_beside
@@ -41,6 +40,7 @@ def cache_then_train(
     check.require(loaded)
     deepspeed.require(loaded.train, launch, by_deepspeed)
     train.require_start(loaded, resume)
+    options = replace(options or cache.CacheOptions(), review=train.order_review(loaded, launch, resume))
     cache.run(loaded, launch, options)
     return train.run(loaded, launch, resume, by_deepspeed)
 
@@ -53,7 +53,7 @@ def build_caches(loaded: LoadedConfig, launch: Launch, options: cache.CacheOptio
     return [location for location in locations if isinstance(location, Path)]
 
 
-def cache_then_validate(loaded: LoadedConfig, model: Path, launch: Launch, out: Path | None = None) -> Table:
+def cache_then_validate(loaded: LoadedConfig, model: Path, launch: Launch, out: Path | None = None) -> ResultTable:
     """Compute the validation loss of a model on a config's evaluation sets, which are encoded first if needed."""
     evaluate.require_eval_sets(loaded)
     check.require(loaded)
@@ -62,7 +62,7 @@ def cache_then_validate(loaded: LoadedConfig, model: Path, launch: Launch, out: 
     if out is not None and launch.is_main:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(losses_by_set, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    table = Table("loss", title="validation", caption=model.name)
+    table = ResultTable("loss", title="validation", caption=model.name)
     for name in losses_by_set:
         table.add_column(name, justify="right")
     for key in next(iter(losses_by_set.values())):
@@ -106,16 +106,16 @@ def run_demo(out: Path, steps: int | None, more_steps: int | None, images: int, 
         f"pretrained here from random weights: {scratch_samples:,} samples": pretrained,
         f"shipped base, then trained here: {base_samples:,} samples": final,
     }
-    Console().print(score_table(rows))
+    print_table(score_table(rows))
     minutes = (time.monotonic() - started) / 60
     Console().print(f"took {minutes:.1f} minutes; open {grid}", highlight=False, soft_wrap=True)
     return grid
 
 
-def score_table(rows: Mapping[str, CompositionScore], of: str = "of held-out combinations") -> Table:
+def score_table(rows: Mapping[str, CompositionScore], of: str = "of held-out combinations") -> ResultTable:
     """Return a table of scores in percent, one column per model."""
     num_prompts = next(iter(rows.values())).num_prompts
-    table = Table("correct", title=f"{num_prompts} prompts {of}: % of images that match the prompt")
+    table = ResultTable("correct", title=f"{num_prompts} prompts {of}: % of images that match the prompt")
     for name in rows:
         table.add_column(name, justify="right")
     for demand in DEMANDS:

@@ -59,7 +59,8 @@ METADATA_KEY = "sd3_light"
 _ORDER = {name: index for index, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's limit
-_MAX_DIMENSIONS = 64  # torch's limit
+MAX_DIMENSIONS = 64
+"""torch's limit; the time of many operations grows with the square of the dimensions."""
 
 
 class Header(NamedTuple):
@@ -84,6 +85,12 @@ def read_header(file: BinaryIO) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its metadata is not a table of strings")
     return Header(entries, metadata, 8 + length)
+
+
+def check_header(path: Path) -> None:
+    """Raise an OSError or a ValueError unless a file begins as a safetensors file: the library maps all of it."""
+    with open_regular(path) as file:
+        read_header(file)
 
 
 def header_bytes(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -119,7 +126,7 @@ class Span:
             return bytes(self.size)
         if isinstance(self.source, bytes):
             return self.source[self.start : self.start + self.size]
-        with open(self.source, "rb") as file:
+        with open_regular(self.source) as file:
             file.seek(self.start)
             data = file.read(self.size)
         if len(data) < self.size:
@@ -267,7 +274,7 @@ def _stored(path: Path, start: int, entry: Mapping[str, Any]) -> StoredTensor:
     if dtype not in DTYPES:
         raise ValueError(f"it contains tensors of type {dtype}")
     valid = all(type(number) is int for number in (*shape, begin, end)) and min(shape, default=0) >= 0
-    if not valid or len(shape) > _MAX_DIMENSIONS:
+    if not valid or len(shape) > MAX_DIMENSIONS:
         raise ValueError("its header is not a safetensors header")
     return StoredTensor(dtype, tuple(shape), (Span(path, start + begin, end - begin),))
 

@@ -1,5 +1,6 @@
 """A stand-in for the part of Ray that the cache stage uses: tasks and actors run at once, in this process."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -97,8 +98,10 @@ class FakeRay(ModuleType):
         self.task_options: list[dict[str, Any]] = []
         self.remote_functions: list[Any] = []
         self.num_killed = 0
+        self.worker_path = ""
 
     def init(self, **_: Any) -> None:
+        self.worker_path = os.getcwd()  # Ray's workers import from there
         self.connected = True
 
     def shutdown(self) -> None:

@@ -13,9 +13,18 @@ from typing import Any
 import torch.distributed as dist
 
 from sd3_light.checkpoint.host_buffers import HostBuffers, copy_bytes
-from sd3_light.checkpoint.store import checkpoint_name, commit, keep_newest, reset_folder, temporary_folder, write_part
+from sd3_light.checkpoint.store import (
+    checkpoint_name,
+    commit,
+    keep_newest,
+    newest_checkpoint,
+    reset_folder,
+    temporary_folder,
+    write_part,
+)
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
+from sd3_light.files import disk_remedy
 
 
 @dataclass(frozen=True)
@@ -101,10 +110,22 @@ class CheckpointSaved:
 
 @dataclass(frozen=True)
 class CheckpointFailed:
-    """A checkpoint that could not be written; ``reason`` is one line with the rank. Earlier ones are intact."""
+    """A checkpoint that could not be written; ``reason`` is one line with the rank.
+
+    ``remedy`` is what to do about it, if the disk is the cause.
+    """
 
     step: int
     reason: str
+    remedy: str = ""
+
+
+class _WriteFailed(Exception):
+    """A rank could not write: the reason in one line and its remedy."""
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
 
 
 class CheckpointKeeper(BackgroundWorker):
@@ -163,10 +184,11 @@ class CheckpointKeeper(BackgroundWorker):
             self._together(main, lambda: reset_folder(temporary))
             sizes = self._together(writes, lambda: write_part(temporary, self.rank, pieces))
             warning = self._together(main, lambda: self._commit(step, facts))[0]
-        except UserError as failure:
+        except _WriteFailed as failure:
             # all ranks have stopped writing; each cleans up, because the folder may not be shared after all
             shutil.rmtree(temporary, ignore_errors=True)
-            return CheckpointFailed(step, str(failure))
+            intact = "" if newest_checkpoint(self.folder) is None else "; earlier checkpoints are intact"
+            return CheckpointFailed(step, f"{failure}{intact}", failure.remedy)
         path, size = self.folder / checkpoint_name(step), sum(sizes[: self.writers])
         return CheckpointSaved(step, facts, path, size, time.perf_counter() - started, stall, warning)
 
@@ -180,23 +202,22 @@ class CheckpointKeeper(BackgroundWorker):
 
     def _together(self, has_work: bool, work: Callable[[], object]) -> list[Any]:
         """Do this rank's work, if any; return the results of all ranks, or raise the first failure on all of them."""
-        result, failure = None, ""
+        result, failure, remedy = None, "", ""
         try:
             result = work() if has_work else None
         except (OSError, UserError) as error:
-            failure = _reason(error)
-        outcomes: list[Any] = [(result, failure)] * self._members
+            failure, remedy = _reason(error), disk_remedy(error)
+        outcomes: list[Any] = [(result, failure, remedy)] * self._members
         if self._group is not None:
             try:
-                dist.all_gather_object(outcomes, (result, failure), self._group)
+                dist.all_gather_object(outcomes, (result, failure, remedy), self._group)
             except RuntimeError as error:  # gloo raises only this: a rank is gone, or the group's timeout expired
-                reason = f"rank {self.rank} lost the other ranks: {_reason(error)}; earlier checkpoints are intact"
-                raise UserError(reason) from error
-        for rank, (_, failure) in enumerate(outcomes):
+                raise _WriteFailed(f"rank {self.rank} lost the other ranks: {_reason(error)}") from error
+        for rank, (_, failure, remedy) in enumerate(outcomes):
             if failure:
                 prefix = f"rank {rank}: " if self._members > 1 else ""
-                raise UserError(f"{prefix}{failure}; earlier checkpoints are intact")
-        return [result for result, _ in outcomes]
+                raise _WriteFailed(f"{prefix}{failure}", remedy)
+        return [result for result, _, _ in outcomes]
 
 
 def _reason(error: Exception) -> str:

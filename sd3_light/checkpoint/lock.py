@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sd3_light.config.faults import UserError
+from sd3_light.inputs import regular_handle
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def locked_folder(folder: Path, key: str = "output_dir") -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+        handle = regular_handle(folder / ".lock", os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise UserError(f"{folder} is not writable ({error.strerror}); choose another {key}") from error
     try:
@@ -39,7 +40,7 @@ def is_locked(folder: Path) -> bool:
     """Return whether another process trains in the folder; False where its file system has no locks."""
     layout = "@hhqqi"  # struct flock: type, whence, start, length, process
     try:
-        handle = os.open(folder / ".lock", os.O_RDONLY)
+        handle = regular_handle(folder / ".lock", os.O_RDONLY)
     except OSError:
         return False
     try:

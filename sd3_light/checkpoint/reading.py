@@ -14,6 +14,7 @@ from sd3_light.checkpoint.index import INDEX, Index, IndexEntry, Range, damaged,
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import TensorPiece
+from sd3_light.inputs import open_regular
 from sd3_light.tensor_file import DTYPES, read_tensor_file
 
 
@@ -162,7 +163,7 @@ def read_range(path: Path, offset: int, count: int, dtype: torch.dtype) -> tuple
     """
     values = torch.empty(count, dtype=dtype)
     data, done = tensor_bytes(values), 0
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         file.seek(offset)
         while done < len(data):
             num_read = file.readinto(data[done:])

@@ -4,13 +4,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
 from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.config.model_path import require_model_path
+from sd3_light.runlog import print_table
 
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
@@ -183,7 +183,7 @@ def evaluate(
     _require_one_measure(models, against, features, config, against_only=(features, cells, page))
     if against is not None and features is not None:
         options = measure.AgainstOptions(prompts or 1000, steps, guidance, seed, batch, cells, loras)
-        Console().print(measure.run(models, against, features, options, out, page).table())
+        print_table(measure.run(models, against, features, options, out, page).table())
         _report_written(out, page)
     elif config is not None:
         if lora:
@@ -220,7 +220,7 @@ def _validate(config: Path, overrides: list[str] | None, model: Path, launch: "L
 
     table = cache_then_validate(load_checked(config, overrides), model, launch, out)
     if launch.is_main:
-        Console().print(table)
+        print_table(table)
         _report_written(out)
 
 
@@ -228,7 +228,7 @@ def _report_scores(model: Path, scores: "CompositionScore", seen: bool, out: Pat
     from sd3_light.journeys import score_table
 
     combinations = "of combinations seen in training" if seen else "of held-out combinations"
-    Console().print(score_table({str(model): scores}, combinations))
+    print_table(score_table({str(model): scores}, combinations))
     _report_written(out)
 
 

@@ -39,8 +39,12 @@ def parts(
         bool, typer.Option("--decoder-only", help="With --init: keep the encoder, so that the latents stay the same.")
     ] = False,
     channels: Annotated[int, typer.Option(min=1, max=64, help="Latent channels of a new VAE.")] = 16,
-    vae_batch: Annotated[int, typer.Option(min=2, help="Images per step of the VAE.")] = 128,
-    text_batch: Annotated[int, typer.Option(min=2, help="Pairs per step of the text encoders.")] = 512,
+    vae_batch: Annotated[
+        int | None, typer.Option(min=2, help="Images per step of the VAE (default: 128, on a CPU what it can do).")
+    ] = None,
+    text_batch: Annotated[
+        int | None, typer.Option(min=2, help="Pairs per step of the text encoders (default: 512, on a CPU 64).")
+    ] = None,
     vae_lr: Annotated[float, typer.Option(min=0, help="Learning rate of the VAE.")] = 1e-3,
     text_lr: Annotated[float, typer.Option(min=0, help="Learning rate of the text encoders.")] = 5e-4,
     kl: Annotated[float, typer.Option(min=0, help="Weight of the KL term: more gives smoother latents.")] = 2e-4,

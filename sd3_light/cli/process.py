@@ -17,6 +17,7 @@ from rich.console import Console
 
 from sd3_light.config.faults import RESUMABLE, PeerLost, Stopped, UserError
 from sd3_light.files import disk_error
+from sd3_light.inputs import NOT_REGULAR
 from sd3_light.runlog import info, quiet_libraries, set_main_process
 from sd3_light.system import limit_spinning
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from sd3_light.config import LoadedConfig
     from sd3_light.engines import Launch
 
+_PATH_ERRORS = (
+    *(errno.ENAMETOOLONG, errno.EACCES, errno.EPERM),
+    *(errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EFBIG),  # also by `sd3_light/inputs.py`
+)
 _DEBUG = bool(os.environ.get("SD3_LIGHT_DEBUG"))
 
 
@@ -77,6 +82,7 @@ def _without_collections() -> Iterator[None]:
 
 def run_guarded(work: Callable[[], object]) -> int:
     """Run ``work`` and return the exit code: 0, 1 for a bug, 2 for a user error, 75 if starting again is enough."""
+    os.environ["PYTHONSAFEPATH"] = "1"  # processes that libraries start do not import from the working directory
     try:
         work()
     except UserError as error:
@@ -142,8 +148,8 @@ def given_options(context: typer.Context, *without: str) -> list[str | Path]:
 
 
 def _path_error(error: OSError) -> str | None:
-    """Return one line about a path that is too long or protected; None for other errors."""
-    if error.errno not in (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM):
+    """Return one line about a path that is too long, protected, or not a file of its kind; None for other errors."""
+    if error.errno not in _PATH_ERRORS and error.strerror != NOT_REGULAR:
         return None
     place = "" if error.filename is None else f"{str(error.filename)[:200]}: "
     return f"{place}{error.strerror}; check the path and its permissions"

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from sd3_light.cli.app import Command, app
 from sd3_light.cli.process import echo, init_process, suggest
+from sd3_light.runlog import print_table
 
 
 @app.command(cls=Command)
@@ -24,7 +24,7 @@ def inspect(
 
     if out is None:
         with opened(cache, 0, seed) as (folder, counted):
-            Console().print(stage.render(stage.run(folder, seed, counted), cache))
+            print_table(stage.render(stage.run(folder, seed, counted), cache))
         suggest(("inspect", cache, "--out", "cache.html"))
         return
     init_process()
@@ -47,7 +47,7 @@ def report(
     from sd3_light.stages import report as stage
 
     if out is None:
-        Console().print(stage.render(stage.run(run)))
+        print_table(stage.render(stage.run(run)))
         suggest(("report", run, "--out", "report.html"))
         return
     for note in stage.write_run_page(run, out):

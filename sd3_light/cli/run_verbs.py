@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from sd3_light.cli.app import Command, ConfigFile, Overrides, Regenerate, TrustCache, app
 from sd3_light.cli.process import command_line, continued_by, echo, init_process, load_checked, suggest
 from sd3_light.config.faults import UserError
+from sd3_light.runlog import info, print_table
 
 if TYPE_CHECKING:
     from sd3_light.stages.train import Resume
@@ -97,7 +97,7 @@ def check(
     on_cpu = not (gpus or processes or estimate.setup.deepspeed)
     target = stage.Target(gpus[0] if gpus else None, on_cpu, elsewhere=is_other or not (gpus or on_cpu))
     conclusion = stage.conclude(loaded.train, estimate, target)
-    Console().print(stage.render(estimate, conclusion, explain, target.on_cpu), crop=False)
+    print_table(stage.render(estimate, conclusion, explain, target.on_cpu))
     if exceeded := stage.what_does_not_fit(conclusion):
         raise UserError(f"{config}: the run does not fit ({'; '.join(exceeded)}); the lines above say what to change")
     suggest(("cache", config, *_set_options(set_)), ("train", config, *_set_options(set_)))
@@ -155,7 +155,7 @@ def cache(
         folders = build_caches(loaded, launch, options)
     folders = [] if dry_run or share else folders
     for folder in folders:
-        Console().print(stage.render(stage.run(folder)))
+        print_table(stage.render(stage.run(folder)))
     pages = (("inspect", folder, "--out", folder.with_suffix(".html")) for folder in folders[:1])
     following = ("cache", config) if dry_run else ("cache", config, "--finish") if share else ("train", config)
     suggest(*pages, (*following, *_set_options(set_)))
@@ -206,16 +206,20 @@ def train(
     again = command_line("train", config, *_set_options(set_), *(["--trust-cache"] if trust_cache else []), "--resume")
     with continued_by(again):
         cache_then_train(loaded, launch, CacheOptions(trust_cache, regenerate_cache), request)
-    suggest_after_training(loaded.train.output_dir)
+    suggest_after_training(loaded.train.output_dir, again)
 
 
 def _set_options(overrides: Sequence[str] | None) -> list[str]:
     return [part for override in overrides or () for part in ("--set", override)]
 
 
-def suggest_after_training(run: Path) -> None:
-    """Print the commands that follow a run that has ended."""
-    suggest(("sample", run, "a prompt"), ("report", run, "--out", run / "report.html"))
+def suggest_after_training(run: Path, again: str) -> None:
+    """Print the commands that follow a run that has ended; ``again`` continues one that stopped before any export."""
+    has_export = any((run / "exports").glob("step-*"))
+    if not has_export:
+        info(f"there is no export yet; continue with: {again}")
+    sample: list[tuple[str | Path, ...]] = [("sample", run, "a prompt")] if has_export else []
+    suggest(*sample, ("report", run, "--out", run / "report.html"))
 
 
 def parse_resume(

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from sd3_light.cli.process import (
     continued_by,
@@ -13,6 +14,7 @@ from sd3_light.cli.process import (
     run_guarded,
 )
 from sd3_light.cli.run_verbs import parse_resume, suggest_after_training
+from sd3_light.config.faults import UserError
 
 _SWITCHES = {
     "cache-only": "build the cache and exit",
@@ -26,6 +28,22 @@ _SWITCHES = {
     "deepspeed": "train with the DeepSpeed engine",
     "debug": "show the traceback of errors",
 }
+_REJECTED = {
+    "--dump_dataset": "it has its own command: run `sd3-light inspect CACHE --out page.html`",
+    "--i_know_what_i_am_doing": "no check can be skipped; remove it",
+    "--master_port": "it belongs to the launcher: `torchrun --master_port PORT` or `deepspeed --master_port PORT`, "
+    "before train.py",
+    "--test_sample": "it has its own command: run `sd3-light sample MODEL PROMPT`",
+    "--deepspeed_config": "the train TOML has these settings; remove it",
+}
+"""Flags of diffusion-pipe's train.py that are not supported, and what to do instead."""
+
+
+class _Reject(argparse.Action):
+    """Reject a flag, with or without a value; ``const`` says why."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        raise UserError(f"{option_string}: not supported: {self.const}")
 
 
 def launch(arguments: Sequence[str]) -> int:
@@ -43,6 +61,8 @@ def _flags() -> argparse.ArgumentParser:
     both = ("--resume-from-checkpoint", "--resume_from_checkpoint")
     parser.add_argument(*both, nargs="?", const="", metavar="DIR", help="--resume, or --resume-from DIR")
     parser.add_argument("--local-rank", "--local_rank", type=int, help="set by launchers")
+    for name, text in _REJECTED.items():
+        parser.add_argument(name, action=_Reject, nargs="?", const=text, help=argparse.SUPPRESS)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="set a key of the train TOML")
     return parser
 
@@ -64,6 +84,7 @@ def _launch(flags: argparse.Namespace) -> None:
     requested = flags.resume or named is not None or checkpoint is not None
     resets = (flags.reset_dataloader, flags.reset_optimizer, flags.reset_optimizer_params)
     resume = parse_resume(requested, checkpoint, resets, flags.restart)
-    with continued_by("the same command with --resume"):
+    again = "the same command with --resume"
+    with continued_by(again):
         cache_then_train(loaded, launch_info, options, resume, by_deepspeed=flags.deepspeed)
-    suggest_after_training(loaded.train.output_dir)
+    suggest_after_training(loaded.train.output_dir, again)

@@ -85,6 +85,7 @@ def parse_condition(text: str) -> Condition:
         return Condition((), {})
     if len(text) > _MAX_LENGTH:
         raise ConditionError(f"longer than {_MAX_LENGTH:,} characters")
+    text = text.replace("\r\n", "\n").replace("\r", "\n")  # as Python counts lines
     lines, body = text.split("\n"), _parse(text)
     kinds: dict[str, str | None] = {}
     _Compiler(lines, kinds, None).value(body, BOOLEAN)
@@ -245,11 +246,14 @@ class _Compiler:
             raise self._error(node, f"is {kind}, and {expected} is needed there")
 
     def _error(self, node: ast.expr, problem: str) -> ConditionError:
-        line = self._lines[node.lineno - 2]
-        start, end = (len(line.encode()[:offset].decode()) for offset in (node.col_offset, node.end_col_offset or 0))
-        source = line[start : end if node.end_lineno == node.lineno else None]
+        first = max(node.lineno, 2)  # a tuple starts on line 1, with the bracket before the text
+        line = self._lines[first - 2]
+        start = len(line.encode()[: node.col_offset].decode()) if node.lineno == first else 0
+        source = line[start:]
+        if node.end_lineno == first:
+            source = line[start : len(line.encode()[: node.end_col_offset].decode())]
         source = source if len(source) <= 40 else source[:37] + "..."
-        return ConditionError(f"`{source}` {problem} ({_position(self._lines, node.lineno - 1, start)})")
+        return ConditionError(f"`{source}` {problem} ({_position(self._lines, first - 1, start)})")
 
 
 def _arithmetic(operation: Callable[[Any, Any], Any], left: _Evaluate, right: _Evaluate) -> _Evaluate:

@@ -238,9 +238,16 @@ def sampling(train: TrainConfig) -> Iterator[Fault]:
         yield _fault("sampling.every_n_steps", "is required with sampling.prompts: no image would be drawn")
     if table.every_n_steps is not None and not table.images:
         yield _fault("sampling.prompts", "is required with sampling.every_n_steps: there is nothing to draw")
-    if table.negative_prompts and train.model.uncond_text == "zero":
+    default = "empty" if train.model.continues_weights else "zero"
+    yield from negative_prompts(train, train.model.uncond_text or default)
+
+
+def negative_prompts(train: TrainConfig, uncond_text: str) -> Iterator[Fault]:
+    """Negative prompts need the text of stock guidance."""
+    prompts = train.sampling.negative_prompts
+    if prompts and uncond_text == "zero":
         problem, hint = 'has no effect with model.uncond_text = "zero"', 'remove it, or write uncond_text = "empty"'
-        yield _fault("sampling.negative_prompt", problem, f'"{table.negative_prompts[0]}"', hint=hint)
+        yield _fault("sampling.negative_prompt", problem, f'"{prompts[0]}"', hint=hint)
 
 
 def eval_names(train: TrainConfig) -> Iterator[Fault]:
@@ -321,7 +328,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     fp8: ("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
     optimizer: ("optimizer", "optimizer.type", "parallel", "pipeline_stages"),
     ema: ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps"),
-    sampling: (*_SAMPLING_KEYS, "model", "model.uncond_text"),
+    sampling: (*_SAMPLING_KEYS, "model", "model.uncond_text", "model.train_type", "model.init"),
     eval_names: ("eval_datasets",),
     base_bits: ("adapter", "adapter.base_bits", "parallel", "pipeline_stages", "compile"),
     adapter: ("adapter", *_ADAPTER_KEYS, "freeze", "model.init"),

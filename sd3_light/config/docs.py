@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from sd3_light.config.base import Table, describe_type, element_type, field_types, table_type, walk_tables
+from sd3_light.config.families import FAMILIES, FAMILY_PROBLEM
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import EvalDataset, TrainConfig
 from sd3_light.config.sizes import SIZES
@@ -101,8 +102,10 @@ def _size_rows() -> Iterator[str]:
 
 
 def _unsupported_rows() -> Iterator[str]:
+    for name, instead in FAMILIES.items():
+        yield f'| train | `model.type = "{name}"` | {FAMILY_PROBLEM} | {instead} |\n'
     for entry in UNSUPPORTED_KEYS:
-        key = entry.dotted_key if entry.value is None else f'{entry.dotted_key} = "{entry.value}"'
+        key = entry.dotted_key if entry.value is None else f"{entry.dotted_key} = {format_value(entry.value)}"
         yield f"| {entry.file_kind} | `{key}` | {entry.reason} | {entry.instead} |\n"
 
 

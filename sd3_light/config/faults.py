@@ -42,6 +42,10 @@ class Fault:
         return "; ".join(parts)
 
 
+MOST_SHOWN = 100
+"""Faults that a report lists; it only counts the rest."""
+
+
 class ConfigFaults(UserError):
     """All faults of a config in one report (law 7); ``partial`` is the config with placeholders for faulty keys."""
 
@@ -50,4 +54,7 @@ class ConfigFaults(UserError):
         self.partial = partial
         count = len(self.faults)
         head = f"{count} problem{'s' if count != 1 else ''} in the config"
-        super().__init__("\n".join([head, *(f"  {fault}" for fault in self.faults)]))
+        lines = [f"  {fault}" for fault in self.faults[:MOST_SHOWN]]
+        if count > MOST_SHOWN:
+            lines.append(f"  ... and {count - MOST_SHOWN:,} more")
+        super().__init__("\n".join([head, *lines]))

@@ -11,6 +11,7 @@ import tomli_w
 
 from sd3_light.config.base import CacheLocation, absolute_path, walk_tables
 from sd3_light.config.cross_checks import adapter_faults, run_cross_checks
+from sd3_light.config.families import family_fault
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
 from sd3_light.config.load_dataset import directory_from_arguments, load_directories
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
@@ -61,6 +62,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
     faults += set_faults
     if raw is None:
         raise ConfigFaults(faults)
+    if fault := family_fault(raw, str(path)):
+        raise ConfigFaults([_name_origin(fault, str(path), set_keys)])
     train = _load_train(raw, path)
     datasets, dataset_faults = _load_datasets(train, raw, path)
     faults += train.faults + dataset_faults

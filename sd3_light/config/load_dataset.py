@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sd3_light.config.faults import Fault, UserError
+from sd3_light.config.faults import MOST_SHOWN, Fault, UserError
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.toml_file import read_toml
 from sd3_light.config.unsupported import pop_unsupported
@@ -47,7 +47,7 @@ def load_directories(path: Path) -> tuple[tuple[DirectoryConfig, ...], list[Faul
     faults += entry_faults
     sources = []
     for index, entry in entries:
-        source, own_faults = _source(entry, index, defaults, path)
+        source, own_faults = _source(entry, index, defaults, path, is_shown=len(faults) < MOST_SHOWN)
         sources.append(source)
         faults += own_faults
     faults += _cross_faults(sources, defaults, str(path))
@@ -64,12 +64,17 @@ def directory_from_arguments(values: Mapping[str, Any], caller: str) -> Director
 
 
 def _check(
-    schema: type[DatasetDefaults], raw: dict[str, Any], path: Path, prefix: str = "", table: str = ""
+    schema: type[DatasetDefaults],
+    raw: dict[str, Any],
+    path: Path,
+    prefix: str = "",
+    table: str = "",
+    is_shown: bool = True,
 ) -> tuple[CheckedTable, list[Fault]]:
+    """Check a table; ``is_shown`` says whether the report shows its faults."""
     unsupported = pop_unsupported("dataset", raw, str(path), table, prefix)
-    checked = check_table(
-        schema, raw, file_kind="dataset", file=str(path), base=path.parent, prefix=prefix, table=table
-    )
+    kind = "dataset" if is_shown else None
+    checked = check_table(schema, raw, file_kind=kind, file=str(path), base=path.parent, prefix=prefix, table=table)
     return checked, [*unsupported, *checked.faults]
 
 
@@ -88,9 +93,11 @@ def _entries(directories: Any, file: str) -> tuple[list[tuple[int, dict[str, Any
     return [(index, dict(entry)) for index, entry in enumerate(directories) if isinstance(entry, dict)], faults
 
 
-def _source(entry: dict[str, Any], index: int, defaults: CheckedTable, path: Path) -> tuple[_Source, list[Fault]]:
+def _source(
+    entry: dict[str, Any], index: int, defaults: CheckedTable, path: Path, is_shown: bool = True
+) -> tuple[_Source, list[Fault]]:
     prefix = f"directory[{index}]."
-    checked, faults = _check(DirectoryConfig, entry, path, prefix, "directory")
+    checked, faults = _check(DirectoryConfig, entry, path, prefix, "directory", is_shown)
     own_keys = frozenset(entry) | checked.faulty_keys
     overridden = {other for key in own_keys for other in OVERRIDES.get(key, ())}
     inherited = {key: value for key, value in defaults.raw.items() if key not in overridden | own_keys}

@@ -3,7 +3,7 @@
 from typing import Annotated, Any, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import AfterValidator, Field, SecretStr, Strict, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Strict, model_validator
 
 from sd3_light.config.base import (
     Allowed,
@@ -32,7 +32,15 @@ from sd3_light.config.sizes import IMAGE_ATTENTION, MAX_POSITION_STEP, SIZES, TE
 _SIZE_NAMES = KnownValues(tuple(SIZES))
 SizeName = Annotated[str, Strict(), _SIZE_NAMES, AfterValidator(_SIZE_NAMES)]
 _OPTIMIZER_NAMES = KnownValues(tuple(OPTIMIZERS))
-OptimizerName = Annotated[str, Strict(), _OPTIMIZER_NAMES, AfterValidator(_OPTIMIZER_NAMES)]
+
+
+def _in_lower_case(value: Any) -> Any:
+    return value.lower() if isinstance(value, str) else value
+
+
+OptimizerName = Annotated[
+    str, Strict(), _OPTIMIZER_NAMES, BeforeValidator(_in_lower_case), AfterValidator(_OPTIMIZER_NAMES)
+]
 DEFAULT_GUIDANCE = 4.0
 """Guidance wherever images are drawn, unless the user chooses another (docs/sampling.md)."""
 PositionStep = Annotated[float, Strict(), Gt(0), Le(MAX_POSITION_STEP)]
@@ -118,8 +126,11 @@ class ModelConfig(Table):
         default_factory=_dropout_probability, json_schema_extra={"default": "0.464; 0.1 with `joint`"}
     )
     """Probability of each draw. By default 10% of the samples lose all text: 0.464 cubed, or 0.1 in one draw."""
-    uncond_text: Literal["zero", "empty"] = "zero"
-    """Conditioning of a sample without text, in training and guidance: zeros, or the encoded empty string."""
+    uncond_text: Literal["zero", "empty"] | None = Field(
+        default=None, json_schema_extra={"default": '`"zero"`; `"empty"` for continued weights'}
+    )
+    """Conditioning of a sample without text, in training and guidance: zeros, or the encoded empty string, as in stock
+    guidance. Continued weights that sd3-light trained keep what they were trained with, and so does a resumed run."""
     timestep_sample_method: Literal["logit_normal", "uniform"] = "logit_normal"
     """Distribution of the timestep t in (0, 1)."""
     sigmoid_scale: Annotated[float, Strict(), Gt(0), Le(100)] = 1.0
@@ -129,7 +140,9 @@ class ModelConfig(Table):
     uniform_share: Annotated[float, Strict(), Ge(0), Lt(1)] = 0.0
     """Share of samples whose t is uniform, the rest `logit_normal`: the ends of (0, 1) are trained too."""
     shift: Annotated[float, Strict(), Ge(0.001), Le(1000)] | None = None
-    """Timestep shift s: t' = s t / (1 + (s - 1) t). Absent: no shift."""
+    """Timestep shift s: t' = s t / (1 + (s - 1) t). Absent: that of the scheduler of continued weights (3 for SD3 and
+    SD3.5), no shift for random ones. A scheduler that shifts by resolution is exported as it is, and training then has
+    no shift without `flux_shift`. A resumed run keeps its shift."""
     flux_shift: Flag = False
     """Timestep shift that grows with the resolution; excludes `shift`."""
     sqrt_shift: Flag = False
@@ -147,6 +160,11 @@ class ModelConfig(Table):
     position_crop_side: Count | None = None
     """Give every training sample a random crop of the position table, within the central square of this many tokens per
     side: 64 covers 1024 px. Validation and sampling use the centre. Absent: the centre in training too."""
+
+    @property
+    def continues_weights(self) -> bool:
+        """Whether trained weights are continued: those of `init`, or of `diffusers_path` in fine-tuning."""
+        return self.train_type is None if self.init is None else self.init != "random"
 
     def route(self, num_blocks: int) -> TokenRoute | None:
         """Return the route of image tokens through a denoiser with ``num_blocks`` blocks, if there is one."""

@@ -194,6 +194,9 @@ class TrainConfig(Table):
     """Minutes between checkpoints."""
     keep_last_n_checkpoints: CountOrZero = 3
     """Number of checkpoints to keep; older ones are deleted. 0 keeps all."""
+    stop_if_first_save_fails: Flag = True
+    """Stop if a save cannot be written and the run has no checkpoint, so that it could not be resumed. false: train on,
+    as after later failures; the next save may succeed."""
 
     eval_every_n_steps: Count | None = None
     """Optimizer steps between evaluations."""

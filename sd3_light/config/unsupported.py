@@ -5,23 +5,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from sd3_light.config.faults import Fault
+from sd3_light.config.validation import format_value
 
 
 @dataclass(frozen=True)
 class UnsupportedKey:
-    """A rejected key, or one rejected `value` of it. Keys of the dataset TOML are rejected in directories too."""
+    """A rejected key, or one rejected `value` of it (strings in any case). Keys of the dataset TOML are rejected in
+    directories too."""
 
     file_kind: str
     table: str
     key: str
     reason: str
     instead: str
-    value: str | None = None
+    value: str | float | None = None
 
     @property
     def dotted_key(self) -> str:
         """The key with its table."""
         return f"{self.table}.{self.key}" if self.table else self.key
+
+    def rejects(self, value: Any) -> bool:
+        """Return whether the key is rejected with this value."""
+        written = value.lower() if isinstance(value, str) else value
+        return self.value is None or written == self.value
 
 
 _FOLDER = "give the complete diffusers folder as model.diffusers_path"
@@ -32,16 +39,34 @@ _ADAMW = 'write type = "adamw"'
 _FP32 = "master weights and moments are float32, so compensation for bf16 rounding is not needed"
 _ADAPTIVE = "it sets its own learning rate; here the learning rate is a function of the step"
 _KOHYA = "it has this name in sd-scripts"
+_OTHER_FAMILY = "it belongs to other model families, not to SD3"
+_NOISE_LOSS = "it is for models that predict noise; SD3 predicts a velocity"
+_ONE_RATE = "all trained weights have one learning rate"
+_ENCODERS = "the text encoders are part of the model folder"
+_NO_FLOAT8 = "weights are not stored in float8"
+_BFLOAT16 = (
+    'write transformer_dtype = "bfloat16", and base_bits = 8 or 4 in [adapter] to quantize the weights under a LoRA'
+)
+_BLOCK_SWAP = "blocks are not offloaded to host memory"
+_LESS_MEMORY = 'write base_bits = 4 in [adapter] (for a LoRA), activation_checkpointing = true, or with several GPUs parallel = "fsdp2"'
+_LOSSES = "the loss is the mean squared error or pseudo-Huber"
+_FLAG = "it is an option of the command"
 # fmt: off
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
-    UnsupportedKey("train", "", "blocks_to_swap", "blocks are not offloaded to host memory", 'use activation_checkpointing = true or parallel = "fsdp2"'),
-    UnsupportedKey("train", "", "disable_block_swap_for_eval", "blocks are not offloaded to host memory", "remove the key"),
+    UnsupportedKey("train", "", "blocks_to_swap", _BLOCK_SWAP, _LESS_MEMORY),
+    UnsupportedKey("train", "", "disable_block_swap_for_eval", _BLOCK_SWAP, "remove the key"),
     UnsupportedKey("train", "", "reentrant_activation_checkpointing", "only non-reentrant checkpointing is used", "use activation_checkpointing = true"),
     UnsupportedKey("train", "", "activation_checkpointing", "activations are recomputed, not offloaded to the host", "write activation_checkpointing = true", "unsloth"),
     UnsupportedKey("train", "", "video_clip_mode", _VIDEO, "remove the key"),
     UnsupportedKey("train", "", "framerate", _VIDEO, "remove the key"),
     UnsupportedKey("train", "", "image_micro_batch_size_per_gpu", _VIDEO, "use micro_batch_size_per_gpu"),
     UnsupportedKey("train", "", "image_eval_micro_batch_size_per_gpu", _VIDEO, "use eval_micro_batch_size_per_gpu"),
+    UnsupportedKey("train", "", "eval_image_micro_batch_size_per_gpu", _VIDEO, "use eval_micro_batch_size_per_gpu"),
+    UnsupportedKey("train", "", "uncond_fraction", "the dropout of captions has keys in [model]", 'write enable_uncond_text_dropout = true, uncond_text_dropout = "joint" and uncond_text_dropout_prob in [model]'),
+    UnsupportedKey("train", "", "huber_delta", _LOSSES, "use pseudo_huber_c"),
+    UnsupportedKey("train", "", "smooth_l1_beta", _LOSSES, "use pseudo_huber_c"),
+    UnsupportedKey("train", "", "resume_from_checkpoint", _FLAG, "run `sd3-light train train.toml --resume`"),
+    UnsupportedKey("train", "", "regenerate_cache", _FLAG, "run `sd3-light cache train.toml --regenerate-cache`"),
     UnsupportedKey("train", "", "save_every_n_hours", "exports are scheduled by training progress, not by time", "use save_every_n_steps; for checkpoints use checkpoint_every_n_minutes"),
     UnsupportedKey("train", "", "compile_mode", "only the default compile mode is used", "use compile = true"),
     UnsupportedKey("train", "model", "ckpt_path", "a single file holds only part of the model", _FILE),
@@ -50,30 +75,72 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("train", "model", "unet_path", "the denoiser is a transformer", "give its folder or file as model.init"),
     UnsupportedKey("train", "model", "vae_path", "the VAE is part of the model folder", _FOLDER),
     UnsupportedKey("train", "model", "llm_path", "SD3 has no LLM encoder", _FOLDER),
-    UnsupportedKey("train", "model", "clip_path", "the text encoders are part of the model folder", _FOLDER),
-    UnsupportedKey("train", "model", "t5_path", "the text encoders are part of the model folder", _FOLDER),
-    UnsupportedKey("train", "model", "text_encoder_path", "the text encoders are part of the model folder", _FOLDER),
-    UnsupportedKey("train", "model", "text_encoders", "the text encoders are part of the model folder", _FOLDER),
+    UnsupportedKey("train", "model", "clip_path", _ENCODERS, _FOLDER),
+    UnsupportedKey("train", "model", "t5_path", _ENCODERS, _FOLDER),
+    UnsupportedKey("train", "model", "text_encoder_path", _ENCODERS, _FOLDER),
+    UnsupportedKey("train", "model", "text_encoders", _ENCODERS, _FOLDER),
     UnsupportedKey("train", "model", "first_frame_conditioning_p", _VIDEO, "remove the key"),
     UnsupportedKey("train", "model", "min_t", "timesteps are drawn from the whole interval (0, 1)", "change their distribution with timestep_sample_method, sigmoid_scale or shift"),
     UnsupportedKey("train", "model", "max_t", "timesteps are drawn from the whole interval (0, 1)", "change their distribution with timestep_sample_method, sigmoid_scale or shift"),
     UnsupportedKey("train", "model", "bypass_guidance_embedding", "SD3 has no guidance embedding", "remove the key"),
     UnsupportedKey("train", "model", "guidance", "SD3 has no guidance embedding", "for sample images use sampling.guidance"),
-    UnsupportedKey("train", "model", "transformer_dtype", "weights are not stored in float8", 'write transformer_dtype = "bfloat16"; fp8 = true computes matrix products in float8', "float8"),
-    UnsupportedKey("train", "model", "transformer_dtype", "weights are not stored in float8", 'write transformer_dtype = "bfloat16"; fp8 = true computes matrix products in float8', "float8_e4m3fn"),
+    UnsupportedKey("train", "model", "transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8"),
+    UnsupportedKey("train", "model", "transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8_e4m3fn"),
+    UnsupportedKey("train", "model", "transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8_e5m2"),
+    UnsupportedKey("train", "model", "transformer_dtype", "quantized weights have another key", _BFLOAT16, "nf4"),
+    UnsupportedKey("train", "model", "diffusion_model", "the denoiser's weights have another key", "give the folder or file as model.init"),
+    UnsupportedKey("train", "model", "diffusion_model_dtype", "the denoiser's dtype has another key", _BFLOAT16),
+    UnsupportedKey("train", "model", "single_file_path", "a single file holds only part of the model", _FILE),
+    UnsupportedKey("train", "model", "vae", "the VAE is part of the model folder", _FOLDER),
+    UnsupportedKey("train", "model", "text_encoder", _ENCODERS, _FOLDER),
+    UnsupportedKey("train", "model", "text_encoder_fp8", "the text encoders run while caching, in model.dtype", "remove the key"),
+    UnsupportedKey("train", "model", "text_encoder_nf4", "the text encoders run while caching, in model.dtype", "remove the key"),
+    UnsupportedKey("train", "model", "cache_text_embeddings", "text features are always cached", "remove the key"),
+    UnsupportedKey("train", "model", "max_sequence_length", "the length of the text has another key", "write t5_max_length"),
+    UnsupportedKey("train", "model", "merge_adapters", "adapters are not merged before training", "run `sd3-light lora merge` and give the new folder as model.diffusers_path"),
+    UnsupportedKey("train", "model", "image_shift", "only images are trained, with one shift", "write it as shift"),
+    UnsupportedKey("train", "model", "lumina_shift", _OTHER_FAMILY, "use flux_shift, a shift that grows with the resolution too"),
+    UnsupportedKey("train", "model", "cfg", _OTHER_FAMILY, "remove the key; for sample images use sampling.guidance"),
+    UnsupportedKey("train", "model", "audio_vae", _OTHER_FAMILY, "remove the key"),
+    UnsupportedKey("train", "model", "byt5_path", _OTHER_FAMILY, "remove the key"),
+    UnsupportedKey("train", "model", "llama3_path", _OTHER_FAMILY, "remove the key"),
+    UnsupportedKey("train", "model", "llama3_4bit", _OTHER_FAMILY, "remove the key"),
+    UnsupportedKey("train", "model", "max_llama3_sequence_length", _OTHER_FAMILY, "remove the key"),
+    UnsupportedKey("train", "model", "llm_adapter_path", _OTHER_FAMILY, "remove the key"),
+    UnsupportedKey("train", "model", "llm_adapter_lr", _OTHER_FAMILY, "remove the key"),
+    UnsupportedKey("train", "model", "v_pred", _NOISE_LOSS, "remove the key"),
+    UnsupportedKey("train", "model", "min_snr_gamma", _NOISE_LOSS, "remove the key; timestep_sample_method and shift weight the timesteps"),
+    UnsupportedKey("train", "model", "debiased_estimation_loss", _NOISE_LOSS, "remove the key; timestep_sample_method and shift weight the timesteps"),
+    UnsupportedKey("train", "model", "multiscale_loss_weight", _LOSSES, "remove the key"),
+    UnsupportedKey("train", "model", "unet_lr", _ONE_RATE, "write lr in [optimizer]"),
+    UnsupportedKey("train", "model", "text_encoder_1_lr", "text encoders are always frozen", "remove the key"),
+    UnsupportedKey("train", "model", "text_encoder_2_lr", "text encoders are always frozen", "remove the key"),
+    UnsupportedKey("train", "model", "self_attn_lr", _ONE_RATE, "write lr in [optimizer]"),
+    UnsupportedKey("train", "model", "cross_attn_lr", _ONE_RATE, "write lr in [optimizer]"),
+    UnsupportedKey("train", "model", "mlp_lr", _ONE_RATE, "write lr in [optimizer]"),
+    UnsupportedKey("train", "model", "mod_lr", _ONE_RATE, "write lr in [optimizer]"),
     UnsupportedKey("train", "optimizer", "type", _FP32, _ADAMW, "adamw_optimi"),
     UnsupportedKey("train", "optimizer", "type", _FP32, _ADAMW, "stableadamw"),
     UnsupportedKey("train", "optimizer", "type", _FP32, 'write type = "adamw8bit"', "adamw8bitkahan"),
     UnsupportedKey("train", "optimizer", "type", _ADAPTIVE, _ADAMW, "automagic"),
     UnsupportedKey("train", "optimizer", "type", "optimizers cannot be composed", 'write type = "adamw" or "muon"', "genericoptim"),
     UnsupportedKey("train", "optimizer", "type", "optimizer state is not offloaded to the host", 'write type = "adamw8bit", or shard with parallel = "fsdp2"', "offload"),
+    UnsupportedKey("train", "optimizer", "type", "it is not available", _ADAMW, "sgd"),
+    UnsupportedKey("train", "optimizer", "stabilize", "only AdamW8bitKahan has it", "remove the key"),
+    UnsupportedKey("train", "optimizer", "beta2_half_life", "betas are written as numbers", "write betas; the second is 0.5 ** (samples per step / beta2_half_life)"),
     UnsupportedKey("train", "optimizer", "gradient_release", "clipping by the global norm needs all gradients at once", "remove the key"),
     UnsupportedKey("train", "adapter", "fuse_adapters", "adapters are not merged before training", "run `sd3-light lora merge` and give the new folder as model.diffusers_path"),
+    UnsupportedKey("train", "adapter", "rank", "the largest rank is 65536", "write rank = 65536: a LoKr of that rank stores full matrices too", 1e6),
+    UnsupportedKey("train", "adapter", "decompose_factor", "the two factors of a LoKr are as square as possible, as with decompose_factor = -1", "remove the key"),
+    UnsupportedKey("train", "adapter", "rank_dropout", "dropout has one key for all adapters", "write dropout"),
+    UnsupportedKey("train", "adapter", "exclude_modules", "layers are selected, not excluded", "use adapter.target_modules"),
     UnsupportedKey("train", "adapter", "exclude_linear_modules", "layers are selected, not excluded", "use adapter.target_modules"),
     UnsupportedKey("train", "monitoring", "wandb_host", "the wandb client reads its host from the environment", "set WANDB_BASE_URL"),
     UnsupportedKey("dataset", "", "frame_buckets", _VIDEO, "remove the key"),
     UnsupportedKey("dataset", "", "video_clip_mode", _VIDEO, "remove the key"),
     UnsupportedKey("dataset", "", "control_path", _CONTROL, "remove the key"),
+    UnsupportedKey("dataset", "", "online_captions", "a changed caption updates the cache", "remove the key"),
+    UnsupportedKey("dataset", "", "shuffle_metadata", "the order of samples depends on the seed alone", "remove the key"),
     UnsupportedKey("dataset", "", "captions_file", "the caption file is recognized by its name", "name it captions.json and put it in the directory"),
     UnsupportedKey("train", "", "pretrained_model_name_or_path", _KOHYA, "write diffusers_path in [model]: a folder in diffusers' layout, or its id on the hub"),
     UnsupportedKey("train", "", "dataset_config", _KOHYA, "write dataset"),
@@ -110,7 +177,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("dataset", "", "datasets", _KOHYA, "write one [[directory]] with a path per subset"),
     UnsupportedKey("dataset", "", "image_dir", _KOHYA, "write path"),
     UnsupportedKey("dataset", "", "class_tokens", _KOHYA, "write the text into NAME.txt next to each image without a caption"),
-    UnsupportedKey("dataset", "", "caption_extension", _KOHYA, "remove the key: captions are in NAME.txt, or in a table such as captions.json"),
+    UnsupportedKey("dataset", "", "caption_extension", _KOHYA, "remove the key: NAME.txt and NAME.caption are read"),
     UnsupportedKey("dataset", "", "shuffle_caption", _KOHYA, "write shuffle_tags = true and cache_shuffle_num = 8"),
     UnsupportedKey("dataset", "", "caption_separator", _KOHYA, "write cache_shuffle_delimiter"),
     UnsupportedKey("dataset", "", "caption_suffix", _KOHYA, "write it into the captions"),
@@ -125,7 +192,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("dataset", "", "bucket_no_upscale", _KOHYA, "write no_upscale"),
     UnsupportedKey("dataset", "", "flip_aug", _KOHYA, "write flip"),
     UnsupportedKey("dataset", "", "is_reg", _KOHYA, "write the images of the class as another [[directory]]"),
-    UnsupportedKey("dataset", "", "metadata_file", _KOHYA, "write the captions as captions.json into the folder of the images"),
+    UnsupportedKey("dataset", "", "metadata_file", _KOHYA, "remove the key, and put the file into the folder of the images as the only table there: meta_cap.json"),
 )
 # fmt: on
 
@@ -137,9 +204,9 @@ def pop_unsupported(file_kind: str, raw: dict[str, Any], file: str, table: str =
     for entry in UNSUPPORTED_KEYS:
         if entry.file_kind != file_kind or entry.table not in tables or entry.key not in raw:
             continue
-        if entry.value is not None and raw[entry.key] != entry.value:
+        if not entry.rejects(raw[entry.key]):
             continue
-        value = None if entry.value is None else f'"{entry.value}"'
+        value = None if entry.value is None else format_value(raw[entry.key])
         problem = f"not supported: {entry.reason}"
         faults.append(Fault(file, prefix + entry.key, problem, value=value, hint=entry.instead))
         del raw[entry.key]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sd3_light.config.base import (
     walk_tables,
     without_secrets,
 )
-from sd3_light.config.faults import Fault
+from sd3_light.config.faults import MOST_SHOWN, Fault
 from sd3_light.config.schema_dataset import DatasetFile
 from sd3_light.config.schema_train import ALIASES, TrainConfig
 
@@ -105,19 +106,25 @@ def check_table(
     schema: type[Table],
     raw: Mapping[str, Any],
     *,
-    file_kind: str,
+    file_kind: str | None,
     file: str,
     base: Path,
     prefix: str = "",
     table: str = "",
 ) -> CheckedTable:
-    """Validate a raw table without raising. The returned `raw` is valid except for missing required keys."""
+    """Validate a raw table without raising. The returned `raw` is valid except for missing required keys.
+
+    Only the first `MOST_SHOWN` faults have values and suggestions, which take time; none if `file_kind` is None.
+    """
     valid = copy.deepcopy(dict(raw))
     faults: dict[str, Fault] = {}
     faulty_keys: set[str] = set()
     for error in _errors(schema, valid, base):
         location = _locate(schema, error["loc"], table)
-        fault = _fault(error, location, file_kind, file, prefix)
+        if file_kind is not None and len(faults) < MOST_SHOWN:
+            fault = _fault(error, location, file_kind, file, prefix)
+        else:
+            fault = Fault(file, prefix + location.key, _problem(error))
         faults.setdefault(fault.key, fault)
         faulty_keys.add(".".join(location.path))
         _remove(valid, location.path)
@@ -210,8 +217,7 @@ def _is_number(text: str) -> bool:
 
 def suggest_key(file_kind: str, table: str, name: str) -> str | None:
     """Suggest what an unknown key was meant to be: from its own table, other tables, then the other file."""
-    kinds = sorted(SCHEMAS, key=lambda kind: kind != file_kind)
-    index = [(kind, key_table, key) for kind in kinds for key_table, key in _keys(kind)]
+    index = _index(file_kind)
     for kind, key_table, key in index:
         if key == name:
             return f"`{key}` belongs {_describe_location(file_kind, kind, key_table)}"
@@ -230,15 +236,29 @@ def suggest_key(file_kind: str, table: str, name: str) -> str | None:
 
 def _closest(name: str, options: Sequence[str], cutoff: float = 0.6) -> str | None:
     """Return the option nearest to a mistyped name, the first of equally near ones; None if there is none."""
-    likeness = {option: SequenceMatcher(None, option, name).ratio() for option in options}
-    best = max(options, key=likeness.__getitem__, default=None)
-    return best if best is not None and likeness[best] >= cutoff else None
+    best, likeness = None, cutoff
+    matcher = SequenceMatcher(None, "", name)
+    for option in options:
+        matcher.set_seq1(option)
+        # upper bounds first: they are much faster
+        if matcher.real_quick_ratio() >= likeness and matcher.quick_ratio() >= likeness:
+            ratio = matcher.ratio()
+            if ratio > likeness or (best is None and ratio == likeness):
+                best, likeness = option, ratio
+    return best
 
 
 def looks_like(raw: Mapping[str, Any]) -> str | None:
     """Return the kind of file that a TOML is by its tables, or None if they do not show it."""
     is_dataset, is_train = "directory" in raw, any(key in raw for key in ("dataset", "model", "optimizer"))
     return None if is_dataset == is_train else "dataset" if is_dataset else "train"
+
+
+@cache
+def _index(file_kind: str) -> tuple[tuple[str, str, str], ...]:
+    """Return file kind, table and name of every key, those of ``file_kind`` first."""
+    kinds = sorted(SCHEMAS, key=lambda kind: kind != file_kind)
+    return tuple((kind, table, key) for kind in kinds for table, key in _keys(kind))
 
 
 def _keys(file_kind: str) -> Iterator[tuple[str, str]]:

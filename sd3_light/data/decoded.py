@@ -63,7 +63,7 @@ def _report_rejects(lines: list[dict[str, str]], file: Path | None) -> None:
     # an image is decoded once per resolution and fails in each
     unique = list({(line["key"], line["reason"]): line for line in lines}.values())
     for line in unique:
-        rejects.add(line["reason"], line["key"])
+        rejects.add(line["reason"], line["key"], line["detail"])
     if file is not None:
         write_atomically(file, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in unique).encode())
     for text in rejects.lines():

@@ -20,7 +20,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.shard_table import ENTRY_FIELDS, ShardTable, column
 from sd3_light.data.shard_table import ShardEntry as ShardEntry
 from sd3_light.files import atomic_file, file_sha256, scratch_file, write_atomically
-from sd3_light.inputs import INDEX_BYTES, is_inner_path, parse_json, read_limited
+from sd3_light.inputs import INDEX_BYTES, TEXT_BYTES, is_inner_path, parse_json, read_limited
 from sd3_light.system import available_memory
 
 CACHE_FORMAT = 2
@@ -222,10 +222,13 @@ def _resolution(width: int, height: int) -> tuple[int, int]:
 
 
 def read_entry(folder: Path, file: str) -> ShardEntry | None:
-    """Return the entry of a complete shard in ``folder``; None if the shard or its entry is missing."""
+    """Return the entry of a complete shard in ``folder``; None if the shard or its entry is missing or not valid."""
     path = folder / file
+    note = path.with_suffix(".json")
     try:
-        entry = parse_json(read_limited(path.with_suffix(".json")), object_hook=_as_entry)
+        if not note.is_file() or note.stat().st_size > TEXT_BYTES:
+            return None
+        entry = parse_json(read_limited(note), object_hook=_as_entry)
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
     return entry if isinstance(entry, ShardEntry) and path.is_file() else None

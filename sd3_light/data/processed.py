@@ -26,8 +26,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, SHARDS
 from sd3_light.data.sample_files import SAMPLE_SUFFIX, read_sample_file, write_sample_file
 from sd3_light.data.shards import write_files
-from sd3_light.files import atomic_file, file_sha256, write_atomically
-from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file
+from sd3_light.files import atomic_file, file_sha256, sweep_files, write_atomically
+from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file, require_regular
 
 PROCESSED_FORMAT = 1
 _ID = "data_id"
@@ -188,6 +188,8 @@ def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int
     samples = [list(rows[number]) for number in range(count)]
     manifest = {"format": PROCESSED_FORMAT, "kind": _KIND, "recipe": dict(recipe), "shards": shards, "samples": samples}
     write_atomically(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False).encode())
+    for each in (folder, folder / SHARDS, *folder.glob("[0-9]*")):
+        sweep_files(each)
 
 
 class ProcessedDataset(Dataset[Any]):
@@ -246,6 +248,7 @@ class ProcessedDataset(Dataset[Any]):
     def _shard(self, file: str) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
         if file not in self._open:
             path = self._verify(file)
+            require_regular(path.with_suffix(".arrow"))
             with safe_open(path, framework="pt") as opened:
                 columns = {name: opened.get_tensor(name) for name in opened.keys() if name != _ID}  # noqa: SIM118
             rows = feather.read_table(path.with_suffix(".arrow"), memory_map=False).to_pylist()

@@ -20,7 +20,7 @@ from sd3_light.budget.data_bytes import LATENT_STEP
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.shards import POOLED, TOKENS, CaptionFeatures
-from sd3_light.inputs import parse_json
+from sd3_light.inputs import parse_json, regular_handle
 from sd3_light.tensor_file import DTYPES, StoredTensor, read_tensor_file
 
 REMEDY = "run `sd3-light cache CONFIG` to encode it again (or to fetch it again, if the cache is at a URL)"
@@ -64,7 +64,7 @@ class ShardReader:
 
     def __init__(self, path: Path, entry: ShardEntry) -> None:
         self.path, self.entry = path, entry
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = regular_handle(path, os.O_RDONLY)
         self.close = weakref.finalize(self, os.close, self._file)
         try:
             self.fields = self._layout()

@@ -10,14 +10,20 @@ _SHOWN = 3
 
 @dataclass
 class Rejects:
-    """Counts by reason, and the keys of the first inputs of each."""
+    """Counts by reason, and the keys of the first inputs of each.
+
+    ``uncaptioned`` says of the first image without a caption which files were found and why they were not read.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     keys: dict[str, list[str]] = field(default_factory=dict)
+    uncaptioned: str = ""
 
-    def add(self, reason: str, key: str) -> None:
+    def add(self, reason: str, key: str, detail: str = "") -> None:
         """Count one input."""
         self.counts[reason] += 1
+        if reason == "no_caption":
+            self.uncaptioned = self.uncaptioned or detail
         if self.counts[reason] <= _SHOWN:
             self.keys.setdefault(reason, []).append(key)
 
@@ -28,7 +34,8 @@ class Rejects:
     def _line(self, reason: str, count: int) -> str:
         line, keys = f"rejected {count:,}: {reason} ({REASONS[reason]})", self.keys.get(reason, [])
         more = f" and {count - len(keys):,} more" if count > len(keys) else ""
-        return f"{line}: {', '.join(keys)}{more}" if keys else line
+        line = f"{line}: {', '.join(keys)}{more}" if keys else line
+        return f"{line}: {self.uncaptioned}" if reason == "no_caption" and self.uncaptioned else line
 
 
 def reject_line(key: str, reason: str, detail: str, image: str) -> dict[str, str]:

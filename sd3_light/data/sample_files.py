@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.inputs import require_regular
 
 SAMPLE_SUFFIX = ".pth"
 _PLAIN = (str, bytes, bool, int, float, torch.device, torch.dtype, torch.Size, type(None))
@@ -54,7 +55,8 @@ def write_sample_file(path: Path, value: Any) -> None:
 def read_sample_file(path: Path) -> Any:
     """Return the content of a file; nothing in it is executed."""
     try:
+        require_regular(path)
         with torch.serialization.safe_globals([Image.Image]):
             return torch.load(path, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError) as error:
+    except (UnpicklingError, RuntimeError, OSError) as error:
         raise UserError(f"{path} is not a stored sample; delete it and run the data process again") from error

@@ -16,6 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from sd3_light.inputs import require_regular
+
 _CHUNK = 8192  # rows that are converted at a time
 _BUCKET = re.compile(r"\d+x\d+")
 
@@ -72,6 +74,7 @@ class ShardTable(Sequence[ShardEntry]):
     @staticmethod
     def read(path: Path) -> "ShardTable":
         """Map a table into memory. Raises OSError, ValueError or ArrowException if it is missing or not valid."""
+        require_regular(path)
         with pa.memory_map(str(path)) as source:
             reader = pa.ipc.open_file(source)
             if reader.num_record_batches != 1 or not reader.schema.equals(_SCHEMA):

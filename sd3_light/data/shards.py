@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.files import atomic_file, file_sha256, write_atomically
+from sd3_light.inputs import require_regular
 
 if TYPE_CHECKING:  # origins are read without torch, whose import takes seconds
     from torch import Tensor
@@ -105,6 +106,7 @@ def write_files(
 
 def read_origins(path: Path) -> list[Origin]:
     """Read the Arrow file next to a shard."""
+    require_regular(path.with_suffix(".arrow"))
     table = feather.read_table(path.with_suffix(".arrow"), list(Origin.__dataclass_fields__), memory_map=False)
     table.validate(full=True)  # pyarrow would read outside the file where offsets are damaged
     return [Origin(**{**row, "captions": tuple(row["captions"])}) for row in table.to_pylist()]

@@ -28,7 +28,7 @@ from sd3_light.data.order import (
 )
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shard_prefetch import ShardPrefetcher
-from sd3_light.data.shard_table import column, group_shards
+from sd3_light.data.shard_table import BucketShards, column, group_shards
 from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.slots import AllocateBytes, InPlaceDataset
 from sd3_light.data.store import ShardStore, open_shard
@@ -43,6 +43,23 @@ _MAX_PREFETCHED = 256  # dropping one costs only another check of its shards' ma
 def new_buffer(nbytes: int) -> Tensor:
     """Allocate new memory for one batch."""
     return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def order_of_shards(
+    shards: Sequence[BucketShards],
+    seed: int,
+    repeats: Mapping[str, float],
+    batch_of: Callable[[tuple[int, int]], int],
+    window: int,
+    small: str,
+) -> Order:
+    """Return the order of the samples in these shards; see `CachedDataset.order`."""
+    segment = cache(Segment)  # there are many shards but few different sizes and repeats
+    buckets = []
+    for bucket in shards:
+        pairs = zip(*(column(bucket.shards, name).tolist() for name in ("count", "directory")), strict=True)
+        buckets.append(([segment(count, repeats[label]) for count, label in pairs], batch_of(bucket.resolution)))
+    return build_order(seed, buckets, window, small == "drop")
 
 
 class CachedDataset:
@@ -88,12 +105,7 @@ class CachedDataset:
                 f"the cache contains samples of {unknown[0]!r}, which is not in the dataset TOML (it has "
                 f"{', '.join(map(repr, repeats))}): the cache belongs to another dataset; run without --trust-cache"
             )
-        segment = cache(Segment)  # there are many shards but few different sizes and repeats
-        buckets = []
-        for bucket in self.buckets:
-            pairs = zip(*(column(bucket.shards, name).tolist() for name in ("count", "directory")), strict=True)
-            buckets.append(([segment(count, repeats[label]) for count, label in pairs], batch_of(bucket.resolution)))
-        order = build_order(seed, buckets, window, small == "drop")
+        order = order_of_shards(self.buckets, seed, repeats, batch_of, window, small)
         if order.steps_per_epoch == 0:
             raise UserError(
                 "every bucket is smaller than a global batch; set small_buckets = 'pad', or lower the batch size"

@@ -9,6 +9,7 @@ from pathlib import Path
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
+from sd3_light.inputs import TEXT_BYTES, require_regular
 from sd3_light.model.pipeline_folder import CLIP_TOKENS, tokenizer_length
 from sd3_light.randomness import sample_id
 
@@ -16,6 +17,7 @@ MAX_CAPTIONS = 10_000
 """Captions to count at most, chosen by their samples' ids: enough for a share, and a few seconds."""
 _CLIP_WORDS = r"""<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"""
 _CLIP, _T5 = "CLIP", "T5"
+_LONGEST_T5 = 512  # the highest value of the config's key
 _SHOWN = 120  # characters of a caption
 _SHOWN_PROMPTS = 5
 
@@ -47,12 +49,16 @@ class CaptionSample:
 
 @dataclass(frozen=True)
 class CutCaptions:
-    """Of ``captions`` counted ones, how many each encoder cuts, and the caption that is longest beyond its limit."""
+    """Of ``captions`` counted ones, how many each encoder cuts, and the caption that is longest beyond its limit.
+
+    ``t5_maximum`` is the highest `t5_max_length` that the tokenizer allows.
+    """
 
     captions: int
     limits: dict[str, int]
     cut: Counter[str]
     longest: tuple[str, int, str] | None = None
+    t5_maximum: int = _LONGEST_T5
 
     def sentence(self) -> str:
         """Return one line about the captions that are cut; "" if none is."""
@@ -60,12 +66,21 @@ class CutCaptions:
             return ""
         names = {_CLIP: f"CLIP's {self.limits.get(_CLIP)} tokens", _T5: f"t5_max_length = {self.limits.get(_T5)}"}
         counts = [f"{count:,} exceed {names[name]}" for name, count in sorted(self.cut.items()) if count]
-        remedy = "shorten them, or raise t5_max_length" if self.cut[_T5] else "T5 still reads what CLIP does not"
         encoder, length, caption = self.longest
         return (
-            f"of {self.captions:,} captions {', '.join(counts)}: the rest of each is cut ({remedy}); the longest has "
-            f"{length:,} {encoder} tokens: {_shown(caption)}"
+            f"of {self.captions:,} captions {', '.join(counts)}: the rest of each is cut ({self._remedy}); the longest "
+            f"has {length:,} {encoder} tokens: {_shown(caption)}"
         )
+
+    @property
+    def _remedy(self) -> str:
+        if not self.cut[_T5]:
+            return "T5 still reads what CLIP does not"
+        if self.limits[_T5] < self.t5_maximum:
+            return "shorten them, or raise t5_max_length"
+        if self.t5_maximum == _LONGEST_T5:
+            return f"t5_max_length is at most {_LONGEST_T5}: shorten them"
+        return f"this tokenizer allows at most {self.t5_maximum}: shorten them, or use another model"
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,9 @@ def count_cut_captions(captions: Iterable[str], diffusers_path: Path, t5_max_len
                 cut[name] += 1
                 if length - limit > most:
                     most, longest = length - limit, (name, length, text)
-    return CutCaptions(len(texts), {name: limit for name, (_, limit) in tokenizers.items()}, cut, longest)
+    limits = {name: limit for name, (_, limit) in tokenizers.items()}
+    maximum = min(_LONGEST_T5, tokenizer_length(diffusers_path / "tokenizer_3") or _LONGEST_T5)
+    return CutCaptions(len(texts), limits, cut, longest, maximum)
 
 
 def cut_prompts(prompts: Iterable[str], diffusers_path: Path, t5_max_length: int) -> list[str]:
@@ -137,6 +154,7 @@ def _load(folder: Path) -> Tokenizer | None:
     path, older = folder / "tokenizer.json", (folder / "vocab.json", folder / "merges.txt")
     try:
         if path.is_file():
+            require_regular(path, TEXT_BYTES)
             tokenizer = Tokenizer.from_file(str(path))
         elif all(file.is_file() for file in older):
             tokenizer = _clip_tokenizer(*older)
@@ -151,6 +169,8 @@ def _load(folder: Path) -> Tokenizer | None:
 
 def _clip_tokenizer(vocab: Path, merges: Path) -> Tokenizer:
     """Return CLIP's tokenizer from its two older files, as transformers builds it."""
+    require_regular(vocab, TEXT_BYTES)
+    require_regular(merges, TEXT_BYTES)
     start, end = "<|startoftext|>", "<|endoftext|>"
     tokenizer = Tokenizer(BPE.from_file(str(vocab), str(merges), unk_token=end, end_of_word_suffix="</w>"))
     tokenizer.normalizer = normalizers.Sequence(

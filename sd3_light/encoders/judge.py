@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from sd3_light.config.faults import UserError
 from sd3_light.files import write_atomically
-from sd3_light.model.part_configs import LOAD_ERRORS, load_part, read_json
+from sd3_light.model.part_configs import LOAD_ERRORS, check_files, load_part, read_json
 from sd3_light.model.pipeline_folder import JUDGE
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -88,6 +88,7 @@ def load_judge(folder: Path, device: torch.device) -> Judge:
 
 
 def _tokenizer(folder: Path) -> Any:
+    check_files(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except LOAD_ERRORS as error:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 from transformers.activations import NewGELUActivation
 
-from sd3_light.model.part_configs import load_part
+from sd3_light.model.part_configs import check_files, load_part
 
 Texts = Mapping[str, Sequence[Tensor]]
 """One tensor per sample: ENCODER -> its tokens [L, W] without padding, ENCODER.pooled -> a vector [W]."""
@@ -51,11 +51,12 @@ class Tokenizer:
 
 def load_tokenizer(name: str, diffusers_path: Path, t5_max_length: int) -> Tokenizer:
     """Load a text encoder's tokenizer. Both CLIPs use the first one's length, as in the stock pipeline."""
-    folder = diffusers_path / TEXT_ENCODERS[name][1]
+    folder, first = (diffusers_path / TEXT_ENCODERS[each][1] for each in (name, "clip_l"))
+    check_files(folder, first)
     if name == "t5":
         return Tokenizer(T5TokenizerFast.from_pretrained(folder, local_files_only=True), t5_max_length)
-    first = CLIPTokenizer.from_pretrained(diffusers_path / TEXT_ENCODERS["clip_l"][1], local_files_only=True)
-    return Tokenizer(CLIPTokenizer.from_pretrained(folder, local_files_only=True), int(first.model_max_length))
+    length = int(CLIPTokenizer.from_pretrained(first, local_files_only=True).model_max_length)
+    return Tokenizer(CLIPTokenizer.from_pretrained(folder, local_files_only=True), length)
 
 
 def load_text_model(name: str, diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -19,7 +19,7 @@ from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.engines.launch import Launch
-from sd3_light.engines.torch import TorchEngine, task_loss_sums, task_losses
+from sd3_light.engines.torch import TorchEngine, require_gradients, task_loss_sums, task_losses, task_parameters
 from sd3_light.engines.weight_layouts import Replicas, Shards, replicate
 
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -62,17 +62,7 @@ class TaskEngine(TorchEngine):
         self.rank, self.world, self.device, self.clip = launch.rank, launch.world, device, clip
         self.module, self.accelerator = module.to(device), accelerator
         self.layout = self._make_layout(launch, writers)
-        parameters = dict(self.module.named_trainable())
-        if not parameters:
-            raise UserError(
-                "nothing to train: no parameter of the module's transformer requires gradients; unfreeze some of them"
-            )
-        for name, weight in parameters.items():
-            if weight.dtype != torch.float32:
-                raise UserError(
-                    f"{name} is {weight.dtype}; trainable weights must be float32: call .float() on the transformer"
-                )
-        self._take_weights(parameters, optimizer)
+        self._take_weights(task_parameters(self.module), optimizer)
 
     def _make_layout(self, launch: Launch, writers: int) -> Replicas:
         if self.accelerator is None:
@@ -95,12 +85,7 @@ class TaskEngine(TorchEngine):
         # an accelerator that finds unused parameters says that there may be some
         if getattr(getattr(self.accelerator, "ddp_handler", None), "find_unused_parameters", False):
             return
-        for name, weight in self._parameters.items():
-            if weight.grad is None:
-                raise UserError(
-                    f"no gradient reached {name} of the denoiser; use it in denoise, or freeze it with "
-                    "requires_grad_(False)"
-                )
+        require_gradients(name for name, weight in self._parameters.items() if weight.grad is None)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:

@@ -1,6 +1,6 @@
 """The torch engine: one process, or several under torchrun with replicated (DDP) or sharded (FSDP2) weights."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config import OptimizerConfig, TrainConfig
+from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.engines.cuda_graphs import CudaRecorder, MicroBatchGraphs, Numbers, Recorder
 from sd3_light.engines.launch import Launch
@@ -202,6 +203,29 @@ def task_losses(run: Any, module: Any, batch: Any) -> tuple[dict[str, Tensor], T
     loss = run(batch)
     bands = getattr(module, "bands", None)
     return {"loss": loss}, torch.zeros(2, NUM_BANDS, device=loss.device) if bands is None else bands
+
+
+def task_parameters(module: Any) -> dict[str, nn.Parameter]:
+    """Return what a task's module trains, by name; raise a `UserError` if there is nothing, or not in float32."""
+    parameters = dict(module.named_trainable())
+    if not parameters:
+        raise UserError(
+            "nothing to train: no parameter of the module's transformer requires gradients; unfreeze some of them"
+        )
+    for name, weight in parameters.items():
+        if weight.dtype != torch.float32:
+            raise UserError(
+                f"{name} is {weight.dtype}; trainable weights must be float32: call .float() on the transformer"
+            )
+    return parameters
+
+
+def require_gradients(missing: Iterable[str]) -> None:
+    """Raise a `UserError` about the first of the weights that a backward pass did not reach."""
+    for name in missing:
+        raise UserError(
+            f"no gradient reached {name} of the denoiser; use it in denoise, or freeze it with requires_grad_(False)"
+        )
 
 
 def task_loss_sums(module: Any, batch: Any) -> Tensor:

@@ -1,28 +1,30 @@
 """The proof of an adapter file: loaded on its base by a clean process, it computes what the weights in memory do."""
 
+import math
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel
-from torch import nn
+from torch import Tensor
 
 from sd3_light.export import proof_process
 from sd3_light.export.export_spec import AdapterSpec
 from sd3_light.export.lora_fusing import baked
 from sd3_light.export.proof import compare_outputs, fixed_inputs, require_finite, run_clean_process
-from sd3_light.export.single_file import transformer_from_single_file
+from sd3_light.export.single_file import write_denoiser
 from sd3_light.files import file_sha256
 from sd3_light.model.adapter_layers import AdapterModules, LycorisModule
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.lora_layers import LoraModule
-from sd3_light.model.random_weights import transformer_from_state
-
-_LARGE = 1_000_000_000
-"""From this many parameters on, both sides hold the base in bf16; the effect of the file is the same."""
+from sd3_light.model.part_configs import WEIGHTS_STEM
+from sd3_light.model.pipeline_folder import weight_files
+from sd3_light.tensor_file import DTYPES, open_tensors
 
 TOLERANCE = 1e-4
 """Relative to the largest output: one side adds the update to the weights, the other computes it separately."""
@@ -33,18 +35,16 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
 
     Returns the record that is written to the export, including how much the adapter changes the output.
     """
-    start, config, kind = time.perf_counter(), spec.transformer_config, spec.adapter.type
-    inputs, width = fixed_inputs(config, real_text=False), config["num_attention_heads"] * config["attention_head_dim"]
-    # parameters per block: 24 width**2 of weights, 12 of modulation
-    dtype = "bfloat16" if 36 * config["num_layers"] * width**2 > _LARGE else "float32"
+    start, kind = time.perf_counter(), spec.adapter.type
+    inputs = fixed_inputs(spec.transformer_config, real_text=False)
     # next to the file: a single file's denoiser is written there as a folder, which may not fit into /tmp
     with tempfile.TemporaryDirectory(dir=file.parent) as work:
-        folder = str(_as_folder(spec.base, Path(work)))
-        request = {"adapter": kind, "base": folder, "base_dtype": dtype, "padding": spec.padding}
+        folder = _as_folder(spec.base, Path(work))
+        dtype = _main_dtype(folder)
+        request = {"adapter": kind, "base": str(folder), "base_dtype": dtype, "padding": spec.padding}
         _, reloaded = run_clean_process(file, Path(work), request, inputs)
-        denoiser = load_diffusers_model(SD3Transformer2DModel, Path(folder), getattr(torch, dtype))
-    _apply(denoiser, modules, spec.save_dtype)
-    expected = proof_process.denoise(denoiser, inputs)
+        updates = {name: _rounded(module, spec.save_dtype).applied for name, module in modules.items()}
+        expected = _in_memory(folder, getattr(torch, dtype), updates, inputs)
     require_finite("the denoiser with the adapter", expected)
     difference = compare_outputs("the reloaded adapter's output", reloaded["output"], expected, TOLERANCE)
     return {
@@ -59,20 +59,27 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
     }
 
 
+def _in_memory(
+    folder: Path, dtype: torch.dtype, updates: Mapping[str, proof_process.Update], inputs: dict[str, Tensor]
+) -> Tensor:
+    """Return the base's output with the updates in memory, without using the file's reader."""
+    denoiser = load_diffusers_model(SD3Transformer2DModel, folder, dtype)
+    return proof_process.denoise(denoiser, inputs, updates)
+
+
 def _as_folder(base: Path, work: Path) -> Path:
     """Return the denoiser's folder; that of a single file is written for the proof."""
-    if base.is_dir():
-        return base
-    transformer_from_state(*transformer_from_single_file(base)).save_pretrained(work / "base")
-    return work / "base"
+    return base if base.is_dir() else write_denoiser(base, work / "base")
 
 
-@torch.no_grad()
-def _apply(denoiser: nn.Module, modules: AdapterModules, dtype: torch.dtype) -> None:
-    """Apply the update in memory, rounded as in the file, without using the file's reader."""
-    for name, module in modules.items():
-        weight: Any = denoiser.get_submodule(name).weight
-        weight.data = _rounded(module, dtype).applied(weight)
+def _main_dtype(folder: Path) -> str:
+    """Return the dtype of most weights in a folder, in which both sides hold them: they are mapped, not copied."""
+    values: Counter[str] = Counter()
+    for file in weight_files(folder, WEIGHTS_STEM):
+        for tensor in open_tensors(file)[0].values():
+            values[tensor.dtype] += math.prod(tensor.shape)
+    main = max(values, key=lambda name: values[name], default="F32")
+    return DTYPES[main].torch_name if main in ("BF16", "F16") else "float32"
 
 
 def _rounded(module: LoraModule | LycorisModule, dtype: torch.dtype) -> LoraModule | LycorisModule:

@@ -9,6 +9,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from sd3_light.config import DEFAULT_GUIDANCE, AdapterConfig
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportSpec
+from sd3_light.inputs import read_limited
 
 _MODEL_CARD = """---
 {metadata}
@@ -160,11 +161,11 @@ def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
     name = about.get("name", "sd3-light") if results else None
     tags = ["sd3", "flow-matching", "sd3-light"]
     stated = {key: value for key, value in (licence or _NO_LICENCE).items() if value}
-    return _front_matter(tags, model_name=name, eval_results=results or None, **stated)
+    return _front_matter(tags, library_name="diffusers", model_name=name, eval_results=results or None, **stated)
 
 
 def _front_matter(tags: list[str], **fields: Any) -> str:
-    data = ModelCardData(library_name="diffusers", pipeline_tag="text-to-image", tags=tags, **fields)
+    data = ModelCardData(pipeline_tag="text-to-image", tags=tags, **fields)
     return str(data.to_yaml()).strip()
 
 
@@ -217,9 +218,8 @@ def _licence_of(base: Path) -> dict[str, str]:
     """Return the licence fields in the card of the base folder; empty if it has none."""
     if not _is_file_of(base, "README.md"):
         return {}
-    front = re.match(
-        r"---\n(.*?)\n---\n", (base / "README.md").read_text(encoding="utf-8", errors="replace"), re.DOTALL
-    )
+    card = read_limited(base / "README.md", _MAX_LICENCE_BYTES).decode(errors="replace")
+    front = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     lines = (line.partition(":") for line in (front[1].splitlines() if front else ()))
     licence = {key: value.strip().strip("'\"") for key, _, value in lines if key in _NO_LICENCE}
     if not licence.get("license") or licence.get("license_name") == "not-stated":
@@ -243,14 +243,17 @@ def licence_file(base: Path | None) -> dict[str, str]:
     if base is None or not licence:
         return {_NO_LICENCE["license_link"]: _LICENCE_FILE}
     link = licence.get("license_link", "")
-    return {link: (base / link).read_text(encoding="utf-8", errors="replace")} if link and "://" not in link else {}
+    if not link or "://" in link:
+        return {}
+    return {link: read_limited(base / link, _MAX_LICENCE_BYTES).decode(errors="replace")}
 
 
 def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
     """Return the card of an adapter as Markdown. The hub links it with a base model that is there."""
     on_hub = {"base_model": spec.base_repo} if spec.base_repo else {}
+    library = "diffusers" if spec.adapter.type == "lora" else None  # diffusers does not load LoKr and LoHa
     return _ADAPTER_CARD.format(
-        metadata=_front_matter(["sd3", "sd3-light", spec.adapter.type], **_NO_LICENCE, **on_hub),
+        metadata=_front_matter(["sd3", "sd3-light", spec.adapter.type], library_name=library, **_NO_LICENCE, **on_hub),
         title=_title(spec.adapter),
         table="\n".join(f"| {name} | {value} |" for name, value in _adapter_rows(spec, facts)),
         samples=_samples(spec),

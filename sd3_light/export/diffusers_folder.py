@@ -16,10 +16,11 @@ from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export import real_pipeline
 from sd3_light.export.card import licence_file, model_card
-from sd3_light.export.export_spec import FACTS_FILE, FROZEN, ExportError, ExportSpec, first_few, write_json, write_texts
+from sd3_light.export.export_spec import FROZEN, ExportError, ExportSpec, first_few, write_json, write_texts
 from sd3_light.export.proof import prove
 from sd3_light.files import apply_umask, new_folder
-from sd3_light.model.part_configs import read_json
+from sd3_light.inputs import require_regular
+from sd3_light.model.part_configs import FACTS_FILE, read_json
 from sd3_light.model.pipeline_folder import missing_parts
 from sd3_light.model.random_weights import transformer_from_state
 from sd3_light.sampling.scheduler import flow_scheduler
@@ -100,7 +101,7 @@ def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: E
     denoiser.save_pretrained(folder / "transformer", safe_serialization=True, max_shard_size=spec.max_shard_size)
     for path in (folder / "transformer").iterdir():
         apply_umask(path)
-    flow_scheduler(spec.shift, spec.flux_shift).save_pretrained(folder / "scheduler")
+    flow_scheduler(spec.shift, spec.flux_shift, spec.scheduler).save_pretrained(folder / "scheduler")
     index = read_json(spec.base / "model_index.json")
     index["transformer"] = ["diffusers", "SD3Transformer2DModel"]
     index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
@@ -157,6 +158,7 @@ def _link_or_copy(source: Path, target: Path, series: Path) -> None:
         is_copy = (copy.st_size, copy.st_mtime_ns) == (original.st_size, original.st_mtime_ns)
         if is_copy and _link(earlier, target):
             return
+    require_regular(source)
     shutil.copy2(source, target)  # keeps the modification time, which identifies the copy later
     if not filecmp.cmp(source, target, shallow=False):
         raise OSError(f"{target} differs from {source} after copying")

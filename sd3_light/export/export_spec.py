@@ -11,10 +11,10 @@ import torch
 from sd3_light.config import AdapterConfig
 from sd3_light.config.hub_ids import repo_or_name
 from sd3_light.export.lora_fusing import Padding, reader_padding
+from sd3_light.model.part_configs import FACTS_FILE
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 
 _EXPORTS = "exports"
-FACTS_FILE = "sd3_light.json"
 FROZEN = ("vae", *TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers looks for in a LoRA folder."""
@@ -31,6 +31,7 @@ class ExportError(Exception):
 class ExportSpec:
     """What an exported folder contains. ``base`` is the folder that the frozen parts come from.
 
+    ``scheduler`` is a scheduler's config that is kept as it is; otherwise ``shift`` and ``flux_shift`` make one.
     ``facts`` are written to `sd3_light.json`, ``about`` only to the model card; ``files`` are more text files by name,
     ``images`` the content of image files.
     """
@@ -40,6 +41,7 @@ class ExportSpec:
     save_dtype: torch.dtype = torch.bfloat16
     shift: float = 1.0
     flux_shift: bool = False
+    scheduler: Mapping[str, Any] | None = None
     text: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)

@@ -33,7 +33,7 @@ from sd3_light.export.lora_names import Role, find_layers, read_key
 from sd3_light.files import atomic_file, new_file, refuse_existing, write_errors
 from sd3_light.inputs import parse_json, read_limited, require_regular
 from sd3_light.model.lora_layers import LoraModule, lora_scale
-from sd3_light.tensor_file import METADATA_KEY, stored, write_tensor_file
+from sd3_light.tensor_file import MAX_DIMENSIONS, METADATA_KEY, stored, write_tensor_file
 
 LoraLayout = Literal["diffusers", "kohya", "peft"]
 
@@ -191,8 +191,11 @@ def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         require_regular(file)
         with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - not a dict
+                if (dimensions := len(opened.get_slice(key).get_shape())) > MAX_DIMENSIONS:
+                    raise ValueError(f"{key} has {dimensions:,} dimensions")
             return {key: opened.get_tensor(key) for key in opened.keys()}, opened.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as safetensors ({error}); pass a .safetensors file") from error
 
 

@@ -8,10 +8,9 @@ from diffusers import StableDiffusion3Pipeline
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import is_finite, read_facts
-from sd3_light.export.export_spec import FACTS_FILE
 from sd3_light.export.real_pipeline import RealTextPipeline
 from sd3_light.export.single_parts import read_part
-from sd3_light.model.part_configs import LOAD_ERRORS, LOCAL_WEIGHTS
+from sd3_light.model.part_configs import FACTS_FILE, LOAD_ERRORS, LOCAL_WEIGHTS, check_files
 from sd3_light.model.pipeline_folder import check_configs, tokenizer_length
 from sd3_light.model.start import folder_size
 from sd3_light.sampling.texts import TextPolicy
@@ -46,6 +45,7 @@ def open_pipeline(
 
 
 def _load(folder: Path, policy: TextPolicy) -> StableDiffusion3Pipeline:
+    check_files(folder, *(part for part in folder.iterdir() if part.is_dir()))
     options = {"dtype": torch.float32, **LOCAL_WEIGHTS}
     if policy.text_tokens == "padded":
         return StableDiffusion3Pipeline.from_pretrained(folder, **options)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,10 @@ def run_clean_process(
     environment = {**os.environ, "HF_MODULES_CACHE": str(work / "modules")}
     # in its own process group, which Ctrl-C in a terminal does not reach
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, process_group=0)
+    if result.returncode < 0:
+        name = signal.Signals(-result.returncode).name
+        hint = "; the machine may be out of memory" if name == "SIGKILL" else ""
+        raise ProofError(f"the clean process that loads {path} was ended by {name}{hint}")
     if result.returncode:
         lines = result.stderr.strip().splitlines() or [f"the process exited with code {result.returncode}"]
         raise ProofError(f"a clean process cannot load {path}: {lines[-1]}")
@@ -120,7 +125,7 @@ def _in_memory(spec: ExportSpec, weights: Mapping[str, Tensor], inputs: dict[str
     denoiser = transformer_from_state(spec.transformer_config, weights)
     pipe = StableDiffusion3Pipeline(
         transformer=denoiser,
-        scheduler=flow_scheduler(spec.shift, spec.flux_shift),
+        scheduler=flow_scheduler(spec.shift, spec.flux_shift, spec.scheduler),
         vae=load_vae(spec.base, torch.device("cpu"), torch.float32),
         **dict.fromkeys((*TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)),
     )

@@ -2,7 +2,8 @@
 
 It runs as a script and imports nothing of this package, so its result holds for any user of diffusers. The parent
 process imports its functions to compute the same from the weights in memory. Text encoders, by far the largest part,
-are not loaded. Weights keep their stored dtype while the denoiser computes in float32.
+are not loaded. Weights keep their stored dtype, mapped from the file where it is that of the file, while the denoiser
+computes in float32, one layer at a time: the memory does not grow with the model.
 """
 
 import signal
@@ -14,8 +15,9 @@ if __name__ == "__main__":  # before the slow imports: a scheduler signals all p
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,19 @@ _TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _OTHER_PARTS = ("vae", *_TEXT_ENCODERS, "tokenizer", "tokenizer_2", "tokenizer_3")
 
 
+Update = Callable[[Tensor], Tensor]
+"""Returns a layer's float32 weight with an adapter's update."""
+
+
 @contextmanager
-def compute_in_float32(model: nn.Module) -> Iterator[None]:
-    """Compute in float32 inside the block with weights stored in half precision: one layer is cast at a time."""
-    hooks = [hook for module in model.modules() for hook in _cast_around(module)]
+def compute_in_float32(model: nn.Module, updates: Mapping[str, Update] | None = None) -> Iterator[None]:
+    """Compute in float32 inside the block with weights in any dtype: one layer at a time is cast, and updated.
+
+    ``updates`` are those of an adapter by layer name.
+    """
+    updates, modules = updates or {}, dict(model.named_modules())
+    assert updates.keys() <= modules.keys(), f"no such layers: {sorted(updates.keys() - modules.keys())[:3]}"
+    hooks = [hook for name, module in modules.items() for hook in _cast_around(module, updates.get(name))]
     try:
         yield
     finally:
@@ -46,15 +57,17 @@ def compute_in_float32(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _cast_around(module: nn.Module) -> list[Any]:
+def _cast_around(module: Any, update: Update | None) -> list[Any]:
     tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     stored = [tensor.data for tensor in tensors]
-    if all(tensor.dtype == torch.float32 for tensor in tensors):
+    if update is None and all(tensor.dtype == torch.float32 for tensor in tensors):
         return []
 
     def widen(*_: object) -> None:
         for tensor in tensors:
             tensor.data = tensor.data.float()
+        if update is not None:
+            module.weight.data = update(module.weight.data)
 
     def restore(*_: object) -> None:
         for tensor, data in zip(tensors, stored, strict=True):
@@ -63,9 +76,9 @@ def _cast_around(module: nn.Module) -> list[Any]:
     return [module.register_forward_pre_hook(widen), module.register_forward_hook(restore, always_call=True)]
 
 
-def denoise(denoiser: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """Return the denoiser's output for the fixed inputs."""
-    with torch.no_grad(), compute_in_float32(denoiser):
+def denoise(denoiser: nn.Module, inputs: dict[str, Tensor], updates: Mapping[str, Update] | None = None) -> Tensor:
+    """Return the denoiser's output for the fixed inputs, with the updates of an adapter."""
+    with torch.no_grad(), compute_in_float32(denoiser, updates):
         output: Tensor = denoiser(**{name: inputs[name] for name in INPUTS}, return_dict=False)[0]
     return output.contiguous()
 
@@ -132,27 +145,46 @@ def _check_adapter(file: Path, request: dict[str, Any], inputs: dict[str, Tensor
     if request["adapter"] == "lora":
         scheduler = FlowMatchEulerDiscreteScheduler()
         pipe = StableDiffusion3Pipeline(transformer=denoiser, scheduler=scheduler, **dict.fromkeys(_OTHER_PARTS))
-        pipe.load_lora_weights(file.parent, weight_name=file.name)
-    else:
-        _add_lycoris(denoiser, file, request["padding"])  # diffusers does not read LoKr and LoHa
-    return {}, {"output": denoise(denoiser, inputs), "plain": plain}
+        with _shown_in_float32(denoiser):
+            pipe.load_lora_weights(file.parent, weight_name=file.name)
+        output = denoise(denoiser, inputs)
+    else:  # diffusers does not read LoKr and LoHa
+        output = denoise(denoiser, inputs, _lycoris_updates(denoiser, file, request["padding"]))
+    return {}, {"output": output, "plain": plain}
 
 
-def _add_lycoris(denoiser: nn.Module, file: Path, padding: list[int] | None) -> None:
-    """Add the updates in a LyCORIS file to the weights, in float32.
+@contextmanager
+def _shown_in_float32(model: nn.Module) -> Iterator[None]:
+    """Let the weights look like float32 inside the block, without memory: peft casts an adapter to its layer's dtype.
+
+    On a base in half precision that would round the adapter, and the proof is about the values in the file.
+    """
+    stored = [(parameter, parameter.data) for parameter in model.parameters()]
+    for parameter, data in stored:
+        parameter.data = torch.zeros(()).expand(data.shape)
+    try:
+        yield
+    finally:
+        for parameter, data in stored:
+            parameter.data = data
+
+
+def _lycoris_updates(denoiser: nn.Module, file: Path, padding: list[int] | None) -> dict[str, Update]:
+    """Return the updates in a LyCORIS file by layer name.
 
     With ``padding``, the file numbers the last block as a single file does that is padded to that many blocks.
     """
     last, new = (f"transformer_blocks.{blocks - 1}." for blocks in padding or (1, 1))
-    modules = {name.replace(last, new): module for name, module in denoiser.named_modules()}
-    layers = {f"lycoris_{name.replace('.', '_')}": module for name, module in modules.items()}
-    updates: dict[str, dict[str, Tensor]] = {}
+    layers = {f"lycoris_{name.replace(last, new).replace('.', '_')}": name for name, _ in denoiser.named_modules()}
+    factors: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(file).items():
         layer, _, factor = key.partition(".")
-        updates.setdefault(layer, {})[factor] = tensor.float()
-    for layer, factors in updates.items():
-        weight: Any = layers[layer].weight
-        weight.data = weight.data.float() + _lycoris_update(factors).reshape(weight.shape)
+        factors.setdefault(layers[layer], {})[factor] = tensor.float()
+    return {layer: partial(_with_lycoris, factors[layer]) for layer in factors}
+
+
+def _with_lycoris(factors: dict[str, Tensor], weight: Tensor) -> Tensor:
+    return weight + _lycoris_update(factors).reshape(weight.shape)
 
 
 def _lycoris_update(factors: dict[str, Tensor]) -> Tensor:

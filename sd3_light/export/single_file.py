@@ -1,7 +1,6 @@
 """The community's SD3 single file, from a diffusers folder and back, bit for bit and with little memory."""
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.export.diffusers_folder import add_pipeline, link_parts, read_facts
-from sd3_light.export.export_spec import FACTS_FILE, FROZEN, first_few
+from sd3_light.export.export_spec import FROZEN, first_few
 from sd3_light.export.file_metadata import HASH_KEY, model_metadata
 from sd3_light.export.lora_fusing import Padding
 from sd3_light.export.proof import ProofError
@@ -30,8 +29,8 @@ from sd3_light.export.single_parts import (
     weights_stem,
 )
 from sd3_light.files import new_file, new_folder, refuse_existing, write_errors
-from sd3_light.inputs import parse_json
-from sd3_light.model.part_configs import read_config
+from sd3_light.inputs import parse_json, read_limited
+from sd3_light.model.part_configs import FACTS_FILE, read_config
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, missing_parts
 from sd3_light.model.start import config_of_shapes, folder_size
 from sd3_light.tensor_file import METADATA_KEY, StoredTensor, open_tensors, same, write_tensor_file
@@ -152,6 +151,15 @@ def transformer_from_single_file(path: Path, keep_pads: bool = False) -> tuple[P
     return arguments, {name: tensor.load() for name, tensor in stock.items()}
 
 
+def write_denoiser(path: Path, folder: Path) -> Path:
+    """Write the denoiser of a single file, in its dtypes, as a diffusers folder. Memory: a few chunks of 16 MiB."""
+    tensors, metadata = open_tensors(path)
+    config, stock = _denoiser(_parts(tensors)["transformer"], _own_metadata(metadata, path), path, keep_pads=False)
+    folder.mkdir()
+    _write_part(folder, "transformer", config, stock)
+    return folder
+
+
 def padding_of(path: Path) -> Padding | None:
     """Return how a single file written here is padded; None if it is not."""
     metadata = _own_metadata(open_tensors(path)[1], path)
@@ -265,19 +273,23 @@ def _read_parts(folder: Path, parts: Iterable[str]) -> Model:
 def _write_folder(folder: Path, content: _FileContent, base: Path | None) -> None:
     for part, tensors in content.model.tensors.items():
         (folder / part).mkdir()
-        _write_config(folder / part / "config.json", content.model.configs[part])
-        write_tensor_file(folder / part / f"{weights_stem(part)}.safetensors", tensors, {"format": "pt"})
+        _write_part(folder / part, part, content.model.configs[part], tensors)
     if content.metadata.get("facts"):
         _write_config(folder / FACTS_FILE, content.metadata["facts"])
     if content.metadata.get("scheduler"):
         (folder / _SCHEDULER.parent).mkdir()
         _write_config(folder / _SCHEDULER, content.metadata["scheduler"])
     if base is not None:
-        shutil.copyfile(base / _INDEX, folder / _INDEX)
+        (folder / _INDEX).write_bytes(read_limited(base / _INDEX))
         parts = (*FROZEN, str(_SCHEDULER.parent))
         missing = [part for part in parts if (base / part).is_dir() and not (folder / part).exists()]
         link_parts(base, folder, missing, series=folder.parent)
         add_pipeline(folder, dict(content.metadata.get("facts") or {}).get("text", {}))
+
+
+def _write_part(folder: Path, part: str, config: PartConfig, tensors: Mapping[str, StoredTensor]) -> None:
+    _write_config(folder / "config.json", config)
+    write_tensor_file(folder / f"{weights_stem(part)}.safetensors", tensors, {"format": "pt"})
 
 
 def _write_config(path: Path, data: Mapping[str, Any]) -> None:

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.model.part_configs import LOAD_ERRORS, WEIGHTS_STEM, read_json
+from sd3_light.model.part_configs import LOAD_ERRORS, WEIGHTS_STEM, check_files, read_json
 from sd3_light.model.pipeline_folder import weight_files
 
 
 def load_diffusers_model(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
     """Load a diffusers model from its own folder, in ``dtype``; missing or wrong weights are a UserError."""
+    check_files(folder)
     try:
         files = weight_files(folder, WEIGHTS_STEM)
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}

@@ -9,10 +9,14 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from sd3_light.config.faults import UserError
-from sd3_light.inputs import read_json_file
+from sd3_light.inputs import TEXT_BYTES, read_json_file, require_regular
+from sd3_light.tensor_file import check_header
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 """File name, without its ending, of the weights in a diffusers model folder."""
+
+FACTS_FILE = "sd3_light.json"
+"""The file in which an export describes its model."""
 
 LOCAL_WEIGHTS = {"local_files_only": True, "use_safetensors": True}
 """Arguments of every `from_pretrained` of a model: nothing is downloaded, and pickles are never opened (law 8)."""
@@ -23,6 +27,7 @@ LOAD_ERRORS = (
     *(SafetensorError, StrictDataclassError),
 )
 
+_TEXT_SUFFIXES = (".jinja", ".json", ".model", ".txt")  # of files that libraries read as a whole
 _WIDTH, _LAYERS, _TABLE = 1 << 16, 1000, 1 << 24
 _CLIP = {
     "hidden_size": _WIDTH,
@@ -103,8 +108,28 @@ def check_config(config: Mapping[str, Any], part: str, where: str) -> None:
             raise UserError(f"{where} has {key} {value!r:.80}, which is {problem}; download or write the folder again")
 
 
+def check_files(*folders: Path) -> None:
+    """Raise a UserError for files that libraries must not open: pipes, devices, sockets, huge configs or vocabularies,
+    and weights without a header. Links to regular files are allowed, as in a hub cache.
+
+    Called before every `from_pretrained`.
+    """
+    for folder in folders:
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.name.startswith(".") or path.is_dir() or not path.exists():
+                continue
+            try:
+                require_regular(path, TEXT_BYTES if path.suffix in _TEXT_SUFFIXES else None)
+                if path.suffix == ".safetensors":
+                    check_header(path)
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or error
+                raise UserError(f"{path} cannot be read ({reason}); download or export it again") from error
+
+
 def load_part(model_class: Any, folder: Path, **options: Any) -> Any:
     """Load a transformers model from its own folder; missing weights are a UserError: they would be random."""
+    check_files(folder)
     try:
         model, loading = model_class.from_pretrained(folder, output_loading_info=True, **LOCAL_WEIGHTS, **options)
     except LOAD_ERRORS as error:

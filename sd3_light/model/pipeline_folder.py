@@ -34,6 +34,8 @@ class FolderPart:
 
 TEXT_ENCODER_FOLDERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 TOKENIZER_FOLDERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
+WORK = "training"
+"""The working folder of `sd3-light parts` in the folder that it writes."""
 JUDGE = "judge"
 """The folder of the judge beside the parts that `sd3-light parts` writes."""
 REQUIRED_PARTS = (
@@ -51,6 +53,11 @@ def missing_parts(folder: Path, transformer: bool) -> tuple[str, ...]:
     """Return the files missing from a complete SD3 folder, including its denoiser if ``transformer`` is true."""
     parts = (*REQUIRED_PARTS, TRANSFORMER) if transformer else REQUIRED_PARTS
     return tuple(file for part in parts for file in part.missing(folder))
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether `sd3-light parts` has begun to write a folder and not yet written all of its parts."""
+    return (folder / WORK).is_dir() and bool(missing_parts(folder, transformer=False))
 
 
 def check_configs(folder: Path) -> None:

@@ -142,13 +142,10 @@ def config_of_shapes(single: Mapping[str, tuple[int, ...]], where: str) -> dict[
 
 def single_file_config(path: Path) -> dict[str, Any]:
     """Return the denoiser's config: from the metadata if sd3-light wrote the file, otherwise from the tensor shapes."""
-    tensors, metadata = open_tensors(path)
-    if METADATA_KEY in metadata:
-        try:
-            config: dict[str, Any] = dict(parse_json(metadata[METADATA_KEY])["config"])
-            return config
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{path}: its metadata is damaged ({error!r}); write the file again") from error
+    if metadata := single_file_metadata(path):
+        config: dict[str, Any] = dict(metadata["config"])
+        return config
+    tensors, _ = open_tensors(path)
     bare = not any(name.startswith(DENOISER_PREFIX) for name in tensors)
     shapes = {
         name.removeprefix(DENOISER_PREFIX): tensor.shape
@@ -156,6 +153,19 @@ def single_file_config(path: Path) -> dict[str, Any]:
         if bare or name.startswith(DENOISER_PREFIX)
     }
     return config_of_shapes(shapes, str(path))
+
+
+def single_file_metadata(path: Path) -> dict[str, Any]:
+    """Return what sd3-light stored about the model in a single file that it wrote; empty for other files."""
+    _, metadata = open_tensors(path)
+    if METADATA_KEY not in metadata:
+        return {}
+    try:
+        stored: dict[str, Any] = dict(parse_json(metadata[METADATA_KEY]))
+        dict(stored["config"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: its metadata is damaged ({error!r}); write the file again") from error
+    return stored
 
 
 def named_size(config: dict[str, Any], path: Path) -> ModelSize:

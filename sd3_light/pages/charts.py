@@ -17,6 +17,8 @@ _MOST_DOTS = 40  # a line with at most this many points has a dot on each
 _MOST_DIGITS = 12  # of a label
 
 _ROOM = 0.05  # of the range, above and below the values
+_LEAST = 1e-45  # of a range and of a value on a logarithmic axis: the least positive number of fp32
+_LEAST_SHARE = 1e-12  # of a range in its values: in a narrower one ticks are rounding errors
 _LOG_RATIO = 20  # greatest value over median: beyond it a linear axis squeezes most values into a thin strip
 
 Point = tuple[float, float]
@@ -52,12 +54,18 @@ def fit_axis(values: Iterable[float], include_zero: bool = False) -> Axis:
     ranked = sorted(values)
     assert ranked, "an axis needs values"
     low, high = ranked[0], ranked[-1]
-    if not include_zero and low > 0 and high / ranked[len(ranked) // 2] > _LOG_RATIO:
+    if not include_zero and low >= _LEAST and high / ranked[len(ranked) // 2] > _LOG_RATIO:
         return Axis(low / 1.1, high * 1.1, log=True)
     if include_zero:
         low, high = min(low, 0.0), max(high, 0.0)
-    room = (high - low) * _ROOM or abs(high) * 0.1 or 1.0
+    room = (high - low) * _ROOM
+    if _is_narrow(low, high):
+        room = abs(high) * 0.1 if abs(high) >= _LEAST else 1.0
     return Axis(low if include_zero and low == 0 else low - room, high + room)
+
+
+def _is_narrow(low: float, high: float) -> bool:
+    return high - low < max(_LEAST, _LEAST_SHARE * max(abs(low), abs(high)))
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
@@ -118,7 +126,7 @@ class Chart:
         values = [x for line in self.lines for x, _ in line.points]
         values += [*self.x_range, *(mark.x for mark in self.marks)]
         low, high = min(values), max(values)
-        return Axis(low, high) if high > low else Axis(low - 1, high + 1)
+        return Axis(low - 1, high + 1) if _is_narrow(low, high) else Axis(low, high)
 
     @cached_property
     def y_axis(self) -> Axis:

@@ -3,6 +3,8 @@
 import math
 from datetime import UTC, datetime
 
+_LONGEST_SECONDS = 1e12  # about 30,000 years
+
 _SUFFIXES = ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k"))  # from this value on, divided by this
 
 
@@ -50,6 +52,8 @@ def utc_time(timestamp: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return `3 d 4 h`, `2 h 5 min`, `8 min 2 s` or `0.4 s`."""
+    if not seconds < _LONGEST_SECONDS:  # also for nan
+        return "an unknown time"
     if seconds < 10:
         return f"{max(seconds, 0):.1f} s"
     minutes, rest = divmod(round(seconds), 60)

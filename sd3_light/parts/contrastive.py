@@ -7,7 +7,7 @@ tower and the second CLIP encoder are kept as the judge: the same pair in one fo
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from transformers import (
     VisionTextDualEncoderModel,
 )
 
+from sd3_light.metrics.distances import finds_own_caption
 from sd3_light.parts.images import Pool, take
 from sd3_light.parts.sizes import TextSize
 from sd3_light.parts.text_encoders import build_encoders, encode
@@ -33,6 +34,7 @@ from sd3_light.randomness import stream
 
 MAX_SIDE = 128
 """Pixels of the square images that the image tower sees."""
+_GPU_BATCH, _CPU_BATCH = 512, 64
 _SIDE_MULTIPLE = 32  # of the image tower
 _GROUP = 100  # captions among which an image finds its own
 _MAX_SCALE = math.log(100.0)
@@ -41,9 +43,9 @@ _ZOOM, _SHIFT = 0.15, 0.1  # augmentation: scale by up to 15%, shift by up to 10
 
 @dataclass(frozen=True)
 class TextOptions:
-    """Batch, seed and whether to compile the image tower."""
+    """Batch (None: 512, on a CPU 64), seed and whether to compile the image tower."""
 
-    batch: int = 512
+    batch: int | None = None
     seed: int = 0
     compile: bool = True
 
@@ -146,7 +148,8 @@ class TextTask:
 
     def __init__(self, towers: Towers, data: CaptionedImages, device: torch.device, options: TextOptions) -> None:
         self.model = self.towers = towers.to(device).train()
-        self.device, self.data, self.options = device, data, options
+        self.batch = options.batch or (_GPU_BATCH if device.type != "cpu" else _CPU_BATCH)
+        self.device, self.data, self.options = device, data, replace(options, batch=self.batch)
         if device.type == "cuda":
             self.towers.image.to(memory_format=torch.channels_last)
         self._image = compiled(towers.image, device) if options.compile else towers.image
@@ -155,7 +158,7 @@ class TextTask:
         """Return the mean contrastive loss of the three encoders for a random batch."""
         rng = stream(self.options.seed, "parts-text", 0, 0, step)
         data, count = self.data, len(self.data.pixels) - self.data.held_out
-        rows = rng.choice(count, size=min(self.options.batch, count), replace=False) + data.held_out
+        rows = rng.choice(count, size=min(self.batch, count), replace=False) + data.held_out
         chosen = data.first[rows] + rng.integers(0, data.first[rows + 1] - data.first[rows])
         images = augment(take(data.pixels, rows, self.device), rng)
         captions = torch.from_numpy(chosen).to(self.device)
@@ -195,17 +198,15 @@ class TextTask:
         return torch.cat(batches)
 
     def _retrieval(self, index: int, features: Tensor) -> float:
-        data, correct = self.data, 0
+        data, texts = self.data, []
         image = F.normalize(self.towers.projections[index](features).float(), dim=-1)
         # one caption per image; which one alternates, so that all languages count
         chosen = [int(data.first[row] + row % (data.first[row + 1] - data.first[row])) for row in range(data.held_out)]
         for start in range(0, data.held_out, _GROUP):
             numbers = torch.tensor(chosen[start : start + _GROUP], device=self.device)
-            text = self.towers.text_vector(index, data.ids[index][numbers], data.lengths[numbers], masked=True)
-            best = (image[start : start + _GROUP] @ text.T).argmax(1).tolist()
-            texts = [data.texts[number] for number in numbers.tolist()]
-            correct += sum(texts[answer] == texts[row] for row, answer in enumerate(best))
-        return correct / max(1, data.held_out)
+            texts.append(self.towers.text_vector(index, data.ids[index][numbers], data.lengths[numbers], masked=True))
+        captions = [data.texts[number] for number in chosen]
+        return finds_own_caption(image, torch.cat(texts), captions, _GROUP).sum().item() / max(1, data.held_out)
 
     def judge(self) -> VisionTextDualEncoderModel:
         """Return a copy of the image tower and the second CLIP encoder as one stock model, on the CPU."""

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import Stopped, UserError
-from sd3_light.files import atomic_file
+from sd3_light.files import atomic_file, sweep_leftovers
+from sd3_light.inputs import require_regular
 from sd3_light.optim.ema import MAIN_TRACK, Averages
 from sd3_light.optim.schedules import learning_rate
+from sd3_light.pages.formats import duration
 from sd3_light.runlog import Bar, info, progress
 from sd3_light.runlog.bars import Field
 from sd3_light.tensor_file import open_tensors
@@ -32,7 +34,35 @@ COOLDOWN = 0.2
 """Share of the steps with a decaying learning rate."""
 _SAVE_SECONDS = 60.0
 _LOG_EVERY = 20
+_USABLE_STEPS = 2000
 _FAR = 1 << 60
+
+
+class Interrupted(Exception):
+    """A step or an evaluation was abandoned; the weights are those of the step before."""
+
+
+def interrupt_between_layers(model: nn.Module, reason: Callable[[], str | None]) -> None:
+    """Abandon a forward or backward pass of the model once ``reason`` returns a text: on a CPU one may take minutes."""
+
+    def check(*_: Any) -> None:
+        if text := reason():
+            raise Interrupted(text)
+
+    for module in model.modules():
+        module.register_forward_pre_hook(check)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.register_hook(check)
+
+
+def saved_identity(folder: Path) -> dict[str, Any]:
+    """Return what determines the training that was started in ``folder``, {} if there is none."""
+    path = folder / STATE_FILE
+    if not path.is_file():
+        return {}
+    identity: dict[str, Any] = json.loads(open_tensors(path)[1]["identity"])
+    return identity
 
 
 class Task(Protocol):
@@ -102,23 +132,35 @@ class Fit:
 
     def run(self, should_stop: Callable[[], str | None]) -> Progress:
         """Train to the end. ``should_stop`` returns why to stop early, or None; the state is then saved."""
+        with progress(self.title, self.progress.end, "steps", done=self.progress.step) as bar:
+            try:
+                self._run(should_stop, bar)
+            except Interrupted as error:
+                if not self.progress.step:
+                    raise Stopped(f"{error}; {self.title} has not finished a step") from error
+                self._save()
+                raise Stopped(f"{error}; {self.title} is saved at step {self.progress.step:,}") from error
+        return self.progress
+
+    def _run(self, should_stop: Callable[[], str | None], bar: Bar) -> None:
         state = self.progress
-        started, saved = time.monotonic() - state.seconds, time.monotonic()
-        with progress(self.title, state.end, "steps", done=state.step) as bar:
-            while not state.is_done():
-                values = self._step()
-                state.seconds = time.monotonic() - started
-                self._show(bar, values)
-                if state.step % self.options.evaluate_every == 0 or state.is_done():
-                    self._evaluate()
-                self._decide_end(bar)
-                reason = None if state.is_done() else should_stop()
-                if reason or state.is_done() or time.monotonic() - saved > _SAVE_SECONDS:
-                    self._save()
-                    saved = time.monotonic()
-                if reason:
-                    raise Stopped(f"{reason}; {self.title} is saved at step {state.step:,}")
-        return state
+        first, saved = state.step, time.monotonic()
+        started = saved - state.seconds
+        self._evaluate_if_due(bar)  # an earlier run may have been interrupted there
+        while not state.is_done():
+            begin = time.monotonic()
+            values = self._step()
+            state.seconds = time.monotonic() - started
+            self._show(bar, values)
+            if state.step == first + 1:
+                self._announce(time.monotonic() - begin)
+            self._evaluate_if_due(bar)
+            reason = None if state.is_done() else should_stop()
+            if reason or state.is_done() or time.monotonic() - saved > _SAVE_SECONDS:
+                self._save()
+                saved = time.monotonic()
+            if reason:
+                raise Stopped(f"{reason}; {self.title} is saved at step {state.step:,}")
 
     def use_averages(self) -> None:
         """Replace the weights by their averages, for good."""
@@ -158,6 +200,27 @@ class Fit:
                     "with a lower learning rate"
                 )
         bar.advance(1, **fields)
+
+    def _announce(self, seconds: float) -> None:
+        """Print what can be expected on a CPU, by the time of one step."""
+        if self.task.device.type != "cpu" or self.progress.is_done():
+            return
+        state, minutes = self.progress, self.options.minutes
+        steps = state.end
+        expected = f"{steps:,} steps take about {duration(steps * seconds)}" if steps is not None else ""
+        if steps is None and minutes is not None:
+            steps = state.step + int(max(0.0, 60 * minutes - state.seconds) / seconds)
+            expected = f"{minutes:g} minutes are about {steps:,} steps"
+        if steps is not None:
+            few = "" if steps >= _USABLE_STEPS else "; a usable model needs thousands, for which a GPU is faster"
+            info(f"{self.title}: on this CPU a step takes about {duration(seconds)}: {expected}{few}")
+
+    def _evaluate_if_due(self, bar: Bar) -> None:
+        state = self.progress
+        is_known = bool(state.history) and state.history[-1]["step"] == state.step
+        if state.step and not is_known and (state.step % self.options.evaluate_every == 0 or state.is_done()):
+            self._evaluate()
+        self._decide_end(bar)
 
     def _evaluate(self) -> None:
         with self.averages.in_place_of(MAIN_TRACK, self.weights):
@@ -200,6 +263,7 @@ class Fit:
 
     def _load(self) -> None:
         path = self.folder / STATE_FILE
+        sweep_leftovers(path)
         if not path.is_file():
             return
         _, metadata = open_tensors(path)
@@ -208,6 +272,7 @@ class Fit:
         if not known.is_done() and self.options.steps is not None:
             known.end = max(self.options.steps, known.step)
         self.progress = known
+        require_regular(path)
         tensors = load_file(path)
         for name, weight in self.weights.items():
             weight.data.copy_(tensors[f"weights.{name}"])

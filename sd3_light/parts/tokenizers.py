@@ -19,6 +19,8 @@ from tokenizers.models import BPE
 from transformers import CLIPTokenizer, PreTrainedTokenizerBase, T5TokenizerFast
 
 from sd3_light.files import write_atomically
+from sd3_light.inputs import read_json_file
+from sd3_light.model.part_configs import check_files
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 CLIP_PADS = {"tokenizer": EOS, "tokenizer_2": "!"}
@@ -154,7 +156,7 @@ def save_tokenizers(tokenizers: Mapping[str, PreTrainedTokenizerBase], out: Path
     for name, tokenizer in tokenizers.items():
         tokenizer.save_pretrained(out / name)
         path = out / name / "tokenizer_config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json_file(path)
         if config.get("extra_special_tokens") == []:  # transformers 4 expects a table
             del config["extra_special_tokens"]
         write_atomically(path, (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
@@ -172,5 +174,6 @@ def _save_clip_files(tokenizer: CLIPTokenizer, folder: Path) -> None:
 
 def load_tokenizers(folder: Path) -> dict[str, PreTrainedTokenizerBase]:
     """Load the three tokenizers of a diffusers folder."""
+    check_files(*(folder / name for name in (*CLIP_PADS, T5_FOLDER)))
     classes = {**dict.fromkeys(CLIP_PADS, CLIPTokenizer), T5_FOLDER: T5TokenizerFast}
     return {name: kind.from_pretrained(folder / name, local_files_only=True) for name, kind in classes.items()}

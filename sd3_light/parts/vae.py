@@ -9,7 +9,7 @@ import copy
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,9 @@ from sd3_light.sampling.png import save_png
 
 _STATISTICS_IMAGES = 2048
 _EVALUATED = 512
+_ON_CPU = 256  # images that statistics and evaluations use there at most, where each takes a noticeable time
+_GPU_BATCH = 128
+_CPU_VALUES = 1 << 21  # of an activation of the first level in a step on a CPU: 16 images of 64 px for `tiny`
 _SHOWN = 12
 _MIN_STD = 1e-4
 _FIRST_NOISE = 0.1  # deviation of the noise in the latents of a new VAE, relative to theirs
@@ -43,9 +46,12 @@ _ADVERSARY_STEPS = (1000, 2000)  # the adversarial term grows from 0 to its weig
 
 @dataclass(frozen=True)
 class VaeOptions:
-    """Batch and weights of the loss. ``decoder_only`` keeps the encoder, and with it the latents of existing models."""
+    """Batch and weights of the loss. ``decoder_only`` keeps the encoder, and with it the latents of existing models.
 
-    batch: int = 128
+    Without a ``batch`` it is `default_batch`.
+    """
+
+    batch: int | None = None
     seed: int = 0
     l1: float = 1.0
     mse: float = 2.0
@@ -54,6 +60,15 @@ class VaeOptions:
     adversarial: float = 0.0
     decoder_only: bool = False
     compile: bool = True
+
+
+def default_batch(vae: AutoencoderKL, pools: list[Pool], device: torch.device) -> int:
+    """Return the images per step: 128 on a GPU, on a CPU so few that a step takes seconds and little memory."""
+    if device.type != "cpu":
+        return _GPU_BATCH
+    channels: int = vae.config.block_out_channels[0]
+    area = max(height * width for height, width in (pool.size for pool in pools))
+    return max(2, min(_GPU_BATCH, _CPU_VALUES // (area * channels)))
 
 
 def build_vae(size: VaeSize, latent_channels: int, seed: int) -> AutoencoderKL:
@@ -123,7 +138,8 @@ def channel_statistics(vae: AutoencoderKL, pools: list[Pool], device: torch.devi
     total = sum(pool.trained for pool in pools)
     count, first, second = 0, torch.zeros((), device=device), torch.zeros((), device=device)
     for pool in pools:
-        number = max(1, min(pool.trained, _STATISTICS_IMAGES * pool.trained // total))
+        most = _STATISTICS_IMAGES if device.type != "cpu" else _ON_CPU
+        number = max(1, min(pool.trained, most * pool.trained // total))
         rows = np.linspace(pool.held_out, len(pool.ids) - 1, number).astype(np.int64)
         for start in range(0, number, 64):
             mean, _ = encode(vae, take(pool.pixels, rows[start : start + 64], device))
@@ -171,7 +187,8 @@ class VaeTask:
     def __init__(
         self, vae: AutoencoderKL, pools: list[Pool], device: torch.device, options: VaeOptions, grid: Path | None = None
     ) -> None:
-        self.device, self.pools, self.options, self.grid = device, pools, options, grid
+        self.batch = options.batch or default_batch(vae, pools, device)
+        self.device, self.pools, self.options, self.grid = device, pools, replace(options, batch=self.batch), grid
         self.vae = vae.to(device).train()
         if device.type == "cuda":
             self.vae = self.vae.to(memory_format=torch.channels_last)
@@ -204,7 +221,7 @@ class VaeTask:
     def loss(self, step: int) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the loss of a random batch, mirrored in every second step."""
         options = self.options
-        pool, rows = draw_rows(self.pools, options.seed, "parts-vae", step, options.batch)
+        pool, rows = draw_rows(self.pools, options.seed, "parts-vae", step, self.batch)
         images = take(pool.pixels, rows, self.device)
         images = images.flip(3) if step % 2 else images
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
@@ -242,11 +259,12 @@ class VaeTask:
         """Return the PSNR of held-out images, in float32 as the VAE is used, and write the grid."""
         vae = self.finished()
         error, count = 0.0, 0
+        most = _EVALUATED if self.device.type != "cpu" else _ON_CPU
         shown: list[tuple[Tensor, Tensor]] = []
         with tf32_convolutions():
             for pool in self.pools:
-                for start in range(0, min(pool.held_out, _EVALUATED), 32):
-                    rows = np.arange(start, min(start + 32, pool.held_out, _EVALUATED))
+                for start in range(0, min(pool.held_out, most), 32):
+                    rows = np.arange(start, min(start + 32, pool.held_out, most))
                     images = take(pool.pixels, rows, self.device)
                     output = decode(vae, encode(vae, images)[0]).clamp(-1, 1)
                     error += ((output - images) / 2).square().mean((1, 2, 3)).sum().item()

@@ -6,15 +6,21 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column
+from rich.text import Text
 
 from sd3_light.runlog.console import console, info, is_main_process
 
-LINE_EVERY = 10.0  # minimum seconds between plain lines
+LINE_EVERY = 10.0
+"""Minimum seconds between plain lines, unless a bar has its own."""
 _FRAME_EVERY = 0.2  # minimum seconds between updates of a live bar
 _POINT_EVERY = 0.5  # minimum seconds between the points from which the rate is measured
 _NUM_POINTS = 60
+_SEPARATOR = " · "
 _WIDE = 110  # columns; narrower terminals get a short bar, so that the numbers fit
 
 Field = float | int | str
@@ -71,21 +77,24 @@ class Bar:
             parts.append(f"took {_duration(now - start)}")
         elif self.total is not None and rate > 0:
             parts.append(f"{_duration((self.total - self.done) / rate)} left")
-        return " · ".join(parts + [f"{name} {_number(value)}" for name, value in fields.items()])
+        return _SEPARATOR.join(parts + [f"{name} {_number(value)}" for name, value in fields.items()])
 
 
 @contextmanager
-def progress(title: str, total: int | None, unit: str = "it", done: int = 0) -> Iterator[Bar]:
+def progress(
+    title: str, total: int | None, unit: str = "it", done: int = 0, line_every: float = LINE_EVERY
+) -> Iterator[Bar]:
     """Show the progress of a job while the block runs; `done` of `total` units may be finished already.
 
-    Bars may be nested. Without a terminal, a first line, a last line and at most one line per ten seconds are
-    printed. The last line says "stopped" where an exception ended the block. Nothing is shown if all is done already.
+    Bars may be nested. Without a terminal, a first line, a last line and at most one line per ``line_every`` seconds
+    are printed; 0 prints one at every update. The last line says "stopped" where an exception ended the block. Nothing
+    is shown if all is done already.
     """
     bar = Bar(title, total, unit, done)
     is_complete = total is not None and 0 < total <= done
     if is_main_process() and not is_complete:
         is_live = console.is_terminal and not console.is_dumb_terminal
-        bar._display = _LiveDisplay(bar) if is_live else _LineDisplay(bar)
+        bar._display = _LiveDisplay(bar) if is_live else _LineDisplay(bar, line_every)
     finished = False
     try:
         yield bar
@@ -108,13 +117,14 @@ class _Display:
 class _LineDisplay(_Display):
     """Plain lines; the first is printed before any work, so that a slow start is visible."""
 
-    def __init__(self, bar: Bar):
+    def __init__(self, bar: Bar, line_every: float):
+        self._line_every = line_every
         info(f"{bar.title} {bar.status()}")
-        bar._next_update = time.monotonic() + LINE_EVERY
+        bar._next_update = time.monotonic() + line_every
 
     def update(self, bar: Bar) -> float:
         info(f"{bar.title} {bar.status()}")
-        return LINE_EVERY
+        return self._line_every
 
     def close(self, bar: Bar, finished: bool) -> None:
         info(f"{bar.title} {bar.status(finished=True)}{'' if finished else ' · stopped'}")
@@ -147,14 +157,34 @@ class _LiveDisplay(_Display):
         _LiveDisplay._screen = None
 
 
+class _Status:
+    """The status in one line; the last parts are left out where the terminal is too narrow, so no number is cut."""
+
+    def __init__(self, status: str):
+        self._parts = status.split(_SEPARATOR)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        parts = list(self._parts)
+        while len(parts) > 1 and cell_len(_SEPARATOR.join(parts)) > options.max_width:
+            parts.pop()
+        yield Text(_SEPARATOR.join(parts), style="none", no_wrap=True, overflow="ignore")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(cell_len(self._parts[0]), cell_len(_SEPARATOR.join(self._parts)))
+
+
+class _StatusColumn(ProgressColumn):
+    def render(self, task: Task) -> _Status:
+        return _Status(task.fields["status"])
+
+
 def _new_screen() -> Progress:
-    status = Column(no_wrap=True, overflow="ellipsis")
     width = 24 if console.width >= _WIDE else 8
     bar = Column(min_width=width, max_width=width)
     return Progress(
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
         BarColumn(bar_width=None, table_column=bar),
-        TextColumn("{task.fields[status]}", markup=False, table_column=status),
+        _StatusColumn(),
         console=console,
         # no refresh thread: a worker forked while that thread holds the console's lock could never print
         auto_refresh=False,

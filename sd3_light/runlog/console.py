@@ -36,7 +36,7 @@ def info(text: str) -> None:
 def show(table: RenderableType) -> None:
     """Print a table to stderr; other ranks print nothing."""
     if is_main_process():
-        console.print(table)
+        console.print(table, crop=False)
 
 
 def quiet_libraries() -> None:

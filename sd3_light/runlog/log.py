@@ -2,16 +2,17 @@
 
 import json
 import math
-import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from sd3_light.config.faults import UserError
-from sd3_light.inputs import open_regular, parse_json
+from sd3_light.files import write_errors
+from sd3_light.inputs import TEXT_BYTES, lines_of, open_regular, parse_json, regular_handle
 from sd3_light.runlog.console import info, is_main_process
 from sd3_light.runlog.tensorboard import TensorBoard
 
@@ -22,6 +23,7 @@ CURVE_EVENTS = ("step", "eval", "metrics")
 """The events whose numbers are points of curves."""
 
 _LARGEST = 2**53
+_LAST_TIME = 253_402_300_800  # the year 10000 in seconds since 1970, which dates cannot show
 # fields that say when an evaluation was made; they are not curves
 _POSITION_FIELDS = frozenset(("step", "samples", "skipped", "position", "epoch"))
 
@@ -67,7 +69,8 @@ class RunLog:
         self._pending, self._is_full = b"", False
         if is_main_process():
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
+            with write_errors(self.path):
+                self._file = open(self.path, "ab", buffering=0, opener=regular_handle)  # noqa: SIM115
             _repair(self.path)
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -160,10 +163,28 @@ def read_log(path: Path) -> Iterator[dict[str, Any]]:
 
 def log_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the complete lines of a log and their numbers, for readers that do not parse all of them."""
+    with open_log(path) as file:
+        yield from complete_lines(file)
+
+
+def open_log(path: Path) -> BufferedReader:
+    """Open a log for reading. Raises UserError where there is none."""
     if not path.is_file():
         raise UserError(f"{path}: no such log; pass a run folder that training has written to")
-    with open_regular(path) as lines:
-        yield from ((number, line) for number, line in enumerate(lines, start=1) if line.endswith(b"\n"))
+    return open_regular(path)
+
+
+def complete_lines(file: BufferedReader, first: int = 1) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of an open log from its position on, with numbers from ``first``, without an incomplete one.
+
+    Raises UserError for a line that is too long for a log.
+    """
+    try:
+        for number, line in enumerate(lines_of(file), start=first):
+            if line.endswith(b"\n"):
+                yield number, line
+    except ValueError as error:
+        raise UserError(f"the log is damaged: {error}; remove that line") from error
 
 
 def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -174,15 +195,30 @@ def parse_event(path: Path, number: int, line: bytes) -> dict[str, Any]:
         raise UserError(f"{path}: line {number} is not JSON; remove that line") from None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         raise UserError(f"{path}: line {number} is not an event; remove that line")
+    rules = _METRICS_RULES if event["event"] == "metrics" else _FIELD_RULES
     for name, value in event.items():
-        is_valid, kind = _FIELD_RULES.get(name, _ANY)
+        is_valid, kind = rules.get(name, _ANY)
         if not is_valid(value):
             raise UserError(f"{path}: line {number}: {name} is not {kind}; remove that line")
     return event
 
 
+def measured(event: Mapping[str, Any], name: str) -> float:
+    """Return a measurement of an event; nan where it is missing."""
+    value = event.get(name)
+    return math.nan if value is None else float(value)
+
+
 def _is_finite_number(value: Any) -> bool:
     return type(value) in (int, float) and -_LARGEST < value < _LARGEST
+
+
+def _is_whole_number(value: Any) -> bool:
+    return _is_finite_number(value) and value == int(value)
+
+
+def _is_time(value: Any) -> bool:
+    return _is_finite_number(value) and 0 <= value < _LAST_TIME
 
 
 def _is_logged_float(value: Any) -> bool:  # nan and the infinities of measurements are logged as strings
@@ -193,12 +229,16 @@ def _are_logged_floats(value: Any) -> bool:
     return isinstance(value, dict) and all(map(_is_logged_float, value.values()))
 
 
+def _is_metric(value: Any) -> bool:  # null: not measured
+    return value is None or _are_logged_floats(value)
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
 _ANY = (lambda value: True, "")
-_MEASUREMENTS = (
+MEASUREMENTS = (
     *("loss", "flow", "fixed", "text_recon", "layer_sync", "lr", "grad_norm", "param_norm", "samples_per_second"),
     *(
         "data_wait",
@@ -213,21 +253,30 @@ _MEASUREMENTS = (
     *("stall_seconds", "epoch"),
     *(f"{name}@0.{tenth}" for name in ("flow", "fixed") for tenth in range(1, 10)),
 )
+"""The fields that are measured numbers: nan, the infinities and null are valid."""
+METRIC_GROUPS = ("frechet", "kid", "precision", "recall", "retrieval", "distance")
+"""The measurements of [metrics], each with value, low and high."""
 _FIELD_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("time", "step", "samples", "total", "skipped", "world", "bytes"), (_is_finite_number, "a number")),
-    **dict.fromkeys(_MEASUREMENTS, (_is_logged_float, "a number")),
+    "time": (_is_time, "a time in seconds since 1970"),
+    **dict.fromkeys(("step", "samples", "total", "skipped", "world", "bytes"), (_is_whole_number, "a whole number")),
+    **dict.fromkeys(MEASUREMENTS, (_is_logged_float, "a number")),
     **dict.fromkeys(("band", "ema_decay", "host_seconds"), (_are_logged_floats, "a table of numbers")),
     **dict.fromkeys(("weights", "set", "file", "reason", "engine", "device"), (_is_text, "a text")),
 }
+_METRICS_RULES = {**_FIELD_RULES, **dict.fromkeys(METRIC_GROUPS, (_is_metric, "a table of numbers"))}
 
 
 def _repair(path: Path) -> None:
     """Truncate a log after its last newline."""
-    if path.stat().st_size:  # an empty file cannot be mapped
-        with path.open("r+b") as file:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                end = data.rfind(b"\n") + 1
-            file.truncate(end)
+    with open(path, "r+b", opener=regular_handle) as file:
+        start = max(0, file.seek(0, os.SEEK_END) - TEXT_BYTES)
+        file.seek(start)
+        end = file.read().rfind(b"\n") + 1
+        if start and not end:
+            raise UserError(
+                f"{path} is not a log: its last line has more than {TEXT_BYTES >> 20} MiB; remove that line"
+            )
+        file.truncate(start + end)
 
 
 def _to_python(value: Any) -> Any:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from queue import SimpleQueue
-from threading import Lock
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,21 @@ from sd3_light.system import usable_cores
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
 
-__all__ = ["ImageRequest", "TextPolicy", "generate", "run_pipeline", "save_png", "size_fault", "stream_images"]
+__all__ = [
+    "Cancelled",
+    "ImageRequest",
+    "TextPolicy",
+    "generate",
+    "run_pipeline",
+    "save_png",
+    "size_fault",
+    "stream_images",
+]
+
+
+class Cancelled(Exception):
+    """The caller cancelled the images while they were drawn."""
+
 
 NumberedImages = list[tuple[int, Image.Image]]
 """Images, each with the index of its request."""
@@ -67,6 +81,7 @@ def stream_images(
     batch_size: int = 16,
     exact: bool = False,
     threads: int = 1,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> Generator[NumberedImages, None, None]:
     """Yield the images as they are finished.
 
@@ -77,6 +92,8 @@ def stream_images(
     num_inference_steps=steps, guidance_scale=guidance, width=..., height=...)`: the same bytes when `batch_size` is 1
     or with `exact` (there with `threads` torch threads). In larger batches a few colours differ by 1/255 in fp32, more
     in half precision. With `exact`, up to `batch_size` images are generated in parallel, as cores allow.
+
+    `is_cancelled` is called after every denoising step; once it returns True, `Cancelled` is raised.
     """
     full = [_with_defaults(request, steps, guidance) for request in requests]
     for request in full:
@@ -86,12 +103,13 @@ def stream_images(
     masked = use_masked_attention(pipe.transformer) if policy.text_tokens == "real" else nullcontext()
     with masked:
         if exact:
-            yield from _generate_exactly(pipe, full, policy, batch_size, threads)
+            yield from _generate_exactly(pipe, full, policy, batch_size, threads, is_cancelled)
             return
         encode_batch = partial(encode, pipe, policy=policy)
         for indices in _batches(full, batch_size):
             batch = [full[index] for index in indices]
-            yield list(zip(indices, _generate_batch(pipe, batch, policy, encode_batch), strict=True))
+            images = _generate_batch(pipe, batch, policy, encode_batch, is_cancelled)
+            yield list(zip(indices, images, strict=True))
 
 
 def size_fault(pipe: "StableDiffusion3Pipeline", width: int, height: int) -> str | None:
@@ -127,12 +145,14 @@ def _generate_exactly(
     policy: TextPolicy,
     parallel: int,
     threads: int,
+    is_cancelled: Callable[[], bool],
 ) -> Iterator[NumberedImages]:
     """Generate one image per pipeline call, so that images do not affect each other."""
     workers = max(1, min(parallel, len(requests), _cores() // threads))
     pipes: SimpleQueue[StableDiffusion3Pipeline] = SimpleQueue()
     for _ in range(workers):
         pipes.put(_copy_pipeline(pipe))
+    stopped = Event()
     lock = Lock()  # tokenizers change their settings in each call
 
     @lru_cache(_CACHED_TEXTS)
@@ -146,7 +166,9 @@ def _generate_exactly(
     def generate_one(index: int) -> NumberedImages:
         own_pipe = pipes.get()
         try:
-            (image,) = _generate_batch(own_pipe, [requests[index]], policy, encode_each)
+            (image,) = _generate_batch(
+                own_pipe, [requests[index]], policy, encode_each, lambda: stopped.is_set() or is_cancelled()
+            )
             return [(index, image)]
         finally:
             pipes.put(own_pipe)
@@ -156,6 +178,7 @@ def _generate_exactly(
             for done in as_completed([pool.submit(generate_one, index) for index in range(len(requests))]):
                 yield done.result()
         finally:  # after an error, or when the caller stops early
+            stopped.set()
             pool.shutdown(cancel_futures=True)
 
 
@@ -190,6 +213,7 @@ def _generate_batch(
     batch: Sequence[ImageRequest],
     policy: TextPolicy,
     encoder: Callable[[Sequence[str]], list[EncodedText]],
+    is_cancelled: Callable[[], bool],
 ) -> list[Image.Image]:
     """Generate requests of equal size, steps and guidance."""
     steps, guidance = batch[0].steps, batch[0].guidance
@@ -206,7 +230,7 @@ def _generate_batch(
         step = pipe.vae_scale_factor * pipe.patch_size
         num_image = (batch[0].width // step) * (batch[0].height // step)
         attention = {"attention_mask": real_text_mask(text.lengths, text.tokens.shape[1], num_image)}
-    images, fault = run_pipeline(pipe, batch, text, steps, guidance, attention)
+    images, fault = run_pipeline(pipe, batch, text, steps, guidance, attention, is_cancelled)
     if fault:
         raise UserError(f"no image of {batch[0].prompt!r}: {fault}")
     return images
@@ -219,11 +243,12 @@ def run_pipeline(
     steps: int,
     guidance: float,
     attention: dict[str, Any] | None = None,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Image.Image], str | None]:
     """Run the stock pipeline on encoded texts, for requests of one size; return the images and what is wrong with them.
 
     With guidance, the rows of ``text`` are all negative texts, then all prompts. ``attention`` is passed to the
-    denoiser as ``joint_attention_kwargs``.
+    denoiser as ``joint_attention_kwargs``. Raises `Cancelled` after a step where ``is_cancelled`` returns True.
     """
     rows = {"prompt_embeds": text.tokens, "pooled_prompt_embeds": text.pooled}
     embeds = {name: tensor[-len(batch) :] for name, tensor in rows.items()}
@@ -234,6 +259,8 @@ def run_pipeline(
     def keep_latents(_pipe: object, _step: int, _time: object, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         nonlocal latents
         latents = tensors["latents"]
+        if is_cancelled():
+            raise Cancelled
         return {}
 
     with _no_progress_bar(pipe), torch.no_grad():

@@ -11,10 +11,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.inputs import path_problem, require_regular
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
 
+_LONGEST_SHOWN = 100  # characters of a path that is not valid
 _LORA_PARTS = ("transformer", "text_encoder", "text_encoder_2")
 _ENCODER_PREFIXES = ("text_encoder", "lora_te")
 _LEAF = re.compile(r"\.(lora_[AB]|lora_(up|down)|lora\.(up|down)|lora_magnitude_vector|dora_scale|alpha)\b.*$")
@@ -33,6 +35,9 @@ class Lora:
     @staticmethod
     def parse(text: str) -> "Lora":
         """Parse `FILE`, `FOLDER`, or either with `:STRENGTH`. A folder is an adapter's export, or a run with some."""
+        problem = path_problem(text)
+        if problem:
+            raise UserError(f"LoRA {text[:_LONGEST_SHOWN]}: {problem}")
         file, strength = Path(text), 1.0
         name, colon, number = text.rpartition(":")
         if colon and not file.exists():
@@ -80,6 +85,7 @@ def add_loras(pipe: "StableDiffusion3Pipeline", loras: Sequence[Lora], read: Rea
 
 
 def _tensors(pipe: "StableDiffusion3Pipeline", file: Path, read: Reader) -> Mapping[str, Tensor]:
+    require_regular(file)
     with safe_open(file, framework="pt") as opened:
         has_encoders = any(key.startswith(_ENCODER_PREFIXES) for key in opened.keys())  # noqa: SIM118 - not a dict
     if not has_encoders:

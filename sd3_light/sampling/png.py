@@ -12,8 +12,8 @@ from typing import Any
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from sd3_light.files import atomic_unsynced_file
-from sd3_light.inputs import parse_json
+from sd3_light.files import atomic_unsynced_file, name_new_file, scratch_file
+from sd3_light.inputs import open_regular, parse_json
 
 PNG_FACTS = "sd3_light"
 """The chunk with all parameters as JSON. No chunk is named `prompt`: ComfyUI would parse it as a workflow graph."""
@@ -21,17 +21,29 @@ PNG_FACTS = "sd3_light"
 
 def save_png(image: Image.Image, path: Path, metadata: Mapping[str, Any]) -> None:
     """Write a PNG atomically, with the metadata as text chunks: strings as they are, other values as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_unsynced_file(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=_chunks(metadata))
+
+
+def save_new_png(image: Image.Image, path: Path, metadata: Mapping[str, Any]) -> None:
+    """Write a PNG like `save_png`, but never replace a file. Raises FileExistsError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_file(path) as temporary:
+        image.save(temporary, format="PNG", pnginfo=_chunks(metadata))
+        name_new_file(temporary, path)
+
+
+def _chunks(metadata: Mapping[str, Any]) -> PngInfo:
     info = PngInfo()
     for key, value in metadata.items():
         info.add_text(key, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_unsynced_file(path) as temporary:
-        image.save(temporary, format="PNG", pnginfo=info)
+    return info
 
 
 def read_png_facts(path: Path) -> dict[str, Any]:
     """Return the parameters in an image written here; empty for other images."""
-    with Image.open(path) as image:
+    with open_regular(path) as file, Image.open(file) as image:
         text = getattr(image, "text", {}).get(PNG_FACTS, "{}")
     facts = parse_json(text)
     return facts if isinstance(facts, dict) else {}

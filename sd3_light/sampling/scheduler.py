@@ -4,6 +4,7 @@ All are diffusers' schedulers. Their timesteps differ slightly: Euler and Heun g
 0.999 in equal steps, rounded down to thousandths for the model.
 """
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
@@ -21,8 +22,16 @@ _DYNAMIC = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"
 _EULER_ONLY = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "shift_terminal")
 
 
-def flow_scheduler(shift: float | None, flux_shift: bool) -> FlowMatchEulerDiscreteScheduler:
-    """Return the stock Euler scheduler with the shift of training: 1.0 by default, dynamic with `flux_shift`."""
+def flow_scheduler(
+    shift: float | None, flux_shift: bool, kept: Mapping[str, Any] | None = None
+) -> FlowMatchEulerDiscreteScheduler:
+    """Return the stock Euler scheduler with the shift of training: 1.0 by default, dynamic with `flux_shift`.
+
+    ``kept`` is the config of a scheduler to use as it is.
+    """
+    if kept is not None:
+        scheduler: FlowMatchEulerDiscreteScheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(kept))
+        return scheduler
     return FlowMatchEulerDiscreteScheduler(shift=shift or 1.0, use_dynamic_shifting=flux_shift)
 
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from sd3_light.data.sources.scan import scan
 from sd3_light.downloads import download
 from sd3_light.engines import Launch
 from sd3_light.files import write_atomically, write_errors
-from sd3_light.inputs import open_regular, parse_json
+from sd3_light.inputs import lines_of, open_regular, parse_json, regular_handle
+from sd3_light.model.part_configs import check_files
 from sd3_light.pages import check_output_path, data_uri, render_template, save_page
 from sd3_light.runlog import info, progress
 
@@ -153,8 +155,8 @@ def _read_done(path: Path, settings: dict[str, Any]) -> dict[str, list[str]]:
     if not path.exists():
         return {}
     captions: dict[str, list[str]] = {}
-    with open_regular(path) as file:
-        for number, line in enumerate(file):
+    with _opened(path) as lines:
+        for number, line in enumerate(lines):
             try:
                 entry = parse_json(line)
                 if number == 0 and entry != settings:
@@ -169,6 +171,17 @@ def _read_done(path: Path, settings: dict[str, Any]) -> dict[str, list[str]]:
     return captions
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[Iterator[bytes]]:
+    """Yield the lines of a file; raise UserError where they cannot be read."""
+    try:
+        with open_regular(path) as file:
+            yield lines_of(file)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path} cannot be read ({reason}); remove it, or pass --restart") from error
+
+
 def _caption(work: _DirectoryWork, captioner: "Captioner") -> None:
     """Caption the missing images, and append each batch to the file of what is done."""
     path, missing = work.folder / DONE, work.missing
@@ -178,7 +191,7 @@ def _caption(work: _DirectoryWork, captioner: "Captioner") -> None:
     size, rejected = captioner.options.batch, 0
     with (
         write_errors(path),
-        path.open("ab", buffering=0) as file,
+        open(path, "ab", buffering=0, opener=regular_handle) as file,
         progress(f"caption {work.folder.name}", len(missing), "images") as bar,
     ):
         for names, images in _decoded(work.folder, missing, size):
@@ -247,6 +260,7 @@ class Captioner:
         folder, device = model_folder(model), Launch().device()
         dtype = options.dtype if options.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         own = {"local_files_only": True, "trust_remote_code": False}
+        check_files(folder)
         try:
             processor = AutoProcessor.from_pretrained(folder, **own)
             loaded = AutoModelForImageTextToText.from_pretrained(

@@ -68,9 +68,11 @@ def run(
     try:
         _write(train, weights_to_export, run_folder, out, contents)
     except ExportError as error:
+        if isinstance(error.__cause__, UserError):  # it names its own remedy
+            raise UserError(f"{out} was not written: {error}") from error
         raise UserError(f"{run_folder}: {error}; does its config.toml belong to these weights?") from error
     except ProofError as error:
-        raise UserError(f"{out} was not written: {error}") from error
+        raise UserError(f"{out} was not written: {error}. The run is unchanged") from error
     if push_to_hub is not None:
         info(f"pushed to {push(out, push_to_hub)}")
     return out

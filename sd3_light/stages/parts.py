@@ -11,11 +11,14 @@ The same command continues where an earlier one stopped. A finished part is not 
 import json
 import math
 import os
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -24,15 +27,15 @@ from transformers import PreTrainedTokenizerBase
 
 from sd3_light import __version__
 from sd3_light.config import DatasetConfig, load_images
-from sd3_light.config.faults import UserError
+from sd3_light.config.faults import Stopped, UserError
 from sd3_light.encoders.judge import save_judge
 from sd3_light.encoders.vae import LOW_PSNR
 from sd3_light.engines import Launch
 from sd3_light.files import apply_umask, new_folder, refuse_existing, write_atomically, write_errors
 from sd3_light.inputs import read_json_file
-from sd3_light.model.pipeline_folder import JUDGE
+from sd3_light.model.pipeline_folder import JUDGE, WORK
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, captioned_images
-from sd3_light.parts.fit import Fit, FitOptions, Progress
+from sd3_light.parts.fit import Fit, FitOptions, Interrupted, Progress, interrupt_between_layers, saved_identity
 from sd3_light.parts.images import Pool, load_pools, on_device
 from sd3_light.parts.sizes import TEXT_SIZES, VAE_SIZES
 from sd3_light.parts.text_encoders import encode, scale_outputs
@@ -46,9 +49,8 @@ from sd3_light.parts.tokenizers import (
 )
 from sd3_light.parts.vae import VaeOptions, VaeTask, build_vae, channel_statistics, open_vae
 from sd3_light.runlog import info
-from sd3_light.training.requests import RunRequests
+from sd3_light.training.requests import SIGNALS, RunRequests
 
-WORK = "training"
 MADE = "made.json"
 _TEXT_FOLDERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _CLASSES = {
@@ -62,6 +64,7 @@ _CLASSES = {
     "vae": ("diffusers", "AutoencoderKL"),
     **dict.fromkeys(("transformer", "feature_extractor", "image_encoder"), (None, None)),
 }
+_KEPT = "no part is in training, and what is finished is kept"
 _SHOWN_CAPTION = 160  # letters
 _SCALED_CAPTIONS = 2048  # captions that the scale of the text encoders is measured on
 
@@ -109,9 +112,29 @@ def run(data: Path, out: Path, options: PartsOptions | None = None) -> PartsResu
     options = options or PartsOptions()
     dataset = load_images(data)
     _open_folder(out)
-    requests = RunRequests(out / WORK)
-    with write_errors(out), requests.handling_signals():
-        return _Stage(dataset, out, options, _stop_rule(requests, options.stop_after)).build()
+    try:
+        with write_errors(out), _stopping_at_once():
+            return _Stage(dataset, out, options, RunRequests(out / WORK)).build()
+    except Interrupted as error:  # after the last step
+        raise Stopped(f"{error}; {_KEPT}") from error
+
+
+@contextmanager
+def _stopping_at_once() -> Iterator[None]:
+    """Inside the block, in which nothing needs to be saved, SIGTERM and SIGINT end the run at once."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in SIGNALS:  # another signal changes nothing
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(f"{signal.Signals(number).name}; {_KEPT}")
+
+    previous = {number: signal.signal(number, stop) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            if signal.getsignal(number) is stop:
+                signal.signal(number, handler)
 
 
 def _open_folder(out: Path) -> None:
@@ -138,10 +161,9 @@ def _stop_rule(requests: RunRequests, minutes: float | None) -> Callable[[], str
 class _Stage:
     """One run of the stage."""
 
-    def __init__(
-        self, dataset: DatasetConfig, out: Path, options: PartsOptions, should_stop: Callable[[], str | None]
-    ) -> None:
-        self.dataset, self.out, self.options, self.should_stop = dataset, out, options, should_stop
+    def __init__(self, dataset: DatasetConfig, out: Path, options: PartsOptions, requests: RunRequests) -> None:
+        self.dataset, self.out, self.options, self.requests = dataset, out, options, requests
+        self.should_stop = _stop_rule(requests, options.stop_after)
         self.device = Launch().device()
         torch.backends.cudnn.benchmark = self.device.type == "cuda"
 
@@ -157,6 +179,10 @@ class _Stage:
         workers = self.options.workers if self.options.workers is not None else min(16, (os.cpu_count() or 2) - 1)
         pools = load_pools(self.dataset, self.out / WORK, self.options.max_images, workers)
         total, held_out = sum(len(pool.ids) for pool in pools), sum(pool.held_out for pool in pools)
+        if not held_out and ("vae" in todo or not self.options.random_text):
+            raise UserError(
+                f"{total} images are too few: none is held out to measure training with; give at least 4 of one size"
+            )
         info(f"{total:,} images, {held_out:,} of them held out")
         tokenizers = self._tokenizers(pools)
         self._write_index()
@@ -203,20 +229,23 @@ class _Stage:
         write_atomically(self.out / "model_index.json", (json.dumps(index, indent=1) + "\n").encode())
 
     def _train_vae(self, pools: list[Pool]) -> None:
-        options, own = self.options, self.options.vae
+        options, work = self.options, self.out / WORK / "vae"
+        own = replace(options.vae, batch=options.vae.batch or saved_identity(work).get("batch"))
         pools = on_device(pools, self.device)
         start = build_vae(VAE_SIZES[options.vae_size], options.channels, own.seed)
         vae = start if options.init is None else open_vae(options.init)
-        task = VaeTask(vae, pools, self.device, own, self.out / WORK / "vae" / "grid.png")
+        task = VaeTask(vae, pools, self.device, own, work / "grid.png")
         if options.init is None:
             task.start_new()
         else:
             task.start_from()
-        info(f"vae: {sum(value.numel() for value in vae.parameters()) / 1e6:.1f} M parameters on {self.device}")
+        millions = sum(value.numel() for value in vae.parameters()) / 1e6
+        info(f"vae: {millions:.1f} M parameters on {self.device}, {task.batch} images per step")
+        own, init = task.options, None if options.init is None else options.init.name
         identity = {**_facts(own), "channels": options.channels, "size": options.vae_size, "images": _digests(pools),
-                    "init": None if options.init is None else options.init.name}  # fmt: skip
-        fit = Fit("vae", task, options.vae_fit, self.out / WORK / "vae", identity)
-        progress = fit.run(self.should_stop)
+                    "init": init}  # fmt: skip
+        fit = Fit("vae", task, options.vae_fit, work, identity)
+        progress = self._fit(fit)
         fit.use_averages()
         finished = task.finished()
         mean, std = channel_statistics(finished, pools, self.device)
@@ -226,22 +255,32 @@ class _Stage:
             _write_note(folder, note)
 
     def _train_text(self, pools: list[Pool], tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-        options, own = self.options, self.options.text
+        options, work = self.options, self.out / WORK / "text"
+        own = replace(options.text, batch=options.text.batch or saved_identity(work).get("batch"))
         images = captioned_images(pools, tokenizers, self.device)
         side = images.pixels.shape[1]
         towers = Towers(TEXT_SIZES[options.text_size], tokenizers, side, own.seed)
-        identity = {**_facts(own), "size": options.text_size, "random": options.random_text, "images": _digests(pools)}
         task = TextTask(towers, images, self.device, own)
+        own = task.options
+        identity = {**_facts(own), "size": options.text_size, "random": options.random_text, "images": _digests(pools)}
         note: dict[str, Any] = {**identity, "version": __version__}
         if not options.random_text:
-            info(f"text: {sum(value.numel() for value in towers.parameters()) / 1e6:.1f} M parameters on {self.device}")
-            fit = Fit("text", task, options.text_fit, self.out / WORK / "text", identity)
-            note = self._note(identity, fit.run(self.should_stop))
+            millions = sum(value.numel() for value in towers.parameters()) / 1e6
+            info(f"text: {millions:.1f} M parameters on {self.device}, {task.batch} pairs per step")
+            fit = Fit("text", task, options.text_fit, work, identity)
+            note = self._note(identity, self._fit(fit))
             fit.use_averages()
             with new_folder(self.out / JUDGE, replace=True) as folder:
                 save_judge(task.judge(), tokenizers["tokenizer_2"], side, folder)
                 _write_note(folder, note)
         self._write_encoders(task, images, note)
+
+    def _fit(self, fit: Fit) -> Progress:
+        """Train; a signal stops it after the step, on a CPU also inside of one."""
+        if self.device.type == "cpu":
+            interrupt_between_layers(fit.task.model, lambda: self.requests.signal)
+        with self.requests.handling_signals():
+            return fit.run(self.should_stop)
 
     def _write_encoders(self, task: TextTask, images: CaptionedImages, note: Mapping[str, Any]) -> None:
         for name, model, ids in zip(_TEXT_FOLDERS, task.encoders(), images.ids, strict=True):

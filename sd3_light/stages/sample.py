@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +26,14 @@ from sd3_light.encoders.caption_lengths import cut_prompts
 from sd3_light.engines import Launch
 from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.open_pipeline import open_pipeline
-from sd3_light.files import write_errors
+from sd3_light.files import sweep_files, write_errors
+from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
 from sd3_light.sampling.generate import size_fault, stream_images
 from sd3_light.sampling.grid import make_grid
 from sd3_light.sampling.image_requests import ImageRequest, PromptRow
 from sd3_light.sampling.lora_stack import Lora
-from sd3_light.sampling.png import PNG_FACTS, parameters, read_png_facts, save_png
+from sd3_light.sampling.png import PNG_FACTS, parameters, read_png_facts, save_new_png, save_png
 from sd3_light.sampling.precision import check_dtype, compute_in
 from sd3_light.sampling.scheduler import SAMPLERS, check_sampler, use_sampler
 from sd3_light.sampling.texts import TextPolicy
@@ -91,6 +92,7 @@ def run(
     grid = out / (f"grid-{first:05d}.png" if first else GRID)
     _refuse_to_overwrite([*(image_path(out, number) for number in share), *([grid] if shown else [])])
     if share or shown:
+        sweep_images(out)
         opened = open_model(model, options, launch)
         requests = {first + at: opened.request(row, seed) for at, (row, seed) in enumerate(jobs)}
         for line in opened.cut_prompts(requests.values()):
@@ -137,9 +139,14 @@ def first_free_number(out: Path) -> int:
     return max(numbers, default=-1) + 1
 
 
+def sweep_images(out: Path) -> None:
+    """Remove the parts of images that killed processes left in the folder."""
+    sweep_files(out, [".*.png.*~*~*.tmp"])
+
+
 def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
     for path in paths:
-        if path.exists():
+        if os.path.lexists(path):
             raise UserError(f"{path} already exists; choose another folder with --out. Nothing was changed")
 
 
@@ -172,24 +179,38 @@ class OpenModel:
         texts = [text for request in requests for text in (request.prompt, request.negative_prompt)]
         return cut_prompts(texts, self.chosen.folder, self.policy.t5_max_length)
 
-    def draw(self, requests: Mapping[int, ImageRequest], out: Path) -> Iterator[list[int]]:
-        """Generate the images and write each to ``out`` by its number; yield the numbers as they are written."""
+    def draw(
+        self,
+        requests: Mapping[int, ImageRequest],
+        out: Path,
+        renumber: bool = False,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[dict[int, Path]]:
+        """Generate the images and write each to ``out`` by its number; yield the files by number as they are written.
+
+        A number that another process has used meanwhile is an error, or, with ``renumber``, replaced by the next free
+        one. Once ``is_cancelled`` returns True, `Cancelled` is raised.
+        """
         numbers, options, common = list(requests), self.options, self._common_facts()
         exact = self.pipe.device.type == "cpu"
         images = list(requests.values())
         batches = stream_images(
-            self.pipe, images, self.policy, batch_size=options.batch, exact=exact, threads=options.threads
+            self.pipe,
+            images,
+            self.policy,
+            batch_size=options.batch,
+            exact=exact,
+            threads=options.threads,
+            is_cancelled=is_cancelled,
         )
         with closing(batches):
             for batch in batches:
+                files = {}
                 for index, image in batch:
-                    path = image_path(out, numbers[index])
-                    _refuse_to_overwrite([path])
                     facts = {name: getattr(images[index], name) for name in _REQUEST_FACTS} | common
                     metadata = {"parameters": parameters(facts, SAMPLERS[options.sampler]), PNG_FACTS: facts}
-                    with write_errors(path):
-                        save_png(image, path, metadata)
-                yield [numbers[index] for index, _ in batch]
+                    files[numbers[index]] = _write_image(image, metadata, out, numbers[index], renumber)
+                yield files
 
     def _common_facts(self) -> dict[str, Any]:
         """Return the metadata that all images share."""
@@ -210,6 +231,22 @@ class OpenModel:
         }
 
 
+def _write_image(image: Image.Image, metadata: Mapping[str, Any], out: Path, number: int, renumber: bool) -> Path:
+    """Write an image by its number, with ``renumber`` by the next free one where that is taken; return its path."""
+    while True:
+        path = image_path(out, number)
+        with write_errors(path):
+            try:
+                save_new_png(image, path, metadata)
+            except FileExistsError:
+                if renumber:
+                    number = first_free_number(out)
+                else:
+                    _refuse_to_overwrite([path])
+            else:
+                return path
+
+
 def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel:
     """Load a model folder, or an export of a run folder (see `choose_model`), with the adapters of the options."""
     chosen = choose_model(model, options.best)
@@ -228,8 +265,8 @@ def _generate(model: OpenModel, requests: Mapping[int, ImageRequest], out: Path)
     """Generate and write this process's images; return the longest time between two batches, in seconds."""
     slowest, last = 0.0, time.monotonic()
     with progress("sample", len(requests), "images") as bar:
-        for numbers in model.draw(requests, out):
-            bar.advance(len(numbers))
+        for files in model.draw(requests, out):
+            bar.advance(len(files))
             slowest, last = max(slowest, time.monotonic() - last), time.monotonic()
     return slowest
 
@@ -267,6 +304,6 @@ def _thumbnails(requests: dict[int, ImageRequest], out: Path) -> Iterator[Image.
         facts = read_png_facts(path)
         if (facts.get("prompt"), facts.get("seed")) != (request.prompt, request.seed):
             raise UserError(f"no grid: {path} was written by another command; choose another folder with --out")
-        with Image.open(path) as image:
+        with open_regular(path) as file, Image.open(file) as image:
             image.thumbnail((_MAX_THUMBNAIL_SIDE, _MAX_THUMBNAIL_SIDE), Image.Resampling.LANCZOS)  # never enlarges
             yield image.convert("RGB")

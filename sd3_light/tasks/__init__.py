@@ -1,5 +1,6 @@
-"""The public Python API for custom scripts: train any diffusers denoiser, in one stage or two."""
+"""The public Python API for custom scripts: train denoisers of diffusers, in one stage or two."""
 
+from sd3_light.config.faults import Stopped
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.data.video import write_video
 from sd3_light.export.wan_names import wan_to_comfyui
@@ -26,6 +27,7 @@ __all__ = [
     "ModelLogger",
     "PipelineUnit",
     "ProcessedDataset",
+    "Stopped",
     "TaskSettings",
     "VideoDataset",
     "WithPrior",

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
 from sd3_light.files import atomic_file
+from sd3_light.inputs import open_regular
 from sd3_light.runlog import progress
 from sd3_light.tasks.batches import item_of, length_of
 from sd3_light.training.errors import as_user_error
@@ -71,7 +72,7 @@ class ClassPictures(Dataset[Any]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         image, text = self.names
-        with Image.open(self._path(index)) as stored:
+        with open_regular(self._path(index)) as file, Image.open(file) as stored:
             return {image: stored.convert("RGB"), text: self.prompt}
 
 

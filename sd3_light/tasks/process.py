@@ -118,7 +118,15 @@ def _write_rejects(dataset: Dataset[Any], folder: Path) -> None:
 def _items(dataset: Dataset[Any], indices: list[int], num_workers: int, read: ReadItem) -> Iterator[Any]:
     """Yield the items in order, prefetched by worker processes."""
     items = _Items(dataset, read)
-    for item in DataLoader(items, batch_size=None, sampler=indices, num_workers=num_workers, collate_fn=_unchanged):
+    loader = DataLoader(
+        items,
+        batch_size=None,
+        sampler=indices,
+        num_workers=num_workers,
+        collate_fn=_unchanged,
+        multiprocessing_context="fork" if num_workers else None,  # other workers import from the working directory
+    )
+    for item in loader:
         if isinstance(item, UserError):
             raise item
         yield item

@@ -26,6 +26,7 @@ from sd3_light.optim.customized import CustomizedOptimizer
 
 _FUNCTION = Allowed("a function")
 _OFFLOADING = ("enable_model_cpu_offload", "enable_optimizer_cpu_offload", "cpu_offload_split_threshold")
+DEFAULT_ZERO_STAGE = 2
 _BETAS = Allowed("two numbers from 0 to below 1, such as (0.9, 0.999)")
 
 
@@ -63,6 +64,7 @@ class TaskSettings(Table):
     seed: CountOrZero = 0
     checkpoint_steps: Count | None = None
     keep_last_n_checkpoints: Count = 1
+    stop_if_first_save_fails: Annotated[bool, Strict(), Allowed("True or False")] = True
     resume: Annotated[bool, Strict(), Allowed("True or False")] = False
     eval_dataset: Any = None
     eval_steps: Count | None = None
@@ -72,6 +74,7 @@ class TaskSettings(Table):
     logging_steps: Count = 1
     max_nonfinite_steps: CountOrZero = 10
     engine: Literal["accelerate", "torch", "deepspeed"] = "accelerate"
+    zero_stage: Literal[1, 2, 3] | None = None
 
     @staticmethod
     def of(settings: Mapping[str, Any], args: Any = None) -> "TaskSettings":
@@ -107,6 +110,13 @@ class TaskSettings(Table):
         if self.customized_optimizer is not None and (self.optimizer != "adamw" or self.engine == "deepspeed"):
             other = "optimizer" if self.optimizer != "adamw" else 'engine="deepspeed"'
             raise invalid_value(f"customized_optimizer does not go with {other}; give one of them")
+        if self.zero_stage is not None and self.engine != "deepspeed":
+            raise invalid_value('zero_stage has no effect without engine="deepspeed"; leave it out')
+        if self.zero_stage == 3:
+            raise invalid_value(
+                "zero_stage=3 is not supported for tasks: it shards the weights, which modules and loggers read whole; "
+                "use 1 or 2, or accelerate's FSDP2"
+            )
         step_settings = [name for name in ("lr_step_size", "lr_step_gamma") if getattr(self, name) is not None]
         if self.lr_scheduler == "step" and len(step_settings) < 2:
             raise invalid_value("lr_scheduler='step' needs lr_step_size and lr_step_gamma")

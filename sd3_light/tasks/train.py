@@ -1,5 +1,7 @@
 """`launch_training_task`: train a user's module on a user's dataset."""
 
+import atexit
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -16,18 +19,19 @@ from sd3_light.checkpoint.lock import locked_folder
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.config.faults import Stopped, UserError
+from sd3_light.config.faults import RESUMABLE, Stopped, UserError
 from sd3_light.config.schema_tables import MonitoringConfig
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.data.video import write_video
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import TaskEngine, launch_from_accelerator
 from sd3_light.engines.processes import ProcessGroups, abort_process_group, start_process_group
+from sd3_light.files import OWN_FILES, sweep_files
 from sd3_light.metrics.validation import eval_points, validate
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
-from sd3_light.runlog import RunLog, open_trackers, set_main_process
+from sd3_light.runlog import RunLog, info, open_trackers, set_main_process
 from sd3_light.tasks.batches import (
     ReadItem,
     SampleOrder,
@@ -43,7 +47,7 @@ from sd3_light.tasks.custom_forward import CustomForward, TaskModule, task_modul
 from sd3_light.tasks.logger import ModelLogger, call_on_step_end, require_logger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.recipe import require_same_recipe
-from sd3_light.tasks.settings import TaskSettings
+from sd3_light.tasks.settings import DEFAULT_ZERO_STAGE, TaskSettings
 from sd3_light.tasks.stacking import SampleStacker
 from sd3_light.training.background_saves import checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts
@@ -52,9 +56,17 @@ from sd3_light.training.errors import TASK_OUT_OF_MEMORY, as_user_error, explain
 from sd3_light.training.idle import DeviceGaps, IdleAdvice
 from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
-from sd3_light.training.requests import RunRequests
+from sd3_light.training.requests import SIGNALS, RunRequests
 
 _DAMAGED_REMEDY = "restore one from a copy, or choose another output_path"
+
+
+class TaskStopped(Stopped, SystemExit):
+    """`Stopped` that ends a script which does not catch it with exit code ``code``, without a traceback."""
+
+    def __init__(self, reason: str, code: int) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 @contextmanager
@@ -96,6 +108,10 @@ def launch_training_task(
     ``model_logger`` saves every ``save_steps`` optimizer steps (None: after every epoch). ``settings`` are further
     fields of `TaskSettings`; attributes of ``args`` that are not None override all of them. The log, checkpoints and
     sample images are in ``model_logger.output_path``. With several processes all call it with the same arguments.
+    The last step is always saved.
+
+    Raises `Stopped` on all processes if a signal or the file `save_quit` ended the task early. A script that does not
+    catch it ends with exit code 75 after a signal, or 0 after the file.
     """
     documented: dict[str, Any] = {"learning_rate": learning_rate, "weight_decay": weight_decay}
     documented |= {"num_workers": num_workers, "save_steps": save_steps, "num_epochs": num_epochs}
@@ -106,7 +122,9 @@ def launch_training_task(
             monitoring = getattr(model_logger, "monitoring", MonitoringConfig())
             trackers = open_trackers(monitoring, driver.folder, resolved.plain_values())
             driver.run.log = stack.enter_context(closing(RunLog(driver.folder, trackers=trackers))).event
-        return _train(stack.enter_context(driver.running()), model_logger, resolved.engine)
+        end = _train(stack.enter_context(driver.running()), model_logger, resolved.engine)
+    _require_finished(driver.run)
+    return end
 
 
 def _train(driver: Driver, logger: ModelLogger, engine: str) -> Progress:
@@ -114,12 +132,25 @@ def _train(driver: Driver, logger: ModelLogger, engine: str) -> Progress:
     logger.num_steps = start.step
     facts = {"total": run.total_steps, "steps_per_epoch": run.steps_per_epoch, "world": driver.launch.world}
     run.log("resume" if start.step else "start", **start.as_dict(), **facts, engine=engine)
-    end = driver.train()
-    if end.step < run.total_steps:
-        raise Stopped(
-            f"{run.requests.reason} at step {end.step} of {run.total_steps}; resume=True continues from there"
-        )
-    return end
+    return driver.train()
+
+
+def _require_finished(run: Run) -> None:
+    """Raise `TaskStopped` if the run was asked to stop before its last step."""
+    step, requests = run.progress.step, run.requests
+    if step >= run.total_steps:
+        return
+    stopped = f"{requests.reason} at step {step} of {run.total_steps}; resume=True continues from there"
+    info(f"stopped: {stopped}")
+    if requests.is_interrupted:
+        atexit.register(_ignore_signals)
+    raise TaskStopped(stopped, RESUMABLE if requests.is_interrupted else 0)
+
+
+def _ignore_signals() -> None:
+    """Ignore later signals while the interpreter exits: it would restore the defaults, which change the exit code."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 # --- setting up ----------------------------------------------------------------------------------
@@ -167,7 +198,17 @@ def _make_driver(
         logging_steps=settings.logging_steps,
         idle_advice=IdleAdvice(settings.num_workers, workers_key="num_workers", batch_key="batch_size"),
     )
-    hooks = _TaskHooks(accelerator, model, logger, settings, launch, run, steps_per_epoch, read)
+    hooks = _TaskHooks(
+        _accelerator_for(logger, accelerator, launch, device),
+        model,
+        logger,
+        settings,
+        launch,
+        groups,
+        run,
+        steps_per_epoch,
+        read,
+    )
     driver = Driver(
         run=run,
         launch=launch,
@@ -179,6 +220,7 @@ def _make_driver(
         keep_last=settings.keep_last_n_checkpoints,
         out_of_memory=TASK_OUT_OF_MEMORY,
         resume_hint="resume=True",
+        stop_if_first_save_fails=settings.stop_if_first_save_fails,
     )
     gaps = None
     if device.type == "cuda":
@@ -189,11 +231,34 @@ def _make_driver(
 
 
 def _running_accelerator(accelerator: Accelerator | None, settings: TaskSettings) -> Accelerator | None:
-    """Return the accelerator if it runs the task; other engines ignore one."""
+    """Return the accelerator if it runs the task; other engines ignore one, but not a DeepSpeed plugin."""
     if settings.engine != "accelerate":
+        if getattr(accelerator, "distributed_type", None) == DistributedType.DEEPSPEED:
+            raise UserError(
+                f'engine="{settings.engine}" does not use the Accelerator\'s DeepSpeed plugin; create it without the '
+                'plugin, and choose the stage by engine="deepspeed" and zero_stage=1 or 2'
+            )
+        if getattr(accelerator, "mixed_precision", "no") != "no":
+            info(f'engine="{settings.engine}" does not use the Accelerator\'s mixed_precision')
         return None
     if not isinstance(accelerator, Accelerator):
         raise UserError('engine="accelerate" needs an Accelerator; give one, or engine="torch"')
+    return accelerator
+
+
+def _accelerator_for(
+    logger: Any, accelerator: Accelerator | None, launch: Launch, device: torch.device
+) -> Accelerator | None:
+    """Return the accelerator for the logger's hooks: loggers of other packages use one, also where no engine does."""
+    if isinstance(logger, ModelLogger):
+        return accelerator
+    if accelerator is None:
+        accelerator = Accelerator(cpu=device.type == "cpu")
+    if accelerator.num_processes != launch.world:  # several processes would write each file
+        raise UserError(
+            f"the logger's Accelerator has {accelerator.num_processes} processes, the task {launch.world}; start with "
+            "torchrun, on CPUs with ACCELERATE_USE_CPU=true, or use sd3_light.tasks.ModelLogger"
+        )
     return accelerator
 
 
@@ -209,7 +274,8 @@ def _engine_from_settings(
     """Return the engine that the settings name, with the module in it."""
     optimizer, clip = settings.optimizer_table, settings.gradient_clipping
     if settings.engine == "deepspeed":
-        return deepspeed.make_task_engine(model, optimizer, clip, micro_batches, launch, device)
+        stage = settings.zero_stage or DEFAULT_ZERO_STAGE
+        return deepspeed.make_task_engine(model, optimizer, clip, micro_batches, launch, device, stage)
     return TaskEngine(model, optimizer, clip, launch, device, accelerator, groups.writers)
 
 
@@ -227,6 +293,7 @@ def _accumulation_steps(accelerator: Accelerator | None, settings: TaskSettings)
 def _check_start(dataset: Any, module: TaskModule, folder: Path, settings: TaskSettings, stack: ExitStack) -> None:
     """Lock the folder; raise if it holds another task, or if processed data does not fit the units."""
     stack.enter_context(locked_folder(folder, "output_path"))
+    sweep_files(folder, OWN_FILES)
     newest = newest_usable(folder, _DAMAGED_REMEDY)
     if newest is not None and not settings.resume:
         raise UserError(
@@ -297,6 +364,7 @@ class _TaskHooks:
     logger: ModelLogger
     settings: TaskSettings
     launch: Launch
+    groups: ProcessGroups
     run: Run
     steps_per_epoch: int
     read: ReadItem
@@ -352,6 +420,25 @@ class _TaskHooks:
             self.logger.on_epoch_end(self.accelerator, self.model, progress.position // self.steps_per_epoch - 1)
 
     def finish(self, progress: Progress) -> None:
-        """Save, through the logger, what its intervals left out."""
+        """Save, through the logger, what its intervals left out: the last step always has a file."""
         self.logger.num_steps = progress.step
+        name = self._missing_file(progress)
+        if name is not None and hasattr(self.logger, "save_model"):
+            self.logger.save_model(self.accelerator, self.model, name)
         self.logger.on_training_end(self.accelerator, self.model, self.settings.save_steps)
+
+    def _missing_file(self, progress: Progress) -> str | None:
+        """Return the file of the last step that the logger has not written and `on_training_end` does not write.
+
+        Resuming a finished task takes no step; then the file may be there or not.
+        """
+        save_steps = self.settings.save_steps
+        is_due = progress.step % (save_steps or self.steps_per_epoch) == 0
+        has_stepped = self.run.last_result is not None
+        if (is_due and has_stepped) or (save_steps is not None and not is_due):
+            return None
+        is_epoch = save_steps is None and is_due
+        label = f"epoch-{progress.step // self.steps_per_epoch - 1}" if is_epoch else f"step-{progress.step}"
+        path = Path(self.logger.output_path) / f"{label}.safetensors"
+        exists = not has_stepped and self.groups.decide_on_rank_0(path.exists)
+        return None if exists else path.name

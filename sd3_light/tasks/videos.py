@@ -21,6 +21,7 @@ from sd3_light.data.sources.listing import VIDEOS
 from sd3_light.data.sources.records import FileBytes, Location, Record, Rejected
 from sd3_light.data.sources.scan import scan
 from sd3_light.data.video import VideoSize, decode_video, probe_video, require_av
+from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
 
 _RESIZE_KEYS = ("resolutions", "enable_ar_bucket", "ar_buckets", "min_ar", "max_ar", "num_ar_buckets", "size_buckets")
@@ -161,6 +162,6 @@ def _opened(location: Location) -> AbstractContextManager[BinaryIO]:
     if not isinstance(location, FileBytes):
         return io.BytesIO(location.read())
     try:
-        return open(location.path, "rb")
+        return open_regular(location.path)
     except OSError as error:
         raise Reject("unreadable", str(error)) from error

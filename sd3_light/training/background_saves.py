@@ -1,6 +1,7 @@
 """Background saves of a run (checkpoints, EMA snapshots, exports) and the reports on how they ended."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,47 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.export.export_spec import ExportError
 from sd3_light.export.proof import ProofError
+from sd3_light.files import disk_remedy
 from sd3_light.runlog import info
 
 CHECKPOINT, SNAPSHOT, EXPORT = "checkpoint", "snapshot", "export"
 FOLDERS = {CHECKPOINT: "checkpoints", SNAPSHOT: "ema", EXPORT: "exports"}
 
 
+@dataclass(frozen=True)
+class SaveFailure:
+    """A save that failed: its kind, one line that says what failed, and what to do if the disk is the cause."""
+
+    kind: str
+    line: str
+    remedy: str
+
+    def advice(self, run: Path, has_checkpoint: bool) -> str:
+        """Return the line with what to do at the end of the run."""
+        if not has_checkpoint:
+            return f"{self.line}; no checkpoint was ever saved: {self.remedy or 'fix the cause'}, then start again"
+        if self.kind == EXPORT:
+            first = f"{self.remedy}, then " if self.remedy else ""
+            return f"{self.line}; the checkpoint is intact: {first}resume, or run `sd3-light export {run} OUT`"
+        return f"{self.line}; {self.remedy or 'fix the cause'}, then resume"
+
+
 class BackgroundSaves:
     """Writes below ``folder`` in one thread per kind of save, while the run trains.
 
-    Failures are reported and training continues: the next save may succeed. ``failures`` holds one line per kind whose
-    latest save failed.
+    Failures are reported and training continues: the next save may succeed. ``failures`` holds one per kind whose
+    latest save failed, ``first_failure`` that of one that could not be written while there was no checkpoint.
     """
 
     def __init__(
         self, folder: Path, rank: int, writers: int, groups: ProcessGroups, keep_last: int, log: Callable[..., None]
     ) -> None:
-        self.log = log
+        self.folder, self.log = folder, log
         self.checkpoints = CheckpointKeeper(folder / FOLDERS[CHECKPOINT], rank, writers, groups.saving, keep_last)
         self.snapshots = CheckpointKeeper(folder / FOLDERS[SNAPSHOT], rank, writers, groups.snapshots)
         self.exports = BackgroundWorker("exports")
-        self.failures: dict[str, str] = {}
+        self.failures: dict[str, SaveFailure] = {}
+        self.first_failure: SaveFailure | None = None
         self._writers: dict[str, BackgroundWorker] = {CHECKPOINT: self.checkpoints, SNAPSHOT: self.snapshots}
         self._writers[EXPORT] = self.exports
         self._ended: list[tuple[str, CheckpointSaved | CheckpointFailed | JobResult]] = []
@@ -48,6 +69,11 @@ class BackgroundSaves:
         """Run ``write`` in the exports' thread."""
         # the job's name is its step: a failure may be reported when the next export is already running
         self.exports.submit(str(progress.step), lambda: (progress, weights, write()))
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether the run has a complete checkpoint."""
+        return newest_checkpoint(self.checkpoints.folder) is not None
 
     def is_idle(self, seconds: float = 0.0) -> bool:
         """Whether nothing is being written, now or within some seconds."""
@@ -81,7 +107,7 @@ class BackgroundSaves:
             if isinstance(save, CheckpointSaved):
                 self._report_saved(kind, save)
             elif isinstance(save, CheckpointFailed):
-                self._report_failure(kind, save.step, save.reason)
+                self._report_failure(kind, save.step, save.reason, save.remedy)
             else:
                 self._report_export(save)
 
@@ -97,7 +123,8 @@ class BackgroundSaves:
             info(f"export at step {progress.step}, verified with stock diffusers: {path}")
             self._log_success(EXPORT, progress, path, weights=weights, seconds=job.seconds)
         elif isinstance(job.error, ExportError | ProofError | OSError | SafetensorError):
-            self._report_failure(EXPORT, int(job.name), f"{job.error}")
+            is_written = isinstance(job.error, ExportError | ProofError)
+            self._report_failure(EXPORT, int(job.name), f"{job.error}", disk_remedy(job.error), is_written)
         else:
             raise job.error
 
@@ -105,9 +132,12 @@ class BackgroundSaves:
         self.log(kind, **progress.counts(), file=path.name, **fields)
         self.failures.pop(kind, None)
 
-    def _report_failure(self, kind: str, step: int, reason: str) -> None:
-        self.failures[kind] = f"the {kind} at step {step} failed: {reason}"
-        info(self.failures[kind])
+    def _report_failure(self, kind: str, step: int, reason: str, remedy: str, is_written: bool = False) -> None:
+        failure = SaveFailure(kind, f"the {kind} at step {step} failed: {reason}", remedy)
+        info(failure.line)
+        self.failures[kind] = failure
+        if not is_written and not self.has_checkpoint:
+            self.first_failure = failure
         self.log(f"{kind}_failed", step=step, reason=reason)
 
 

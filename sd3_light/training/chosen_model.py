@@ -1,5 +1,6 @@
 """The model that a path names: a diffusers folder, an export of a run, or an adapter's folder with its base model."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -8,7 +9,7 @@ from sd3_light.checkpoint.store import step_of
 from sd3_light.config.faults import UserError
 from sd3_light.config.model_path import require_model_path
 from sd3_light.config.toml_file import read_toml
-from sd3_light.runlog import info, read_log
+from sd3_light.runlog import info, measured, read_log
 from sd3_light.sampling.lora_stack import Lora, adapter_file
 from sd3_light.training.background_saves import EXPORT, FOLDERS
 from sd3_light.training.best import best_name
@@ -55,12 +56,13 @@ def best_export(run: Path) -> Path:
     losses: dict[int, dict[str, float]] = {}
     for event in events:
         if event["event"] == "eval" and weights.get(event["step"]) == event["weights"]:
-            losses.setdefault(event["step"], {})[event["set"]] = event["flow"]
-    scored = {path: mean(losses[step].values()) for path in exports_of(run) if (step := step_of(path)) in losses}
+            losses.setdefault(event["step"], {})[event["set"]] = measured(event, "flow")
+    means = {path: mean(losses[step].values()) for path in exports_of(run) if (step := step_of(path)) in losses}
+    scored = {path: loss for path, loss in means.items() if math.isfinite(loss)}
     if not scored:
         raise UserError(
-            f"--best: no export of {run} was evaluated at its step; write eval_datasets and eval_every_n_steps, or "
-            "[metrics], or leave the option out to use the newest export"
+            f"--best: no export of {run} was evaluated at its step with a finite loss; write eval_datasets and "
+            "eval_every_n_steps, or [metrics], or leave the option out to use the newest export"
         )
     best = min(scored, key=lambda path: scored[path])
     info(f"{best.name} has the lowest validation loss of {len(scored)} exports: {scored[best]:.4f}")

@@ -17,10 +17,11 @@ from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
 from sd3_light.data.resident import ResidentCache, ResidentPicks
+from sd3_light.data.shard_table import ShardEntry, group_shards
 from sd3_light.data.slot_size import largest_batch_bytes
 from sd3_light.data.slots import Pin
 from sd3_light.data.store import open_store
-from sd3_light.data.stream import CachedDataset, MicroBatches
+from sd3_light.data.stream import CachedDataset, MicroBatches, order_of_shards
 from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import StepStream
@@ -48,14 +49,22 @@ def load_cache(data: CachedDataset, config: TrainConfig, launch: Launch, device:
 
 def make_order(data: CachedDataset, loaded: LoadedConfig, launch: Launch) -> Order:
     """Return the order of samples in training."""
+    return data.order(*_order_settings(loaded, launch))
+
+
+def planned_order(shards: Sequence[ShardEntry], loaded: LoadedConfig, launch: Launch) -> Order:
+    """Return the order of samples in training on a cache with these shards."""
+    return order_of_shards(group_shards(shards), *_order_settings(loaded, launch))
+
+
+def _order_settings(
+    loaded: LoadedConfig, launch: Launch
+) -> tuple[int, dict[str, float], Callable[[tuple[int, int]], int], int, str]:
+    """Return the settings that determine the order: the arguments of `CachedDataset.order`."""
     config = loaded.train
-    return data.order(
-        config.seed,
-        {source.label: source.directory.num_repeats for source in make_sources(loaded.dataset.directories)},
-        lambda resolution: _global_batch(config, resolution, launch.world),
-        config.shuffle_window,
-        config.small_buckets,
-    )
+    repeats = {source.label: source.directory.num_repeats for source in make_sources(loaded.dataset.directories)}
+    batch_of = partial(_global_batch, config, world=launch.world)
+    return config.seed, repeats, batch_of, config.shuffle_window, config.small_buckets
 
 
 def _global_batch(config: TrainConfig, resolution: tuple[int, int], world: int) -> int:

@@ -30,6 +30,8 @@ from sd3_light.training.loop import Due, Hook, Run, every, never, train
 if TYPE_CHECKING:  # it loads models of features, which most runs do not need
     from sd3_light.training.measurement import Measurement
 
+_FIRST_SAVE_FAILED = "the first save failed"
+
 
 @dataclass(frozen=True)
 class RunHooks:
@@ -71,7 +73,7 @@ class Driver:
     """Trains a `Run` and does everything around its steps, inside `running`.
 
     ``facts`` are written into every checkpoint. ``out_of_memory`` and ``resume_hint`` end the messages about a full GPU
-    and about what was saved after an error.
+    and about what was saved after an error. ``stop_if_first_save_fails`` ends a run that could not be resumed.
     """
 
     run: Run
@@ -84,6 +86,7 @@ class Driver:
     keep_last: int
     out_of_memory: str
     resume_hint: str
+    stop_if_first_save_fails: bool = True
     saves: BackgroundSaves = field(init=False)
     _checkpointed_at: int = -1
     _exported_at: int = -1
@@ -116,7 +119,7 @@ class Driver:
         ema = self.run.averages.config
         snapshot = every(snapshot_interval(ema, self.run.total_steps))
         scheduled = [
-            (True, Hook("report", lambda old, new: self.saves.has_reports(), lambda _: self.saves.report())),
+            (True, Hook("report", lambda old, new: self.saves.has_reports(), lambda _: self.report())),
             (hooks.evaluate, Hook("evaluate", schedule.evaluate, self.evaluate)),
             (hooks.sample, Hook("sample", schedule.sample, self.sample)),
             (hooks.measure, Hook("measure", lambda *at: schedule.measure(*at) | last(*at), self.measure)),
@@ -160,17 +163,26 @@ class Driver:
         self.groups.wait_for_all(self.saves.is_idle)
         self.saves.wait()
         end, steps = self.run.progress, self.run.progress.step - start.step
-        for failure in self.saves.failures.values():
-            raise UserError(f"{failure}; earlier saves are intact: free some disk space, then resume")
+        if problem := self.groups.first_problem(self._failed_save()):
+            raise UserError(problem)
         if steps and steps == end.skipped - start.skipped:
             raise UserError(
                 f"none of {steps} steps was taken: loss or gradient was never finite; lower the learning rate or check "
                 "the data"
             )
-        if end.step == self.run.total_steps:
+        if end.step >= self.run.total_steps:
             with self.using_weights(self.main_weights):
                 self.hooks.finish(end)
         self.run.log("stop", **end.counts(), reason=self.run.requests.reason or "finished")
+
+    def _failed_save(self) -> str | None:
+        """Return which save failed last, or stopped the run by being the first, and what to do; None if all is well."""
+        # a failed checkpoint first: the remedy of an export names the checkpoint
+        failures = [self.saves.failures[kind] for kind in FOLDERS if kind in self.saves.failures]
+        failure = failures[0] if failures else None
+        if self.run.requests.reason == _FIRST_SAVE_FAILED and self.run.progress.step < self.run.total_steps:
+            failure = failure or self.saves.first_failure
+        return None if failure is None else failure.advice(self.folder, self.saves.has_checkpoint)
 
     def _save_after_error(self, start: Progress) -> bool:
         """Checkpoint the last complete step if the weights are valid; return whether it is saved."""
@@ -211,13 +223,20 @@ class Driver:
 
     # --- hooks -----------------------------------------------------------------------------------
 
+    def report(self) -> None:
+        """Report the saves that ended; stop all ranks if the first one failed, after another attempt to save."""
+        self.saves.report()
+        if self.stop_if_first_save_fails and self.saves.first_failure and not self.saves.has_checkpoint:
+            self.run.requests.stop(_FIRST_SAVE_FAILED)
+
     def evaluate(self, progress: Progress) -> None:
         """Compute and log the validation loss of every evaluation set."""
         assert self.hooks.evaluate is not None
         for weights in (RAW, *self.run.averages.tracks) if self.hooks.evaluate_all else (self.main_weights,):
             with self.using_weights(weights):
                 for name, losses in self.hooks.evaluate():
-                    info(f"eval {name} ({weights}) at step {progress.step}: flow loss {losses['flow']:.4f}")
+                    title = "eval" if name == "eval" else f"eval {name}"
+                    info(f"{title} ({weights}) at step {progress.step}: flow loss {losses['flow']:.4f}")
                     self.run.log("eval", **progress.counts(), set=name, weights=weights, **losses)
 
     def sample(self, progress: Progress) -> None:

@@ -1,5 +1,6 @@
 """Exports of a run: a complete diffusers folder or an adapter's file, in a series with a retention rule."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,9 +24,10 @@ from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError, ExportSpec
 from sd3_light.flow.timesteps import constant_shift
-from sd3_light.inputs import read_json_file
+from sd3_light.inputs import open_regular, read_json_file
+from sd3_light.model.base_values import kept_scheduler
 from sd3_light.model.start import WeightsStart
-from sd3_light.runlog import info, read_log
+from sd3_light.runlog import info, measured, read_log
 from sd3_light.training.best import best_name
 from sd3_light.training.model_facts import ModelFacts
 
@@ -40,12 +42,14 @@ _CARD_SIDE = 2048  # pixels
 
 def model_spec(model: ModelConfig, transformer_config: Mapping[str, Any], **fields: Any) -> ExportSpec:
     """Return the spec of an export of this [model] table; ``fields`` are other fields of `ExportSpec`."""
+    kept = kept_scheduler(model)
     spec = {
         "base": model.diffusers_path,
         "transformer_config": dict(transformer_config),
         "save_dtype": getattr(torch, model.dtype),
         "shift": constant_shift(model, _default_tokens(transformer_config)) or 1.0,
-        "flux_shift": model.flux_shift,
+        "flux_shift": model.flux_shift or kept is not None,
+        "scheduler": kept,
         "text": _text_policy(model),
     }
     return ExportSpec(**{**spec, **fields})
@@ -94,7 +98,7 @@ def _samples(run: Path, step: int) -> dict[str, bytes]:
         return {}
     jpeg = BytesIO()
     try:
-        with Image.open(grids[-1]) as grid:
+        with open_regular(grids[-1]) as file, Image.open(file) as grid:
             grid.thumbnail((_CARD_SIDE, _CARD_SIDE))
             grid.convert("RGB").save(jpeg, "JPEG", quality=90)
     except OSError as error:  # a card without samples is better than no export
@@ -111,7 +115,8 @@ def _default_tokens(transformer_config: Mapping[str, Any]) -> int:
 
 def _text_policy(model: ModelConfig) -> dict[str, Any]:
     """Return how texts were encoded in training, for `sd3_light.json`."""
-    return {"text_tokens": model.text_tokens, "uncond_text": model.uncond_text, "t5_max_length": model.t5_max_length}
+    uncond_text = model.uncond_text or "zero"
+    return {"text_tokens": model.text_tokens, "uncond_text": uncond_text, "t5_max_length": model.t5_max_length}
 
 
 def _config_toml(config: TrainConfig) -> str:
@@ -150,11 +155,13 @@ def _dataset_facts(dataset: Path) -> dict[str, str]:
 
 
 def _losses(log: Path, weights: str, step: int) -> dict[str, float]:
-    """Return the last validation loss of each evaluation set up to this step."""
+    """Return the last validation loss of each evaluation set up to this step, where it is finite."""
     if not log.is_file():
         return {}
     events = (event for event in read_log(log) if event["event"] == "eval")
-    return {event["set"]: event["flow"] for event in events if event["weights"] == weights and event["step"] <= step}
+    chosen = (event for event in events if event["weights"] == weights and event["step"] <= step)
+    losses = {event["set"]: measured(event, "flow") for event in chosen}
+    return {name: loss for name, loss in losses.items() if math.isfinite(loss)}
 
 
 def _scores(path: Path) -> dict[str, float]:

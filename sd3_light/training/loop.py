@@ -10,7 +10,7 @@ from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines.protocol import Engine, HostCopy, MicroBatch, StepResult, StepStream
 from sd3_light.optim.ema import Averages
-from sd3_light.runlog import Bar, info
+from sd3_light.runlog import LINE_EVERY, Bar, info
 from sd3_light.runlog import progress as progress_bar
 from sd3_light.training.idle import IdleAdvice
 from sd3_light.training.meter import Mark, Meter
@@ -45,7 +45,8 @@ class Run:
 
     ``steps(first)`` yields the micro-batches of one step after another, from position ``first`` of the data on.
     ``samples_in(position)`` is their number over all processes, ``flops_in`` the FLOPs of a step. ``begin_step`` gets
-    the number of steps done before each step. ``idle_advice`` names the cause if the GPU is often idle.
+    the number of steps done before each step. ``idle_advice`` names the cause if the GPU is often idle. Without a
+    terminal a line is printed every ``steps_per_print`` steps, or by time if it is None.
     """
 
     engine: Engine
@@ -64,7 +65,7 @@ class Run:
     steps_per_epoch: int = 1
     max_nonfinite_steps: int = 10
     logging_steps: int = 1
-    steps_per_print: int = 1
+    steps_per_print: int | None = None
     idle_advice: IdleAdvice | None = None
     last_result: StepResult | None = None
     _updates_before: int | None = None  # the engine's count before the step in progress
@@ -91,9 +92,10 @@ def train(run: Run) -> Progress:
 
     A record is written after the next step is queued, so that the device has work while the host waits and writes.
     """
+    line_every = LINE_EVERY if run.steps_per_print is None else 0.0
     with (
         closing(run.steps(run.progress.position)) as batches,
-        progress_bar("train", run.total_steps, "steps", done=run.progress.step) as bar,
+        progress_bar("train", run.total_steps, "steps", run.progress.step, line_every) as bar,
     ):
         try:
             while not run.is_done():
@@ -162,7 +164,7 @@ def _write_record(run: Run, bar: Bar) -> None:
     run.log("step", **progress.counts(), skipped=run.progress.skipped, epoch=epoch, lr=record.lr, **fields)
     if run.idle_advice is not None and (advice := run.idle_advice.of(run.meter.times)) is not None:
         info(advice)
-    if progress.step % run.steps_per_print < run.logging_steps or progress.step == run.total_steps:
+    if progress.step % (run.steps_per_print or 1) < run.logging_steps or progress.step == run.total_steps:
         speed = fields["samples_per_second"]
         bar.advance(progress.step - bar.done, loss=fields["loss"], samples_per_second=speed, lr=record.lr)
 

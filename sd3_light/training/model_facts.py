@@ -1,4 +1,5 @@
-"""What a run stores about its model beside the weights: the position table's step, and the size of its images."""
+"""What a run stores about its model beside the weights: the position table's step, the size of its images, its shift
+and its unconditional text."""
 
 import math
 from dataclasses import asdict, dataclass, replace
@@ -6,6 +7,7 @@ from typing import Any
 
 from sd3_light.checkpoint.index import INDEX, damaged
 from sd3_light.checkpoint.reading import Checkpoint
+from sd3_light.config import ModelConfig
 from sd3_light.config.sizes import MAX_POSITION_STEP, ModelSize
 from sd3_light.data.buckets import SIDE_STEP
 from sd3_light.data.order import Order
@@ -15,14 +17,17 @@ from sd3_light.model.start import WeightsStart
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The entry `model` of a checkpoint. Checkpoints of earlier versions have none.
+    """The entry `model` of a checkpoint. Checkpoints of earlier versions have none, or only the first two fields.
 
     ``position_step`` is None if the table is that of the weights that the run started from. ``trained_at`` is the
-    width and height of the commonest bucket, in pixels.
+    width and height of the commonest bucket, in pixels. ``shift`` and ``uncond_text`` are those of the config; earlier
+    versions used the defaults below for all runs whose config set no others.
     """
 
     position_step: float | None = None
     trained_at: tuple[int, int] | None = None
+    shift: float | None = None
+    uncond_text: str = "zero"
 
     @staticmethod
     def of(saved: Checkpoint) -> "ModelFacts":
@@ -33,7 +38,10 @@ class ModelFacts:
         step, size = table.get("position_step"), table.get("trained_at")
         if not (step is None or _is_step(step)) or not (size is None or _is_size(size)):
             raise damaged(saved.path, INDEX, "its model is not a table with position_step and trained_at")
-        return ModelFacts(step, None if size is None else (size[0], size[1]))
+        shift, text = table.get("shift"), table.get("uncond_text", "zero")
+        if not (shift is None or _is_shift(shift)) or text not in ("zero", "empty"):
+            raise damaged(saved.path, INDEX, "the shift or uncond_text of its model is not a valid value")
+        return ModelFacts(step, None if size is None else (size[0], size[1]), shift, text)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts for JSON."""
@@ -48,6 +56,15 @@ class ModelFacts:
             return start
         step = self.position_step or start.size.stock_position_step
         return replace(start, size=replace(start.size, position_step=step))
+
+    def keep_values(self, model: ModelConfig) -> ModelConfig:
+        """Return the [model] table of a resumed run: what it does not set is as the run began with."""
+        update: dict[str, Any] = {}
+        if model.uncond_text is None:
+            update["uncond_text"] = self.uncond_text
+        if model.shift is None and not (model.flux_shift or model.sqrt_shift):
+            update["shift"] = self.shift
+        return model.model_copy(update=update)
 
     def export_config(self, transformer_config: dict[str, Any]) -> dict[str, Any]:
         """Return the denoiser's config with the default size of images that it was trained at.
@@ -79,6 +96,10 @@ def bucket_size(bucket: BucketShards) -> tuple[int, int]:
 
 def _is_step(value: Any) -> bool:
     return type(value) is float and 0 < value <= MAX_POSITION_STEP
+
+
+def _is_shift(value: Any) -> bool:
+    return type(value) is float and 0 < value < math.inf
 
 
 def _is_size(value: Any) -> bool:

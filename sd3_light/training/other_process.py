@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import sd3_light
 from sd3_light.config import LoadedConfig
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
+from sd3_light.inputs import read_limited
 from sd3_light.runlog import CONSOLE, Bar, info, progress, read_log
 
+_PROGRAM = Path(sd3_light.__file__).with_name("__main__.py")
 _STOPPED = (RESUMABLE, 130, -signal.SIGINT, -signal.SIGTERM)  # exit codes after a request to stop
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _POLL_SECONDS = 0.5
@@ -22,9 +25,10 @@ _POLL_SECONDS = 0.5
 
 def start_training(config: Path, arguments: Sequence[str], run: Path, **options: Any) -> subprocess.Popen[bytes]:
     """Start `sd3-light train CONFIG` in another process, which prints to a file in its run folder."""
-    command = [sys.executable, "-m", "sd3_light", "train", str(config), *arguments]
+    command = [sys.executable, "-P", str(_PROGRAM), "train", str(config), *arguments]
     run.mkdir(parents=True, exist_ok=True)
-    with (run / CONSOLE).open("wb") as console:
+    (run / CONSOLE).unlink(missing_ok=True)  # another's run may have a pipe there, or a link to another file
+    with (run / CONSOLE).open("xb") as console:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, **options)
 
 
@@ -112,4 +116,4 @@ def _failure(title: str, code: int, console: Path) -> UserError:
 
 
 def _lines(console: Path) -> list[str]:
-    return console.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return read_limited(console).decode(errors="replace").strip().splitlines()

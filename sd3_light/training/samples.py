@@ -29,6 +29,7 @@ from sd3_light.encoders.caption_lengths import cut_prompts
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
 from sd3_light.flow.timesteps import constant_shift
+from sd3_light.model.base_values import kept_scheduler
 from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 from sd3_light.pages.formats import plural
 from sd3_light.runlog import info
@@ -211,10 +212,11 @@ class Sampler:
     def _pipeline(self, width: int, height: int) -> StableDiffusion3Pipeline:
         """Return the stock pipeline for images of this size, without text encoders, around the denoiser that trains."""
         model = self.config.model
+        shift = constant_shift(model, image_tokens(width, height))
         if self._vae is None:
             self._vae = load_vae(model.diffusers_path, self.device, torch.float32)
             self._vae.enable_slicing()  # one image at a time: its activations are the largest of all
-        scheduler = flow_scheduler(constant_shift(model, image_tokens(width, height)), model.flux_shift)
+        scheduler = flow_scheduler(shift, model.flux_shift, kept_scheduler(model))
         return StableDiffusion3Pipeline(
             transformer=_DenoiserAdapter(self._vae.config.latent_channels, scheduler),
             scheduler=scheduler,

@@ -27,7 +27,7 @@ from sd3_light.flow.image_draws import draw_corners, draw_kept
 from sd3_light.flow.noise import DeviceNoise
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import open_interval, times_from_quantiles
-from sd3_light.model.part_configs import LOCAL_WEIGHTS
+from sd3_light.model.part_configs import LOCAL_WEIGHTS, check_files
 from sd3_light.model.random_weights import new_transformer, transformer_from_state
 from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
@@ -270,6 +270,7 @@ def starting_transformer(start: WeightsStart, seed: int) -> SD3Transformer2DMode
         return transformer_from_state(config, {name: tensor.float() for name, tensor in state.items()})
     if start.folder is None:
         return new_transformer(start.size.transformer_config(), seed, start.size.position_step)
+    check_files(start.folder)
     options = {"dtype": torch.float32, "output_loading_info": True, **LOCAL_WEIGHTS}
     transformer, loading = SD3Transformer2DModel.from_pretrained(start.folder, **options)
     mismatches = [*loading["missing_keys"], *loading["unexpected_keys"]]

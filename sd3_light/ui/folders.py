@@ -15,7 +15,7 @@ from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.stages.report import RunReport
-from sd3_light.stages.report import run as read_run
+from sd3_light.stages.report.run_log import RunReader
 
 _DEEPEST = 3  # levels below a named folder
 _MOST_ENTRIES = 2000  # of a folder that are looked at: folders of images have many more
@@ -60,12 +60,13 @@ class Folders:
     roots: Sequence[Path]
     _runs: dict[str, Path] = field(default_factory=dict)
     _caches: dict[str, Path] = field(default_factory=dict)
-    _reports: FileMemo[RunReport] = field(default_factory=lambda: FileMemo(_MOST_LOGS))
+    _readers: dict[Path, RunReader] = field(default_factory=dict)
     _manifests: FileMemo[Manifest] = field(default_factory=lambda: FileMemo(_MOST_MANIFESTS))
     _run_caches: FileMemo[list[Path]] = field(default_factory=lambda: FileMemo(_MOST_LOGS))
     _added: dict[str, Path] = field(default_factory=dict)
     _searched: float = -math.inf
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _readers_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.roots = [Path(os.path.abspath(root)) for root in self.roots]
@@ -102,17 +103,21 @@ class Folders:
         return folder
 
     def report(self, folder: Path) -> RunReport:
-        """Return what the log of a run says; it is read again only after it has changed."""
-        try:
-            return self._reports.get(folder / "log.jsonl", lambda: read_run(folder))
-        except FileNotFoundError:
+        """Return what the log of a run says; only lines that were added since the last call are read."""
+        if not (folder / "log.jsonl").exists():
             return RunReport(folder)
+        with self._readers_lock:
+            reader = self._readers.pop(folder, None) or RunReader(folder)
+            self._readers[folder] = reader
+            for oldest in list(self._readers)[:-_MOST_LOGS]:
+                del self._readers[oldest]
+        return reader.read()
 
     def manifest(self, folder: Path) -> Manifest:
         """Return the manifest of a cache; it is parsed again only after it has changed. Raises UserError."""
         try:
             return self._manifests.get(folder / MANIFEST, lambda: Manifest.load(folder))
-        except FileNotFoundError:
+        except OSError:
             return Manifest.load(folder)  # raises an error with the remedy
 
     def _search(self) -> None:
@@ -131,7 +136,7 @@ class Folders:
         """Return the local caches of a run's training and evaluation sets that exist."""
         try:
             named = self._run_caches.get(run / "config.toml", lambda: _named_caches(run / "config.toml"))
-        except FileNotFoundError:
+        except OSError:  # missing, or a loop of links
             return []
         return [cache for cache in named if (cache / MANIFEST).is_file()]
 
@@ -156,7 +161,7 @@ def _search_below(folder: Path, levels: int) -> Iterator[tuple[Path, bool]]:
     """Yield the runs (True) and caches (False) in a folder and ``levels`` below it."""
     try:
         with os.scandir(folder) as entries:
-            content = {entry.name: entry.is_dir() for entry in islice(entries, _MOST_ENTRIES)}
+            content = {entry.name: os.path.isdir(entry.path) for entry in islice(entries, _MOST_ENTRIES)}
     except OSError:  # not readable, or removed meanwhile
         return
     if "log.jsonl" in content and "config.json" not in content:  # a denoiser's folder may keep the log of its training

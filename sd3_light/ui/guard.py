@@ -13,6 +13,7 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 COOKIE = "sd3_light_token"
 """Start of the cookie's name. The port follows: browsers send a host's cookies to all its ports."""
 
+_SLOW_PAGES = ("/inspect",)  # ends of paths: the page imports torch and decodes samples
 _HEADERS = (
     (b"x-frame-options", b"DENY"),
     (b"x-content-type-options", b"nosniff"),
@@ -24,7 +25,9 @@ class Guard:
     """Refuses requests without the token, if there is one, and requests that another website makes.
 
     Without a token, only names of this machine are valid in `Host`: another website whose name resolves to 127.0.0.1
-    is refused. A browser sends `Origin` with every POST; it must be this server.
+    is refused. A browser sends `Origin` with every POST; it must be this server. It sends `Sec-Fetch-Site` with every
+    request: links from other websites to a page are followed, but nothing is loaded into them, and no link leads to a
+    page that takes long to make.
     """
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
@@ -47,7 +50,7 @@ class Guard:
             is_foreign = origin is not None and urlsplit(origin).netloc != host
         except ValueError:
             return PlainTextResponse("refused: Host or Origin is not a valid address\n", 403)
-        if request.method not in ("GET", "HEAD") and is_foreign:
+        if (request.method not in ("GET", "HEAD") and is_foreign) or _is_loaded_elsewhere(request):
             return PlainTextResponse("refused: the request comes from another website\n", 403)
         if self.token is None:
             if name in LOCAL_HOSTS:
@@ -67,6 +70,14 @@ class Guard:
         if _equal(request.cookies.get(cookie, ""), token) or _equal(bearer, token):
             return None
         return PlainTextResponse("refused: open the address that `sd3-light ui` printed, with its token\n", 401)
+
+
+def _is_loaded_elsewhere(request: Request) -> bool:
+    """Return whether a browser makes the request for a page of another website, other than by a link to a page."""
+    if request.headers.get("sec-fetch-site", "none") in ("none", "same-origin"):  # typed in, or one of our pages
+        return False
+    is_link = request.method == "GET" and request.headers.get("sec-fetch-dest") == "document"
+    return not is_link or request.url.path.endswith(_SLOW_PAGES)
 
 
 def _equal(candidate: str, token: str) -> bool:

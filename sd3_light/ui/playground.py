@@ -1,9 +1,9 @@
 """The playground: draws images with several models, one after the other, in a thread of the server."""
 
 import itertools
-import queue
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 
 MOST_IMAGES = 256
 """Images of one drawing."""
+MOST_WAITING = 100
+"""Drawings that wait for their turn; more are refused."""
 SAMPLERS = ("euler", "heun", "dpm++")
 DTYPES = ("float32", "bfloat16")
 
 _MOST_RECENT = 48
-_KEPT_DRAWINGS = 100
+_KEPT_DRAWINGS = 100  # of those that are done
 _LONGEST_SEED = 19  # digits of 2**63
 
 
@@ -55,7 +57,7 @@ class DrawRequest:
         return SampleOptions(**{name: getattr(self, name) for name in names}, loras=loras, batch=4)
 
 
-@dataclass
+@dataclass(eq=False)
 class Drawing:
     """The progress of a request. The thread adds images; others read them."""
 
@@ -67,6 +69,11 @@ class Drawing:
     images: list[dict[str, Any]] = field(default_factory=list)
     is_done: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def finish(self) -> None:
+        """Mark the drawing as done."""
+        self.status = "stopped" if self.error or self.cancelled.is_set() else "done"
+        self.is_done = True
 
     def as_json(self) -> dict[str, Any]:
         """Return the state for the page."""
@@ -87,7 +94,8 @@ class Playground:
         self.folders, self.out, self._models, self._prepare = folders, out, models, prepare
         self._drawings: dict[int, Drawing] = {}
         self._ids = itertools.count(1)
-        self._queue: queue.SimpleQueue[Drawing] = queue.SimpleQueue()
+        self._waiting: deque[Drawing] = deque()
+        self._changed = threading.Condition()  # of the drawings
         self._launch: Launch | None = None
         self._lock = threading.Lock()
         self._open: tuple[object, OpenModel] | None = None
@@ -105,21 +113,37 @@ class Playground:
 
     def submit(self, values: Mapping[str, Any]) -> Drawing:
         """Add a drawing of these form values to the queue. Raises UserError for values that are not valid."""
-        drawing = Drawing(next(self._ids), parse_request(values, self.models()))
-        self._drawings[drawing.id] = drawing
-        for old in list(self._drawings)[:-_KEPT_DRAWINGS]:
-            del self._drawings[old]
-        self._queue.put(drawing)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="playground", daemon=True)
-            self._thread.start()
+        request = parse_request(values, self.models())
+        with self._changed:
+            if len(self._waiting) >= MOST_WAITING:
+                raise UserError(f"{MOST_WAITING} drawings wait already; draw again when one of them is done")
+            drawing = Drawing(next(self._ids), request)
+            self._drawings[drawing.id] = drawing
+            for old in [number for number, each in self._drawings.items() if each.is_done][:-_KEPT_DRAWINGS]:
+                del self._drawings[old]
+            self._waiting.append(drawing)
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="playground", daemon=True)
+                self._thread.start()
         return drawing
 
     def drawing(self, number: int) -> Drawing:
         """Return a drawing. Raises UserError for an unknown number."""
-        if number not in self._drawings:
+        drawing = self._drawings.get(number)
+        if drawing is None:
             raise UserError(f"there is no drawing {number}; draw again")
-        return self._drawings[number]
+        return drawing
+
+    def cancel(self, number: int) -> Drawing:
+        """Stop a drawing after its current denoising step, or at once while it waits. Raises UserError."""
+        drawing = self.drawing(number)
+        drawing.cancelled.set()
+        with self._changed:
+            if drawing in self._waiting:
+                self._waiting.remove(drawing)
+                drawing.finish()
+        return drawing
 
     def recent(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the names of the newest images in the folder and their settings, the newest first."""
@@ -162,7 +186,9 @@ class Playground:
 
     def _work(self) -> None:
         while True:
-            drawing = self._queue.get()
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                drawing = self._waiting.popleft()
             try:
                 self._draw(drawing)
             except UserError as error:
@@ -171,15 +197,16 @@ class Playground:
                 traceback.print_exc()
                 drawing.error = f"{type(error).__name__}: {error}"
                 self._open = None
-            drawing.status = "stopped" if drawing.error or drawing.cancelled.is_set() else "done"
-            drawing.is_done = True
+            drawing.finish()
 
     def _draw(self, drawing: Drawing) -> None:
         drawing.status = "loading the libraries"
         launch = self.prepare()
+        from sd3_light.sampling.generate import Cancelled
         from sd3_light.sampling.image_requests import PromptRow
-        from sd3_light.stages.sample import first_free_number, image_path
+        from sd3_light.stages.sample import first_free_number, sweep_images
 
+        sweep_images(self.out)
         request, options = drawing.request, drawing.request.options()
         for label, folder in request.models.items():
             if drawing.cancelled.is_set():
@@ -192,12 +219,13 @@ class Playground:
             cut = model.cut_prompts(requests.values())
             drawing.warnings += [f"{label}: {line}" for line in cut]
             drawing.status = f"drawing with {label}"
-            for numbers in model.draw(requests, self.out):
-                for number in numbers:
-                    name, seed = image_path(self.out, number).name, requests[number].seed
-                    drawing.images.append({"model": label, "seed": str(seed), "name": name})
-                if drawing.cancelled.is_set():
-                    return
+            try:
+                for files in model.draw(requests, self.out, renumber=True, is_cancelled=drawing.cancelled.is_set):
+                    for number, path in files.items():
+                        seed = str(requests[number].seed)
+                        drawing.images.append({"model": label, "seed": seed, "name": path.name})
+            except Cancelled:
+                return
 
     def _load(self, folder: Path, options: "SampleOptions", launch: "Launch") -> "OpenModel":
         from sd3_light.stages.sample import open_model
@@ -212,6 +240,9 @@ class Playground:
 
 def parse_request(values: Mapping[str, Any], models: Mapping[str, tuple[str, Path]]) -> DrawRequest:
     """Return the request of a form's values. Raises UserError for values that are not valid."""
+    for name, value in values.items():
+        if isinstance(value, str) and not _is_utf8(value):
+            raise UserError(f"{name} contains half of a surrogate pair, which is not a character; remove it")
     chosen = {label: path for key in _strings(values, "models") if key in models for label, path in [models[key]]}
     if not chosen:
         raise UserError("no model is chosen; mark at least one")
@@ -242,6 +273,14 @@ def parse_request(values: Mapping[str, Any], models: Mapping[str, tuple[str, Pat
 def _strings(values: Mapping[str, Any], name: str) -> list[str]:
     value = values.get(name, [])
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _seeds(text: str) -> tuple[int, ...]:

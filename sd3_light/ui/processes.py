@@ -12,6 +12,7 @@ from sd3_light.checkpoint.lock import is_locked
 from sd3_light.config import load_config
 from sd3_light.config.faults import RESUMABLE, UserError
 from sd3_light.files import write_errors
+from sd3_light.inputs import open_regular
 from sd3_light.runlog import CONSOLE
 from sd3_light.training.other_process import start_training
 from sd3_light.training.requests import SAVE_QUIT
@@ -61,7 +62,7 @@ class RunProcesses:
     def console(self, folder: Path) -> str:
         """Return the end of what a run that was started here has printed; "" for other runs."""
         try:
-            with (folder / CONSOLE).open("rb") as file:
+            with open_regular(folder / CONSOLE) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
                 return file.read(_TAIL_BYTES).decode(errors="replace")
         except OSError:

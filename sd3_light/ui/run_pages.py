@@ -47,7 +47,7 @@ class RunRow:
     def share(self) -> float | None:
         """The share of the steps that are done."""
         step, total = self.report.last.get("step", {}).get("step", 0), self.report.begin.get("total", 0)
-        return min(1.0, step / total) if total else None
+        return max(0.0, min(1.0, step / total)) if total else None
 
     @property
     def loss(self) -> str:

@@ -1,6 +1,7 @@
 """Samples over the steps of one run or several: one row of images per prompt and seed."""
 
 import io
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -11,8 +12,9 @@ from urllib.parse import quote, urlencode
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.inputs import parse_json
+from sd3_light.inputs import open_regular, parse_json, read_limited
 from sd3_light.pages import render_template
+from sd3_light.pages.formats import shorten
 from sd3_light.stages.report.grids import distinct_grids, evenly, sample_file
 from sd3_light.stages.report.run_log import LogEvent
 from sd3_light.ui.folders import Folders
@@ -77,9 +79,9 @@ def sample_image(folder: Path, file: str, cell: int | None) -> bytes:
     """Return a grid of a run as PNG, or one image of it. Raises UserError where there is none."""
     path = _inside(folder, file)
     boxes = _grid_facts(path, path.stat().st_mtime_ns)[2]
-    with Image.open(path) as image:
+    with open_regular(path) as data, Image.open(data) as image:
         if cell is None:
-            return path.read_bytes()
+            return read_limited(path, _LARGEST_FILE)
         if not 0 <= cell < len(boxes):
             raise UserError(f"{file} has no image {cell}")
         buffer = io.BytesIO()
@@ -91,9 +93,10 @@ def _inside(folder: Path, file: str) -> Path:
     try:
         path = folder / sample_file({"file": file})
     except ValueError as error:
-        raise UserError(f"{file}: {error}") from error
-    if path.suffix.lower() != ".png" or not path.is_file() or path.stat().st_size > _LARGEST_FILE:
-        raise UserError(f"{file} is not a sample grid of {folder}")
+        raise UserError(f"{shorten(file)}: {error}") from error
+    # `os.path.isfile` is False for names that are too long, where `Path.is_file` fails
+    if path.suffix.lower() != ".png" or not os.path.isfile(path) or path.stat().st_size > _LARGEST_FILE:
+        raise UserError(f"{shorten(file)} is not a sample grid of {folder}")
     return path
 
 
@@ -137,7 +140,7 @@ def _cells(row: RunRow, event: LogEvent) -> dict[tuple[str, int], StepImage]:
 def _grid_facts(path: Path, _version: int) -> tuple[list[str], list[int], list[tuple[int, int, int, int]]]:
     """Return the prompts, seeds and boxes of a grid's images; empty for other files."""
     try:
-        with Image.open(path) as image:
+        with open_regular(path) as file, Image.open(file) as image:
             texts, size = dict(getattr(image, "text", {})), image.size
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error

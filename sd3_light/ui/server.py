@@ -1,14 +1,19 @@
 """The routes, and the server itself."""
 
+import asyncio
 import contextlib
 import hashlib
+import json
 import os
 import re
 import secrets
+import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlencode
 
@@ -22,10 +27,11 @@ try:
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
-    from starlette.requests import Request
-    from starlette.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, Response
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
     from starlette.routing import Route
 
+    from sd3_light.ui import connections
     from sd3_light.ui.guard import LOCAL_HOSTS, Guard
 except ImportError as error:
     package = (error.name or "starlette").partition(".")[0]
@@ -33,7 +39,7 @@ except ImportError as error:
 
 from sd3_light.ui.data_pages import cache_page, caches_page, inspect_page, original_image
 from sd3_light.ui.folders import Folders
-from sd3_light.ui.playground import Drawing, Playground
+from sd3_light.ui.playground import Playground
 from sd3_light.ui.processes import RunProcesses
 from sd3_light.ui.run_pages import compare_page, run_page, runs_page
 from sd3_light.ui.sample_pages import sample_image, samples_page
@@ -42,6 +48,7 @@ if TYPE_CHECKING:
     from sd3_light.engines import Launch
 
 _LARGEST_BODY = 1 << 20  # bytes of a request
+_END_SECONDS = 5.0  # after Ctrl-C; more than requests are given to finish
 
 
 @dataclass
@@ -70,9 +77,32 @@ def serve(site: Site, host: str, port: int, token: str | None, announce: Callabl
     shown = f"[{host}]" if ":" in host else host
     query = f"/?{urlencode({'token': token})}" if token else "/"
     announce(f"http://{shown}:{listening.getsockname()[1]}{query}")
-    config = uvicorn.Config(make_app(site, token), log_level="warning", timeout_graceful_shutdown=2)
-    with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listening])
+    server = make_server(make_app(site, token))
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])
+    finally:
+        server.deadline.cancel()
+
+
+class Server(uvicorn.Server):
+    """A server that ends soon after Ctrl-C, even if a page is still being made: its thread cannot be interrupted."""
+
+    deadline = threading.Timer(0, lambda: None)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; called in the place of the signal's own handler."""
+        super().handle_exit(sig, frame)
+        self.deadline.cancel()
+        self.deadline = threading.Timer(_END_SECONDS, os._exit, [0 if sig == signal.SIGINT else 128 + sig])
+        self.deadline.daemon = True
+        self.deadline.start()
+
+
+def make_server(app: Starlette) -> Server:
+    """Return the server of an application."""
+    config = uvicorn.Config(app, http=connections.TimedProtocol, log_level="warning", timeout_graceful_shutdown=2)
+    return Server(config)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -107,7 +137,7 @@ def make_app(site: Site, token: str | None = None) -> Starlette:
             Route("/data/{cache}/inspect", routes.inspect),
         ],
         middleware=[Middleware(Guard, token=token)],
-        exception_handlers={UserError: _show_error},
+        exception_handlers={UserError: _show_error, ClientDisconnect: _ignore},
     )
 
 
@@ -170,18 +200,14 @@ class _Routes:
             values = None
         if not isinstance(values, dict):
             raise UserError("the request is not a JSON object")
-        return JSONResponse(self.site.playground.submit(values).as_json())
+        drawing = await run_in_threadpool(self.site.playground.submit, values)  # it may search the disk
+        return _json(drawing.as_json())
 
     def drawing(self, request: Request) -> Response:
-        return JSONResponse(self._drawing(request).as_json())
+        return _json(self.site.playground.drawing(_number(request)).as_json())
 
     def cancel(self, request: Request) -> Response:
-        drawing = self._drawing(request)
-        drawing.cancelled.set()
-        return JSONResponse(drawing.as_json())
-
-    def _drawing(self, request: Request) -> Drawing:
-        return self.site.playground.drawing(_integer(request.path_params["number"]) or 0)
+        return _json(self.site.playground.cancel(_number(request)).as_json())
 
     def image(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -212,6 +238,11 @@ class _Routes:
         return _page(request, inspect_page(self.site.folders, cache_id))
 
 
+def _number(request: Request) -> int:
+    """Return the number of the drawing in the address; 0, which none has, for other texts."""
+    return _integer(request.path_params["number"]) or 0
+
+
 def _integer(text: str) -> int | None:
     """Return the integer from 0 that a text is, None for other texts and for more than 18 digits."""
     return int(text) if text.isdecimal() and len(text) <= 18 else None
@@ -219,10 +250,16 @@ def _integer(text: str) -> int | None:
 
 async def _body(request: Request) -> bytes:
     body = b""
-    async for piece in request.stream():
-        body += piece
-        if len(body) > _LARGEST_BODY:
-            raise UserError("the request is too long")
+    try:
+        async with asyncio.timeout(connections.REQUEST_SECONDS):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > _LARGEST_BODY:
+                    raise UserError("the request is too long")
+    except TimeoutError as error:
+        raise UserError(
+            f"the request did not arrive within {connections.REQUEST_SECONDS:.0f} s; send it again"
+        ) from error
     return body
 
 
@@ -236,9 +273,20 @@ def _page(request: Request, text: str) -> Response:
     return HTMLResponse(body, headers=headers)
 
 
+def _ignore(request: Request, error: Exception) -> Response:
+    """Return an answer for a client that has closed its connection, which is not an error of the server."""
+    return Response(status_code=400)
+
+
+def _json(value: object, code: int = 200) -> Response:
+    """Return a value as JSON in ASCII: names of files may contain bytes that are not UTF-8."""
+    return Response(json.dumps(value), code, media_type="application/json")
+
+
 def _show_error(request: Request, error: Exception) -> Response:
     """Show a UserError: as JSON to scripts, as a page to readers."""
     code = 404 if request.method == "GET" else 400
     if request.url.path.startswith("/playground/"):
-        return JSONResponse({"error": str(error)}, code)
-    return HTMLResponse(render_template("error.html", notes=[str(error)], served=request.url.path, live=False), code)
+        return _json({"error": str(error)}, code)
+    text = render_template("error.html", notes=[str(error)], served=request.url.path, live=False)
+    return HTMLResponse(text.encode("utf-8", "backslashreplace"), code)

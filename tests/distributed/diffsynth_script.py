@@ -76,8 +76,19 @@ class WanModule(DiffusionTrainingModule):
 def main(arguments):
     parser = add_general_config(argparse.ArgumentParser())
     parser.add_argument("--dtype", default="float32")
+    for name, kind in (
+        ("engine", str),
+        ("zero_stage", int),
+        ("max_steps", int),
+        ("eval_steps", int),
+        ("ema_decay", float),
+    ):
+        parser.add_argument(f"--{name}", type=kind)
+    parser.add_argument("--resume", action="store_true")
     args = parser.parse_args(arguments)
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps)
+    accelerator = None
+    if args.engine is None:
+        accelerator = accelerate.Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps)
     base = Path(args.dataset_base_path)
     dataset = UnifiedDataset(
         base_path=str(base),
@@ -86,7 +97,8 @@ def main(arguments):
         data_file_keys=("video",),
         main_data_operator=lambda name: [Image.open(base / name).convert("RGB")],
     )
-    model = WanModule(args, accelerator.device)
+    args.eval_dataset = dataset if args.eval_steps else None
+    model = WanModule(args, "cpu" if accelerator is None else accelerator.device)
     model_logger = ModelLogger(args.output_path, args.remove_prefix_in_ckpt, enable_csv_log=args.enable_csv_log)
     launch = launch_data_process_task if args.task.endswith(":data_process") else launch_training_task
     launch(accelerator, dataset, model, model_logger, args=args)

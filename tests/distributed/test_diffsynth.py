@@ -146,6 +146,55 @@ def test_a_module_of_the_package_trains_by_our_launcher(tmp_path: Path, script: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(importlib.util.find_spec("diffsynth") is None, reason="needs diffsynth")
+@pytest.mark.parametrize("launcher", [(), TWO], ids=["python", "torchrun"])
+def test_a_module_of_the_package_trains_by_deepspeed(
+    tmp_path: Path, script: tuple[Path, str], launcher: tuple[str, ...]
+) -> None:
+    """With the numbers of torch's engine, which needs no Accelerator either, and files by the package's logger."""
+    pytest.importorskip("deepspeed")
+    file, stubs = script
+    data = file.parent / "data"
+    shared: list[Any] = ["--dataset_base_path", data, "--dataset_metadata_path", data / "metadata.json"]
+    shared += ["--task", "sft", "--num_epochs", 9, "--ema_decay", 0.5, "--eval_steps", 2]
+    lora = ("--lora_base_model", "dit", "--lora_target_modules", "q,k,v,o", "--lora_rank", 2)
+    words: list[Any] = []
+    for name, engine, steps, options in (
+        ("torch", "torch", 5, lora),
+        ("whole", "deepspeed", 5, lora),
+        ("broken", "deepspeed", 2, lora),
+        ("broken", "deepspeed", 5, (*lora, "--resume")),
+        ("zero-1", "deepspeed", 5, (*lora, "--zero_stage", 1)),
+        ("full-torch", "torch", 5, ("--trainable_models", "dit")),
+        ("full", "deepspeed", 5, ("--trainable_models", "dit")),
+        ("narrow-torch", "torch", 5, (*lora, "--dtype", "bfloat16")),
+        ("narrow", "deepspeed", 5, (*lora, "--dtype", "bfloat16")),
+    ):
+        words += ["then"] if words else []
+        words += [*shared, *options, "--engine", engine, "--max_steps", steps, "--output_path", tmp_path / name]
+    start(*launcher, file, *words, path=stubs)
+
+    assert len(losses(tmp_path / "torch")) == 5
+    pairs = (("whole", "torch"), ("zero-1", "torch"), ("full", "full-torch"), ("narrow", "narrow-torch"))
+    for name, reference in pairs:
+        tolerance = 0.01 if name == "narrow" else 1e-5
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / reference), rel=tolerance)
+        assert validations(tmp_path / name) == pytest.approx(validations(tmp_path / reference), rel=tolerance)
+        saved, expected = (load_file(tmp_path / each / "step-5.safetensors") for each in (name, reference))
+        assert saved.keys() == expected.keys()
+        assert all(torch.allclose(saved[key], expected[key], atol=tolerance) for key in saved)
+    assert "blocks.0.self_attn.q.lora_A.default.weight" in load_file(tmp_path / "whole" / "step-5.safetensors")
+    assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
+    resumed, whole = (load_file(tmp_path / name / "step-5.safetensors") for name in ("broken", "whole"))
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+
+
+def validations(out: Path) -> list[float]:
+    return [event["flow"] for event in read_log(out / "log.jsonl") if event["event"] == "eval"]
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("diffsynth") is None, reason="needs diffsynth")
 def test_the_loss_equals_that_of_the_package(script: tuple[Path, str]) -> None:
     folders = [script[1], str(ROOT / "tests" / "distributed")]

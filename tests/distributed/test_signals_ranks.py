@@ -60,3 +60,19 @@ def test_sharded_weights_stop_by_file_and_resume(project: Project) -> None:
         patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
         assert project.train(f"max_steps={last + 2}", resume=Resume()).step == last + 2
     assert [event["step"] for event in project.events("step")] == list(range(1, last + 3))
+
+
+def test_both_ranks_stop_if_the_first_save_fails(project: Project) -> None:
+    """Rank 0 cannot make the folder. Both exit with 2 and the same line."""
+    with TrainProcess(project, launcher=TORCHRUN, **ENDLESS) as live:
+        live.wait_for_step(1)
+        processes = ranks(live)
+        (live.run / "checkpoints").touch()
+        (live.run / "save").touch()
+        assert live.end() != 0
+    (stop,) = live.log.read("stop")
+    assert "no checkpoint was ever saved: free disk space or fix the disk, then start again" in stop["reason"]
+    assert live.output.count(f"error: {stop['reason']}") == 2, live.output
+    assert "exitcode  : 2" in live.output
+    assert leftovers(project.run) == []
+    assert [process for process in processes.values() if is_alive(process)] == []

@@ -10,9 +10,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from torch import Tensor
 
+from sd3_light.config.faults import RESUMABLE
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, launch_training_task
+from tests.distributed.custom_forward_script import SETTINGS
+from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.toy import Images, Toy
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +25,19 @@ ROOT = Path(__file__).parents[2]
 def numbers(out: Path) -> list[float]:
     events = [event for event in read_log(out / "log.jsonl") if event["event"] == "step"]
     return [number for event in events for number in (event["loss"], event["grad_norm"])]
+
+
+def start_two(out: Path, stage: str) -> subprocess.CompletedProcess[str]:
+    """Run `toy.py` on two processes."""
+    return start(ROOT / "tests" / "unit" / "tasks" / "toy.py", out, stage, processes=2)
+
+
+def start(script: Path, out: Path, option: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """Run a script by python, or on several processes by torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    command = [sys.executable, *launcher, str(script), str(out), option]
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
 
 
 @pytest.mark.parametrize("stage", ["process", pytest.param("deepspeed", marks=pytest.mark.slow)])
@@ -38,10 +55,7 @@ def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
         num_workers=0,
         **settings,
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "tests" / "unit" / "tasks" / "toy.py"), str(tmp_path / "two"), stage]
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    done = start_two(tmp_path / "two", stage)
     assert done.returncode == 0, done.stderr
     assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=1e-5)
     one, two = (load_file(tmp_path / name / "step-4.safetensors") for name in ("one", "two"))
@@ -50,3 +64,52 @@ def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
         return
     views = {path.parent.name: path.stem for path in (tmp_path / "two" / "processed").glob("[01]/*.json")}
     assert set(views) == {"0", "1"}, "each process writes its part"
+
+
+def test_two_processes_finish_again_and_stop_together(tmp_path: Path) -> None:
+    """The file of a finished task is written again; a signal to the second process ends both, with exit code 75."""
+    done = start_two(tmp_path, "stop")
+    assert load_file(tmp_path / "finished" / "step-2.safetensors")
+    wrote = sorted(line for line in done.stdout.splitlines() if line.startswith("wrote"))
+    assert wrote == 2 * ["wrote ['step-2']"] + 2 * ["wrote []"], "one process writes"
+    assert done.returncode == 1, "torchrun's own exit code"
+    assert f"exitcode  : {RESUMABLE}" in done.stderr
+    assert "toy.py" not in "".join(line for line in done.stderr.splitlines() if line.lstrip().startswith("File"))
+    lines = [line for line in done.stderr.splitlines() if line.startswith("stopped: ")]
+    assert len(lines) == 2
+    (stop,) = [event for event in read_log(tmp_path / "stopped" / "log.jsonl") if event["event"] == "stop"]
+    assert lines[1] == f"stopped: {stop['reason']} at step {stop['step']} of 36; resume=True continues from there"
+    assert (tmp_path / "stopped" / "checkpoints" / f"step-{stop['step']:08d}").is_dir()
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> None:
+    """With the numbers of one process without it: EMA, validation, both stages of ZeRO, accumulation, and a resume."""
+    pytest.importorskip("deepspeed")
+    script = ROOT / "tests" / "distributed" / "custom_forward_script.py"
+    done = start(script, tmp_path, str(4 // processes), processes)
+    assert "no gradient reached pipe.dit.weight" in done.stderr, done.stderr
+    launch_training_task(
+        None, Images(), Own(), ModelLogger(tmp_path / "torch"), batch_size=4, engine="torch", **SETTINGS
+    )
+
+    expected = load_file(tmp_path / "torch" / "step-5.safetensors")
+    for name in ("whole", "broken", "zero-1", "foreign", "narrow"):
+        out, tolerance = tmp_path / name, 0.05 if name == "narrow" else 1e-5
+        assert numbers(out) == pytest.approx(numbers(tmp_path / "torch"), rel=tolerance)
+        assert validations(out) == pytest.approx(validations(tmp_path / "torch"), rel=tolerance)
+        saved = load_file(out / "step-5.safetensors")
+        assert all(torch.allclose(saved[key], saved_by_torch(expected, key), atol=tolerance) for key in saved)
+        assert len(saved) == len(expected)
+        parts = list((out / "checkpoints" / "step-00000005").glob("rank-*.safetensors"))
+        assert len(parts) == processes, "each process writes its part"
+    resumed, whole = (load_file(tmp_path / name / "step-5.safetensors") for name in ("broken", "whole"))
+    assert all(torch.equal(resumed[key], whole[key]) for key in whole), "a resumed task continues exactly"
+
+
+def saved_by_torch(expected: dict[str, Tensor], key: str) -> Tensor:
+    return expected[key.removeprefix("inner.")]
+
+
+def validations(out: Path) -> list[float]:
+    return [event["flow"] for event in read_log(out / "log.jsonl") if event["event"] == "eval"]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 INSTRUCTIONS = {"FROM", "RUN", "WORKDIR", "COPY", "ARG", "ENV", "ENTRYPOINT", "CMD", "USER", "LABEL"}
@@ -58,7 +60,19 @@ def test_the_workflow_runs_the_checks_on_every_supported_python() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert f">={job['strategy']['matrix']['python'][0]}" == project["requires-python"]
     listed = {line.rpartition(" ")[2] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)}
-    assert listed <= set(job["strategy"]["matrix"]["python"])
+    assert listed == set(job["strategy"]["matrix"]["python"])
+
+
+def test_an_install_without_constraints_stays_near_the_tested_versions() -> None:
+    """Every tested version is supported; the next releases of the libraries that break most are not taken untested."""
+    pins = re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    tested = {canonicalize_name(name): version for name, version in pins}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    supported = {canonicalize_name(one.name): one.specifier for one in map(Requirement, project["dependencies"])}
+    assert [name for name, versions in supported.items() if tested[name] not in versions] == []
+    for name, untested in {"torch": "2.14", "numpy": "2.5", "pillow": "13.0", "huggingface-hub": "3.0"}.items():
+        assert untested not in supported[name], name
+    assert all(version in supported["torch"] for version in ("2.11.0", "2.12.0", "2.13.0"))
 
 
 @pytest.mark.parametrize(("tool", "backend"), [("uv", "auto"), ("uv", "cu128"), ("pip", "")])

@@ -40,7 +40,9 @@ def main(folder: str, single: str, lora: str, out: str) -> None:
     images = draw(pipe, "folder")
     pipe.load_lora_weights(Path(lora).parent, weight_name=Path(lora).name)
     images |= draw(pipe, "lora")
-    images |= draw(StableDiffusion3Pipeline.from_single_file(single, config=folder, **options), "single")
+    pipe = StableDiffusion3Pipeline.from_single_file(single, config=folder, **options)
+    pipe.text_encoder_3.eval()  # diffusers leaves it in training mode
+    images |= draw(pipe, "single")
     save_file(images, out)
     Path(f"{out}.json").write_text(json.dumps({name: version(name) for name in LIBRARIES}), encoding="utf-8")
 

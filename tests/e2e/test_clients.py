@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -33,7 +34,10 @@ class Files:
     """The demo model as each kind of file, and what this package draws from them."""
 
     def __init__(self, folder: Path) -> None:
-        pipe: Any = open_pipeline(DEMO, torch.device("cpu"))[0]
+        self.folder = shutil.copytree(DEMO, folder / "demo")
+        config = self.folder / "text_encoder_3" / "config.json"  # released T5s have dropout, the demo's has none
+        config.write_text(json.dumps({**json.loads(config.read_text()), "dropout_rate": 0.1}), encoding="utf-8")
+        pipe: Any = open_pipeline(self.folder, torch.device("cpu"))[0]
         generator = torch.Generator().manual_seed(0)
         modules = {}
         for layer in LAYERS:
@@ -41,7 +45,7 @@ class Files:
             down, up = (torch.randn(*shape, generator=generator) * 0.2 for shape in ((4, columns), (rows, 4)))
             modules[layer] = LoraModule(down, up, 0.5)
         self.lora = write_lora(folder / "lora.safetensors", modules)
-        self.single = write_single_file(DEMO, folder / "demo.safetensors", text_encoders=True).path
+        self.single = write_single_file(self.folder, folder / "demo.safetensors", text_encoders=True).path
         self.expected = client.draw(pipe, "folder")
         projection = pipe.text_encoder.text_projection.weight
         trained = projection.data
@@ -53,7 +57,7 @@ class Files:
 
     def drawn_by(self, python: str, out: Path, paths: Mapping[str, str]) -> tuple[dict[str, Tensor], dict[str, str]]:
         """Run the client in another process; return its images and versions."""
-        arguments = [client.__file__, str(DEMO), str(self.single), str(self.lora), str(out)]
+        arguments = [client.__file__, str(self.folder), str(self.single), str(self.lora), str(out)]
         process = subprocess.run([python, *arguments], env={**os.environ, **paths}, capture_output=True, text=True)
         assert process.returncode == 0, process.stderr[-3000:]
         return load_file(out), json.loads(Path(f"{out}.json").read_text())

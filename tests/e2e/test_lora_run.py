@@ -1,20 +1,28 @@
 """Runs that train an adapter, with the loop, checkpoints and exports of pretraining."""
 
 import json
+import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel
+from PIL import Image
 from rich.console import Console
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from sd3_light.assets import DEMO
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.cli import app
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import read_lora
+from sd3_light.export.proof import ProofError
 from sd3_light.model.lora_layers import is_lora_name
+from sd3_light.model.part_configs import WEIGHTS_STEM
 from sd3_light.stages import evaluate, export, report
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
@@ -102,6 +110,24 @@ def test_the_export_command_writes_the_same_file(tuned: Project, monkeypatch: py
     assert raw.read_bytes() != file_of(tuned).read_bytes()
 
 
+def test_the_export_command_names_the_cause_of_a_failure(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tuned.folder / "failed"
+    for name, error, message in (
+        (
+            "write_adapter_file",
+            UserError("lora_A is too large; choose bfloat16"),
+            "lora_A is too large; choose bfloat16",
+        ),
+        ("prove_adapter", ProofError("it differs by 1.0"), "it differs by 1.0. The run is unchanged"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"sd3_light.export.adapter_folder.{name}", Mock(side_effect=error))
+            with pytest.raises(UserError) as raised:
+                export.run(tuned.run, out)
+        assert str(raised.value) == f"{out} was not written: {message}"
+        assert not out.exists()
+
+
 def test_an_interrupted_run_resumes_exactly(tuned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, which is seeded by step and micro-batch; activation checkpointing changes nothing."""
     monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
@@ -147,6 +173,51 @@ def test_other_kinds_train_and_are_saved(project: Project, monkeypatch: pytest.M
     (file,) = project.run.glob("exports/step-*/adapter.safetensors")
     assert all(name.startswith("lycoris_transformer_blocks_") for name in load_file(file))
     assert project.losses()[1] != project.losses()[2]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        'type = "lora"',
+        pytest.param('type = "lora"\nuse_dora = true', marks=pytest.mark.slow),
+        pytest.param('type = "lokr"', marks=pytest.mark.slow),
+        pytest.param('type = "loha"', marks=pytest.mark.slow),
+    ],
+    ids=["lora", "dora", "lokr", "loha"],
+)
+def test_an_adapter_on_a_base_in_bfloat16_works_in_every_command(project: Project, keys: str) -> None:
+    """Large models are published in half precision."""
+    base, merged = project.folder / "base", project.folder / "merged"
+    shutil.copytree(DEMO, base, ignore=shutil.ignore_patterns("transformer"))
+    whole = SD3Transformer2DModel.from_pretrained(DEMO / "transformer", dtype=torch.bfloat16)
+    whole.save_pretrained(base / "transformer")
+    use_adapter(project, f"{keys}\nrank = 4").train(
+        "max_steps=2", f'model.init="{base}"', 'save_dtype="bfloat16"', "optimizer.lr=0.05"
+    )
+    proofs = [project.run / "exports" / checkpoint_name(2) / "proof.json", project.folder / "again" / "proof.json"]
+    command("export", project.run, proofs[1].parent)
+    for proof in proofs:
+        assert json.loads(proof.read_text())["change_of_output"] > 0
+    command("lora", "merge", base, merged, project.run)
+    images = {}
+    for name, words in {"base": [base], "merged": [merged], "lora": [base, "--lora", project.run]}.items():
+        out = project.folder / "images" / name
+        command("sample", words[0], PROMPT, *words[1:], "--steps", 2, "--out", out)
+        images[name] = np.asarray(Image.open(out / "00000.png"), dtype=np.int64)
+    assert np.abs(images["lora"] - images["base"]).max() > 3, "the adapter has an effect"
+    assert np.abs(images["lora"] - images["merged"]).mean() < np.abs(images["lora"] - images["base"]).mean() / 2
+    file, back = project.folder / "merged.safetensors", project.folder / "back"
+    command("convert", merged, file)
+    command("convert", file, back, "--base", base)
+    states = [load_file(folder / "transformer" / f"{WEIGHTS_STEM}.safetensors") for folder in (merged, back)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def command(*words: object) -> None:
+    """Run a command in this process."""
+    result = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
 
 
 def test_freezing_by_pattern_in_full_fine_tuning(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

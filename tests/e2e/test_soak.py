@@ -92,6 +92,7 @@ class Soak:
     def on_a_full_disk(self, live: TrainProcess) -> None:
         """Training continues while checkpoints cannot be written; they are written again once there is space."""
         self.wait(live)
+        live.wait_for(lambda: list((live.run / "checkpoints").glob("step-*")))  # without one the run would stop
         live.limit_file_size(SMALL_FILE)
         failed = live.wait_for_event("checkpoint_failed")
         assert "File too large" in failed["reason"]

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -20,13 +21,14 @@ from PIL import Image
 from sd3_light import __version__, cli, journeys
 from sd3_light.assets import DEMO
 from sd3_light.cli import process
+from sd3_light.cli.train_py import _flags
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import PeerLost, Stopped, UserError
 from sd3_light.config.schema_tables import SamplingConfig
 from sd3_light.engines import Launch
 from sd3_light.runlog import console, is_main_process
 from sd3_light.sampling.generate import generate, stream_images
-from sd3_light.stages import check, evaluate, lora, report, sample
+from sd3_light.stages import evaluate, lora, report, sample
 from sd3_light.stages.cache import CacheOptions
 from sd3_light.stages.evaluate import against
 from sd3_light.stages.sample import SampleOptions
@@ -204,6 +206,34 @@ def test_no_command_warns_of_torchvision(raw_project: Project) -> None:
 # --- exit codes --------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        (("--dump_dataset", "folder"), "sd3-light inspect"),
+        (("--i_know_what_i_am_doing",), "remove it"),
+        (("--master_port", "29501"), "torchrun --master_port"),
+        (("--test_sample",), "sd3-light sample"),
+        (("--deepspeed_config", "file.json"), "the train TOML"),
+    ],
+    ids=str,
+)
+def test_train_py_rejects_flags_of_diffusion_pipe_with_what_to_do_instead(
+    train_py: Callable[..., Result], arguments: tuple[str, ...], instead: str
+) -> None:
+    result = train_py("--deepspeed", "--config", "train.toml", *arguments)
+    assert result.code == 2
+    line = error_line(result)
+    assert line.startswith(f"error: {arguments[0]}: not supported: ")
+    assert instead in line
+
+
+def test_train_py_takes_the_other_flags_of_diffusion_pipe() -> None:
+    flags = ["--deepspeed", "--local_rank=0", "--resume_from_checkpoint", "--reset_dataloader", "--reset_optimizer"]
+    flags += ["--reset_optimizer_params", "--regenerate_cache", "--cache_only", "--trust_cache"]
+    taken = _flags().parse_args(["--config", "train.toml", *flags])
+    assert all((taken.regenerate_cache, taken.cache_only, taken.trust_cache))
+
+
 def test_a_missing_config_is_one_line_and_code_2(
     verb: Callable[..., Result], train_py: Callable[..., Result], tmp_path: Path
 ) -> None:
@@ -350,6 +380,24 @@ def suggested(result: Result) -> list[str]:
     return [line.strip() for line in lines[lines.index("next:") + 1 :]]
 
 
+def test_a_run_that_stopped_before_its_first_export_is_not_to_be_sampled(
+    verb: Callable[..., Result],
+    train_py: Callable[..., Result],
+    project: Project,
+    journey_calls: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with the file `save_quit`."""
+    monkeypatch.chdir(project.folder)
+    (project.run / "exports" / "abandoned-step-00000004").mkdir(parents=True)
+    for result, again in (
+        (verb("train", "train.toml", "--set", "seed=3"), "sd3-light train train.toml --set seed=3 --resume"),
+        (train_py("--config", "train.toml"), "the same command with --resume"),
+    ):
+        assert f"there is no export yet; continue with: {again}" in result.err.splitlines()
+        assert suggested(result) == ["sd3-light report run --out run/report.html"]
+
+
 def test_commands_end_with_the_next_ones(
     verb: Callable[..., Result],
     train_py: Callable[..., Result],
@@ -358,6 +406,7 @@ def test_commands_end_with_the_next_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(project.folder)
+    (project.run / "exports" / "step-00000004").mkdir(parents=True)
     after_training = ["sd3-light sample run 'a prompt'", "sd3-light report run --out run/report.html"]
     assert suggested(verb("train", "train.toml")) == suggested(train_py("--config", "train.toml")) == after_training
     assert suggested(verb("inspect", "cache")) == ["sd3-light inspect cache --out cache.html"]
@@ -716,7 +765,7 @@ def test_check_fails_if_the_run_does_not_fit(
     result = verb("check", project.train_toml)
     assert result.code == 0
     assert "next:" in result.err
-    monkeypatch.setattr(check.conclusion.shutil, "disk_usage", lambda _: Mock(free=1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=1))
     result = verb("check", project.train_toml)
     assert result.code == 2
     problem = "the run does not fit (disk, run); the lines above say what to change"
@@ -730,7 +779,7 @@ def test_check_for_another_gpu_asks_for_its_memory_alone(
     verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk and the memory of this machine decide nothing about a run elsewhere."""
-    monkeypatch.setattr(check.conclusion.shutil, "disk_usage", lambda _: Mock(free=1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=1))
     for options, verdict in (
         (("--gpu", "H200"), "no faults"),
         (("--processes", "2"), "no faults"),

@@ -118,3 +118,26 @@ def test_signals_and_death_are_passed_on(script: Path, number: signal.Signals) -
     process.send_signal(number)
     assert process.wait(HANG_SECONDS) == (9 if number == signal.SIGINT else -number)
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), lambda: "the process outlived its stand-in")
+
+
+@pytest.mark.parametrize("python", [REAL_PYTHON, None])
+def test_the_working_directory_is_imported_from_as_by_the_interpreter(
+    script: Path, tmp_path: Path, python: str | None
+) -> None:
+    """Not with `-P` or its variable, but with an empty entry of PYTHONPATH."""
+    folder, name = tmp_path / "folder", "lies_here"
+    folder.mkdir()
+    (folder / f"{name}.py").write_text("print('imported')")
+    script.write_text(f"import importlib.util; print(importlib.util.find_spec({name!r}) is not None)")
+
+    def finds(*arguments: str, **variables: str) -> bool:
+        command = [python or sys.executable, *arguments]
+        environment = {**os.environ, **variables}
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        return done.stdout in ("True\n", "imported\n")
+
+    assert finds("-m", name)
+    assert not finds("-P", "-m", name)
+    assert not finds("-m", name, PYTHONSAFEPATH="1")
+    assert not finds("-P", str(script), PYTHONPATH=str(tmp_path))
+    assert finds("-P", str(script), PYTHONPATH=f"{tmp_path}:")

@@ -37,7 +37,7 @@ IMPORT_VARIABLES = (
 RUNTIME_VARIABLES = (
     *("DIFFUSERS_VERBOSITY", "HF_MODULES_CACHE", "KMP_BLOCKTIME", "OMP_WAIT_POLICY", "PYTHONPATH"),
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # set by the import of DeepSpeed
-    *("TORCH_NCCL_", "TRANSFORMERS_VERBOSITY"),
+    *("PYTHONSAFEPATH", "TORCH_NCCL_", "TRANSFORMERS_VERBOSITY"),
 )
 
 
@@ -92,7 +92,7 @@ def wait(connection: socket.socket, signals: socket.socket) -> int:
 
 def parse(arguments: list) -> "dict | None":
     """Return what `python ARGUMENTS` runs, or None if it needs a new interpreter."""
-    unbuffered = safe_path = False
+    unbuffered, safe_path = False, bool(os.environ.get("PYTHONSAFEPATH"))
     while arguments and arguments[0] in ("-u", "-P"):
         unbuffered |= arguments[0] == "-u"
         safe_path |= arguments[0] == "-P"

@@ -200,7 +200,8 @@ def run(request: dict[str, Any]) -> None:
     target, *arguments = request["arguments"]
     sys.executable = request["executable"]
     paths = request["environment"].get("PYTHONPATH")
-    sys.path[:] = [*([path for path in paths.split(os.pathsep) if path] if paths else []), *sys.path[1:]]
+    own = [os.path.abspath(path) for path in paths.split(os.pathsep)] if paths else []  # "" is the working directory
+    sys.path[:] = [*own, *sys.path[1:]]
     if request["module"]:
         sys.argv = [target, *arguments]
         sys.path.insert(0, os.getcwd()) if not request["safe_path"] else None

@@ -44,7 +44,7 @@ from sd3_light.data.manifest import DUPLICATES, ShardEntry
 from sd3_light.data.sources.captions import caption_variants
 from sd3_light.data.sources.selection import matches_size
 from sd3_light.files import atomic_file, write_atomically
-from sd3_light.inputs import read_json_file
+from sd3_light.inputs import read_json_file, require_regular
 from sd3_light.randomness import sample_id
 
 PLAN_VERSION = 2
@@ -110,6 +110,7 @@ class CachePlan:
         self.counts.duplicates = Counter(counts["duplicates"])
         self.duplicates_file = path.with_suffix(_DUPLICATES)
         os.utime(self.duplicates_file)
+        require_regular(path)
         self._file = pa.ipc.open_file(pa.memory_map(str(path)))
         self.units = list(self._read_units())
 

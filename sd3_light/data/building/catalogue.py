@@ -38,7 +38,7 @@ from sd3_light.data.sources.records import Record, Rejected, location_version
 from sd3_light.data.sources.scan import occurrences, scan
 from sd3_light.data.sources.signature import signature
 from sd3_light.files import atomic_file, sweep_files, write_atomically
-from sd3_light.inputs import read_json_file
+from sd3_light.inputs import read_json_file, require_regular
 from sd3_light.randomness import sample_id
 
 CATALOGUE_FOLDER = "catalogue"
@@ -305,6 +305,7 @@ def _read_listing(path: Path) -> dict[str, Any]:
 
 def _read_part(path: Path) -> Any:
     try:
+        require_regular(path)
         return feather.read_table(path, memory_map=True)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run again to rebuild it") from error
@@ -384,6 +385,7 @@ def _from_table(table: Any) -> list[InputRow]:
 
 def _num_rows(path: Path) -> int:
     try:
+        require_regular(path)
         return int(feather.read_table(path, columns=["key"], memory_map=True).num_rows)
     except FileNotFoundError:  # another process has just probed them
         return 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self
 
 from sd3_light.config.faults import UserError
+from sd3_light.inputs import read_limited
 from sd3_light.system import machine, process_start
 
 POLL_SECONDS = 0.2
@@ -187,6 +188,8 @@ class Claims:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return read_limited(path).decode(errors="replace")
     except FileNotFoundError:
         return None
+    except OSError:  # a pipe, or another file that no process of ours wrote
+        return ""

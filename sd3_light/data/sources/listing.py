@@ -1,6 +1,7 @@
 """Folder listings: which entries a scan sees, and the depth-first walk."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar, cast
@@ -48,6 +49,25 @@ VIDEOS = Media(
 
 TABLE_FILES = ("captions.json", "metadata.jsonl", "metadata.csv", "metadata.json")
 """Names of caption tables; the earlier one wins if two have captions for the same file."""
+
+CAPTION_SUFFIXES = (".txt", ".caption")
+"""Suffixes of an image's own caption file in order of precedence, in any case."""
+
+_WRITTEN_HERE = frozenset(("rejects.jsonl", "duplicates.jsonl", "log.jsonl"))  # by caches and runs, which may be inside
+_KOHYA_TABLE = re.compile(r"meta_.*\.json")
+
+
+def is_other_table(name: str) -> bool:
+    """Return whether a file of this name may be a caption table although it has none of the `TABLE_FILES` names."""
+    lowered = name.lower()
+    if name in TABLE_FILES or lowered in _WRITTEN_HERE:
+        return False
+    return lowered.endswith((".csv", ".jsonl", ".parquet")) or is_kohya_table(name) or lowered in TABLE_FILES
+
+
+def is_kohya_table(name: str) -> bool:
+    """Return whether sd-scripts writes captions to files of this name: `meta_cap.json`, `meta_lat.json`, ..."""
+    return _KOHYA_TABLE.fullmatch(name.lower()) is not None
 
 
 def is_image_name(name: str) -> bool:

@@ -22,6 +22,7 @@ from sd3_light.data.sources.access import open_container, open_file
 from sd3_light.data.sources.captions import TEXT_NAMES, Columns, decode_text, texts
 from sd3_light.data.sources.records import ScanItem
 from sd3_light.data.sources.scan_context import ScanContext
+from sd3_light.inputs import require_regular
 
 IMAGE_NAMES = ("image", "jpg", "jpeg", "png", "webp", "img", "image_bytes", "bytes")
 """Column names of the image in order of precedence, compared in lower case."""
@@ -64,15 +65,18 @@ class ParquetCell:
         return content
 
 
-def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bool) -> Iterator[ScanItem]:
+class HasImages(Reject):
+    """A Parquet file is not a caption table: it has images."""
+
+
+def scan_parquet(context: ScanContext, path: str, name: str) -> Iterator[ScanItem]:
     """Yield the samples of a Parquet file in order; their names are their row numbers."""
     try:
-        with pq.ParquetFile(open_container(path) if is_url(path) else path) as file:
+        with pq.ParquetFile(open_container(path) if is_url(path) else _regular(path)) as file:
             try:
                 image, captions = _columns(file.schema_arrow, context.columns)
             except Reject as reject:
-                if reject.reason != "no_image_column" or not may_lack_images:
-                    yield context.reject_container(name, reject.reason, reject.detail)
+                yield context.reject_container(name, reject.reason, reject.detail)
                 return
             try:
                 selected = _selected_columns(file.schema_arrow, context)
@@ -82,6 +86,30 @@ def scan_parquet(context: ScanContext, path: str, name: str, may_lack_images: bo
             yield from _rows(context, file, path, name, image, captions, selected)
     except _ERRORS as error:
         yield context.reject_container(name, "broken_parquet", f"{type(error).__name__}: {error}")
+
+
+def table_rows(path: str, columns: Columns, file_names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file without images: file names, captions and columns of simple types.
+
+    Raises Reject("broken_table") if there is no column of file names or of captions, `HasImages` if it has images.
+    """
+    try:
+        with open_container(path) as source, pq.ParquetFile(source) as file:
+            schema = file.schema_arrow
+            if _column(schema, columns.image_names(IMAGE_NAMES), _holds_bytes) is not None:
+                raise HasImages("broken_table", "it has images")
+            for names in (columns.image_names(file_names), columns.caption_names()):
+                if _column(schema, names, _holds_text) is None:
+                    detail = f"none of the columns {schema.names!a:.200} is one of {', '.join(names)}"
+                    raise Reject("broken_table", detail)
+            chosen = [field.name for field in schema if _holds_text(field.type) or _is_simple(field.type)]
+            for group in range(file.num_row_groups):
+                size = _batch_rows(file, chosen, group, _CAPTION_ROWS)
+                threads = not is_url(path)
+                for batch in file.iter_batches(size, row_groups=[group], columns=chosen, use_threads=threads):
+                    yield from batch.to_pylist()
+    except _ERRORS as error:
+        raise Reject("broken_table", f"{type(error).__name__}: {error}") from error
 
 
 def _columns(schema: Any, columns: Columns) -> tuple[str, list[str]]:
@@ -196,13 +224,19 @@ def _is_simple(kind: Any) -> bool:
     return any(test(kind) for test in (*tests, types.is_string, types.is_large_string, types.is_null))
 
 
+def _regular(path: str) -> str:
+    """Return the path of a regular file, which the library maps into memory; an OSError for others."""
+    require_regular(path)
+    return path
+
+
 class _Cursor:
     """Reads one column of one file forward, a few rows at a time."""
 
     def __init__(self, path: str, column: str) -> None:
         # a buffered stream of pages instead of whole column chunks
         self._source = open_file(path) if is_url(path) else None
-        self._file = pq.ParquetFile(self._source or path, buffer_size=1 << 20, pre_buffer=False)
+        self._file = pq.ParquetFile(self._source or _regular(path), buffer_size=1 << 20, pre_buffer=False)
         self._column, self._threads = column, self._source is None
         self._start(0)
 

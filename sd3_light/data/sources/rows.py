@@ -1,7 +1,8 @@
-"""Read the rows of a caption table (JSON document, JSON lines or CSV), one row in memory at a time."""
+"""Read the rows of a caption table (JSON document, JSON lines, CSV or Parquet), few rows in memory at a time."""
 
 import csv
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from io import TextIOWrapper
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
@@ -10,10 +11,15 @@ from sd3_light.data.preprocess import Reject
 from sd3_light.data.sources.access import open_file, suffix_of
 from sd3_light.data.sources.captions import MAX_CAPTION_BYTES, Columns, named
 from sd3_light.data.sources.json_stream import MAX_MEMBER, members
+from sd3_light.data.sources.listing import is_kohya_table
+from sd3_light.data.sources.parquet import table_rows
 from sd3_light.data.sources.selection import Selection
 from sd3_light.inputs import parse_json
 
-FILE_NAMES = ("file_name", "filename", "file", "image", "path", "image_path", "file_path", "image_file", "image_name")
+FILE_NAMES = (
+    "file_name", "filename", "file", "image", "path", "image_path", "file_path", "image_file", "image_name",
+    "filepath", "img_path", "image_filename", "img",
+)  # fmt: skip
 """Column names of the image file in order of precedence, compared in lower case."""
 
 
@@ -33,14 +39,14 @@ class BrokenRow(NamedTuple):
 
 
 _Raw = tuple[str, Any]  # a row's position; then a dict, a TableRow or a Reject
+_ERRORS = (OSError, ValueError, RecursionError, csv.Error)
 
 
 def read_rows(path: str, columns: Columns, selection: Selection | None = None) -> Iterator[TableRow | BrokenRow]:
     """Yield all rows of a table in order. Raises Reject("broken_table"), possibly late, if the file is not a table."""
-    read = {".json": _document, ".jsonl": _json_lines, ".csv": _csv_rows}[suffix_of(path)]
     num_objects, missing = 0, {column: key for key, column in _configured(columns)}
     try:
-        for position, raw in read(path, columns):
+        for position, raw in _raw_rows(path, columns):
             if isinstance(raw, Mapping):
                 num_objects += 1
                 missing = {column: key for column, key in missing.items() if named(raw, (column,)) is None}
@@ -52,11 +58,29 @@ def read_rows(path: str, columns: Columns, selection: Selection | None = None) -
                 yield row
             except Reject as reject:
                 yield BrokenRow(f"{path.rpartition('/')[2]}:{position}", reject.detail)
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
+    except _ERRORS as error:
         raise Reject("broken_table", str(error)) from error
     if num_objects and missing:
         names = ", ".join(f"{column!r} ({key})" for column, key in missing.items())
         raise Reject("broken_table", f"no row has a value in {names}")
+
+
+def require_table(path: str, columns: Columns) -> None:
+    """Raise Reject unless the columns (of JSON: the first row) have file names and captions."""
+    try:
+        with closing(_raw_rows(path, columns)) as rows:
+            _, raw = next(rows, ("", None))
+    except _ERRORS as error:
+        raise Reject("broken_table", str(error)) from error
+    if raw is None:
+        raise Reject("broken_table", "it has no rows")
+    if suffix_of(path) in (".json", ".jsonl") and _row(raw, columns).value is None:
+        raise Reject("broken_table", f"its first row has none of the columns {', '.join(columns.caption_names())}")
+
+
+def _raw_rows(path: str, columns: Columns) -> Generator[_Raw, None, None]:
+    read = {".json": _document, ".jsonl": _json_lines, ".csv": _csv_rows, ".parquet": _parquet_rows}[suffix_of(path)]
+    yield from read(path, columns)
 
 
 def _row(raw: Any, columns: Columns) -> TableRow:
@@ -84,8 +108,23 @@ def _configured(columns: Columns) -> list[tuple[str, str]]:
 def _document(path: str, columns: Columns) -> Iterator[_Raw]:
     """Yield the rows of a JSON document: ``{file: caption(s)}``, ``{file: row}``, or a list of rows."""
     with open_file(path) as data, TextIOWrapper(data, encoding="utf-8-sig") as file:
+        is_kohya = is_kohya_table(path.rpartition("/")[2])
         for number, (key, value) in enumerate(members(file)):
-            yield str(number), value if key is None else TableRow(key, value)
+            row = _with_tags(value) if is_kohya else value
+            yield str(number), row if key is None else TableRow(key, row)
+
+
+def _with_tags(row: Any) -> Any:
+    """Return a row of sd-scripts with its tags after the caption, as sd-scripts trains on them."""
+    if not isinstance(row, dict) or not row.get("tags"):
+        return row
+    texts = (row.get("caption"), row["tags"])
+    return {**row, "caption": ", ".join(text for text in texts if isinstance(text, str) and text)}
+
+
+def _parquet_rows(path: str, columns: Columns) -> Iterator[_Raw]:
+    for number, row in enumerate(table_rows(path, columns, FILE_NAMES)):
+        yield f"row {number}", row
 
 
 def _json_lines(path: str, columns: Columns) -> Iterator[_Raw]:

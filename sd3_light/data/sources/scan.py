@@ -50,7 +50,7 @@ def _scan(directory: DirectoryConfig, index: int, media: Media, on_unmatched: Ca
             elif suffix_of(path) == ".tar":
                 yield from scan_tar(context, str(path), name)
             else:
-                yield from scan_parquet(context, str(path), name, may_lack_images=False)
+                yield from scan_parquet(context, str(path), name)
             if context.selection is not None:
                 context.selection.require_columns(path)
     except sqlite3.OperationalError as error:

@@ -15,6 +15,7 @@ from sd3_light.config.base import DataLocation
 from sd3_light.data.sources import access
 from sd3_light.data.sources.access import FolderEntry, folder_entries
 from sd3_light.data.sources.listing import (
+    CAPTION_SUFFIXES,
     IMAGE_SUFFIXES,
     TABLE_FILES,
     UNREAD_SUFFIXES,
@@ -23,12 +24,13 @@ from sd3_light.data.sources.listing import (
     folder_identity,
     is_folder,
     is_image_name,
+    is_other_table,
     mask_paths,
     visible,
 )
 from sd3_light.data.store.remote_file import RemoteEntry, remote_entry
 
-SCAN_VERSION = 1
+SCAN_VERSION = 2
 """Increase it whenever a scan of the same files would yield different records or rejects."""
 
 _SETTINGS = (
@@ -44,7 +46,7 @@ _SETTINGS = (
     "mask_path",
     "default_mask_file",
 )
-_RELEVANT_SUFFIXES = IMAGE_SUFFIXES | UNREAD_SUFFIXES | {".txt", ".tar", ".parquet"}
+_RELEVANT_SUFFIXES = IMAGE_SUFFIXES | UNREAD_SUFFIXES | {*CAPTION_SUFFIXES, ".tar", ".parquet"}
 _MODULUS = 1 << 128
 
 
@@ -107,7 +109,7 @@ def _hash_folder(
                 if isinstance(entry, RemoteEntry):
                     yield _hash_remote(name, entry.path, entry.version)
                 else:
-                    yield _hash_file(name, entry.stat) + _hash_sibling(name, entry.path)
+                    yield _hash_file(name, entry.stat)
     except OSError as error:
         yield _hash(f"{folder.name}\0unreadable {error.errno}")
 
@@ -127,14 +129,9 @@ def _hash_remote(name: str, url: str, version: str = "") -> int:
         return _hash(f"{name}\0unreadable {error.errno}")
 
 
-def _hash_sibling(name: str, path: str) -> int:
-    """Hash whether a Parquet file has a folder of the same name beside it: without one it must contain images."""
-    stem, suffix = os.path.splitext(path)
-    return _hash(f"{name}\0beside") if suffix.lower() == ".parquet" and os.path.isdir(stem) else 0
-
-
 def _is_relevant(name: str) -> bool:
-    return os.path.splitext(name)[1].lower() in _RELEVANT_SUFFIXES or name in TABLE_FILES
+    suffix = os.path.splitext(name)[1].lower()
+    return suffix in _RELEVANT_SUFFIXES or name in TABLE_FILES or is_other_table(name)
 
 
 def _hash(text: str) -> int:

@@ -1,4 +1,4 @@
-"""Caption tables next to the images: ``captions.json`` and ``metadata.csv``, ``.json`` or ``.jsonl``.
+"""Caption tables next to the images: ``captions.json`` and ``metadata.csv``, ``.json``, ``.jsonl``, or other names.
 
 A table returns the captions of a file and, after the walk, the rows without an image. Rows are stored in a temporary
 database, so a table of any length needs little memory.
@@ -71,6 +71,11 @@ class CaptionTable:
             ORDER BY rowid"""
         for (name,) in self._rows.execute(query):
             yield name, "missing_file", ""
+
+    def first_name(self) -> str:
+        """Return the first file name of the table, "" if it has none."""
+        row = self._rows.execute("SELECT name FROM rows WHERE error IS NULL ORDER BY rowid LIMIT 1").fetchone()
+        return str(row[0]) if row else ""
 
     def close(self) -> None:
         """Delete the temporary database."""

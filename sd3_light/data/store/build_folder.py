@@ -24,7 +24,7 @@ from sd3_light.data.store.protocols import RemoteConflict, RemoteForbidden, Remo
 from sd3_light.data.store.remote import verify_remote
 from sd3_light.data.store.remote_file import RemoteEntry, list_remote, read_remote, remote_entry
 from sd3_light.data.verify import is_intact
-from sd3_light.inputs import read_json_file
+from sd3_light.inputs import INDEX_BYTES, open_regular, read_json_file, read_limited, regular_handle
 
 _Result = TypeVar("_Result")
 
@@ -195,7 +195,7 @@ class RemoteBuildFolder(BuildFolder):
         names = _unit_names(file)
         record = {name: self._record[name] for name in names if name in self._record}
         paths = {name: self.folder / name for name in record if (self.folder / name).is_file()}
-        small = {name: path.read_bytes() for name, path in paths.items() if not _is_hollow(name)}
+        small = {name: read_limited(path) for name, path in paths.items() if not _is_hollow(name)}
         return UnitFiles(record, small, {name: path.stat().st_size for name, path in paths.items() if _is_hollow(name)})
 
     def adopt_unit(self, file: str, files: UnitFiles) -> None:
@@ -230,7 +230,7 @@ class RemoteBuildFolder(BuildFolder):
         self._save_record()
 
     def _replace_manifest(self) -> None:
-        data, url = (self.folder / MANIFEST).read_bytes(), f"{self.url}/{MANIFEST}"
+        data, url = read_limited(self.folder / MANIFEST, INDEX_BYTES), f"{self.url}/{MANIFEST}"
         previous = self._record.get(MANIFEST, ("", ""))[0].partition("-")[2]
         try:
             with_retries(url, lambda files, path: _put_if_same(files, path, data, previous), "write")
@@ -279,7 +279,7 @@ def open_build_folder(location: CacheLocation, work: Path) -> Iterator[BuildFold
             f"cache_dir: a cache cannot be built at {location}; give a path, or a store such as s3://bucket"
         )
     work.mkdir(parents=True, exist_ok=True)
-    with open(work / _LOCK, "ab") as lock:
+    with open(work / _LOCK, "ab", opener=regular_handle) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -360,12 +360,12 @@ def _make_hollow(path: Path, size: int) -> None:
 
 
 def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return file_digest(file, "sha256").hexdigest()
 
 
 def _read_record(path: Path) -> dict[str, tuple[str, str]]:
     try:
-        return {name: (version, digest) for name, (version, digest) in read_json_file(path, 1 << 32).items()}
+        return {name: (version, digest) for name, (version, digest) in read_json_file(path, INDEX_BYTES).items()}
     except (FileNotFoundError, ValueError, AttributeError, TypeError):
         return {}

@@ -21,6 +21,7 @@ from typing import IO, BinaryIO
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import damaged_mark
+from sd3_light.inputs import open_regular, regular_handle
 
 PART = ".part"
 _POLL_SEC = 0.1
@@ -109,7 +110,7 @@ class DiskCache:
     def _folder_lock(self) -> Iterator[None]:
         """Hold the lock under which sizes are added up and complete files are created or removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / ".lock", "ab") as lock, _locked(lock):
+        with open(self.folder / ".lock", "ab", opener=regular_handle) as lock, _locked(lock):
             yield
 
     @contextmanager
@@ -170,7 +171,7 @@ def _claimed(part: Path, folder_lock: Callable[[], AbstractContextManager[None]]
 
 
 def _creating(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT, 0o600)
+    return regular_handle(path, flags | os.O_CREAT, 0o600)
 
 
 @contextmanager
@@ -193,7 +194,7 @@ def _locked(file: IO[bytes], wait: bool = True) -> Iterator[bool]:
 def _bytes_in_flight(part: Path) -> int:
     """Return the bytes that a running fetch has reserved; remove the file and return 0 if its process is gone."""
     try:
-        with open(part, "rb") as file:
+        with open_regular(part) as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import fsspec
@@ -22,6 +23,8 @@ PAUSES_SEC = (0.5, 2.0, 8.0, 30.0)
 """Mean delays before a failed request is repeated; a store that throttles needs seconds."""
 REPORT_EVERY_SEC = 10.0
 """Time between two lines about repeated requests."""
+HTML_BYTES = 512
+"""Bytes of an object that show whether it is an HTML page."""
 _next_report = 0.0
 _LOGGER = logging.getLogger(__name__)  # not `runlog`: sources must not import torch
 _JITTER = random.SystemRandom()  # so that the processes of many machines do not return at the same moment
@@ -42,6 +45,8 @@ _UNUSABLE = (
     *(TypeError, ValueError, LookupError, AttributeError, ImportError, RuntimeError),
     *(IsADirectoryError, NotADirectoryError),
 )
+_CLOCK_CODES = ("RequestTimeTooSkewed", "RequestExpired", "RequestInTheFuture")
+_MOST_SKEW_MINUTES = 14.5  # stores accept 15
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
 
 
@@ -97,8 +102,12 @@ def remote_errors(url: str, action: str = "read") -> Iterator[None]:
             f"nothing found at {url}; copy the whole cache folder there, or correct cache_dir"
         ) from error
     except PermissionError as error:
+        if clock := _clock_problem(error):
+            raise RemoteForbidden(f"cannot {action} {url}: {clock}") from error
         raise RemoteForbidden(f"no permission to {action} {url} ({_first_line(error)}); {_remedy(url)}") from error
     except _network_errors() as error:
+        if clock := _clock_problem(error):
+            raise RemoteForbidden(f"cannot {action} {url}: {clock}") from error
         kind = RemoteForbidden if type(error).__name__ in _NO_CREDENTIALS else RemoteUnreachable
         raise kind(f"cannot {action} {url} ({_first_line(error)}); {_remedy(url)}") from error
 
@@ -154,6 +163,43 @@ def _open_filesystem(url: str) -> tuple[Any, str]:
 def _network_errors() -> tuple[type[BaseException], ...]:
     errors = [getattr(sys.modules.get(module), name, None) for module, name in _LIBRARY_ERRORS]
     return (OSError, *(error for error in errors if error is not None))
+
+
+def html_problem(url: str, data: bytes) -> str | None:
+    """Return one line if the first bytes of an object are those of an HTML page; None for other bytes."""
+    if not data[:HTML_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip().lower().startswith((b"<!doctype html", b"<html")):
+        return None
+    return (
+        f"{url} is an HTML page instead of the file: a login page or a proxy answers instead of the store; log in to "
+        f"the network, or {_remedy(url)}"
+    )
+
+
+def _clock_problem(error: BaseException) -> str | None:
+    """Return one line if a store refused a request because this machine's clock is wrong; None for other errors.
+
+    The reply to a HEAD request has no error code, but the time of the store.
+    """
+    responses = (getattr(each, "response", None) for each in _causes(error))
+    response = next((each for each in responses if isinstance(each, dict)), {})
+    is_skewed = response.get("Error", {}).get("Code") in _CLOCK_CODES
+    try:
+        date = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
+        minutes = (time.time() - date.timestamp()) / 60
+    except (LookupError, TypeError, ValueError):  # no date, or not one
+        minutes = 0.0
+    is_skewed |= isinstance(error, PermissionError) and abs(minutes) > _MOST_SKEW_MINUTES
+    if not is_skewed:
+        return None
+    side = "ahead" if minutes > 0 else "behind"
+    offset = f"{abs(minutes):,.0f} minutes {side}" if abs(minutes) >= 1 else "wrong"
+    return f"the clock of this machine is {offset}, and the store refuses requests of another time; set the clock"
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def _remedy(url: str) -> str:

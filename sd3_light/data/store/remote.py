@@ -18,9 +18,11 @@ from sd3_light.data.manifest import MANIFEST, Manifest, ShardEntry, TableFile, d
 from sd3_light.data.shard_table import ShardTable
 from sd3_light.data.store.disk_cache import DiskCache, private_temp_folder
 from sd3_light.data.store.protocols import (
+    HTML_BYTES,
     RemoteNotFound,
     RemoteUnreachable,
     await_with_retries,
+    html_problem,
     remote_errors,
     remote_filesystem,
     with_retries,
@@ -49,6 +51,9 @@ def load_remote_manifest(url: str, folder: Path | None = None) -> Manifest:
         raise UserError(
             f"no cache at {url}: {where} does not exist; build it with `sd3-light cache CONFIG`, or copy a folder there"
         ) from error
+
+    if problem := html_problem(where, data):
+        raise UserError(problem)
 
     def open_table(table: TableFile) -> ShardTable:
         disk = DiskCache(folder or private_temp_folder(url), sys.maxsize)  # no reason to evict shards
@@ -88,16 +93,21 @@ def download(url: str, entry: ShardEntry | TableFile, file: IO[bytes]) -> None:
             if (size, digest) == (entry.bytes, entry.sha256):
                 return
             written.clear()
-            received = f"{size} bytes" if size <= entry.bytes else f"more than {entry.bytes} bytes"
-            failure = UserError(
-                f"{url} is damaged: expected {entry.bytes} bytes with sha256 {entry.sha256[:16]}, received {received} "
-                f"with sha256 {digest[:16]}; copy the cache folder there again"
-            )
+            start = os.pread(file.fileno(), HTML_BYTES, 0)
+            failure = UserError(html_problem(url, start) or _damage(url, entry, size, digest))
         except RemoteUnreachable as error:
             failure = error
         if pause is not None:
             time.sleep(pause)
     raise failure
+
+
+def _damage(url: str, entry: ShardEntry | TableFile, size: int, digest: str) -> str:
+    received = f"{size} bytes" if size <= entry.bytes else f"more than {entry.bytes} bytes"
+    return (
+        f"{url} is damaged: expected {entry.bytes} bytes with sha256 {entry.sha256[:16]}, received {received} "
+        f"with sha256 {digest[:16]}; copy the cache folder there again"
+    )
 
 
 def verify_remote(url: str, entry: ShardEntry, folder: Path) -> None:

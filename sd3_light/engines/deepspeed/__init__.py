@@ -65,13 +65,19 @@ def make_engine(
 
 
 def make_task_engine(
-    module: nn.Module, optimizer: OptimizerConfig, clip: float, accumulation: int, launch: Launch, device: torch.device
+    module: nn.Module,
+    optimizer: OptimizerConfig,
+    clip: float,
+    accumulation: int,
+    launch: Launch,
+    device: torch.device,
+    zero_stage: int,
 ) -> Engine:
-    """Return the engine of a task (`sd3_light.tasks`): ZeRO-2 over a module that takes whole batches."""
+    """Return the engine of a task (`sd3_light.tasks`): ZeRO 1 or 2 over a module that takes whole batches."""
     _require_installed('engine="deepspeed"')
     from sd3_light.engines.deepspeed.runtime import prepare
 
     prepare(launch, device)
     from sd3_light.engines.deepspeed.zero import TaskZeroEngine
 
-    return TaskZeroEngine(module, optimizer, clip, accumulation, launch, device)
+    return TaskZeroEngine(module, optimizer, clip, accumulation, launch, device, zero_stage)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd3_light.config import OptimizerConfig, TrainConfig
 from sd3_light.config.faults import UserError
@@ -17,7 +17,7 @@ from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums
-from sd3_light.engines.torch import micro_losses, task_loss_sums, task_losses
+from sd3_light.engines.torch import micro_losses, require_gradients, task_loss_sums, task_losses, task_parameters
 from sd3_light.flow.objective import NUM_BANDS
 
 
@@ -34,8 +34,7 @@ class ZeroEngine(DeepSpeedBase):
     def __init__(self, module: Any, config: TrainConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(module.to(device), launch, device)
         self.writers = launch.world
-        denoiser = self.module.transformer
-        parameters = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
+        parameters = self._trainable()
         shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
         self._initialize(self.module, parameters, config)
         zero, optimizer = self.engine.optimizer, self.optimizer.torch_optimizer
@@ -45,6 +44,11 @@ class ZeroEngine(DeepSpeedBase):
         else:
             stage_of = dict.fromkeys(parameters, 0)
             self._take_state(StageState(launch, 1, parameters, stage_of, shapes, optimizer, zero))
+
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        """Return what trains, by canonical name."""
+        parameters = self.module.transformer.named_parameters()
+        return {name: weight for name, weight in parameters if weight.requires_grad}
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run forward and backward over the micro-batches, clip by the global norm, and step."""
@@ -92,7 +96,10 @@ class ZeroEngine(DeepSpeedBase):
 
 
 class TaskZeroEngine(ZeroEngine):
-    """Like `engines.accelerate.TaskEngine`, with gradients and optimizer state sharded by ZeRO-2; AdamW only."""
+    """Like `engines.accelerate.TaskEngine`, with optimizer state (ZeRO-1) and gradients (ZeRO-2) sharded; AdamW only.
+
+    The weights are whole in every process, so a module may use them in any way, and loggers read them from it.
+    """
 
     _in_turn = staticmethod(iter)
 
@@ -104,6 +111,7 @@ class TaskZeroEngine(ZeroEngine):
         accumulation: int,
         launch: Launch,
         device: torch.device,
+        zero_stage: int,
     ) -> None:
         if optimizer.type != "adamw":
             raise UserError(
@@ -111,14 +119,33 @@ class TaskZeroEngine(ZeroEngine):
             )
         module.loss_names = ("loss",)
         settings: Any = SimpleNamespace(
-            optimizer=optimizer, zero_stage=2, gradient_clipping=clip, gradient_accumulation_steps=accumulation
+            optimizer=optimizer, zero_stage=zero_stage, gradient_clipping=clip, gradient_accumulation_steps=accumulation
         )
+        self._reached: set[str] = set()  # the weights with a gradient of this backward pass
         super().__init__(module, settings, launch, device)
 
+    def _trainable(self) -> dict[str, nn.Parameter]:
+        parameters = task_parameters(self.module)
+        for name, weight in parameters.items():
+            weight.register_post_accumulate_grad_hook(lambda _, name=name: self._reached.add(name))
+        return parameters
+
     def _losses(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
-        return task_losses(self.engine, self.module, batch)
+        losses, bands = task_losses(self.engine, self.module, batch)
+        self._reached.clear()
+        losses["loss"].register_hook(lambda _: _at_end_of_backward(self._require_gradients))
+        return losses, bands
+
+    def _require_gradients(self) -> None:
+        """Raise if a weight got no gradient, before DeepSpeed reduces them with those of other processes."""
+        require_gradients(name for name in self.state.shapes if name not in self._reached)
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> Tensor:
         """Return the sums of `task_loss_sums`."""
         return task_loss_sums(self.module, batch)
+
+
+def _at_end_of_backward(act: Callable[[], None]) -> None:
+    """Call ``act`` when the backward pass that is running ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(act)

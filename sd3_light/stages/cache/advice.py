@@ -1,24 +1,31 @@
-"""Warnings before anything is encoded: captions that are cut, images that fit badly, and a VAE that does not fit them.
+"""Warnings before anything is encoded: captions that are cut, images that fit badly, a full disk, and a VAE that does
+not fit the images.
 
 Of a large dataset they look at a part that is spread over all units.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
+from pathlib import Path
 from statistics import median
 
 import numpy as np
 
+from sd3_light.budget.amount import format_bytes
+from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels
 from sd3_light.config import ModelConfig
 from sd3_light.data.buckets import plan as plan_resize
 from sd3_light.data.building.cache_plan import CachePlan, Member, Unit, decode_task
 from sd3_light.data.extreme_fits import ExtremeFits
+from sd3_light.data.manifest import SHARDS
 from sd3_light.data.preprocess import Pixels
 from sd3_light.encoders.caption_lengths import MAX_CAPTIONS, count_cut_captions, cut_prompts
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.vae import LOW_PSNR, psnr
+from sd3_light.model.pipeline_folder import text_shape, vae_shape
 from sd3_light.runlog import info
 from sd3_light.stages.cache.local_builder import Builder
+from sd3_light.training.disk_space import CACHE_REMEDY, DOES_NOT_FIT, compare_with_free
 
 _RECONSTRUCTED = {"cuda": 16, "cpu": 8}  # images by device: decoding one takes about as long as encoding two
 
@@ -44,6 +51,26 @@ def warn_of_extreme_fits(title: str, plan: CachePlan) -> None:
         extremes.add(member.row.key, plan_resize(member.row.width, member.row.height, unit.bucket))
     if sentence := extremes.sentence():
         info(f"{title}: warning: images fit their buckets badly: {sentence}")
+
+
+def warn_of_full_disk(title: str, folder: Path, plan: CachePlan, units: Sequence[Unit], model: ModelConfig) -> None:
+    """Print that the shards to encode do not fit on the disk; files that they replace count as free."""
+    text = text_shape(model.diffusers_path, model.t5_max_length, model.text_tokens == "real")
+    channels, _ = vae_shape(model.diffusers_path)
+    members = [member for _, member in _spread(plan, MAX_CAPTIONS)]
+    captions = sum(len(member.captions) for member in members) / len(members) * caption_bytes(text).value
+    masked = any(member.row.mask for member in members)
+    needed = 0.0
+    replaced = 0
+    for unit in units:
+        pixels = latent_pixels(unit.bucket.width, unit.bucket.height)
+        needed += unit.count * (image_bytes(pixels, 2 if unit.flip else 1, masked, channels).value + captions)
+        path = folder / SHARDS / unit.file
+        replaced += path.stat().st_size if path.is_file() else 0
+    size = f"{text.at_most}{format_bytes(round(needed))}"
+    verdict = compare_with_free(round(needed), folder, size, CACHE_REMEDY, replaced)
+    if verdict.startswith(DOES_NOT_FIT):
+        info(f"{title}: warning: disk, cache: {verdict}")
 
 
 def measure_reconstructions(title: str, plan: CachePlan, builder: Builder) -> None:

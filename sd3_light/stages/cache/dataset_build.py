@@ -25,6 +25,7 @@ from sd3_light.stages.cache.advice import (
     warn_of_cut_captions,
     warn_of_cut_prompts,
     warn_of_extreme_fits,
+    warn_of_full_disk,
 )
 from sd3_light.stages.cache.cached_prompts import add_orphans, cache_prompts, missing_prompts, wait_for_prompts
 from sd3_light.stages.cache.freshness import (
@@ -32,6 +33,7 @@ from sd3_light.stages.cache.freshness import (
     check_freshness,
     is_readable,
     mark_damaged,
+    planned_shards,
     render_state,
     replaced_files,
 )
@@ -81,11 +83,16 @@ class DatasetBuild:
                 reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
                 if plan.counts.unmatched:
                     reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
-                raise UserError(f"{dataset.path}: no usable sample found ({reasons or 'the directories are empty'})")
+                details = (row.detail for row in plan.rejected() if row.reason == "no_caption")
+                first = next((f"; the first has {detail}" for detail in details), "")
+                problem = f"no usable sample found ({reasons or 'the directories are empty'})"
+                raise UserError(f"{dataset.path}: {problem}{first}")
             prompts = () if name else self._train.sampling.texts
             state = self._check(dataset, place, plan, recipe, prompts)
             if self._options.dry_run:
                 return CacheReport(folder, reused=state.fresh)
+            if self._options.review is not None and not name:
+                self._options.review(*planned_shards(folder, plan))
             units = self._in_part(plan.units if self._options.regenerate else state.todo)
             if self._options.finish and units:
                 remedy = "run the parts (--part I/N) that failed again"
@@ -94,6 +101,8 @@ class DatasetBuild:
             if units and self._launch.is_main:
                 warn_of_cut_captions(title, plan, self._train.model)
                 warn_of_extreme_fits(title, plan)
+                if isinstance(dataset.cache_dir, Path):
+                    warn_of_full_disk(title, folder, plan, units, self._train.model)
                 measure_reconstructions(title, plan, self._builder)
             encoded = self._encode(title, BuildJob(place, plan, claims, self._options.regenerate), units, reused)
             if self._options.part and self._options.part[0] > 0:

@@ -1,24 +1,25 @@
 """The state of a cache compared with its plan: fresh, stale and missing samples, and orphaned files."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
-from rich.table import Table
 
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.shards import read_origins
+from sd3_light.inputs import lines_of, open_regular, require_regular
 from sd3_light.randomness import sample_id
-from sd3_light.runlog import info
+from sd3_light.runlog import ResultTable, info
 from sd3_light.stages.cache.number_set import NumberSet
 from sd3_light.stages.cache.unit_builder import is_done
 
@@ -77,6 +78,32 @@ def _is_fresh(shards: Path, unit: Unit, state: CacheState) -> bool:
     return is_done(shards, unit)
 
 
+def planned_shards(folder: Path, plan: CachePlan) -> tuple[list[ShardEntry], bool]:
+    """Return the entries of all shards once they are built, and whether their counts are known.
+
+    Of shards that do not exist yet the images that an earlier build could not decode are left out. Without an earlier
+    build these are unknown.
+    """
+    shards = folder / SHARDS
+    entries = [(unit, read_entry(shards, unit.file)) for unit in plan.units]
+    are_new = any(entry is None for _, entry in entries)
+    rejected = _undecoded(shards) if are_new else set[str]()
+    planned = []
+    for unit, entry in entries:
+        if entry is not None:
+            planned.append(entry)
+        elif not (shards / unit.file).with_suffix(".none").is_file():
+            bad = sum(member.row.key in rejected for member in plan.members(unit)) if rejected else 0
+            planned += [replace(unit.entry, count=unit.count - bad)] if unit.count > bad else []
+    return planned, not are_new or (folder / MANIFEST).is_file()
+
+
+def _undecoded(shards: Path) -> set[str]:
+    """Return the keys of images that earlier builds could not decode."""
+    files = shards.glob("*.rejects.jsonl")
+    return {json.loads(line)["key"] for file in files for line in file.read_text(encoding="utf-8").splitlines()}
+
+
 def mark_damaged(state: CacheState) -> None:
     """Mark the damaged shards, so that every process encodes them again."""
     for file in state.damaged:
@@ -86,8 +113,14 @@ def mark_damaged(state: CacheState) -> None:
 def _has_transient_rejects(path: Path) -> bool:
     """Return whether images of a shard were rejected for a reason that can pass without a change of their files."""
     rejects = path.with_suffix(".rejects.jsonl")
-    text = rejects.read_text(encoding="utf-8") if rejects.is_file() else ""
-    return any(f'"reason": "{reason}"' in text for reason in _TRANSIENT)
+    marks = [f'"reason": "{reason}"'.encode() for reason in _TRANSIENT]
+    if not rejects.is_file():
+        return False
+    try:
+        with open_regular(rejects) as file:
+            return any(mark in line for line in lines_of(file) for mark in marks)
+    except ValueError:  # it is not a list of rejects: write it again
+        return True
 
 
 def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:
@@ -107,6 +140,7 @@ def _count_stale_and_missing(state: CacheState, folder: Path, plan: CachePlan, r
     replaced = [] if manifest is None else [entry for entry in manifest.shards if entry.file not in planned]
     with NumberSet() as known:
         for path in _tables(folder / SHARDS, replaced):
+            require_regular(path)
             known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
         for unit in state.todo:
             stale = unit.count if unit.file in damaged else int(known.contains(plan.ids(unit)).sum())
@@ -145,6 +179,7 @@ def _tables(shards: Path, entries: Iterable[ShardEntry]) -> Iterator[Path]:
 def is_readable(table: Path) -> bool:
     """Return whether an Arrow file exists and is valid."""
     try:
+        require_regular(table)
         feather.read_table(table, memory_map=True).validate(full=True)
     except (pa.ArrowException, OSError, ValueError):
         return False
@@ -180,9 +215,9 @@ def _cause(is_known: bool, is_same: bool, has_same_captions: bool) -> str:
     return "the image or its mask changed" if has_same_captions else "the caption changed"
 
 
-def render_state(state: CacheState, location: CacheLocation | None = None) -> Table:
+def render_state(state: CacheState, location: CacheLocation | None = None) -> ResultTable:
     """Return the state as a table for the terminal; ``location`` is the cache's if it is not the folder."""
-    table = Table("samples", "count", "meaning", title=f"cache {location or state.folder}")
+    table = ResultTable("samples", "count", "meaning", title=f"cache {location or state.folder}")
     table.add_row("fresh", f"{state.fresh:,}", f"in {state.shards:,} shards, reused")
     table.add_row("stale", f"{state.stale:,}", "cached from other inputs or settings: encoded again")
     for cause, count in state.causes.most_common():

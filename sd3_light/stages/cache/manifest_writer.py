@@ -26,6 +26,7 @@ from sd3_light.data.manifest import (
 from sd3_light.data.rejects import reject_line
 from sd3_light.data.sources.name_store import NameStore
 from sd3_light.files import atomic_file
+from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
 
 
 def write_manifest(
@@ -47,6 +48,7 @@ def write_manifest(
     if not entries:
         raise UserError(f"{dataset.path}: every sample was rejected; see the reasons in {folder / REJECTS_FILE}")
     with atomic_file(folder / DUPLICATES_FILE) as temporary:
+        require_regular(plan.duplicates_file)
         shutil.copyfile(plan.duplicates_file, temporary)
     undecoded = _count_undecoded(plan, shards)
     counts = {
@@ -112,8 +114,11 @@ def _reject_lines(plan: CachePlan, shards: Path) -> Iterator[dict[str, str]]:
 def _read_lines(path: Path) -> Iterator[dict[str, str]]:
     """Yield the lines of a unit's rejects; most units have none."""
     if path.is_file():
-        with open(path, encoding="utf-8") as file:
-            yield from map(json.loads, file)
+        try:
+            with open_regular(path) as file:
+                yield from map(parse_json, lines_of(file))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({error}); delete it and run again") from error
 
 
 def is_manifest_current(folder: Path, recipe: Mapping[str, Any], units: Sequence[Unit]) -> bool:

@@ -1,7 +1,14 @@
 """Options and results of the cache stage."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from sd3_light.data.shard_table import ShardEntry
+
+Review = Callable[[Sequence[ShardEntry], bool], None]
+"""Gets the shards of a cache as they will be, and whether their counts are known; images of new shards may be rejected
+when they are decoded."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +20,8 @@ class CacheOptions:
     ``dry_run``: report the state of the cache and write only the catalogue. ``at_url``: build caches at URLs too, which
     are otherwise used as they are. ``part``: (I, N) builds only every N-th shard from the I-th, and no manifest.
     ``finish``: encode no image; write the manifest of the parts. ``ray``: encode on the Ray cluster at this address
-    ("": as Ray chooses), with ``ray_actors`` encoders (None: one per GPU or CPU of the cluster).
+    ("": as Ray chooses), with ``ray_actors`` encoders (None: one per GPU or CPU of the cluster). ``review`` gets the
+    training set's shards before anything is encoded, and may refuse them.
     """
 
     trust: bool = False
@@ -26,6 +34,7 @@ class CacheOptions:
     finish: bool = False
     ray: str | None = None
     ray_actors: int | None = None
+    review: Review | None = None
 
 
 @dataclass(frozen=True)

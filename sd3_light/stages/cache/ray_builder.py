@@ -5,15 +5,19 @@ good and repeats the units of both (`dispatch`). The number of actors follows th
 Credentials come from the environment of the nodes: none is sent to them.
 """
 
+import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
+import sd3_light
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
@@ -321,8 +325,9 @@ class RayBuilder:
 
 def _connect(address: str) -> None:
     try:
-        # actors log to Ray's own files; the driver reports what matters
-        ray.init(address=address or None, log_to_driver=False, logging_level="ERROR")
+        with chdir(_code_folder()):  # its workers import from this directory first
+            # actors log to Ray's own files; the driver reports what matters
+            ray.init(address=address or None, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as error:
         target = f"to {address}" if address else "to a Ray cluster, or start one"
         hint = "give the address of its head node as HOST:PORT, and use the cluster's versions of Python and Ray"
@@ -330,3 +335,9 @@ def _connect(address: str) -> None:
     resources = ray.cluster_resources()
     devices = ", ".join(f"{int(resources.get(name, 0))} {name}s" for name in ("CPU", "GPU"))
     info(f"using the Ray cluster with {len(ray.nodes())} nodes, {devices}")
+
+
+def _code_folder() -> Path:
+    """Return the folder of a checkout that is not installed, else one without modules."""
+    parent = Path(sd3_light.__file__).resolve().parents[1]
+    return Path(sys.prefix) if str(parent) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else parent

@@ -4,6 +4,7 @@ Every stage calls `require` first; `sd3-light check` calls `run` and prints its 
 """
 
 from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 
 from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_config
@@ -68,7 +69,7 @@ def _more_faults(error: ConfigFaults, caching: bool) -> list[Fault]:
     return [
         fault
         for fault in _local_faults(error.partial, caching, has_size)
-        if not any(fault.key == key or fault.key.startswith(f"{key}.") for key in faulty)
+        if faulty.isdisjoint(accumulate(fault.key.split("."), "{}.{}".format))
     ]
 
 

@@ -1,27 +1,29 @@
 """The conclusion of a check: what trains, whether it fits, how long it takes, and how much disk it needs."""
 
-import os
-import shutil
-import stat
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from sd3_light.budget.amount import format_bytes
-from sd3_light.budget.gpu_memory import checkpoint_copy_bytes
 from sd3_light.budget.residence import FROM_HOST, LARGEST_SHARE, Room, choose_residence
 from sd3_light.budget.throughput import cpu_assumption, cpu_seconds, measured_speed, training_seconds
 from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.encoders.caption_lengths import cut_prompts
+from sd3_light.model.base_values import other_shift, with_base_values
 from sd3_light.pages.formats import duration, plural
 from sd3_light.stages.check.estimate import RunEstimate
 from sd3_light.system import Gpu, available_memory, usable_cores
+from sd3_light.training.disk_space import (
+    CACHE_REMEDY,
+    DOES_NOT_FIT,
+    RUN_REMEDY,
+    RunSteps,
+    compare_with_free,
+    run_disk,
+)
 
-DOES_NOT_FIT = "does not fit"
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Line = tuple[str, str]
 """A label and a sentence."""
 
@@ -114,6 +116,8 @@ def _cpu_time(estimate: RunEstimate) -> str:
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
     yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps))
+    if other := other_shift(with_base_values(train.model)):
+        yield "shift", other
     yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
     for data in (estimate.data, *estimate.evals):
         if data.cut is not None and (sentence := data.cut.sentence()):
@@ -135,85 +139,16 @@ def _disk(train: TrainConfig, estimate: RunEstimate, target: Target) -> Iterator
     at_most = estimate.text.at_most
     if missing:
         text = f"{at_most}{format_bytes(missing)}"
-        yield "disk, cache", _fits(missing, Path(caches[0].cache_dir), text, target, "cache_dir of the dataset TOML")
+        yield "disk, cache", _fits(missing, Path(caches[0].cache_dir), text, target, CACHE_REMEDY)
     elif caches:
         yield "disk, cache", "the cache exists"
-    checkpoint, export = checkpoint_bytes(estimate), export_bytes(train, estimate)
-    checkpoints, exports = num_checkpoints(train, estimate), num_exports(train, estimate)
-    parts = f"{plural(checkpoints, 'checkpoint')} of {format_bytes(checkpoint)}"
-    parts += f", {plural(exports, 'export')} of {format_bytes(export)}"
-    total = checkpoints * checkpoint + exports * export
-    yield (
-        "disk, run",
-        _fits(
-            total,
-            train.output_dir,
-            f"{format_bytes(total)}: {parts}",
-            target,
-            "output_dir, or a lower keep_last_n_checkpoints",
-        ),
-    )
+    samples = max((row.global_batch for row in estimate.data.rows), default=1)
+    total, text = run_disk(train, estimate.setup, RunSteps(estimate.total_steps, estimate.data.steps, samples))
+    yield "disk, run", _fits(total, train.output_dir, text, target, RUN_REMEDY)
 
 
 def _fits(needed: int, folder: Path, text: str, target: Target, remedy: str) -> str:
-    """Compare what a folder will hold with the free space and what it holds already."""
-    if target.elsewhere:
-        return text
-    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    free, used = shutil.disk_usage(existing).free, _bytes_in(folder)
-    verdict = _verdict(needed, free + used)
-    text = f"{verdict}: {text}; {format_bytes(free)} are free"
-    if used:
-        text += f" and {format_bytes(used)} already written"
-    return text if verdict != DOES_NOT_FIT else f"{text}; choose another {remedy}"
-
-
-def _bytes_in(folder: Path) -> int:
-    """Return the bytes of the files in a folder, without links to files elsewhere."""
-    total = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):  # a running run replaces its files
-                file = os.lstat(os.path.join(place, name))
-                total += file.st_size if stat.S_ISREG(file.st_mode) and file.st_nlink == 1 else 0
-    return total
-
-
-def checkpoint_bytes(estimate: RunEstimate) -> int:
-    """Return the size of one checkpoint of all processes together."""
-    whole = replace(estimate.setup, world=1, parallel="ddp", deepspeed=False, stages=1, bounds=())
-    return checkpoint_copy_bytes(whole).value
-
-
-def export_bytes(train: TrainConfig, estimate: RunEstimate) -> int:
-    """Return the size of an export without the parts that are links to the base model's."""
-    setup = estimate.setup
-    trained = estimate.start.size.num_parameters() if setup.adapter is None else sum(setup.adapter)
-    return trained * _DTYPE_BYTES[train.save_dtype]
-
-
-def num_checkpoints(train: TrainConfig, estimate: RunEstimate) -> int:
-    """Return the most checkpoints that exist at a time: those that are kept and the one being written."""
-    due = _times_due(estimate, train.checkpoint_every_n_steps, train.checkpoint_every_n_epochs)
-    kept = train.keep_last_n_checkpoints
-    return due if kept == 0 else min(due, kept + 1) if train.checkpoint_every_n_minutes is None else kept + 1
-
-
-def num_exports(train: TrainConfig, estimate: RunEstimate) -> int:
-    """Return the most exports that exist at a time."""
-    samples_per_step = max((row.global_batch for row in estimate.data.rows), default=1)
-    examples = train.save_every_n_examples
-    by_examples = None if examples is None else max(1, examples // samples_per_step)
-    due = _times_due(estimate, train.save_every_n_steps, train.save_every_n_epochs, by_examples)
-    return min(due, train.keep_last_n_exports + 1) if train.keep_last_n_exports else due
-
-
-def _times_due(estimate: RunEstimate, steps: int | None, epochs: int | None, more: int | None = None) -> int:
-    """Return how often something is due, the last step included."""
-    total = estimate.total_steps
-    intervals = [steps, None if epochs is None else epochs * estimate.data.steps, more]
-    count = sum(total // interval for interval in intervals if interval)
-    return max(1, count + any(total % interval > 0 for interval in intervals if interval))
+    return text if target.elsewhere else compare_with_free(needed, folder, text, remedy)
 
 
 def _host_memory(estimate: RunEstimate, target: Target) -> str:

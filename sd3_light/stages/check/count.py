@@ -71,7 +71,7 @@ def _scan_rows(source: Source) -> Iterator[InputRow]:
     """Yield the rows of a source without a listing; reads the image headers."""
     for entry in scan(source.directory, source.index):
         if isinstance(entry, Rejected):
-            yield InputRow(entry.key, reason=entry.reason)
+            yield InputRow(entry.key, reason=entry.reason, detail=entry.detail)
             continue
         (result,) = probe_images([SampleLocation(entry.image, entry.mask, source.finds_similar)])
         row = InputRow(entry.key, captions=entry.captions, attributes=entry.attributes)
@@ -84,7 +84,7 @@ def _add(
     if not row.reason and not matches_size(directory.where, row.attributes, row.width, row.height):
         return
     if reason := row.reason or misfit(row.width, row.height, directory):
-        counts.rejects.add(reason, row.key)
+        counts.rejects.add(reason, row.key, row.detail)
         return
     if (duplicate := earlier.add(row, directory)) and duplicate.is_dropped:
         return

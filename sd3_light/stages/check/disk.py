@@ -3,12 +3,13 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
 from sd3_light.config.base import DataLocation
-from sd3_light.config.cross_checks import text_recon_problem, token_problems
+from sd3_light.config.cross_checks import negative_prompts, text_recon_problem, token_problems
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
@@ -16,6 +17,7 @@ from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.sources.access import CONTAINERS, exists
 from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model import pipeline_folder
+from sd3_light.model.base_values import with_base_values
 from sd3_light.model.linears import match_targets
 from sd3_light.model.positions import start_position_step
 from sd3_light.model.start import (
@@ -56,6 +58,7 @@ def check_disk(
         checks.size(start)
         checks.adapter(start)
         checks.sampling(start.size)
+        checks.continued_values()
     checks.metrics(None if start is None else start.size)
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
         # training uses a cache at a URL as it is: its machines need not have the images
@@ -111,6 +114,9 @@ class _DiskChecks:
             self.add(key, "no such folder", folder, hint)
             return
         with self.user_errors_of(key):
+            if pipeline_folder.is_unfinished(folder):
+                self.add(key, "the folder is unfinished", folder, f"run `sd3-light parts DATA {folder}` again")
+                return
             for part in pipeline_folder.missing_parts(folder, transformer=start_source(self.model) == folder):
                 self.add(key, f"the folder lacks {part}", folder, "download or copy the whole folder")
         with self.user_errors_of(key, folder):
@@ -238,6 +244,16 @@ class _DiskChecks:
             too_wide = [str(bucket) for bucket in buckets_for(directory) if max(bucket.width, bucket.height) > limit]
             if too_wide:
                 self.add(key, problem, ", ".join(too_wide), hint, file=str(dataset.path))
+
+    def continued_values(self) -> None:
+        """Check the scheduler of continued weights, and negative prompts against the text they were trained with."""
+        key = "model.init" if self.model.init else "model.diffusers_path"
+        if not self.model.continues_weights or any(fault.key == key for fault in self.faults):
+            return
+        with self.user_errors_of(key):
+            text = with_base_values(self.model).uncond_text
+            faults = negative_prompts(self.train, text or "zero") if self.model.uncond_text is None else ()
+            self.faults += [replace(fault, file=str(self.loaded.path)) for fault in faults]
 
     def sampling(self, size: ModelSize) -> None:
         """Check that no sample image is larger than the denoiser's position table."""

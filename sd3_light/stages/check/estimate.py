@@ -157,6 +157,7 @@ def empty_faults(estimate: RunEstimate) -> list[Fault]:
             hint = "check the path and the captions"
             if "no_caption" in data.rejects.counts:
                 hint += ": write each caption next to its image, as NAME.txt"
+                hint += f" ({data.rejects.uncaptioned})" if data.rejects.uncaptioned else ""
             faults.append(Fault(str(data.path), "directory", problem, hint=hint))
     if estimate.data.samples and estimate.data.steps == 0:
         problem = "every bucket is smaller than a global batch, so no samples are left"

@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from sd3_light.budget.amount import format_bytes, format_flops
@@ -12,6 +11,7 @@ from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.data.manifest import REJECTS_FILE
 from sd3_light.model.text_shape import TextShape
 from sd3_light.pages.formats import plural
+from sd3_light.runlog import ResultTable
 from sd3_light.stages.check.conclusion import Line, first_line
 from sd3_light.stages.check.estimate import DatasetEstimate, RunEstimate
 
@@ -35,20 +35,22 @@ def render(
         parts.append(_table(_lines(estimate, on_cpu)))
     for data in (estimate.data, *estimate.evals):
         parts.append(_buckets(data))
-        parts += [Text(f"  {line}") for line in data.rejects.lines()]
+        notes = [f"  {line}" for line in data.rejects.lines()]
         if data.rejects.counts:
-            parts.append(Text(f"  `sd3-light cache` lists all rejected inputs in {data.cache_dir}/{REJECTS_FILE}"))
+            notes.append(f"  `sd3-light cache` lists all rejected inputs in {data.cache_dir}/{REJECTS_FILE}")
+        parts += [_table([(note,)]) for note in notes]
     return Group(*parts)
 
 
-def _table(lines: Iterable[Sequence[str]]) -> Table:
-    """Return lines of a name and a sentence, or of a name, a number and its formula."""
+def _table(lines: Iterable[Sequence[str]]) -> ResultTable:
+    """Return lines of a name and a sentence, or of a name, a number and its formula, or a sentence."""
     rows = list(lines)
-    table = Table(box=None, padding=(0, 1), show_header=False)
-    table.add_column(style="bold", no_wrap=True)
+    table = ResultTable(box=None, padding=(0, 1), show_header=False)
+    if len(rows[0]) > 1:
+        table.add_column(style="bold", no_wrap=True)
     if len(rows[0]) == 3:
         table.add_column(justify="right", no_wrap=True)
-    table.add_column(overflow="fold")
+    table.add_column()
     for row in rows:
         table.add_row(*map(Text, row))
     return table
@@ -139,11 +141,11 @@ def _span(numbers: list[int]) -> str:
     return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
 
 
-def _buckets(data: DatasetEstimate) -> Table:
-    table = Table(box=None, padding=(0, 1), title_justify="left")
+def _buckets(data: DatasetEstimate) -> ResultTable:
+    table = ResultTable(box=None, padding=(0, 1), pad_edge=False, title_justify="left")
     table.title = Text(f"{data.name}: {data.samples:,} samples, {data.path}")
     for name in ("bucket", "resolution", "samples", "micro-batch", "steps", "padded", "enlarged", "cropped"):
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right")
     rows = sorted(data.rows, key=lambda row: -row.samples)
     for row in rows[:MAX_ROWS]:
         cells = (f"{row.samples:,}", f"{row.micro_batch}", f"{row.steps:,}", f"{row.padding}", f"{row.enlarged:,}")

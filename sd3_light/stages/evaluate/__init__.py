@@ -22,7 +22,9 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.export_spec import write_json
 from sd3_light.export.lora_merge import add_adapters, merge_adapters
 from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.inputs import read_limited
 from sd3_light.metrics.composition import CompositionScore, score
+from sd3_light.model.base_values import with_base_values
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.start import where_weights_start
 from sd3_light.runlog import progress
@@ -50,7 +52,8 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     """Return the losses of each evaluation set by name, as training computes them; their caches must exist."""
     launch = launch or Launch()
     require_eval_sets(loaded)
-    config = loaded.train.model_copy(update={"fp8": False})  # nothing is trained, and not every GPU supports it
+    # nothing is trained, and not every GPU supports fp8
+    config = loaded.train.model_copy(update={"fp8": False, "model": with_base_values(loaded.train.model)})
     chosen = choose_model(model)
     model = chosen.folder
     if not (model / "transformer" / "config.json").is_file():
@@ -76,7 +79,7 @@ def require_demo_world(model: Path) -> None:
     folder = chosen.text_facts
     raw, _ = read_toml(folder / "config.toml") if (folder / "config.toml").is_file() else (None, [])
     dataset = (raw or {}).get("dataset")
-    if (folder / _HASHES).is_file() and (folder / _HASHES).read_bytes() == (DEMO / _HASHES).read_bytes():
+    if (folder / _HASHES).is_file() and read_limited(folder / _HASHES) == read_limited(DEMO / _HASHES):
         return
     if isinstance(dataset, str) and Path(dataset).is_file():
         directories, faults = load_directories(Path(dataset))

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from PIL import Image
 from rich.box import SIMPLE
-from rich.table import Column, Table
 from rich.text import Text
 
 from sd3_light import __version__
@@ -30,7 +29,7 @@ from sd3_light.metrics.comparison import Comparison, Scores, image_features, tex
 from sd3_light.metrics.distances import METRICS
 from sd3_light.metrics.truths import CELLS, Truth, load_truths, style_copies
 from sd3_light.pages import check_output_path, data_uri, render_template, save_page
-from sd3_light.runlog import info, progress
+from sd3_light.runlog import ResultTable, info, progress
 from sd3_light.sampling.generate import ImageRequest, generate
 from sd3_light.sampling.lora_stack import Lora
 from sd3_light.training.chosen_model import ChosenModel, choose_model
@@ -66,13 +65,12 @@ class Measured:
     scores: dict[str, Scores] = field(default_factory=dict)
     images: dict[str, Mapping[int, Pixels]] = field(default_factory=dict)
 
-    def table(self) -> Table:
+    def table(self) -> ResultTable:
         """Return the scores as a table with 95% intervals."""
         title = f"{len(self.truths):,} captions; retrieval among {self.among}"
-        table = Table(Column(overflow="fold"), title=title, box=SIMPLE, padding=(0, 1), pad_edge=False)
+        table = ResultTable("", title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
         for metric in METRICS:
-            longest = max(map(len, TITLES[metric].split()))
-            table.add_column(TITLES[metric], justify="right", min_width=longest, overflow="fold")
+            table.add_column(TITLES[metric], justify="right")
         for name, scores in self.scores.items():
             table.add_row(Text(name), *(Text("\n".join(_texts(scores, metric))) for metric in METRICS))
         return table

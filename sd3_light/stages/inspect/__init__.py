@@ -3,11 +3,12 @@
 from pathlib import Path
 
 from rich.box import SIMPLE
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from sd3_light.config.faults import UserError
 from sd3_light.pages.formats import shorten
+from sd3_light.runlog import ResultTable
 from sd3_light.stages.inspect.cache_stats import Inspection, inspect_cache, quantile, reason_meaning
 
 __all__ = ["Inspection", "render", "run"]
@@ -27,24 +28,24 @@ def run(cache: Path, seed: int = 0, samples: int | None = None) -> Inspection:
     return inspect_cache(cache, samples or TABLE_SAMPLES, seed)
 
 
-def render(cache: Inspection, location: str = "") -> Table:
+def render(cache: Inspection, location: str = "") -> ResultTable:
     """Return a table that fits one screen; ``location`` is the cache's if it was fetched to its folder."""
-    columns = ("field", Column("value", justify="right"), Column("", overflow="fold"))
-    table = Table(*columns, title=_plain(location or cache.folder), box=SIMPLE)
+    columns = ("field", Column("value", justify="right"), "")
+    table = ResultTable(*columns, title=_plain(location or cache.folder), box=SIMPLE)
     for add_rows in (_add_counts, _add_buckets, _add_rejects, _add_captions, _add_settings):
         add_rows(cache, table)
         table.add_section()
     return table
 
 
-def _add_counts(cache: Inspection, table: Table) -> None:
+def _add_counts(cache: Inspection, table: ResultTable) -> None:
     for name, count in cache.counts.items():
         table.add_row("images" if name == "pictures" else _plain(name), f"{count:,}")
     table.add_row("on disk", f"{cache.bytes / 1e6:,.1f} MB", f"{len(cache.manifest.shards):,} shards")
     table.add_row("per sample", f"{cache.bytes_per_sample / 1e3:,.1f} kB", cache.stats.byte_shares())
 
 
-def _add_buckets(cache: Inspection, table: Table) -> None:
+def _add_buckets(cache: Inspection, table: ResultTable) -> None:
     buckets = cache.buckets
     largest, total = max(buckets.values(), default=1), max(1, cache.samples)
     shown = sorted(buckets, key=lambda name: -buckets[name])[:_MOST_BUCKETS]
@@ -57,7 +58,7 @@ def _add_buckets(cache: Inspection, table: Table) -> None:
         table.add_row(f"{len(buckets) - len(shown)} more buckets", f"{rest:,}", f"{rest / total:.1%}")
 
 
-def _add_rejects(cache: Inspection, table: Table) -> None:
+def _add_rejects(cache: Inspection, table: ResultTable) -> None:
     reasons = cache.rejects
     for reason in list(reasons)[:_MOST_REASONS]:
         table.add_row(_plain(f"rejected: {reason}"), f"{reasons[reason]:,}", reason_meaning(reason))
@@ -66,7 +67,7 @@ def _add_rejects(cache: Inspection, table: Table) -> None:
         table.add_row(f"{len(reasons) - _MOST_REASONS} more reasons", f"{rest:,}", "see rejects.jsonl")
 
 
-def _add_captions(cache: Inspection, table: Table) -> None:
+def _add_captions(cache: Inspection, table: ResultTable) -> None:
     stats = cache.stats
     for name, lengths in (("words per caption", stats.words), ("T5 tokens per caption", stats.tokens)):
         if lengths:
@@ -83,7 +84,7 @@ def _add_captions(cache: Inspection, table: Table) -> None:
         table.add_row("unreadable", "", _plain(problem, 200))
 
 
-def _add_settings(cache: Inspection, table: Table) -> None:
+def _add_settings(cache: Inspection, table: ResultTable) -> None:
     recipe, places = cache.manifest.recipe, cache.manifest.places
     text = ", ".join(f"{name} = {recipe[name]}" for name in ("text_tokens", "t5_max_length") if name in recipe)
     table.add_row("text", "", text)

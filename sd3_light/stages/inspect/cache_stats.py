@@ -21,6 +21,7 @@ from sd3_light.data.shard_table import column
 from sd3_light.data.shards import read_origins
 from sd3_light.encoders.caption_lengths import CaptionSample, CutCaptions, count_cut_captions
 from sd3_light.randomness import stream
+from sd3_light.tensor_file import check_header
 
 # Han and kana are written without spaces: each such character counts as a word
 _NO_SPACES = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
@@ -215,6 +216,7 @@ def _read_header(path: Path, real: bool) -> tuple[list[int], Counter[str]]:
     """Return the T5 tokens of every caption where lengths differ, and bytes by kind; features are not read."""
     tokens: list[int] = []
     sizes: Counter[str] = Counter()
+    check_header(path)
     with safe_open(path, framework="numpy") as file:
         if real:
             tokens = np.diff(file.get_tensor("t5.start"))[file.get_tensor("caption")].tolist()

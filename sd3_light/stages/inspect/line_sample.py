@@ -1,12 +1,12 @@
 """Lists of a cache, one JSON object per line: all lines are counted, some of each group are chosen at random."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sd3_light.inputs import parse_json
+from sd3_light.inputs import lines_of, open_regular, parse_json
 from sd3_light.randomness import stream
 
 
@@ -29,20 +29,28 @@ def sample_lines(path: Path, group_name: str, most: int, seed: int, purpose: str
         return sample
     reservoirs: dict[str, list[dict[str, Any]]] = {}
     rng = stream(seed, purpose, 0, 0, 0)
-    with open(path, encoding="utf-8", errors="backslashreplace") as lines:
-        for line in lines:
-            item = _parse_line(line, group_name)
-            if item is None:
-                sample.damaged += 1
-                continue
-            group = item[group_name]
-            sample.counts[group] += 1
-            slot = int(rng.integers(sample.counts[group]))
-            _add_to_reservoir(item, reservoirs.setdefault(group, []), most, slot)
+    for line in _lines(path):
+        item = _parse_line(line.decode(errors="backslashreplace"), group_name)
+        if item is None:
+            sample.damaged += 1
+            continue
+        group = item[group_name]
+        sample.counts[group] += 1
+        slot = int(rng.integers(sample.counts[group]))
+        _add_to_reservoir(item, reservoirs.setdefault(group, []), most, slot)
     shares = _even_shares({group: len(items) for group, items in reservoirs.items()}, most)
     for group, _ in sample.counts.most_common():
         sample.chosen[group] = sorted(reservoirs[group][: shares[group]], key=lambda item: str(item["key"]))
     return sample
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines, and an empty one in the place of the rest if that is too long to be read."""
+    with open_regular(path) as file:
+        try:
+            yield from lines_of(file)
+        except ValueError:
+            yield b""
 
 
 def _parse_line(line: str, group_name: str) -> dict[str, Any] | None:

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from rich.table import Table
 from rich.text import Text
 
 from sd3_light.pages.formats import duration, number, plural, utc_time
+from sd3_light.runlog import ResultTable
 from sd3_light.stages.report.run_log import RunReport, read_run
 from sd3_light.stages.report.run_page import write_run_page
 
@@ -17,15 +17,15 @@ def run(folder: Path) -> RunReport:
     return read_run(folder)
 
 
-def render(report: RunReport) -> Table:
+def render(report: RunReport) -> ResultTable:
     """Return a table with status, loss along the run, validation, speed, and the last checkpoint and export."""
-    table = Table("field", "value", title=Text(str(report.folder)))
+    table = ResultTable("field", "value", title=Text(str(report.folder)))
     for add_rows in (_add_status, _add_losses, _add_evals, _add_speed, _add_files):
         add_rows(report, table)
     return table
 
 
-def _add_status(report: RunReport, table: Table) -> None:
+def _add_status(report: RunReport, table: ResultTable) -> None:
     table.add_row("status", report.status)
     if report.segments:
         begin = report.segments[0].begin
@@ -37,7 +37,7 @@ def _add_status(report: RunReport, table: Table) -> None:
         table.add_row("running time", f"{duration(report.seconds)}, {plural(len(report.resumes), 'resume')}")
 
 
-def _add_losses(report: RunReport, table: Table) -> None:
+def _add_losses(report: RunReport, table: ResultTable) -> None:
     loss = report.steps.get("loss")
     if loss is None or not loss.x:
         return
@@ -50,13 +50,13 @@ def _add_losses(report: RunReport, table: Table) -> None:
         table.add_row(f"loss near step {loss.x[index]:,.0f}", f"{sum(values) / len(values):.4f}")
 
 
-def _add_evals(report: RunReport, table: Table) -> None:
+def _add_evals(report: RunReport, table: ResultTable) -> None:
     for names, curves in report.evals.items():
         if "flow" in curves:
             table.add_row(Text(f"validation loss ({', '.join(filter(None, names))})"), number(curves["flow"].last))
 
 
-def _add_speed(report: RunReport, table: Table) -> None:
+def _add_speed(report: RunReport, table: ResultTable) -> None:
     step = report.last.get("step", {})
     if "samples" in step:
         table.add_row("samples seen", f"{step['samples']:,}")
@@ -70,7 +70,7 @@ def _add_speed(report: RunReport, table: Table) -> None:
         table.add_row("steps skipped (not finite)", str(report.skipped))
 
 
-def _add_files(report: RunReport, table: Table) -> None:
+def _add_files(report: RunReport, table: ResultTable) -> None:
     for kind in ("checkpoint", "export", "sample"):
         if kind in report.last:
             table.add_row(f"last {kind}", Text(str(report.last[kind].get("file", ""))))

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from PIL import Image
 
+from sd3_light.inputs import open_regular
 from sd3_light.pages import data_uri
 from sd3_light.pages.formats import utc_time
 from sd3_light.runlog import progress
@@ -95,7 +96,7 @@ def sample_file(event: LogEvent) -> Path:
 
 def _load(folder: Path, event: LogEvent, uri_of: Callable[[Path, Image.Image], str]) -> SampleGrid:
     file = sample_file(event)
-    with Image.open(folder / file) as opened:
+    with open_regular(folder / file) as data, Image.open(data) as opened:
         size, uri = opened.size, uri_of(file, opened)
     step = event.get("step", 0)
     samples = f" · {event['samples']:,} samples seen" if event.get("samples") is not None else ""

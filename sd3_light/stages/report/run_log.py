@@ -1,20 +1,25 @@
 """Read a run's log into a `RunReport`, in bounded memory however long the log is.
 
 The log is read twice. The first pass collects the rare events (starts, saves, evaluations): they show which records a
-resumed run repeated, and how many records there are. The second pass builds the curves.
+resumed run repeated, and how many records there are. The second pass builds the curves. Of a log that has grown, a
+`RunReader` reads the new lines only.
 """
 
 import math
+import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.runlog.log import log_lines, parse_event
+from sd3_light.runlog.log import MEASUREMENTS, METRIC_GROUPS, complete_lines, open_log, parse_event
 from sd3_light.stages.report.curves import Curve, CurveBuilder
 
 LogEvent = dict[str, Any]
@@ -30,9 +35,6 @@ EVAL_FIELDS = tuple(
     field for name in ("flow", "fixed") for field in (name, *(f"{name}@0.{tenth}" for tenth in range(1, 10)))
 )
 
-METRIC_GROUPS = ("frechet", "kid", "precision", "recall", "retrieval", "distance")
-"""The measurements of [metrics], each with value, low and high."""
-
 MOST_EVENTS = 300
 """About this many events of one kind are kept, spread evenly."""
 
@@ -43,6 +45,8 @@ scanned for the fields that may spike."""
 _SCANNED = {name: f'"{name}": '.encode() for name in ("step", "loss", "grad_norm")}
 _STEP_PREFIX = b'{"event": "step",'  # how `RunLog` starts a step's line
 _SEGMENT_STARTS = ("start", "resume")
+_COMPARED_BYTES = 1000  # of the first and the last line of a log that has changed
+_NUMBERS = frozenset(MEASUREMENTS)
 
 
 @dataclass
@@ -79,6 +83,12 @@ class EvenSample:
         yield from self._events
         if self._last is not None and self._events[-1] is not self._last:
             yield self._last
+
+    def copy(self) -> "EvenSample":
+        """Return a sample to which later events are not added."""
+        other = copy(self)
+        other._events = list(self._events)
+        return other
 
 
 @dataclass
@@ -167,22 +177,156 @@ class RunReport:
 
 def read_run(folder: Path) -> RunReport:
     """Read the log.jsonl of a run. Raises UserError where there is none."""
-    path = folder / "log.jsonl"
-    report = RunReport(folder)
-    counts = _FirstPass(report)
-    for number, line in log_lines(path):
-        counts.add(None if line.startswith(_STEP_PREFIX) else _parse(path, number, line))
-    counts.set_limits()
-    _build_curves(path, report, counts)
-    return report
+    return RunReader(folder).read()
+
+
+class RunReader:
+    """Reads the log.jsonl of a run, later only the lines that were added. Several threads may use it.
+
+    The whole log is read again after a start or resume, which may repeat steps, and after another log has replaced it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.Lock()
+        self._version: tuple[int, ...] = ()
+        self._log: _ReadLog | None = None
+        self._result: RunReport | str = ""
+
+    def read(self) -> RunReport:
+        """Return what the log says now; the same object while the log is the same. Raises UserError."""
+        with self._lock, open_log(self.folder / "log.jsonl") as file:
+            status = os.fstat(file.fileno())
+            version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+            if version != self._version:
+                self._result = self._read(file)
+                self._version = version
+            if isinstance(self._result, str):
+                raise UserError(self._result)
+            return self._result
+
+    def _read(self, file: BufferedReader) -> RunReport | str:
+        """Return the report, or why the log cannot be read."""
+        log, self._log = self._log, None
+        try:
+            if log is None or not log.extend(file):
+                file.seek(0)
+                log = _ReadLog(self.folder, file)
+        except UserError as error:
+            return str(error)
+        self._log = log
+        return log.report()
+
+
+class _ReadLog:
+    """What the lines of a log say that were read so far."""
+
+    def __init__(self, folder: Path, file: BufferedReader) -> None:
+        self._path = folder / "log.jsonl"
+        self._read = RunReport(folder)
+        self._counts = counts = _FirstPass(self._read)
+        for number, line in complete_lines(file):
+            counts.add(None if line.startswith(_STEP_PREFIX) else _parse(self._path, number, line))
+        counts.set_limits()
+        self._steps = CurveBuilder(counts.steps, STEP_FIELDS, STEP_GROUPS)
+        self._evals = {key: CurveBuilder(count, EVAL_FIELDS) for key, count in counts.evals.items()}
+        self._metrics = {key: CurveBuilder(count, (), METRIC_GROUPS) for key, count in counts.metrics.items()}
+        self._num_steps, self._last_step = 0, (0, b"")
+        self._end, self._first_line, self._last_line = 0, b"", b""
+        self._segment: RunSegment | None = None
+        file.seek(0)
+        segments = iter(self._read.segments)
+        for number, line in islice(complete_lines(file), counts.lines):  # the run may have logged more meanwhile
+            self._pass(line)
+            if number > counts.first_line:
+                event = self._event(number, line)
+                if event["event"] in _SEGMENT_STARTS:
+                    self._segment = next(segments, None)
+                self._add(event, number, line)
+
+    def extend(self, file: BufferedReader) -> bool:
+        """Add the lines after those that were read. Returns False where the log must be read from its start."""
+        if not self._is_start_of(file):
+            return False
+        file.seek(self._end)
+        for number, line in complete_lines(file, self._counts.lines + 1):
+            event = self._event(number, line)
+            if event["event"] in _SEGMENT_STARTS:
+                return False
+            self._pass(line)
+            self._counts.add(event)
+            self._add(event, number, line)
+        return True
+
+    def report(self) -> RunReport:
+        """Return the report of the lines so far; later lines do not change it."""
+        read, last = self._read, dict(self._read.last)
+        if self._last_step[1]:
+            last["step"] = _parse(self._path, *self._last_step)
+        return replace(
+            read,
+            segments=[replace(segment) for segment in read.segments],
+            last=last,
+            events={kind: events.copy() for kind, events in read.events.items()},
+            samples={weights: events.copy() for weights, events in read.samples.items()},
+            steps=self._steps.curves,
+            evals={key: curves for key, builder in self._evals.items() if (curves := builder.curves)},
+            metrics={key: curves for key, builder in self._metrics.items() if (curves := builder.curves)},
+        )
+
+    def _is_start_of(self, file: BufferedReader) -> bool:
+        """Return whether a log starts with the lines that were read: two with their times are enough to compare."""
+        file.seek(0)
+        if file.read(len(self._first_line)) != self._first_line:
+            return False
+        file.seek(self._end - len(self._last_line))
+        return file.read(len(self._last_line)) == self._last_line
+
+    def _pass(self, line: bytes) -> None:
+        self._first_line = self._first_line or line[:_COMPARED_BYTES]
+        self._last_line = line[-_COMPARED_BYTES:]
+        self._end += len(line)
+
+    def _event(self, number: int, line: bytes) -> LogEvent:
+        """Return the event of a line; of very many steps most are scanned instead of parsed."""
+        if line.startswith(_STEP_PREFIX):
+            self._num_steps += 1
+            every = max(1, self._counts.steps // MOST_PARSED)
+            scanned = _scan_step(line) if self._num_steps % every else None
+            if scanned is not None:
+                return scanned
+        return _parse(self._path, number, line)
+
+    def _add(self, event: LogEvent, number: int, line: bytes) -> None:
+        """Add an event to the curves, unless a resumed run repeated it."""
+        segment, kind = self._segment, event["event"]
+        if segment is not None:
+            segment.end = max(segment.end, event.get("time", segment.end))
+            if event.get("step", 0) > segment.limit:
+                return
+        if kind == "step":
+            self._steps.add(event["step"], event)
+            self._last_step = number, line
+        elif kind == "eval":
+            builder = self._evals.setdefault(_eval_key(event), CurveBuilder(0, EVAL_FIELDS))
+            builder.add(event.get("step", 0), event)
+            self._read.last["eval"] = event
+        elif kind == "metrics":
+            groups = {name: event[name] for name in METRIC_GROUPS if event.get(name) is not None}
+            builder = self._metrics.setdefault(_eval_key(event), CurveBuilder(0, (), METRIC_GROUPS))
+            builder.add(event.get("step", 0), groups)
 
 
 def _parse(path: Path, number: int, line: bytes) -> LogEvent:
-    """Return the event of a line, which must have its time, and its step if it is one."""
+    """Return the event of a line, which must have its time, and its step if it is one. Measurements are floats."""
     event = parse_event(path, number, line)
     missing = [name for name in ("time", "step") if name not in event and (name == "time" or event["event"] == name)]
     if missing:
         raise UserError(f"{path}: line {number} has no {missing[0]}; remove that line")
+    for name in [name for name in event if name in _NUMBERS and not isinstance(event[name], int | float)]:
+        value = event.pop(name)
+        if value is not None:  # null: not measured
+            event[name] = float(value)
     return event
 
 
@@ -236,51 +380,6 @@ class _FirstPass:
             limit = min(limit, segment.begin.get("step", math.inf))
 
 
-def _build_curves(path: Path, report: RunReport, counts: _FirstPass) -> None:
-    """Read the log a second time and fill in the curves and the last valid step and evaluation."""
-    steps = CurveBuilder(counts.steps, STEP_FIELDS, STEP_GROUPS)
-    evals = {key: CurveBuilder(count, EVAL_FIELDS) for key, count in counts.evals.items()}
-    metrics = {key: CurveBuilder(count, (), METRIC_GROUPS) for key, count in counts.metrics.items()}
-    segments = iter(report.segments)
-    segment: RunSegment | None = None
-    last_step: tuple[int, bytes] | None = None
-    for number, line, event in _second_pass(path, counts):
-        if event["event"] in _SEGMENT_STARTS:
-            segment = next(segments)
-        if segment is not None:
-            segment.end = max(segment.end, event.get("time", segment.end))
-            if event.get("step", 0) > segment.limit:
-                continue
-        if event["event"] == "step":
-            steps.add(event["step"], event)
-            last_step = number, line
-        elif event["event"] == "eval":
-            evals[_eval_key(event)].add(event.get("step", 0), event)
-            report.last["eval"] = event
-        elif event["event"] == "metrics":
-            groups = {name: value for name, value in event.items() if isinstance(value, dict)}
-            metrics[_eval_key(event)].add(event.get("step", 0), groups)
-    for builder in (steps, *evals.values(), *metrics.values()):
-        builder.finish()
-    report.steps = steps.curves
-    report.evals = {key: builder.curves for key, builder in evals.items() if builder.curves}
-    report.metrics = {key: builder.curves for key, builder in metrics.items() if builder.curves}
-    if last_step is not None:
-        report.last["step"] = _parse(path, *last_step)
-
-
-def _second_pass(path: Path, counts: _FirstPass) -> Iterator[tuple[int, bytes, LogEvent]]:
-    """Yield the last run's lines of the first pass; of very many steps most are scanned instead of parsed."""
-    every, steps = max(1, counts.steps // MOST_PARSED), 0
-    lines = islice(log_lines(path), counts.first_line, counts.lines)  # the run may have logged more meanwhile
-    for number, line in lines:
-        scanned = None
-        if line.startswith(_STEP_PREFIX):
-            steps += 1
-            scanned = _scan_step(line) if steps % every else None
-        yield number, line, scanned or _parse(path, number, line)
-
-
 def _scan_step(line: bytes) -> LogEvent | None:
     """Return the fields of a step that may spike, without parsing JSON, which is slow; None for an unusual line."""
     event: LogEvent = {"event": "step"}
@@ -290,7 +389,7 @@ def _scan_step(line: bytes) -> LogEvent | None:
             event[name] = float(line[start : line.find(b",", start)].strip(b'"'))
         except ValueError:
             return None
-    return event
+    return event if float(event["step"]).is_integer() else None
 
 
 def _eval_key(event: LogEvent) -> tuple[str, str]:

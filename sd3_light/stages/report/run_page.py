@@ -4,6 +4,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from sd3_light.inputs import read_limited
 from sd3_light.pages import check_output_path, render_template, save_page
 from sd3_light.pages.formats import duration, number, plural, utc_time
 from sd3_light.stages.report.events import event_rows
@@ -91,7 +92,8 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
     facts = [("status", report.status)]
     if report.segments:
         start, end = report.segments[0].begin["time"], max(segment.end for segment in report.segments)
-        facts.append(("time", f"{utc_time(start)} to {utc_time(end)}"))
+        separator = " to" if report.has_ended else "; last log entry"
+        facts.append(("time", f"{utc_time(start)}{separator} {utc_time(end)}"))
         facts.append(("running time", f"{duration(report.seconds)}, with {plural(len(report.resumes), 'resume')}"))
     processes = plural(begin["world"], "process") if "world" in begin else ""
     device = filter(None, (str(begin.get("device", "")), processes, str(begin.get("engine", ""))))
@@ -111,7 +113,7 @@ def _prompts(config: str) -> list[str]:
 def _read_config(folder: Path, notes: list[str]) -> str:
     """Return the run's config.toml, which holds no secrets; "" where it is missing."""
     try:
-        text = (folder / "config.toml").read_text(encoding="utf-8", errors="replace")
+        text = read_limited(folder / "config.toml").decode(errors="replace")
     except FileNotFoundError:
         return ""
     except OSError as error:

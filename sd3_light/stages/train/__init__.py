@@ -29,6 +29,7 @@ from sd3_light.stages.train.resume import (
     changed_keys,
     is_own_checkpoint,
     load_checkpoint,
+    order_review,
     rate_settings,
     require_start,
 )
@@ -48,7 +49,7 @@ from sd3_light.training.meter import Meter
 from sd3_light.training.requests import RunRequests
 from sd3_light.training.samples import Denoise, Sampler
 
-__all__ = ["OnSample", "Resume", "require_start", "run"]
+__all__ = ["OnSample", "Resume", "order_review", "require_start", "run"]
 
 _OUT_OF_MEMORY = (
     "lower micro_batch_size_per_gpu (and raise gradient_accumulation_steps), or write activation_checkpointing = true, "
@@ -108,6 +109,7 @@ def run(
             keep_last=context.config.keep_last_n_checkpoints,
             out_of_memory=memory_hint(state.engine, context.residence),
             resume_hint="--resume",
+            stop_if_first_save_fails=context.config.stop_if_first_save_fails,
         )
         with driver.running():
             if driver.hooks.evaluate and context.config.eval_before_first_step and progress.step == 0:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sd3_light.budget.flops import image_tokens, step_flops
+from sd3_light.budget.flops import Tokens, image_tokens, step_flops
 from sd3_light.budget.residence import Residence
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
@@ -17,6 +17,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.model.base_values import other_shift
 from sd3_light.model.pipeline_folder import CLIP_TOKENS
 from sd3_light.model.start import WeightsStart
 from sd3_light.pages.formats import plural
@@ -29,11 +30,14 @@ from sd3_light.stages.train.resume import (
     noise_in_force,
     progress_in_force,
     settings_in_force,
+    with_model_values,
     with_position_step,
 )
 from sd3_light.training.data import make_order, open_cache
+from sd3_light.training.disk_space import DOES_NOT_FIT, RUN_REMEDY, RunSteps, compare_with_free, run_disk
 from sd3_light.training.model_facts import ModelFacts, bucket_size, commonest_bucket
 from sd3_light.training.residence import place_cache
+from sd3_light.training.run_setup import run_setup
 from sd3_light.training.sd3 import Noise
 
 
@@ -74,7 +78,8 @@ class RunContext:
     def model_facts(self) -> ModelFacts:
         """What checkpoints store about the model."""
         step = self.start.size.position_step if self.start.source is None else None
-        return ModelFacts(step, bucket_size(self.bucket))
+        model = self.config.model
+        return ModelFacts(step, bucket_size(self.bucket), model.shift, model.uncond_text or "zero")
 
     @property
     def residence(self) -> Residence:
@@ -110,6 +115,10 @@ class RunContext:
             )
             for warning in config_warnings(self.config, total):
                 info(f"warning: {warning}")
+            if self.resumed is None and (other := other_shift(self.config.model)):
+                info(f"shift: {other}")
+            if self.launch.is_main:
+                self._warn_of_full_disk(total)
         self.folder.begin(self.config)
         device = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         facts = {"total": total, "steps_per_epoch": order.steps_per_epoch, "world": world, "device": device}
@@ -118,6 +127,19 @@ class RunContext:
         checkpoint = {} if self.resumed is None else {"checkpoint": self.resumed.path.name}
         self.folder.log("resume" if checkpoint else "start", **progress.as_dict(), **facts, **checkpoint)
         self._report_dropped()
+
+    def _warn_of_full_disk(self, total: int) -> None:
+        """Print that the run's saves do not fit on the disk, with the numbers of `check`."""
+        order, config = self.order, self.config
+        no_tokens, accumulation = Tokens(0, 0), config.gradient_accumulation_steps
+        setup = run_setup(
+            config, self.start.size, no_tokens, 0, self.stages, self.by_deepspeed, accumulation=accumulation
+        )
+        samples = max(bucket.batch for bucket in order.buckets)
+        needed, text = run_disk(config, setup, RunSteps(total, order.steps_per_epoch, samples))
+        verdict = compare_with_free(needed, self.folder.path, text, RUN_REMEDY)
+        if verdict.startswith(DOES_NOT_FIT):
+            info(f"warning: disk, run: {verdict}")
 
     def _report_dropped(self) -> None:
         """Print and log the buckets that are left out because they are smaller than a batch."""
@@ -146,7 +168,8 @@ def open_context(
     path = groups.decide_on_rank_0(lambda: choose_checkpoint(folder.path, resume))
     resumed = None if path is None else open_checkpoint(path)
     start, noise = keep_position_table(start, resumed), noise_in_force(resumed)
-    config = settings_in_force(with_position_step(train, start), resumed, resume)
+    config = with_model_values(with_position_step(train, start), resumed)
+    config = settings_in_force(config, resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
     # one machine keeps the order in which earlier versions distributed samples

@@ -11,7 +11,7 @@ from PIL import Image
 from sd3_light.checkpoint.lock import locked_folder
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
-from sd3_light.files import write_atomically
+from sd3_light.files import OWN_FILES, sweep_files, write_atomically
 from sd3_light.runlog import RunLog
 from sd3_light.runlog.trackers import open_trackers
 
@@ -42,12 +42,13 @@ class RunFolder:
     def begin(self, config: TrainConfig) -> None:
         """Write the settings in force, some of which may be a checkpoint's, and open the log."""
         if self.is_main:
+            sweep_files(self.path, OWN_FILES)
             resolved = resolved_toml(replace(self.loaded, train=config))
             write_atomically(self.path / "config.toml", resolved.encode())
             key = config.monitoring.wandb_api_key
             secrets = () if key is None else (key.get_secret_value(),)
             axis = "samples" if config.x_axis_examples else "step"
-            trackers = open_trackers(config.monitoring, self.path, tomllib.loads(resolved_toml(self.loaded)), axis)
+            trackers = open_trackers(config.monitoring, self.path, tomllib.loads(resolved), axis)
             self._log = RunLog(self.path, trackers=trackers, secrets=secrets, x_axis=axis)
 
     def log(self, event: str, **fields: Any) -> None:

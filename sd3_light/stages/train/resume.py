@@ -2,14 +2,14 @@
 
 import shlex
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
 
 from sd3_light.checkpoint.index import INDEX, damaged
 from sd3_light.checkpoint.progress import Progress, track_kind
-from sd3_light.checkpoint.reading import Checkpoint
+from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.checkpoint.store import (
     abandoned_checkpoints,
     clean_leftovers,
@@ -22,13 +22,15 @@ from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.config.toml_file import read_toml
 from sd3_light.data.order import Order
-from sd3_light.engines import Engine
+from sd3_light.data.shard_table import ShardEntry
+from sd3_light.engines import Engine, Launch
 from sd3_light.engines.protocol import PARAM_KIND
+from sd3_light.model.base_values import with_base_values
 from sd3_light.model.start import WeightsStart
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, checkpoint_to_resume, newest_usable
-from sd3_light.training.data import order_facts
+from sd3_light.training.data import order_facts, planned_order
 from sd3_light.training.model_facts import ModelFacts
 from sd3_light.training.sd3 import Noise
 
@@ -187,6 +189,19 @@ def with_position_step(config: TrainConfig, start: WeightsStart) -> TrainConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={**step, "shape": shape})})
 
 
+def with_model_values(config: TrainConfig, resumed: Checkpoint | None) -> TrainConfig:
+    """Return the config with the shift and `uncond_text` in use: given, of the resumed run, or of continued weights."""
+    model = with_base_values(config.model)
+    if resumed is not None:
+        kept = ModelFacts.of(resumed).keep_values(config.model)
+        differing = [f"model.shift = {kept.shift or 1.0:g}"] if (kept.shift or 1.0) != (model.shift or 1.0) else []
+        differing += [f'model.uncond_text = "{kept.uncond_text}"'] if kept.uncond_text != model.uncond_text else []
+        if differing:
+            info(f"using the checkpoint's {', '.join(differing)}: a run keeps the values that it began with")
+        model = kept
+    return config.model_copy(update={"model": model})
+
+
 def changed_keys(loaded: LoadedConfig, resumed: Checkpoint | None) -> list[str]:
     """Return the keys whose values differ from the `config.toml` of the resumed run, as `key = new (was old)`."""
     if resumed is None:
@@ -226,10 +241,7 @@ def load_checkpoint(
     _require_model(saved, engine, changed)
     before, now = saved.table("order"), order_facts(order)
     if before != now and not resume.reset_dataloader:
-        raise UserError(
-            f"{saved.path} was trained on another order of data ({_difference(before, now)}); restore it, or start "
-            f"the data again with --reset-dataloader{changed}"
-        )
+        raise _other_order(saved, now, changed)
     if changes:
         info(f"the config has changed since the checkpoint: {_listed(changes)}")
     saved.load_into(engine.like_weights(PARAM_KIND, engine.weights) if resume.reset_optimizer else engine.pieces())
@@ -248,6 +260,64 @@ def _require_model(saved: Checkpoint, engine: Engine, changed: str) -> None:
     differing = sorted(name for name in {*shapes, *engine.shapes} if shapes.get(name) != engine.shapes.get(name))[:3]
     if differing:
         raise UserError(f"{saved.path} is of another model (differs in {differing}); check [model] and freeze{changed}")
+
+
+def order_review(
+    loaded: LoadedConfig, launch: Launch, resume: Resume | None
+) -> Callable[[Sequence[ShardEntry], bool], None] | None:
+    """Return a function that raises if a run cannot resume on a cache with these shards; None for a new run.
+
+    If their counts are not known, it raises only if the order differs whichever images are rejected.
+    """
+    if resume is None or resume.restart or resume.reset_dataloader:
+        return None
+
+    def review(shards: Sequence[ShardEntry], are_known: bool) -> None:
+        path = resume.checkpoint or newest_checkpoint(loaded.train.output_dir / FOLDERS[CHECKPOINT])
+        if path is None:
+            return
+        saved, share = open_checkpoint(path), launch.data_launch(loaded.train.pipeline_stages)
+        before, now = saved.table("order"), order_facts(planned_order(shards, loaded, share))
+        if before != now and (are_known or _must_differ(before, now)):
+            changes = [change for change in changed_keys(loaded, saved) if not change.startswith("model.")]
+            raise _other_order(saved, now, f"; the config has {_listed(changes)}" if changes else "")
+
+    return review
+
+
+def _must_differ(before: Mapping[str, Any], most: Mapping[str, Any]) -> bool:
+    """Return whether an order differs from that of a run even if images of ``most`` are rejected."""
+    old, new = before["buckets"], most["buckets"]
+    if before["seed"] != most["seed"] or len(new) < len(old):
+        return True
+    if len(new) > len(old):
+        return False
+    settings_differ = any(was[:2] != now[:2] for was, now in zip(old, new, strict=True))
+    return settings_differ or any(was[2] > now[2] for was, now in zip(old, new, strict=True))
+
+
+def _other_order(saved: Checkpoint, now: Mapping[str, Any], changed: str) -> UserError:
+    before = saved.table("order")
+    return UserError(
+        f"{saved.path} was trained on another order of data ({_difference(before, now)}); {_remedy(before, now)}, or "
+        f"pass --reset-dataloader{changed}"
+    )
+
+
+def _remedy(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Say how to restore an order."""
+    if before["seed"] != now["seed"]:
+        return f"write seed = {before['seed']}"
+    old, new = before["buckets"], now["buckets"]
+    missing = sum(bucket[2] for bucket in old) - sum(bucket[2] for bucket in new)
+    if missing:
+        kind = "restore the {} missing" if missing > 0 else "remove the {} new"
+        return f"{kind.format(f'{abs(missing):,}')} {'sample' if abs(missing) == 1 else 'samples'}"
+    if any(was[0] != is_now[0] for was, is_now in zip(old, new, strict=False)):
+        return "restore the global batch"
+    if any(was[1] != is_now[1] for was, is_now in zip(old, new, strict=False)):
+        return f"write shuffle_window = {old[0][1]}"
+    return "restore the data"
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sd3_light.budget.amount import format_bytes
 from sd3_light.budget.flops import Tokens
 from sd3_light.budget.gpu_memory import (
     FLASH_BACKWARD,
@@ -321,6 +322,16 @@ def test_state_depends_on_the_optimizer() -> None:
 def test_accumulated_gradients_exist_during_the_forward_pass() -> None:
     one, four = (gpu_memory(replace(LIGHT, accumulation=count)).step.value for count in (1, 4))
     assert four - one == pytest.approx(4 * LIGHT.parameters * (1 + SLACK), rel=0.001)
+
+
+def test_evaluations_keep_the_weights_beside_an_average() -> None:
+    few = replace(LIGHT, checkpointing=True, batch=1, evaluates=True)
+    with_average = gpu_memory(replace(few, ema_tracks=1))
+    assert with_average.moment == "evaluation"
+    assert f"backup of weights {format_bytes(4 * LIGHT.parameters)}" in with_average.step.formula
+    assert "backup" not in gpu_memory(few).step.formula
+    sharded = gpu_memory(replace(few, ema_tracks=1, world=4, parallel="fsdp2", batch=64))
+    assert "backup" not in sharded.step.formula or format_bytes(LIGHT.parameters) in sharded.step.formula
 
 
 def test_sharding_divides_the_state_and_gathers_blocks() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from sd3_light.budget.amount import format_bytes
 from sd3_light.budget.flops import Tokens, training_flops
 from sd3_light.budget.gpu_memory import gpu_memory, next_batch_bytes
 from sd3_light.budget.graph_choice import why_no_graphs
@@ -77,3 +78,18 @@ def test_every_recorded_shape_has_its_own_inputs() -> None:
     setup = TrainingSetup(SIZES["demo"], Tokens(16, 32), 1024, fast=True, graphs=True)
     one, ten = (gpu_memory(replace(setup, graph_shapes=shapes)).step.value for shapes in (1, 10))
     assert ten - one == pytest.approx(9 * next_batch_bytes(setup), rel=0.04), "and slack"
+
+
+def test_graphs_add_to_gradients_that_exist_from_the_start() -> None:
+    """Also in a step of one micro-batch, where plain gradients appear in the backward pass."""
+    plain = TrainingSetup(SIZES["demo"], Tokens(16, 32), 1024, fast=True)
+    term = f"accumulated gradients {format_bytes(4 * plain.parameters)}"
+    for setup, counted in (
+        (plain, False),
+        (replace(plain, accumulation=2), True),
+        (replace(plain, graphs=True), True),
+        (replace(plain, graphs=True, accumulation=2), True),
+    ):
+        memory = gpu_memory(setup)
+        assert memory.moment == "end of forward"
+        assert (term in memory.step.formula) == counted

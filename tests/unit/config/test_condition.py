@@ -60,6 +60,13 @@ def test_a_sample_does_not_match(text: str) -> None:
     assert not parse_condition(text).matches(VALUES)
 
 
+@pytest.mark.parametrize("text", ["a / 2 > 1", "a * 1.5 > 1", "a + 0.5 > 1", "a / 2 < 1"])
+def test_a_number_beyond_all_others_is_unknown(text: str) -> None:
+    """A caption file may contain an integer of 400 digits, which no float holds."""
+    assert not parse_condition(text).matches({"a": 10**400})
+    assert parse_condition("a > 1").matches({"a": 10**400})
+
+
 @pytest.mark.parametrize("text", ["x > 3", "not x > 3", "x == 'a'", "x", "not x", "x in [1]", "not 'a' in x"])
 def test_null_does_not_match(text: str) -> None:
     assert not parse_condition(text).matches({"x": None})
@@ -85,6 +92,11 @@ ERRORS = {
     "a > ": "invalid syntax at the end",
     "a = 5": "invalid syntax",
     "a > 1 AND b > 2": "at character 7",
+    "a > 5, width > 100": r"`a > 5, width > 100` is not supported.*at character 1\)",
+    "美学 > 5, width > 100": r"`美学 > 5, width > 100` is not supported.*at character 1\)",
+    "é > 5,\n美学 > 100": r"`é > 5,` is not supported.*at line 1, character 1\)",
+    "\rwidth": r"`width` is a number.*at line 2, character 1\)",
+    "a > 1 and\r\nwidth": r"`width` is a number.*at line 2, character 1\)",
     "a > 1 and\nb >> 2 > 0": "`b >> 2` is not supported.*at line 2, character 1",
     "len(label) > 3": r"`len\(label\)` is not supported.*at character 1",
     "a > 1 and __import__('os').system('true')": "is not supported.*at character 11",

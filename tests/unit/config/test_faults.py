@@ -1,13 +1,16 @@
 """All faults are in one report, each with a readable message."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sd3_light.config import ConfigFaults, Fault, UserError, load_config
-from sd3_light.config.validation import is_secret_key
+from sd3_light.config import ConfigFaults, Fault, UserError, load_config, validation
+from sd3_light.config.faults import MOST_SHOWN
+from sd3_light.config.validation import SCHEMAS, is_secret_key
+from tests.unit.config.conftest import DATASET
 
 OnlyFault = Callable[..., Fault]
 LOCATION = "a path, or a URL such as s3://bucket/folder without credentials"
@@ -251,3 +254,65 @@ def test_a_mistyped_secret_is_not_shown(files: Any, table: str, key: str) -> Non
     text = str(ConfigFaults(files.faults(tables=f'[{table}]\n{key} = "hunter2-hunter2"\n')))
     assert table in text
     assert "hunter2" not in text
+
+
+# --- many faults ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names that were compared with all known keys."""
+    names: list[str] = []
+    closest = validation._closest
+
+    def counting(name: str, *rest: Any, **keys: Any) -> str | None:
+        names.append(name)
+        return closest(name, *rest, **keys)
+
+    monkeypatch.setattr(validation, "_closest", counting)
+    return names
+
+
+@pytest.mark.parametrize("where", ["top", "tables", "dataset", "directory", "directories"])
+def test_thousands_of_unknown_keys_are_counted_and_the_first_are_shown(
+    files: Any, compared: list[str], where: str
+) -> None:
+    keys = "".join(f"unknown_{number} = 1\n" for number in range(3000))
+    tables = "".join(f"[unknown_{number}]\n" for number in range(3000))
+    directories = "".join(f'[[directory]]\npath = "a{number}"\nunknown_{number} = 1\n' for number in range(3000))
+    changed = {
+        "top": {"top": keys},
+        "tables": {"tables": tables},
+        "dataset": {"dataset": keys + DATASET},
+        "directory": {"dataset": DATASET + keys},
+        "directories": {"dataset": "resolutions = [256]\n" + directories},
+    }[where]
+    with pytest.raises(ConfigFaults) as caught:
+        files.load(**changed)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "3000 problems in the config"
+    assert "unknown_0: unknown key; got" in lines[1]
+    assert lines[-1] == f"  ... and {3000 - MOST_SHOWN:,} more"
+    assert len(lines) == 2 + MOST_SHOWN
+    assert len(caught.value.faults) == 3000
+    assert len(set(compared)) <= MOST_SHOWN
+
+
+def test_all_faults_are_shown_up_to_the_limit(files: Any) -> None:
+    with pytest.raises(ConfigFaults) as caught:
+        files.load("".join(f"unknown_{number} = 1\n" for number in range(MOST_SHOWN)))
+    assert len(str(caught.value).splitlines()) == 1 + MOST_SHOWN
+    assert "more" not in str(caught.value).splitlines()[-1]
+
+
+def test_the_nearest_key_is_the_first_of_equally_near_ones() -> None:
+    def by_all_ratios(name: str, options: Sequence[str], cutoff: float) -> str | None:
+        likeness = {option: SequenceMatcher(None, option, name).ratio() for option in options}
+        best = max(options, key=likeness.__getitem__)
+        return best if likeness[best] >= cutoff else None
+
+    options = [key for kind in SCHEMAS for _, key in validation._keys(kind)]
+    names = [*(option[1:] + "x" for option in options[::10]), *(option[::-1] for option in options[::40]), "a", "zzzz"]
+    for cutoff in (0.6, 0.7):
+        for name in names:
+            assert validation._closest(name, options, cutoff) == by_all_ratios(name, options, cutoff)

@@ -11,8 +11,9 @@ import torch
 from sd3_light.budget.data_bytes import resident_index_bytes
 from sd3_light.config.faults import UserError
 from sd3_light.data import manifest as manifest_module
-from sd3_light.data.manifest import Manifest
+from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentPicks
+from sd3_light.data.shards import ShardContent
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 
@@ -124,3 +125,23 @@ def test_a_damaged_shard_is_not_read_into_memory(make_cache: MakeCache) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(UserError, match="is damaged"):
         ResidentCache(data, CPU)
+
+
+def test_samples_may_share_captions(
+    tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
+) -> None:
+    """Three samples of the first shard have one caption; the second refers to captions of the second."""
+    shared = replace(make_content(range(1, 4)), caption=torch.zeros(3, dtype=torch.long), text=make_content([1]).text)
+    swapped = replace(make_content(range(4, 7)), caption=torch.tensor([2, 1, 0]))
+    last = make_content(range(7, 9))
+    entries = tuple(make_shard(tmp_path, f"{number}", each) for number, each in enumerate((shared, swapped, last)))
+    empty = make_shard(tmp_path, "empty", make_content([0], bucket="empty"), "empty", "")
+    Manifest({"text_tokens": "padded"}, entries, empty).save(tmp_path)
+    (bucket,) = ResidentCache(CachedDataset(LocalStore(tmp_path)), CPU).buckets
+    captions = [bucket.captions[start] for start in bucket.first_caption[:-1]]
+    expected = [1, 1, 1, 6, 5, 4, 7, 8]
+    for pooled in bucket.text.pooled.values():
+        assert pooled[captions, 0].tolist() == expected
+    for name, starts in bucket.text.starts.items():
+        assert bucket.text.tokens[name][starts[captions], 0].tolist() == expected
+    assert bucket.text.empty == 1 + 3 + 2, "distinct captions"

@@ -1,5 +1,6 @@
 """Captions that the tokenizers cut are counted, with the tokenizers' own lengths."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -90,3 +91,25 @@ def test_a_sample_of_captions_is_bounded_and_independent_of_the_order() -> None:
     assert forward.total == 5000
     assert 30 < len(forward.captions()) <= 100
     assert sorted(forward.captions()) == sorted(backward.captions())
+
+
+@pytest.mark.parametrize(
+    ("maximum", "limit", "remedy"),
+    [
+        (16, 12, "shorten them, or raise t5_max_length"),
+        (16, 16, "this tokenizer allows at most 16: shorten them, or use another model"),
+        (1024, 512, "t5_max_length is at most 512: shorten them"),
+        (None, 512, "t5_max_length is at most 512: shorten them"),
+        (None, 16, "shorten them, or raise t5_max_length"),
+    ],
+)
+def test_a_length_is_not_to_be_raised_above_its_maximum(
+    tmp_path: Path, maximum: int | None, limit: int, remedy: str
+) -> None:
+    shutil.copytree(DEMO / "tokenizer_3", tmp_path / "tokenizer_3")
+    path = tmp_path / "tokenizer_3" / "tokenizer_config.json"
+    config = {**json.loads(path.read_text()), "model_max_length": maximum}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    result = count_cut_captions(["a red star " * 300], tmp_path, limit)
+    assert result is not None
+    assert f": the rest of each is cut ({remedy}); the longest has " in result.sentence()

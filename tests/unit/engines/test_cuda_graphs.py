@@ -108,6 +108,27 @@ def test_steps_are_the_same_as_without_graphs(make: Make, tmp_path: Path) -> Non
     assert sum(recording.replays for recording in recorder.recordings) == 2 * 6 + 4
 
 
+def test_steps_of_other_numbers_of_micro_batches_have_their_own_graphs(make: Make, tmp_path: Path) -> None:
+    """A gradient is divided by the number, which is a constant of the graph."""
+    expected, (engine, _) = plain(tmp_path), make()
+    for count in (2, 1, 2, 3):
+        step = [line_batch(seed, 4) for seed in range(count)]
+        assert engine.train_step(step, 1e-2).read() == expected.train_step(step, 1e-2).read()
+    assert equal(snapshot(engine), snapshot(expected))
+    assert engine.graphs is not None
+    assert engine.graphs.count == 3
+
+
+def test_tensors_of_another_dtype_have_their_own_graph(make: Make) -> None:
+    """Copied into the inputs of another graph, their values would be rounded."""
+    engine, _ = make()
+    features, (target, _) = line_batch()
+    for mask in (torch.ones(8), torch.ones(8, dtype=torch.uint8), torch.ones(8)):
+        engine.train_step([(features, (target, mask))], 1e-2)
+    assert engine.graphs is not None
+    assert engine.graphs.count == 2
+
+
 def test_a_run_continues_with_graphs_from_a_state_without(make: Make, tmp_path: Path) -> None:
     expected = plain(tmp_path)
     train(expected, 0, 3)

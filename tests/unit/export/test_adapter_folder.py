@@ -9,17 +9,18 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 from huggingface_hub import ModelCard, ModelCardData
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.export import adapter_folder as export_adapter
-from sd3_light.export import adapter_proof
+from sd3_light.export import adapter_proof, proof, proof_process
 from sd3_light.export.adapter_folder import adapter_modules, read_adapter, write_adapter
 from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import AdapterSpec, ExportError
-from sd3_light.export.proof import ProofError
+from sd3_light.export.proof import ProofError, fixed_inputs, run_clean_process
 from sd3_light.model.adapter_layers import LycorisModule, add_adapter, is_adapter_name
+from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.random_weights import new_transformer
 
 TINY = SIZES["tiny2"].transformer_config()
@@ -44,6 +45,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def half_base(base: Path) -> Path:
+    """The same denoiser in bfloat16, as large models are published."""
+    folder = base.with_name("half")
+    SD3Transformer2DModel.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
 def trained(base: Path, config: AdapterConfig) -> dict[str, Tensor]:
     transformer = SD3Transformer2DModel.from_pretrained(base)
     add_adapter(transformer, config, 0)
@@ -65,8 +74,12 @@ def spec_of(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> Adap
 SLOW = ("loha", "lora-dora")  # each proof starts a process
 
 
+def name_of(kind: dict[str, Any]) -> str:
+    return str(kind["type"]) + ("-dora" if kind.get("use_dora") else "")
+
+
 def named(kind: dict[str, Any]) -> Any:
-    name = kind["type"] + ("-dora" if kind.get("use_dora") else "")
+    name = name_of(kind)
     return pytest.param(kind, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
 
 
@@ -83,9 +96,9 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
         "proof.json",
         "sd3_light.json",
     }
-    proof = json.loads((out / "proof.json").read_text())
-    assert proof["max_difference"] < 1e-4
-    assert proof["change_of_output"] > 0.005, "the adapter has an effect"
+    record = json.loads((out / "proof.json").read_text())
+    assert record["max_difference"] < 1e-4
+    assert record["change_of_output"] > 0.005, "the adapter has an effect"
     facts = json.loads((out / "sd3_light.json").read_text())
     assert (facts["adapter"]["type"], facts["adapter"]["rank"], facts["step"]) == (kind["type"], 4, 7)
     card = (out / "README.md").read_text()
@@ -104,6 +117,80 @@ def test_an_export_is_proven_and_reads_back(tmp_path: Path, base: Path, kind: di
             assert torch.allclose(back[name].delta(), module.delta(), atol=2e-2)
 
 
+def seen_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Record what clean processes are asked."""
+    requests: list[dict[str, Any]] = []
+
+    def recording(file: Path, work: Path, request: dict[str, Any], inputs: dict[str, Tensor]) -> Any:
+        requests.append(request)
+        return run_clean_process(file, work, request, inputs)
+
+    monkeypatch.setattr(adapter_proof, "run_clean_process", recording)
+    return requests
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_an_adapter_of_any_dtype_is_proven_on_a_base_in_half_precision(
+    tmp_path: Path, half_base: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """Both sides hold the base in its own dtype, and the file's values are not rounded to it."""
+    requests = seen_requests(monkeypatch)
+    spec = spec_of(half_base, dtype, **kind)
+    out = write_adapter(tmp_path / "out", trained(half_base, spec.adapter), spec)
+    record = json.loads((out / "proof.json").read_text())
+    assert [request["base_dtype"] for request in requests] == ["bfloat16"]
+    assert record["max_difference"] < 1e-5
+    assert record["change_of_output"] > 0.005, "the adapter has an effect"
+
+
+def test_a_base_is_held_in_the_dtype_of_most_weights(tmp_path: Path) -> None:
+    wide, narrow = torch.zeros(2, 2), torch.zeros(3, 3)
+    for dtype, expected in (
+        (torch.bfloat16, "bfloat16"),
+        (torch.float16, "float16"),
+        (torch.float32, "float32"),
+        (torch.float8_e4m3fn, "float32"),
+    ):
+        save_file({"a": wide, "b": narrow.to(dtype)}, tmp_path / "diffusion_pytorch_model.safetensors")
+        assert adapter_proof._main_dtype(tmp_path) == expected
+
+
+def test_the_proof_updates_one_layer_at_a_time(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large base would not fit into memory a second time, in float32."""
+    stored = load_diffusers_model(SD3Transformer2DModel, base, torch.bfloat16)
+    pointers = {name: parameter.data_ptr() for name, parameter in stored.named_parameters()}
+    layers = ["transformer_blocks.0.attn.to_q", "transformer_blocks.1.attn.to_q"]
+    wide: list[list[str]] = []
+
+    def update(weight: Tensor) -> Tensor:
+        wide.append([name for name, parameter in stored.named_parameters() if parameter.dtype == torch.float32])
+        return 2 * weight
+
+    inputs = fixed_inputs(TINY, real_text=False)
+    updated = proof_process.denoise(stored, inputs, dict.fromkeys(layers, update))
+    assert wide == [[f"{layer}.weight", f"{layer}.bias"] for layer in layers]
+    assert {name: parameter.data_ptr() for name, parameter in stored.named_parameters()} == pointers
+    assert not torch.equal(updated, proof_process.denoise(stored, inputs))
+    with torch.no_grad():
+        for layer in layers:
+            stored.get_submodule(layer).weight *= 2
+    assert torch.equal(updated, proof_process.denoise(stored, inputs))
+    with pytest.raises(AssertionError, match=r"no such layers: \['blocks'\]"):
+        proof_process.denoise(stored, inputs, {"blocks": update})
+
+
+def test_a_clean_process_without_memory_is_not_blamed_on_its_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho a warning >&2\nkill -9 $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(proof.sys, "executable", str(python))
+    with pytest.raises(ProofError, match=r"was ended by SIGKILL; the machine may be out of memory$"):
+        run_clean_process(tmp_path / "file", tmp_path, {}, {"x": torch.zeros(1)})
+
+
 @pytest.mark.parametrize("kind", ["lora", "lokr"])
 def test_a_proof_changes_nothing_that_other_threads_use(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -116,6 +203,31 @@ def test_a_proof_changes_nothing_that_other_threads_use(
     monkeypatch.setattr(adapter_proof, "run_clean_process", lambda *_: ({}, {"output": torch.zeros(1)}))
     with pytest.raises(ProofError, match="has shape"):
         write_adapter(tmp_path / "out", weights, spec)
+
+
+@pytest.mark.parametrize("kind", [{"type": "lora", "alpha": 6.0}, {"type": "lokr", "alpha": 6.0}], ids=["lora", "lokr"])
+def test_a_proof_rounds_the_weights_as_the_file_does(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, kind: dict[str, Any]
+) -> None:
+    """A scale of 1.5 is part of the weights that are rounded to bf16. The update is ten times larger than in other
+    tests, so that another rounding would be a difference of more than the tolerance."""
+    spec = spec_of(base, torch.bfloat16, **kind)
+    weights = {name: 10 * weight for name, weight in trained(base, spec.adapter).items()}
+
+    def apply_file(file: Path, work: Path, request: Any, inputs: Any) -> Any:
+        """Add the update of the file to the base, in this process."""
+        denoiser = SD3Transformer2DModel.from_pretrained(base)
+        plain = proof_process.denoise(denoiser, inputs)
+        for name, module in read_adapter(file, kind["type"]).items():
+            layer = denoiser.get_submodule(name)
+            layer.weight.data = module.applied(layer.weight.data)
+        return {}, {"output": proof_process.denoise(denoiser, inputs), "plain": plain}
+
+    monkeypatch.setattr(adapter_proof, "run_clean_process", apply_file)
+    out = write_adapter(tmp_path / "out", weights, spec)
+    proof = json.loads((out / "proof.json").read_text())
+    assert proof["max_difference"] < 1e-6
+    assert proof["change_of_output"] > 0.1
 
 
 def test_a_lokr_of_a_model_with_more_heads_than_blocks_is_proven_as_comfyui_numbers_it(tmp_path: Path) -> None:
@@ -164,6 +276,14 @@ def test_the_card_of_an_adapter_links_its_base_on_the_hub(tmp_path: Path) -> Non
     assert ModelCardData(**ModelCard(card).data.to_dict()).base_model == "owner/sd3"
     assert 'from_pretrained("owner/sd3"' in card
     assert "base_model" not in adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=name_of)
+def test_the_card_of_an_adapter_names_the_library_that_loads_it(tmp_path: Path, kind: dict[str, Any]) -> None:
+    """The hub shows how to load a file by this field, and diffusers does not load LoKr and LoHa."""
+    data = ModelCard(adapter_card(spec_of(tmp_path, **kind), {})).data.to_dict()
+    assert data.get("library_name") == ("diffusers" if kind["type"] == "lora" else None)
+    assert (data["pipeline_tag"], kind["type"] in data["tags"]) == ("text-to-image", True)
 
 
 def test_the_card_of_an_adapter_names_a_local_base_without_its_folders(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from sd3_light.assets import DEMO
-from sd3_light.export.export_spec import FACTS_FILE
 from sd3_light.export.open_pipeline import read_text_policy
+from sd3_light.model.part_configs import FACTS_FILE
 
 
 @pytest.mark.parametrize(("limit", "length"), [(512, 256), (16, 16), (1e30, 256), (None, 256)])

@@ -62,6 +62,26 @@ def test_flux_shift_counts_the_tokens_of_images_and_videos(shape: Any, patch_siz
     assert times.tolist() == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"shift": 3.0},
+        {"flux_shift": True},
+        {"sqrt_shift": True},
+        {"logit_mean": 1.0, "uniform_share": 0.3},
+        {"timestep_sample_method": "logit_normal", "sigmoid_scale": 2.0},
+    ],
+    ids=str,
+)
+def test_fixed_times_are_the_quantiles_themselves(settings: dict[str, Any]) -> None:
+    loss, quantiles = FlowMatchSFTLoss(**settings, pseudo_huber_c=0.1, patch_size=1), torch.tensor([0.1, 0.5, 0.9])
+    clean = torch.zeros(3, 16, 64, 96)
+    fixed = loss.at_fixed_times()
+    assert fixed.times(quantiles, clean).tolist() == pytest.approx([0.1, 0.5, 0.9])
+    assert loss.times(quantiles, clean).tolist() != pytest.approx([0.1, 0.5, 0.9])
+    assert (fixed.pseudo_huber_c, fixed.patch_size) == (0.1, 1), "the error itself is measured as in training"
+
+
 @pytest.mark.parametrize("patch_size", [0, "2", (2, 0), (), 2.0])
 def test_a_wrong_patch_size_is_an_error(patch_size: Any) -> None:
     with pytest.raises(UserError, match=r"patch_size is .*; give a number of latent pixels, or one per axis"):

@@ -99,6 +99,17 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
     assert 180 <= covered <= 198
 
 
+def test_an_interval_reaches_from_2_5_to_97_5_percent() -> None:
+    """1.96 standard errors to each side of the mean of normal values; one seed's resamples are off by up to 0.2."""
+    values = torch.randn(COUNT, generator=torch.Generator().manual_seed(0)).double()
+    estimates = [Comparison(draw(0), None, ["a"] * COUNT, seed)._mean(values) for seed in range(10)]
+    error = values.std().item() / COUNT**0.5
+    low, high = (sum(getattr(estimate, side) for estimate in estimates) / 10 for side in ("low", "high"))
+    assert estimates[0].value == pytest.approx(values.mean().item())
+    assert (low - values.mean().item()) / error == pytest.approx(-1.96, abs=0.1)
+    assert (high - values.mean().item()) / error == pytest.approx(1.96, abs=0.1)
+
+
 def test_too_few_images_are_refused() -> None:
     with pytest.raises(UserError, match="7 images are too few to compare; give at least 8"):
         Comparison(draw(0, 7), None, ["a"] * 7)

@@ -90,7 +90,17 @@ def test_images_find_their_captions_among_a_group() -> None:
     texts, captions = torch.eye(5).double(), list("abcde")
     images = texts[[0, 1, 3, 3, 4]]  # the third image shows what the fourth caption says
     assert finds_own_caption(images, texts, captions).tolist() == [1, 1, 0, 1, 1]
-    # the wrong caption is in another group, and the last group has as many candidates as the others
-    apart = finds_own_caption(images + 0.1, texts, captions, group=3)
-    assert apart.tolist() == [1, 1, 0, 1, 1]
+    # among the first three captions its own is the most similar
+    images[2, 2] = 0.1
+    assert finds_own_caption(images, texts, captions).tolist() == [1, 1, 0, 1, 1]
+    assert finds_own_caption(images, texts, captions, group=3).tolist() == [1, 1, 1, 1, 1]
     assert finds_own_caption(images, texts, list("abccd"), group=5).tolist() == [1, 1, 1, 1, 1]
+
+
+def test_the_last_group_has_as_many_candidates_as_the_others() -> None:
+    """Of five captions in groups of three, the last two images choose among the last three."""
+    texts, captions = torch.eye(5).double(), list("abcde")
+    images = texts.clone()
+    images[3, 2] = 2.0  # the fourth image shows what the third caption says
+    assert finds_own_caption(images, texts, captions, group=3).tolist() == [1, 1, 1, 0, 1]
+    assert finds_own_caption(images[3:], texts[3:], captions[3:], group=3).tolist() == [1, 1], "fewer than a group"

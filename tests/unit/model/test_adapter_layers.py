@@ -26,6 +26,7 @@ KINDS: list[dict[str, Any]] = [
     {"type": "lora", "use_dora": True},
     {"type": "lokr"},
     {"type": "lokr", "rank": 32},
+    {"type": "lokr", "rank": 65536},
     {"type": "loha"},
 ]
 
@@ -124,6 +125,13 @@ def test_a_lora_computes_in_its_dtype(dtype: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         output(transformer)
     assert seen == [getattr(torch, dtype)]
+
+
+def test_a_lokr_of_the_largest_rank_stores_full_matrices() -> None:
+    """diffusion-pipe's `rank = 1e6` asks for this; the message about it names this rank."""
+    transformer = stock()
+    add_adapter(transformer, adapter(type="lokr", rank=65536), 0)
+    assert {name.split(".")[-2] for name in state(transformer)} == {"lokr_w1", "lokr_w2"}
 
 
 @pytest.mark.parametrize("kind", ["lokr", "loha"])

@@ -126,3 +126,10 @@ def test_a_branch_decays_from_where_the_long_run_was() -> None:
 def test_a_cool_down_continues_the_steps_and_the_warm_up() -> None:
     assert rate("step", 95, cooldown=10) == pytest.approx(PEAK * 0.5**3 * 5 / 10)
     assert rate("constant", 4, warmup=10, total=10, cooldown=10) == pytest.approx(PEAK * 5 / 10 * 6 / 10)
+
+
+@pytest.mark.parametrize(("total", "steps"), [(14, 3), (12, 2), (13, 3), (100, 20)])
+def test_a_share_of_the_steps_is_rounded(total: int, steps: int) -> None:
+    rates = [rate("constant", done, total=total, cooldown=0.2) / PEAK for done in range(total)]
+    expected = [1.0] * (total - steps) + [(steps - number) / steps for number in range(steps)]
+    assert rates == pytest.approx(expected)

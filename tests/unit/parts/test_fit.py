@@ -1,17 +1,20 @@
 """The loop of a part: resuming, when it ends, and what it refuses."""
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.parts import fit
 from sd3_light.parts.fit import Fit, FitOptions
 from sd3_light.randomness import stream
+from tests.leftovers import leave
 
 
 class Line:
@@ -36,7 +39,26 @@ class Line:
         return {"score": next(self.scores)}
 
 
-def start(folder: Path, task: Line | None = None, name: str = "a", **options: float) -> Fit:
+class Slope:
+    """One weight that starts at 0.5; the gradient of a step is given. `seen` are the weights of evaluations."""
+
+    score = "score"
+    device = torch.device("cpu")
+
+    def __init__(self, *gradients: float) -> None:
+        self.model = nn.Linear(1, 1, bias=False)
+        self.model.weight.data.fill_(0.5)
+        self.gradients, self.seen = gradients, list[float]()
+
+    def loss(self, step: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        return self.gradients[step] * self.model.weight.sum(), {}
+
+    def evaluate(self) -> dict[str, float]:
+        self.seen.append(self.model.weight.item())
+        return {"score": 0.0}
+
+
+def start(folder: Path, task: Line | Slope | None = None, name: str = "a", **options: float) -> Fit:
     defaults = {"steps": 20, "lr": 0.05, "evaluate_every": 5, "plateau": 0}
     return Fit("line", task or Line(), FitOptions(**{**defaults, **options}), folder, {"name": name})
 
@@ -62,9 +84,10 @@ def test_resumed_training_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -
 
 def test_a_finished_training_is_not_continued(tmp_path: Path) -> None:
     start(tmp_path).run(lambda: None)
-    again = start(tmp_path)
-    assert again.progress.is_done()
-    assert again.run(lambda: None).step == 20
+    for steps in (20, 30, 10):
+        again = start(tmp_path, steps=steps)
+        assert again.progress.is_done()
+        assert again.run(lambda: None).step == 20
 
 
 def test_other_options_are_refused(tmp_path: Path) -> None:
@@ -118,3 +141,116 @@ def test_a_damaged_state_is_reported(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(UserError, match="not a complete safetensors file"):
         start(tmp_path)
+
+
+def test_what_a_killed_training_left_is_removed(tmp_path: Path) -> None:
+    leftover = leave(tmp_path / fit.STATE_FILE)
+    start(tmp_path).run(lambda: None)
+    assert not leftover.exists()
+
+
+# --- hand-computed values ----------------------------------------------------------------------
+
+
+def test_two_steps_of_the_optimizer(tmp_path: Path) -> None:
+    """AdamW with betas 0.9 and 0.99, a gradient of 10 clipped to 1 and one of 0.5, and a weight decay of 0.2.
+
+    Warm-up and decay of two steps are one step each, which both begin at the full rate.
+    """
+    task = Slope(10.0, 0.5)
+    run = start(tmp_path, task, steps=2, lr=0.1, weight_decay=0.2, evaluate_every=1, ema=0.15)
+    run.run(lambda: None)
+    first = 0.5 * (1 - 0.1 * 0.2) - 0.1
+    momentum = (0.9 * 0.1 * 1 + 0.1 * 0.5) / (1 - 0.9**2)
+    variance = (0.99 * 0.01 * 1 + 0.01 * 0.25) / (1 - 0.99**2)
+    second = first * (1 - 0.1 * 0.2) - 0.1 * momentum / math.sqrt(variance)
+    assert task.model.weight.item() == pytest.approx(second, rel=1e-5)
+    # averages ramp up from a decay of 1 / 10, then 2 / 11, of which 0.15 is the limit
+    averages = [0.1 * 0.5 + 0.9 * first]
+    averages.append(0.15 * averages[0] + 0.85 * second)
+    assert task.seen == pytest.approx(averages, rel=1e-5), "evaluations see the averaged weights"
+    run.use_averages()
+    assert task.model.weight.item() == pytest.approx(averages[1], rel=1e-5)
+
+
+def test_frozen_weights_are_neither_trained_nor_saved(tmp_path: Path) -> None:
+    task = Line()
+    task.model.bias.requires_grad_(False)
+    run = start(tmp_path, task)
+    run.run(lambda: None)
+    assert list(run.weights) == ["weight"]
+    assert task.model.bias.item() == 0
+    assert not any("bias" in name for name in load_file(tmp_path / fit.STATE_FILE))
+
+
+def test_the_last_step_is_evaluated(tmp_path: Path) -> None:
+    state = start(tmp_path, steps=12, evaluate_every=5).run(lambda: None)
+    assert [record["step"] for record in state.history] == [5, 10, 12]
+
+
+@pytest.mark.parametrize(
+    ("scores", "end"),
+    [
+        # the best of the last three is compared with the best of all before
+        ([1, 2, 3, 4, 2.5, 2.5], None),
+        ([1, 2, 3, 4, 2.5, 2.5, 2.5], 44),
+        ([1, 2, 3, 3.2, 2.5, 2.5], None),
+        ([5, 1, 1, 5.04], 25),
+        ([5, 1, 1, 5.06], None),
+        ([5, 1, 5.06, 1], None),
+        ([1, 1, 1], None),
+    ],
+)
+def test_a_plateau_is_three_evaluations_without_gain(tmp_path: Path, scores: list[float], end: int | None) -> None:
+    run = start(tmp_path, Line(iter(scores)), steps=None, plateau=3, min_gain=0.05)
+    stop_at(run, 5 * len(scores))
+    assert run.progress.end == end
+
+
+def test_a_training_with_few_steps_warms_up_for_a_tenth(tmp_path: Path) -> None:
+    run = start(tmp_path, steps=30, lr=1.0, warmup=200)
+    assert [run.rate(step) for step in (0, 1, 2, 3)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    endless = start(tmp_path, steps=None, lr=1.0, warmup=200)
+    assert [endless.rate(step) for step in (0, 99, 199, 10**6)] == pytest.approx([1 / 200, 1 / 2, 1, 1])
+
+
+def test_the_decay_is_a_fifth_rounded_to_steps(tmp_path: Path) -> None:
+    run = start(tmp_path, steps=14, lr=1.0, warmup=0)
+    assert [run.rate(step) for step in range(10, 14)] == pytest.approx([1, 1, 2 / 3, 1 / 3])
+
+
+def test_minutes_count_over_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock ticks a second whenever it is read: 60 s in all, with the time of both runs."""
+    clock = count()
+    monkeypatch.setattr(fit.time, "monotonic", lambda: float(next(clock)))
+    stop_at(start(tmp_path, steps=None, minutes=1, evaluate_every=1000), 8)
+    assert next(clock) > 15
+    state = start(tmp_path, steps=None, minutes=1, evaluate_every=1000).run(lambda: None)
+    assert state.step > 8
+    assert 60 * 0.9 < state.seconds < 60 * 1.2
+    assert next(clock) < 60 * 1.3
+
+
+def test_the_state_is_saved_every_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = count(step=25)
+    monkeypatch.setattr(fit.time, "monotonic", lambda: float(next(now)))
+    times = []
+
+    def watch() -> None:
+        times.append((tmp_path / fit.STATE_FILE).is_file())
+
+    start(tmp_path, steps=8).run(watch)
+    assert times[0] is False
+    assert times[-1] is True, "before the last step"
+
+
+def test_fewer_steps_than_were_taken_end_the_training(tmp_path: Path) -> None:
+    stop_at(start(tmp_path), 11)
+    shorter = start(tmp_path, steps=5)
+    assert (shorter.progress.end, shorter.progress.step) == (11, 11)
+    assert shorter.run(lambda: None).step == 11
+
+
+def test_more_steps_continue_a_training(tmp_path: Path) -> None:
+    stop_at(start(tmp_path), 11)
+    assert start(tmp_path, steps=25).run(lambda: None).step == 25

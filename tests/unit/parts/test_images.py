@@ -3,13 +3,16 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
-from sd3_light.parts.images import Pool, draw_rows, take
+from sd3_light.parts import images as images_module
+from sd3_light.parts.images import Pool, draw_rows, load_pools, take
 from tests.unit.parts.conftest import load
 
 
@@ -67,3 +70,66 @@ def test_taken_images_are_floats_in_channels_last_memory(pools: list[Pool]) -> N
     assert images.shape == (2, 3, 32, 32)
     assert images.is_contiguous(memory_format=torch.channels_last)
     assert -1 <= images.min() < images.max() <= 1
+
+
+def test_pixels_from_0_to_255_are_values_from_minus_1_to_1() -> None:
+    pixels = torch.tensor([[[[9, 9, 9]]], [[[0, 51, 255]]]], dtype=torch.uint8)
+    images = take(pixels, np.array([1]), torch.device("cpu"))
+    assert images.flatten().tolist() == pytest.approx([-1, -0.6, 1], abs=1e-6)
+
+
+def test_rows_and_columns_keep_their_places() -> None:
+    pixels = torch.arange(2 * 4 * 3, dtype=torch.uint8).reshape(1, 2, 4, 3)
+    images = (take(pixels, np.array([0]), torch.device("cpu")) + 1) * 127.5
+    assert images.shape == (1, 3, 2, 4)
+    assert images[0, 1].round().tolist() == [[1, 4, 7, 10], [13, 16, 19, 22]]
+
+
+def toy_pool(count: int, held_out: int = 0) -> Pool:
+    return Pool(torch.zeros(count, 1, 1, 3, dtype=torch.uint8), tuple(range(count)), ((),) * count, held_out, "")
+
+
+def test_pools_are_drawn_in_proportion_to_their_training_images() -> None:
+    """Of 90 and 30 training images, three quarters of the batches; held-out images do not count."""
+    large, small = toy_pool(100, held_out=10), toy_pool(200, held_out=170)
+    drawn = [draw_rows([large, small], 0, "test", step, 4)[0] for step in range(400)]
+    assert sum(pool is large for pool in drawn) == pytest.approx(300, abs=35)
+
+
+def test_every_training_image_is_drawn() -> None:
+    pool = toy_pool(12, held_out=3)
+    drawn = {int(row) for step in range(40) for row in draw_rows([pool], 0, "test", step, 4)[1]}
+    assert drawn == set(range(3, 12))
+
+
+def test_batches_depend_on_seed_and_purpose() -> None:
+    pool = toy_pool(100)
+    keys = ((0, "test"), (1, "test"), (0, "other"))
+    assert len({tuple(draw_rows([pool], *key, 3, 16)[1].tolist()) for key in keys}) == 3
+
+
+@pytest.mark.parametrize(
+    ("count", "held_out"), [(1, 0), (3, 0), (4, 1), (12, 3), (32, 8), (400, 8), (500, 10), (5000, 100), (30_000, 512)]
+)
+def test_two_percent_are_held_out(monkeypatch: pytest.MonkeyPatch, count: int, held_out: int) -> None:
+    """At least 8 images, at most 512, and never more than a quarter."""
+    (pool,) = load_decoded(monkeypatch, [f"{number}" for number in range(count)])
+    assert (pool.held_out, pool.trained) == (held_out, count - held_out)
+
+
+def test_the_digest_identifies_the_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (["a", "b"], ["a", "c"], ["a", "b"])
+    first, other, again = (load_decoded(monkeypatch, fingerprints)[0].digest for fingerprints in names)
+    assert first == again != other
+
+
+def load_decoded(monkeypatch: pytest.MonkeyPatch, fingerprints: list[str]) -> list[Pool]:
+    """Return the pools of images of one pixel with these fingerprints."""
+    pixels = np.zeros((1, 1, 3), np.uint8)
+    members = [
+        SimpleNamespace(identity=number, captions=(), fingerprint=fingerprint)
+        for number, fingerprint in enumerate(fingerprints)
+    ]
+    samples = [SimpleNamespace(member=member, pixels=pixels) for member in members]
+    monkeypatch.setattr(images_module, "decode_dataset", lambda *args, **options: samples)
+    return load_pools(DatasetConfig(Path("data.toml"), Path("cache"), ()), Path("work"), 10**6, 0)

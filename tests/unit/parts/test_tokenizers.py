@@ -9,6 +9,8 @@ from transformers import CLIPTokenizer, PreTrainedTokenizerBase
 from sd3_light.parts.images import Pool
 from sd3_light.parts.tokenizers import (
     MAX_TOKENS,
+    byte_letters,
+    clip_vocabulary,
     learn_clip_merges,
     learn_t5_pieces,
     learn_tokenizers,
@@ -130,3 +132,83 @@ def test_lengths_are_multiples_within_limits() -> None:
 @pytest.mark.parametrize("captions", [[], [""], ["a"], ["猫"]])
 def test_tiny_sets_of_captions(captions: list[str]) -> None:
     assert all(len(tokenizer("a 猫").input_ids) > 1 for tokenizer in learn_tokenizers(captions, 8192).values())
+
+
+# --- hand-computed values ----------------------------------------------------------------------
+
+BASE = 2 * 256 + 2
+"""Tokens of a CLIP vocabulary without merges: bytes, bytes that end a word, two marks."""
+
+
+def is_chinese(merge: tuple[str, str]) -> bool:
+    """Return whether the first byte of a merge begins a character of three bytes."""
+    return byte_letters().index(merge[0][0]) >= 0xE0
+
+
+def test_byte_letters_are_those_of_byte_level_bpe() -> None:
+    letters = byte_letters()
+    assert "".join(letters[byte] for byte in b"a~! \n") == "a~!\u0120\u010a"
+    assert (letters[0], letters[0xA1], letters[0xAD], letters[0xFF]) == ("\u0100", "\u00a1", "\u0143", "\u00ff")
+    assert len(set(letters)) == 256
+
+
+def test_ids_are_in_the_order_of_clip() -> None:
+    vocabulary = clip_vocabulary([("a", "b"), ("ab", "c</w>"), ("a", "b")])
+    assert [vocabulary[token] for token in ("!", "!</w>", "ab", "abc</w>")] == [0, 256, 512, 513]
+    assert (vocabulary["<|startoftext|>"], vocabulary["<|endoftext|>"], len(vocabulary)) == (514, 515, BASE + 2)
+
+
+def test_half_of_the_vocabulary_may_be_chinese() -> None:
+    captions = ["".join(map(chr, range(0x4E00, 0x4E40))), *["many different words make several merges"] * 2]
+    merges = learn_clip_merges(captions, BASE + 20)
+    assert [is_chinese(merge) for merge in merges] == [True] * 10 + [False] * 10
+
+
+@pytest.mark.parametrize(("often", "seldom"), ["猫狗", "狗猫"])
+def test_frequent_characters_are_tokens_first(often: str, seldom: str) -> None:
+    """A character of three bytes takes three merges: to two bytes, to the character, to one that ends a word."""
+    captions = [often * 3, seldom, often + seldom]
+    clip = learn_tokenizers(captions, BASE + 6)["tokenizer"]
+    assert [len(clip(text).input_ids) - 2 for text in (often, seldom)] == [1, 3]
+
+
+def test_characters_share_the_merges_of_their_first_bytes() -> None:
+    """猫 (e7 8c ab) and 猬 (e7 8c ac) take five merges together."""
+    clip = learn_tokenizers(["猫猫猬"], BASE + 10)["tokenizer"]
+    assert [len(clip(text).input_ids) - 2 for text in ("猫", "猬", "猫猬猫")] == [1, 1, 3]
+
+
+def test_words_that_appear_once_are_not_learned() -> None:
+    captions = ["a zyxwv", "a red", "red"]
+    assert ("r", "ed</w>") in learn_clip_merges(captions, 2000)
+    assert not any("z" in first + second for first, second in learn_clip_merges(captions, 2000))
+    pieces = dict(learn_t5_pieces(captions, 2000))
+    assert "▁red" in pieces
+    assert not any("z" in piece for piece in pieces if len(piece) > 1)
+
+
+def test_a_token_has_at_most_24_letters() -> None:
+    captions = ["ab" * 30] * 5
+    for merges in (learn_clip_merges(captions, 2000), [(piece, "") for piece, _ in learn_t5_pieces(captions, 2000)]):
+        lengths = [len((first + second).removesuffix("</w>")) for first, second in merges]
+        assert 12 < max(lengths) <= 24
+
+
+def test_digits_and_punctuation_are_single_pieces() -> None:
+    t5 = learn_tokenizers(["room 1234, room 1234, 1234, 1234"] * 3, 2000)["tokenizer_3"]
+    assert t5.convert_ids_to_tokens(t5("room 1234,").input_ids) == ["▁room", "▁", "1", "2", "3", "4", ",", "</s>"]
+
+
+def test_a_piece_costs_less_than_a_letter() -> None:
+    """So that a text is split into as few pieces as possible, whatever their lengths."""
+    pieces = learn_t5_pieces(["a red circle", "a red square", "一只猫"], 2000, ["红色"])
+    assert pieces[:3] == [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    for piece, score in pieces[3:]:
+        assert score == (-4.0 if len(piece) > 1 else -8.0), piece
+    assert {"▁a", "▁red", "红色", "猫", "▁", "~"} <= dict(pieces).keys()
+
+
+def test_captions_beyond_the_limit_are_cut() -> None:
+    tokenizers = learn_tokenizers(["a b " * 400], 600)
+    assert [tokenizer.model_max_length for tokenizer in tokenizers.values()] == [MAX_TOKENS] * 3
+    assert all(longest(tokenizer, ["a b " * 400]) > 800 for tokenizer in tokenizers.values())

@@ -59,6 +59,13 @@ def test_lines_are_printed_first_last_and_every_ten_seconds(clock: Clock, capsys
     ]
 
 
+def test_a_bar_may_print_a_line_at_every_update(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with progress("train", 3, line_every=0.0) as bar:
+        for _ in range(3):
+            bar.advance()
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["0/3", "1/3", "2/3", "3/3", "3/3"]
+
+
 def test_samples_per_second_replace_the_rate(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with progress("train", 1000, "steps") as bar:
         clock.now += 10
@@ -80,6 +87,21 @@ def test_the_live_line_of_a_long_run_fits_the_terminal(
     assert len(line) <= width
     assert "212445/1000000 · 1235 samples/s · 21:52:36 left · loss 0.5123" in line
     assert "━" in line
+
+
+@pytest.mark.parametrize("width", range(40, 90, 5))
+def test_the_live_line_cuts_no_number(clock: Clock, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    screen = use_console(monkeypatch, terminal=True, width=width)
+    with progress("train", 1_000_000, "steps", done=212_345) as bar:
+        clock.now += 10
+        bar.advance(100, loss=0.51234567, samples_per_second=1234.5678, lr=1e-4)
+        shown = Text.from_ansi(screen.getvalue()).plain
+        parts = bar.status(brief=True).split(" · ")
+    line = next(line for line in reversed(shown.splitlines()) if "212445" in line)
+    assert len(line) <= width
+    shown_parts = line.strip().split(" · ")
+    shown_parts[0] = shown_parts[0].split()[-1]
+    assert shown_parts == parts[: len(shown_parts)]
 
 
 def test_the_rate_ignores_a_slow_start(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,8 +230,11 @@ def test_the_launchers_rank_is_the_default(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ('"step": "x"', "step is not a number"),
-        ('"step": true', "step is not a number"),
+        ('"step": "x"', "step is not a whole number"),
+        ('"step": true', "step is not a whole number"),
+        ('"step": 0.5', "step is not a whole number"),
+        ('"time": 1e15', "time is not a time in seconds since 1970"),
+        ('"time": -1', "time is not a time in seconds since 1970"),
         ('"flow": [1]', "flow is not a number"),
         ('"seconds": "x"', "seconds is not a number"),
         ('"band": 3', "band is not a table of numbers"),

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate, save_png
+from sd3_light.sampling.generate import Cancelled, ImageRequest, TextPolicy, generate, save_png, stream_images
 from sd3_light.sampling.texts import encode
 
 POLICY = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="padded")
@@ -175,3 +175,39 @@ def test_values_that_are_not_finite_give_an_error_instead_of_a_flat_image(
             generate(pipe, REQUESTS[:1], POLICY, STEPS, exact=exact)
     finally:
         weight.copy_(value)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_images_are_cancelled_between_two_steps(pipe: Any, monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
+    calls: list[int] = []
+    forward = pipe.transformer.forward
+
+    def counting(*args: Any, **keys: Any) -> Any:
+        calls.append(1)
+        return forward(*args, **keys)
+
+    monkeypatch.setattr(pipe.transformer, "forward", counting)
+    requests = [ImageRequest("a", seed, 32, 32) for seed in range(6)]
+    drawn = stream_images(pipe, requests, POLICY, 500, 1.0, 2, exact, is_cancelled=lambda: len(calls) >= 5)
+    with pytest.raises(Cancelled):
+        list(drawn)
+    assert 5 <= len(calls) < 10
+    monkeypatch.undo()
+    assert len(list(stream_images(pipe, requests[:1], POLICY, 1, 1.0, exact=exact))) == 1, "the pipeline still works"
+
+
+def test_images_in_other_threads_end_when_the_caller_stops(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    forward = pipe.transformer.forward
+
+    def counting(*args: Any, **keys: Any) -> Any:
+        calls.append(1)
+        return forward(*args, **keys)
+
+    monkeypatch.setattr("sd3_light.sampling.generate._cores", lambda: 2)
+    monkeypatch.setattr(pipe.transformer, "forward", counting)
+    requests = [ImageRequest("a", 0, 32, 32, steps=1), ImageRequest("a", 1, 32, 32, steps=1000)]
+    drawn = stream_images(pipe, requests, POLICY, guidance=1.0, batch_size=2, exact=True)
+    assert [index for index, _ in next(drawn)] == [0]
+    drawn.close()
+    assert len(calls) < 900

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import CaptionFeatures, read_origins
+from sd3_light.data.store.build_folder import BuildFolder
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.vae import load_vae, raw_moments
@@ -351,6 +353,23 @@ def test_orphans_are_kept_until_pruned(project: Project) -> None:
     }
 
 
+def test_shards_are_pruned_before_the_files_beside_them(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed prune leaves no shard without its entry, which would be unknown to every later run."""
+    deleted: list[str] = []
+    real = BuildFolder.delete
+
+    def delete(self: BuildFolder, paths: Sequence[Path]) -> None:
+        deleted.extend(path.suffix for path in paths)
+        real(self, paths)
+
+    monkeypatch.setattr(BuildFolder, "delete", delete)
+    change_caption(project)
+    project.build_cache(prune=True)
+    shards = deleted.count(".safetensors")
+    assert 0 < shards < len(deleted)
+    assert set(deleted[:shards]) == {".safetensors"}
+
+
 def test_a_dry_run_changes_nothing(project: Project, no_encoding: None) -> None:
     change_caption(project)
     (project.cache / "shards" / shard_files(project)[3]).write_bytes(b"short")
@@ -643,6 +662,13 @@ def test_an_empty_dataset_is_an_error(fresh_project: Project) -> None:
     for path in fresh_project.images.iterdir():
         path.unlink()
     with pytest.raises(UserError, match=r"no usable sample found"):
+        fresh_project.build_cache()
+    add_image(fresh_project, "images/new")
+    (fresh_project.images / "new" / "a.txt").unlink()
+    (fresh_project.images / "labels.csv").write_text("id,words\n1,a cat\n")
+    with pytest.raises(
+        UserError, match=r"\(1 no_caption\); the first has no \.txt .*; labels\.csv is not read: none of"
+    ):
         fresh_project.build_cache()
 
 

@@ -4,9 +4,11 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -73,6 +75,28 @@ def test_extreme_crops_and_enlargements_are_reported_and_can_be_excluded(
     odd_project.data(f"min_side = 16\nmax_crop = 0.5\n{WIDE}")
     estimate = check.run(odd_project.load())
     assert (estimate.data.samples, estimate.data.rejects.counts) == (4, {"crop_too_large": 1, "too_small": 1})
+
+
+@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+def test_a_disk_that_is_too_small_is_reported_before_anything_is_encoded(
+    fresh_project: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], text_tokens: str
+) -> None:
+    keys = ("sd3_shard_size=4", "caching_num_workers=0", f"model.text_tokens={text_tokens!r}")
+    loaded = fresh_project.load(*keys)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=3 << 10))
+    verdict = dict(check.conclude(loaded.train, check.run(loaded), check.Target(on_cpu=True)))["disk, cache"]
+    assert verdict.startswith("does not fit: at most " if text_tokens == "real" else "does not fit: ")
+    printed = build(fresh_project, capfd, *keys)
+    assert f"cache: warning: disk, cache: {verdict}" in printed, "the figures of check"
+    assert printed.index("warning: disk") < printed.index("the VAE reconstructs")
+    (victim, *_) = sorted((fresh_project.cache / "shards").glob("[!e]*.safetensors"))
+    size = victim.stat().st_size
+    victim.unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=size // 4))
+    assert "warning: disk" in build(fresh_project, capfd, *keys), "only the missing shard counts"
+    victim.unlink()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Mock(free=8 * size))
+    assert "warning: disk" not in build(fresh_project, capfd, *keys)
 
 
 @pytest.mark.parametrize(

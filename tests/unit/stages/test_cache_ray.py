@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import sd3_light
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.stages import cache
@@ -195,6 +197,29 @@ def test_only_encoders_that_were_never_ready_count_as_failed_starts(
         pool.ready(12)
 
 
+def test_failed_starts_before_a_success_are_forgotten(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long build on preemptible nodes loses more encoders than may fail in a row."""
+    from sd3_light.stages.cache import ray_builder
+
+    answers = iter([False] * 6 + [True] + [False] * 7 + [True])
+
+    def answer(name: str, args: Sequence[Any]) -> None:
+        if not next(answers):
+            raise fake_ray.RayActorError("the node was removed")
+
+    monkeypatch.setattr(ray_builder.ShardEncoder, "ready", lambda self: "node-1")
+    monkeypatch.setattr(ray_builder.ActorPool, "_num_cpus", 1)
+    settings: Any = None
+    pool = ray_builder.ActorPool(settings, 1)
+    ray.before = answer
+    for lost in (6, 7):
+        for _ in range(lost):
+            assert pool.ready(1) == []
+        (actor,) = pool.ready(1)
+        if lost == 6:
+            pool.restart(actor)
+
+
 # --- what stops the run ---------------------------------------------------------------------------
 
 
@@ -295,6 +320,21 @@ def test_a_cluster_that_cannot_be_reached_is_reported(
     monkeypatch.setattr(ray, "init", refuse)
     with pytest.raises(UserError, match=r"--ray: cannot connect .*Could not find any running Ray instance.*HOST:PORT"):
         build(fresh_project)
+
+
+def test_workers_do_not_import_from_the_working_directory(
+    fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They import from a checkout that is not installed. `tests/e2e/test_working_directory.py` asks a real cluster."""
+    from sd3_light.stages.cache import ray_builder
+
+    monkeypatch.chdir(fresh_project.folder)
+    build(fresh_project)
+    assert ray.worker_path == str(Path(sd3_light.__file__).parents[1])
+    assert Path.cwd() == fresh_project.folder
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(Path(sd3_light.__file__).parents[1]))
+    ray_builder._connect("")
+    assert ray.worker_path == sys.prefix
 
 
 def test_encoders_that_never_start_stop_the_run(fresh_project: Project, ray: FakeRay) -> None:

@@ -89,7 +89,7 @@ def test_disk_counts_checkpoints_and_exports_that_are_kept(
     text = concluded(Target(on_cpu=True), top=f"{top}keep_last_n_checkpoints = 0\nkeep_last_n_exports = 1")["disk, run"]
     assert ": 10 checkpoints of " in text
     assert ", 2 exports of " in text
-    monkeypatch.setattr(conclusion.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5 << 20}))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 5 << 20}))
     lines = concluded(Target(on_cpu=True), top=top)
     assert lines["disk, run"].startswith("does not fit: ")
     assert "; 5 MiB are free; choose another output_dir, or a lower keep_last_n_checkpoints" in lines["disk, run"]
@@ -100,7 +100,7 @@ def test_files_that_the_run_has_written_count_as_space_for_it(
     files: Any, concluded: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a run in progress would not fit any more."""
-    monkeypatch.setattr(conclusion.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1 << 20}))
     assert concluded(Target(on_cpu=True))["disk, run"].startswith("does not fit: ")
     checkpoint = files.folder / "runs/checkpoints/step-1/state.safetensors"
     checkpoint.parent.mkdir(parents=True)
@@ -117,7 +117,7 @@ def test_files_that_the_run_has_written_count_as_space_for_it(
 def test_another_machine_is_not_judged_by_the_disk_and_memory_of_this_one(
     files: Any, concluded: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conclusion.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1}))
     monkeypatch.setattr(conclusion, "available_memory", lambda: 1)
     here, there = concluded(Target(on_cpu=True)), concluded(Target(None, elsewhere=True))
     for label in ("disk, cache", "disk, run", "host memory"):

@@ -13,6 +13,7 @@ from sd3_light.data.manifest import CACHE_FORMAT, Manifest, ShardEntry
 from sd3_light.model.positions import position_table
 from sd3_light.stages import check
 from sd3_light.stages.check import disk_faults
+from sd3_light.tensor_file import header_bytes
 
 PRETRAIN = 'train_type = "sd3_light_pretrain"\nsize = "demo"\n'
 Single = Callable[..., Fault]
@@ -53,6 +54,40 @@ def test_all_missing_parts_are_reported_at_once(files: Any) -> None:
     for part in ("vae", "text_encoder_3", "tokenizer"):
         shutil.rmtree(files.sd3 / part)
     assert len(disk_faults(files.load())) == 5  # config and weights of two models, and a tokenizer
+
+
+def test_an_unfinished_folder_of_parts_is_one_fault(files: Any, only_fault: Single) -> None:
+    """`sd3-light parts` trains in a folder of it, which stays."""
+    (files.sd3 / "training").mkdir()
+    assert disk_faults(files.load(model=PRETRAIN)) == []
+    shutil.rmtree(files.sd3 / "vae")
+    (files.sd3 / "text_encoder_3/model.safetensors").unlink()
+    fault = only_fault(model=PRETRAIN)
+    assert (fault.key, fault.problem) == ("model.diffusers_path", "the folder is unfinished")
+    assert fault.hint == f"run `sd3-light parts DATA {files.sd3}` again"
+
+
+def test_the_values_of_continued_weights_are_checked(files: Any, only_fault: Single) -> None:
+    """A model of sd3-light that was trained with zeros takes no negative prompt unless the config says otherwise."""
+    keys = {"top": "max_steps = 4", "model": ""}
+    keys["tables"] = '[sampling]\nprompts = ["a"]\nevery_n_steps = 2\nnegative_prompt = "blurry"\n'
+    (files.sd3 / "vae/diffusion_pytorch_model.safetensors").write_bytes(header_bytes([]))
+    files.denoiser("sd3/transformer")
+    assert disk_faults(files.load(**keys)) == []
+    (files.sd3 / "sd3_light.json").write_text('{"text": {"uncond_text": "zero"}}')
+    fault = only_fault(**keys)
+    assert (fault.key, fault.problem) == (
+        "sampling.negative_prompt",
+        'has no effect with model.uncond_text = "zero"',
+    )
+    assert disk_faults(files.load(**{**keys, "model": 'uncond_text = "empty"'})) == []
+    (files.sd3 / "sd3_light.json").unlink()
+    (files.sd3 / "scheduler/scheduler_config.json").write_text('{"shift": 5000.0}')
+    fault = only_fault(**keys)
+    assert (fault.key, "its scheduler has shift 5000; write model.shift" in fault.problem) == (
+        "model.diffusers_path",
+        True,
+    )
 
 
 def test_an_index_requires_the_weights_it_names(files: Any, only_fault: Single) -> None:

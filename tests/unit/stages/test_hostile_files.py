@@ -338,6 +338,8 @@ HEADERS = {
     "shape": header('{"a": {"dtype": "F32", "shape": "x", "data_offsets": [0, 0]}}'),
     "huge shape": header('{"a": {"dtype": "F32", "shape": [1e300], "data_offsets": [0, 4]}}'),
     "many dimensions": header(json.dumps({"a": {"dtype": "F32", "shape": [2**62] * 50_000, "data_offsets": [0, 4]}})),
+    "dimensions of 1": header(json.dumps({"a": {"dtype": "F32", "shape": [1] * 100_000, "data_offsets": [0, 4]}}))
+    + bytes(4),
     "offsets": header('{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}'),
     "dtype": header('{"a": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}'),
     "metadata": header('{"__metadata__": {"sd3_light": ' + json.dumps(DEEP_OBJECT) + "}}"),

@@ -141,6 +141,15 @@ def test_the_help_says_that_icons_need_a_model() -> None:
     assert "sd3-light new icons --data FOLDER --model" in header
 
 
+def test_unequal_gpus_are_planned_by_the_smallest(tmp_path: Path, images: str) -> None:
+    both = new.run("icons", images, str(DEMO), tmp_path / "both", gpus=(*gpu(140), *gpu(6))).plan
+    assert both.available == 6 * GIB
+    assert both.fits
+    assert both.processes == 2
+    equal = new.run("icons", images, str(DEMO), tmp_path / "equal", gpus=gpu(6) * 2).plan
+    assert both == equal
+
+
 def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path, images: str) -> None:
     plans = []
     for number, gib in enumerate((80, 16, 6, 4)):
@@ -198,6 +207,9 @@ def test_nothing_is_written_if_something_is_wrong(tmp_path: Path, images: str) -
         new.run("lora", str(tmp_path / "empty"), str(DEMO), tmp_path / "out")
     shutil.copy(next(Path(images).glob("*.png")), tmp_path / "empty")
     with pytest.raises(ConfigFaults, match=r"\(1 no_caption\); .*write each caption next to its image, as NAME\.txt"):
+        new.run("lora", str(tmp_path / "empty"), str(DEMO), tmp_path / "out")
+    (tmp_path / "empty" / "labels.csv").write_text("id,words\n1,a cat\n")
+    with pytest.raises(ConfigFaults, match=r"labels\.csv is not read: none of the columns \['id', 'words'\] is one of"):
         new.run("lora", str(tmp_path / "empty"), str(DEMO), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     new.run("lora", images, str(DEMO), tmp_path / "out")

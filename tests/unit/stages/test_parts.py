@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,64 @@ def test_an_interrupted_run_continues_to_the_same_bytes(built: Path, data: Path,
             assert (out / relative).read_bytes() == file.read_bytes(), relative
 
 
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restore the signal handlers, which a run that is stopped leaves."""
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize(("only", "task"), [("vae", stage.VaeTask), ("text", stage.TextTask)])
+def test_a_signal_stops_inside_a_step(
+    only: Any, task: Any, built: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step is abandoned, as it may take minutes on a CPU; the same command repeats it."""
+    loss = task.loss
+
+    def signalled(self: Any, step: int) -> Any:
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return loss(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(task, "loss", signalled)
+        with pytest.raises(Stopped, match=f"^SIGTERM; {only} is saved at step 2$"):
+            stage.run(data, tmp_path / "out", options(only=only))
+    stage.run(data, tmp_path / "out", options(only=only))
+    for file in (built / ("vae" if only == "vae" else "text_encoder_3")).glob("*.safetensors"):
+        assert (tmp_path / "out" / file.relative_to(built)).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("place", ["load_pools", "channel_statistics"])
+def test_a_signal_outside_of_training_stops_at_once(
+    place: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, place, lambda *_: signal.raise_signal(signal.SIGTERM))
+        with pytest.raises(Stopped, match=r"^SIGTERM; no part is in training, and what is finished is kept$"):
+            stage.run(data, tmp_path / "out", options(only="vae"))
+    assert stage.run(data, tmp_path / "out", options(only="vae")).trained == ("vae",)
+
+
+def test_the_batch_fits_the_device_unless_the_run_has_another(data: Path, tmp_path: Path) -> None:
+    for name, batches in (("a", {}), ("b", {"vae": VaeOptions(batch=3), "text": TextOptions(batch=5)})):
+        out = tmp_path / name
+        for only, expected in (("vae", (128, 3)), ("text", (64, 5))):
+            with pytest.raises(Stopped):
+                stage.run(
+                    data,
+                    out,
+                    options(only=only, stop_after=1e-9, **{"vae": VaeOptions(), "text": TextOptions(), **batches}),
+                )
+            assert stage.saved_identity(out / "training" / only)["batch"] == expected[name == "b"]
+            stage.run(data, out, options(only=only, vae=VaeOptions(), text=TextOptions()))
+
+
 def test_continuing_from_a_vae(built: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     stage.run(data, out, options(only="vae", init=built, channels=4))
@@ -125,6 +184,15 @@ def test_other_images_are_refused(data: Path, tmp_path: Path) -> None:
     (changed.parent / "images" / "000001.png").unlink()
     with pytest.raises(UserError, match="was started with images"):
         stage.run(changed, out, options(only="vae"))
+
+
+@pytest.mark.parametrize("only", ["vae", "text"])
+def test_too_few_images_to_hold_one_out_are_refused(tmp_path: Path, only: str) -> None:
+    """Without a held-out image the VAE would report 100 dB, and the text encoders have nothing to find."""
+    write_dataset(tmp_path / "images", 3, seed=2)
+    with pytest.raises(UserError, match=r"3 images are too few: none is held out.*; give at least 4 of one size"):
+        stage.run(tmp_path / "images", tmp_path / "out", options(only=only))
+    stage.run(tmp_path / "images", tmp_path / "random", options(only="text", random_text=True))
 
 
 def test_a_folder_with_other_files_is_refused(data: Path, tmp_path: Path) -> None:

@@ -128,7 +128,6 @@ def test_spikes_means_and_nonfinite_values_survive_thinning() -> None:
     for x in range(count):
         value: Any = {7001: 51.0, 7003: -49.0, 9000: "nan"}.get(x, 1.0)
         builder.add(x, {"loss": value, "band": {"a": 2.0}} if x % 2 else {"loss": value})
-    builder.finish()
     loss, band = builder.curves["loss"], builder.curves["band/a"]
     assert len(loss.x) == NUM_BINS
     assert len(loss.extremes) <= 2 * NUM_BINS

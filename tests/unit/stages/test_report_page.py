@@ -197,3 +197,17 @@ def test_speed_is_per_process_on_a_cpu(written: Written, tmp_path: Path, device:
     page = (tmp_path / "pages" / "page.html").read_text(encoding="utf-8")
     assert f"TFLOP/s per {unit}" in page
     assert ("All GPUs together" in page, "the GPU waited" in page) == (unit == "GPU", unit == "GPU")
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([], "2027-01-15 08:00:00 UTC; last log entry 2027-01-15 08:00:07 UTC"),
+        ([{"event": "stop", "step": 1, "reason": "SIGTERM", "time": 1.8e9 + 9}], "08:00:00 UTC to 2027-01-15 08:00:09"),
+        ([{"event": "step", "step": 2, "time": 1.8e9 + 9}], "08:00:00 UTC to 2027-01-15 08:00:09 UTC"),
+    ],
+)
+def test_a_run_in_progress_has_no_end(written: Written, tmp_path: Path, more: list[Any], expected: str) -> None:
+    start = {"event": "start", "step": 0, "total": 2}
+    written([start, {"event": "step", "step": 1, "loss": 0.5, "time": 1.8e9 + 7}, *more])
+    assert expected in (tmp_path / "pages" / "page.html").read_text()

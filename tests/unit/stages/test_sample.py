@@ -22,6 +22,7 @@ from sd3_light.sampling.image_requests import PromptRow, read_prompt_rows
 from sd3_light.sampling.lora_stack import Lora
 from sd3_light.stages import sample
 from sd3_light.stages.sample import SampleOptions, assign_rows
+from tests.leftovers import leave
 
 FAST = SampleOptions(steps=2)
 ROWS = [
@@ -185,6 +186,28 @@ def test_an_image_of_the_user_is_not_overwritten(model: Path, tmp_path: Path) ->
     (tmp_path / "00007.png").write_bytes(b"mine")
     sample.run(model, ROWS[:1], [0], tmp_path, FAST)
     assert files(tmp_path).keys() == {"00007.png", "00008.png", "grid-00008.png"}
+
+
+def test_what_a_killed_process_left_is_removed_and_the_rest_stays(model: Path, tmp_path: Path) -> None:
+    leftover, other = leave(tmp_path / "00003.png"), leave(tmp_path / "notes.txt")
+    sample.run(model, ROWS[:1], [0], tmp_path, FAST)
+    assert not leftover.exists()
+    assert other.exists()
+
+
+def test_an_image_that_appears_meanwhile_is_not_replaced(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_model = sample.open_model
+
+    def open_slowly(*arguments: Any) -> sample.OpenModel:
+        (tmp_path / "00000.png").write_bytes(b"mine")
+        return open_model(*arguments)
+
+    monkeypatch.setattr(sample, "open_model", open_slowly)
+    with pytest.raises(UserError, match=r"00000.png already exists; choose another folder"):
+        sample.run(model, ROWS[:1], [0], tmp_path, FAST)
+    assert (tmp_path / "00000.png").read_bytes() == b"mine"
 
 
 def test_a_run_folder_is_sampled_with_its_newest_or_best_export(

@@ -15,7 +15,15 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.order import Segment, build_order
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.optim.ema import Averages
-from sd3_light.stages.train.resume import Resume, _difference, changed_keys, choose_checkpoint, load_checkpoint
+from sd3_light.stages.train.resume import (
+    Resume,
+    _difference,
+    _must_differ,
+    _remedy,
+    changed_keys,
+    choose_checkpoint,
+    load_checkpoint,
+)
 from sd3_light.training.data import order_facts
 from tests.checkpoints import write_checkpoint
 
@@ -222,7 +230,10 @@ def test_keys_that_differ_from_the_resumed_run_are_named(tmp_path: Path, capfd: 
     load_checkpoint(saved, engine, averages, order, Resume(), changes)
     line = "the config has changed since the checkpoint: logging_steps = 3 (was 1), seed = 7 (was 0)"
     assert line in capfd.readouterr().err.splitlines()
-    with pytest.raises(UserError, match=r"another order of data .*; the config has .*seed = 7 \(was 0\)"):
+    message = (
+        r"another order of data .*; write seed = 0, or pass --reset-dataloader; the config has .*seed = 7 \(was 0\)"
+    )
+    with pytest.raises(UserError, match=message):
         load_checkpoint(saved, engine, averages, build_order(7, [([Segment(8, 1.0)], 4)]), Resume(), changes)
 
 
@@ -236,3 +247,28 @@ def test_an_average_that_the_checkpoint_lacks_starts_from_its_weights(tmp_path: 
     load_checkpoint(open_checkpoint(saved), engine, averages, order, Resume())
     assert engine.weights["w"].tolist() == [5.0, 7.0]
     assert averages.tracks["ema"].shadow["w"].tolist() == [5.0, 7.0]
+
+
+ORDER = {"seed": 1, "buckets": [[4, 16, 40, 10, "ab"], [4, 16, 8, 2, "ab"]]}
+
+
+@pytest.mark.parametrize(
+    ("seed", "buckets", "remedy", "must_differ"),
+    [
+        (2, ORDER["buckets"], "write seed = 1", True),
+        (1, [[4, 16, 35, 9, "cd"], [4, 16, 8, 2, "ab"]], "restore the 5 missing samples", True),
+        (1, [[4, 16, 39, 10, "cd"], [4, 16, 8, 2, "ab"]], "restore the 1 missing sample", True),
+        (1, [[4, 16, 40, 10, "ab"]], "restore the 8 missing samples", True),
+        (1, [[4, 16, 43, 11, "cd"], [4, 16, 8, 2, "ab"]], "remove the 3 new samples", False),
+        (1, [[4, 16, 43, 11, "cd"], [4, 16, 7, 2, "cd"]], "remove the 2 new samples", True),
+        (1, [*ORDER["buckets"], [4, 16, 1, 1, "ab"]], "remove the 1 new sample", False),
+        (1, [[2, 16, 40, 20, "ab"], [2, 16, 8, 4, "ab"]], "restore the global batch", True),
+        (1, [[4, 8, 40, 10, "ab"], [4, 8, 8, 2, "ab"]], "write shuffle_window = 16", True),
+        (1, [[4, 16, 40, 10, "cd"], [4, 16, 8, 2, "ab"]], "restore the data", False),
+    ],
+)
+def test_how_to_restore_an_order(seed: int, buckets: list[Any], remedy: str, must_differ: bool) -> None:
+    """``must_differ``: also if images of a planned cache turn out to be broken."""
+    now = {"seed": seed, "buckets": buckets}
+    assert _remedy(ORDER, now) == remedy
+    assert _must_differ(ORDER, now) == must_differ

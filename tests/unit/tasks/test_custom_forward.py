@@ -20,6 +20,7 @@ from sd3_light.tasks import (
     launch_data_process_task,
     launch_training_task,
 )
+from sd3_light.tasks.custom_forward import CustomForward, task_module
 from tests.unit.tasks.toy import Images, Toy
 
 
@@ -344,6 +345,39 @@ def test_a_validation_repeats_its_draws(tmp_path: Path) -> None:
     evals = [event for event in read_log(tmp_path / "log.jsonl") if event["event"] == "eval"]
     assert len({event["flow"] for event in evals[1:]}) == 1
     assert len({value for key, value in evals[0].items() if key.startswith("flow@")}) == 9
+
+
+@torch.no_grad()
+def test_a_validation_does_not_depend_on_the_epoch_of_its_samples() -> None:
+    module = task_module(Own())
+    assert isinstance(module, CustomForward)
+    samples = [{"data": Images(1)[0], "data_id": 3, "epoch": epoch, "repeat": epoch} for epoch in (0, 5)]
+    first, second = (module.each([sample], 0.5).item() for sample in samples)
+    assert first == second
+    assert module.each(samples[:1], 0.6).item() != first, "every quantile is another draw"
+    assert module.forward(samples[:1]).item() != module.forward(samples[1:]).item()
+
+
+def test_an_autocast_that_is_on_already_is_kept() -> None:
+    """Both compute in bfloat16 in a run; of two dtypes that of the caller counts."""
+    seen: list[torch.dtype | bool] = []
+
+    class Narrow(Own):
+        def forward(self, data: Any, inputs: Any = None) -> Any:
+            seen.append(torch.get_autocast_dtype("cpu"))
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return self.pipe.dit.weight.sum()
+
+    model = Narrow()
+    model.pipe.to(torch.bfloat16)
+    module = task_module(model)
+    assert isinstance(module, CustomForward)
+    module.freeze_the_rest()
+    sample = {"data": Images(1)[0], "data_id": 0, "epoch": 0, "repeat": 0}
+    module.forward([sample])
+    with torch.autocast("cpu", torch.float16):
+        module.forward([sample])
+    assert seen == [torch.bfloat16, True, torch.float16, True]
 
 
 def test_the_logger_takes_diffsynths_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

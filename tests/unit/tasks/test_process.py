@@ -1,6 +1,7 @@
 """`launch_data_process_task`: what it stores, when it computes again, and that two stages equal one."""
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, ProcessedDataset, launch_data_process_task, launch_training_task
+from tests.leftovers import leave
 from tests.unit.tasks.toy import Encode, Images, Toy
 
 
@@ -41,6 +43,20 @@ def test_two_stages_train_as_one(tmp_path: Path) -> None:
     assert Encode.runs == before
     assert two == losses(tmp_path / "one", data)
     assert len(two) == 8
+
+
+def test_workers_are_forks_whatever_the_default(tmp_path: Path) -> None:
+    """A new interpreter would import from the working directory; a fork also needs no pickle of the dataset."""
+
+    class Local(Images):
+        pass
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        assert process(tmp_path, Local(6, mixed=True), num_workers=1) == 6
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 def test_views_show_where_a_sample_is_stored(tmp_path: Path) -> None:
@@ -111,3 +127,10 @@ def test_samples_of_another_number_of_processes_are_reused_or_replaced(tmp_path:
     assert process(tmp_path, model=changed) == 6
     expected = changed.process(Images(6, mixed=True)[3])["latents"]
     assert torch.equal(ProcessedDataset(tmp_path)[3]["latents"], expected)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    names = ("manifest.json", "shards/00000-00000.safetensors", "0/3.json", "1/4.pth")
+    leftovers = [leave(tmp_path / name) for name in names]
+    process(tmp_path)
+    assert not [path for path in leftovers if path.exists()]

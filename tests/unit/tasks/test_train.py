@@ -1,5 +1,8 @@
 """`launch_training_task`: what it trains, logs, saves and resumes."""
 
+import os
+import subprocess
+import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -13,13 +16,14 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from sd3_light.checkpoint.reading import open_checkpoint
-from sd3_light.config.faults import UserError
+from sd3_light.config.faults import RESUMABLE, Stopped, UserError
 from sd3_light.engines import accelerate as engine_file
 from sd3_light.engines.torch import task_loss_sums
 from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.runlog import read_log
 from sd3_light.tasks import FlowMatchSFTLoss, ModelLogger, launch_training_task
-from tests.unit.tasks.toy import Images, Toy
+from tests.leftovers import leave
+from tests.unit.tasks.toy import Images, PackageLogger, Toy
 
 
 @pytest.fixture(autouse=True)
@@ -86,6 +90,90 @@ def test_saves_by_epoch_by_step_and_by_a_custom_hook(tmp_path: Path) -> None:
     assert saved(tmp_path / "hook") == {"step-2", "step-4"}
 
 
+class OurLogger(ModelLogger):
+    """Notes the files that it writes."""
+
+    def __init__(self, output_path: Path) -> None:
+        super().__init__(output_path)
+        self.files: list[str] = []
+
+    def save_model(self, accelerator: Any, model: Any, file_name: str) -> Path:
+        self.files.append(Path(file_name).stem)
+        return super().save_model(accelerator, model, file_name)
+
+
+@pytest.mark.parametrize("kind", [OurLogger, PackageLogger])
+def test_the_last_step_is_always_saved_and_once(tmp_path: Path, kind: Any) -> None:
+    """Inside an epoch (of four steps) and at its end, after a resume, and when a finished task is resumed."""
+
+    def files(name: str, **settings: Any) -> list[str]:
+        logger, model = kind(tmp_path / name), Toy()
+        settings = {"learning_rate": 1e-2, "num_workers": 0, "batch_size": 2, "num_epochs": 2, **settings}
+        launch_training_task(Accelerator(cpu=True), Images(), model, logger, **settings)
+        if settings.get("ema_decay") is None and logger.files:
+            file = load_file(tmp_path / name / f"{logger.files[-1]}.safetensors")
+            state = model.transformer.state_dict()
+            assert all(
+                torch.equal(file[name if name in file else f"transformer.{name}"], state[name]) for name in state
+            )
+        return list(logger.files)
+
+    assert files("inside", max_steps=3) == ["step-3"]
+    assert files("inside", max_steps=3, resume=True) == [], "nothing is missing"
+    assert files("inside", max_steps=6, resume=True) == ["epoch-0", "step-6"]
+    assert files("end", max_steps=4) == ["epoch-0"]
+    assert files("steps", max_steps=3, save_steps=3) == ["step-3"]
+    assert files("between", max_steps=3, save_steps=2) == ["step-2", "step-3"]
+    for name, file, settings in (
+        ("inside", "step-6", {"max_steps": 6}),
+        ("inside", "step-6", {"max_steps": 5}),
+        ("end", "epoch-0", {"max_steps": 4}),
+        ("steps", "step-3", {"max_steps": 3, "save_steps": 3}),
+        ("between", "step-3", {"max_steps": 3, "save_steps": 2}),
+    ):
+        path = tmp_path / name / f"{file}.safetensors"
+        weights = path.read_bytes()
+        path.unlink()
+        assert files(name, resume=True, **settings) == [file], "a missing file is written again"
+        assert path.read_bytes() == weights
+    averaged: dict[str, Any] = {"max_steps": 3, "ema_decay": 0.5}
+    assert files("ema", **averaged) == ["step-3"]
+    assert not torch.equal(
+        *(next(iter(load_file(tmp_path / name / "step-3.safetensors").values())) for name in ("ema", "steps"))
+    )
+
+
+def test_a_stale_file_is_replaced_by_a_new_task(tmp_path: Path) -> None:
+    (tmp_path / "step-3.safetensors").write_bytes(b"of another program")
+    run(tmp_path, save_steps=None, max_steps=3, batch_size=2)
+    assert load_file(tmp_path / "step-3.safetensors")
+
+
+def test_a_signal_ends_a_script_with_one_line_and_exit_code_75(tmp_path: Path) -> None:
+    """The step after the signal is the last. A script that catches the exception continues."""
+    root = Path(__file__).parents[3]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(root)}
+    command = [sys.executable, str(root / "tests" / "unit" / "tasks" / "toy.py"), str(tmp_path), "stop"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == RESUMABLE, done.stderr
+    line = "SIGTERM at step 3 of 72; resume=True continues from there"
+    expected = ["wrote ['step-2']", "wrote ['step-2']", f"caught: {line}"]
+    assert done.stdout.splitlines()[-3:] == expected, "accelerate imports DeepSpeed, which may print a warning first"
+    assert done.stderr.splitlines()[-1] == f"stopped: {line}"
+    assert "Traceback" not in done.stderr
+    assert (tmp_path / "stopped" / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_the_file_save_quit_ends_a_script_with_exit_code_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it ends the train stage."""
+    monkeypatch.setattr("sd3_light.training.requests.FILE_CHECK_SECONDS", 0.0)
+    (tmp_path / "save_quit").touch()
+    with pytest.raises(Stopped, match="save_quit at step 1 of 4; resume=True continues") as stopped:
+        run(tmp_path, batch_size=2)
+    assert isinstance(stopped.value, SystemExit)
+    assert stopped.value.code == 0
+
+
 def test_accumulation_equals_the_larger_batch(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"num_epochs": 2, "gradient_clipping": 0.5}
     whole = steps(run(tmp_path / "whole", batch_size=4, **settings), "loss", "grad_norm")
@@ -137,7 +225,7 @@ def test_something_else_than_an_image_or_frames_is_an_error(tmp_path: Path, draw
         run(tmp_path, Toy(), draw=lambda model: drawn, draw_steps=4, max_steps=4)
 
 
-def test_evaluation_and_images_use_the_average(tmp_path: Path) -> None:
+def test_evaluation_and_images_use_the_average(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings: dict[str, Any] = {"batch_size": 2, "eval_dataset": Images(3), "eval_steps": 2, "ema_decay": 0.9}
     seen = []
 
@@ -149,6 +237,7 @@ def test_evaluation_and_images_use_the_average(tmp_path: Path) -> None:
     events = run(tmp_path, model, draw=draw, draw_steps=4, **settings)
     evals = [event for event in events if event["event"] == "eval"]
     assert [event["step"] for event in evals] == [2, 4]
+    assert f"eval (ema) at step 2: flow loss {evals[0]['flow']:.4f}\n" in capsys.readouterr().err
     assert len([key for key in evals[0] if key.startswith("flow@")]) == 9
     assert (tmp_path / "samples" / "step-00000004.png").is_file()
     assert not torch.equal(seen[0], model.transformer.weight)
@@ -210,6 +299,8 @@ def test_unsupported_accelerators_are_rejected(tmp_path: Path, monkeypatch: pyte
     fake: Any = Fake()
     with pytest.raises(UserError, match='engine="deepspeed"'):
         engine_file.launch_from_accelerator(fake)
+    with pytest.raises(UserError, match="does not use the Accelerator's DeepSpeed plugin; create it without"):
+        launch_training_task(fake, Images(), Toy(), ModelLogger(tmp_path), engine="deepspeed")
     fake.distributed_type, fake.mixed_precision = DistributedType.NO, "fp16"
     with pytest.raises(UserError, match="needs loss scaling"):
         engine_file.launch_from_accelerator(fake)
@@ -248,6 +339,17 @@ def test_an_engine_without_an_accelerator_trains_the_same(tmp_path: Path) -> Non
     assert steps(list(read_log(tmp_path / "two" / "log.jsonl")), "loss", "grad_norm") == expected
 
 
+def test_a_logger_of_the_package_needs_no_accelerator(tmp_path: Path) -> None:
+    """It uses one, also with an engine that needs none."""
+    model, logger = Toy(), PackageLogger(tmp_path)
+    launch_training_task(None, Images(), model, logger, num_workers=0, max_steps=2, engine="torch")  # type: ignore[arg-type]
+    assert logger.files == ["step-2"]
+    file = load_file(tmp_path / "step-2.safetensors")
+    assert all(
+        torch.equal(file[f"transformer.{name}"], weight) for name, weight in model.transformer.state_dict().items()
+    )
+
+
 def test_the_log_has_the_loss_by_bands_of_timesteps(tmp_path: Path) -> None:
     """Their mean over samples is the loss, also with accumulation."""
     events = run(tmp_path, batch_size=2, gradient_accumulation_steps=2, logging_steps=2)
@@ -263,7 +365,9 @@ def test_the_log_has_the_loss_by_bands_of_timesteps(tmp_path: Path) -> None:
     assert {name for name, count in zip(BAND_NAMES, whole.bands[1], strict=True) if count} == set(first["band"])
 
 
-def test_bf16_narrows_frozen_weights_but_not_the_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bf16_narrows_frozen_weights_but_not_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The losses equal those of float32 weights, which autocast narrows for each product."""
 
     x, seen = torch.zeros(1, 3, 4, 4), []  # float32, as a pipeline feeds it
@@ -294,6 +398,7 @@ def test_bf16_narrows_frozen_weights_but_not_the_adapter(tmp_path: Path, monkeyp
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     assert len(seen) == 5, "draw and the logger's hooks compute as in steps"
     assert {weight.dtype for weight in train("torch", engine="torch")[0].transformer.parameters()} == {torch.float32}
+    assert 'engine="torch" does not use the Accelerator\'s mixed_precision' in capsys.readouterr().err
     monkeypatch.setattr("sd3_light.tasks.train.cast_frozen_linears", lambda *args: None)
     assert train("wide")[1] == losses
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -341,3 +446,9 @@ def test_validation_has_its_own_noise_which_no_epoch_changes() -> None:
     assert torch.equal(noise(0.5, 0), noise(0.5, 4))
     assert not torch.equal(noise(0.5, 0), noise(None, 0))
     assert not torch.equal(noise(None, 0), noise(None, 4))
+
+
+def test_what_a_killed_task_left_is_removed(tmp_path: Path) -> None:
+    leftover = leave(tmp_path / "step-5.safetensors")
+    run(tmp_path)
+    assert not leftover.exists()

@@ -1,5 +1,7 @@
 """A toy task: a small convolution learns random latents. Run as a script it trains on several processes."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,76 @@ class Toy(DiffusionTrainingModule):
         return velocity
 
 
+class PackageLogger:
+    """Saves when, and under the names, that the logger of the package `diffsynth` does."""
+
+    def __init__(self, output_path: Path) -> None:
+        self.output_path, self.num_steps = str(output_path), 0
+        self.files: list[str] = []
+
+    def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None, **kwargs: Any) -> None:
+        self.num_steps += 1
+        if save_steps is not None and self.num_steps % save_steps == 0:
+            self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
+
+    def on_epoch_end(self, accelerator: Any, model: Any, epoch_id: int) -> None:
+        self.save_model(accelerator, model, f"epoch-{epoch_id}.safetensors")
+
+    def on_training_end(self, accelerator: Any, model: Any, save_steps: int | None = None) -> None:
+        if save_steps is not None and self.num_steps % save_steps != 0:
+            self.save_model(accelerator, model, f"step-{self.num_steps}.safetensors")
+
+    def save_model(self, accelerator: Any, model: Any, file_name: str) -> None:
+        accelerator.wait_for_everyone()
+        state = accelerator.get_state_dict(model)
+        if accelerator.is_main_process:
+            self.files.append(Path(file_name).stem)
+            state = accelerator.unwrap_model(model).export_trainable_state_dict(state)
+            accelerator.save(state, Path(self.output_path, file_name), safe_serialization=True)
+
+
+class Stopping(ModelLogger):
+    """Asks its process to stop after the second step."""
+
+    def on_step_end(self, accelerator: Any, model: Any, save_steps: int | None = None, **fields: Any) -> None:
+        super().on_step_end(accelerator, model, save_steps)
+        if self.num_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train_until_asked(out: str) -> None:
+    """Train until the last process asks to stop."""
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    logger = (Stopping if rank == world - 1 else ModelLogger)(out)
+    launch_training_task(None, Images(), Toy(), logger, num_workers=0, num_epochs=9, engine="torch")
+
+
+def stop_twice(out: str) -> None:
+    """Stop, catch the exception and continue; then let the exception end the script."""
+    try:
+        train_until_asked(f"{out}/caught")
+    except Exception as stopped:
+        print(f"caught: {stopped}")
+    train_until_asked(f"{out}/stopped")
+
+
+def finish_twice(out: str) -> None:
+    """Train to the middle of an epoch, remove what was saved, and resume the finished task."""
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    settings: dict[str, Any] = {"num_workers": 0, "engine": "torch", "max_steps": 2}
+    for resume in (False, True):
+        logger: Any = PackageLogger(Path(out))
+        launch_training_task(None, Images(), Toy(), logger, **settings, resume=resume)
+        print(f"wrote {logger.files}")
+        if not resume:
+            Path(out, "step-2.safetensors").unlink(missing_ok=True)  # by the first process that gets here
+
+
 def main(out: str, stage: str) -> None:
     """On every process of a launcher: process the data and train on the result, or train at once."""
+    if stage == "stop":
+        finish_twice(f"{out}/finished")
+        stop_twice(out)
     accelerator = None if stage == "deepspeed" else Accelerator()
     assert accelerator is None or accelerator.num_processes == 2
     data: Any = Images()

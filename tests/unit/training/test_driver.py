@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from sd3_light.checkpoint.progress import Progress
@@ -19,6 +20,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
+from sd3_light.export.export_spec import ExportError
+from sd3_light.export.proof import ProofError
 from sd3_light.optim.ema import Averages
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.loop import Run, every
@@ -270,22 +273,150 @@ def test_nothing_is_saved_where_it_would_do_harm(tmp_path: Path) -> None:
     assert (diverged.saved(), several.saved()) == ([], [])
 
 
-def test_a_failed_save_ends_the_run_only_if_it_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    full = {"step-00000003"}
+NO_SPACE = OSError(28, "No space left on device")
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of checkpoints that cannot be written."""
+    names: set[str] = set()
 
     def write(folder: Path, *args: Any) -> int:
-        if any(name in str(folder) for name in full):
-            raise OSError(28, "No space left on device")
+        if any(name in str(folder) for name in names):
+            raise NO_SPACE
         return write_part(folder, *args)
 
     monkeypatch.setattr("sd3_light.checkpoint.background.write_part", write)
-    early = Case(tmp_path / "early", schedule=HookSchedule(checkpoint=every(3)))
+    return names
+
+
+def slowly(case: Case) -> Case:
+    """Let every step begin after all saves have ended."""
+
+    def steps(first: int) -> StepStream:
+        for batch in numbered(first):
+            assert case.driver.saves.is_idle(HANG_SECONDS)
+            yield batch
+
+    case.driver.run.steps = steps
+    return case
+
+
+def test_a_failed_save_ends_the_run_only_if_it_is_the_last(tmp_path: Path, full: set[str]) -> None:
+    full.add("step-00000003")
+    early = slowly(Case(tmp_path / "early", schedule=HookSchedule(checkpoint=every(1))))
     early.train()
-    assert (early.of("checkpoint_failed"), early.of("checkpoint")) == ([3], [6])
+    assert (early.of("checkpoint_failed"), early.of("checkpoint")) == ([3], [1, 2, 4, 5, 6])
+    (reason,) = early.of("checkpoint_failed", "reason")
+    assert reason == "No space left on device; earlier checkpoints are intact"
     full.add("step-00000006")
-    late = Case(tmp_path / "late")
-    assert late.error().startswith("the checkpoint at step 6 failed: No space left on device")
-    assert "is saved" not in late.events[-1]["reason"]
+    late = Case(tmp_path / "late", schedule=HookSchedule(checkpoint=every(4)))
+    assert late.error() == (
+        "the checkpoint at step 6 failed: No space left on device; earlier checkpoints are intact; free disk space "
+        "or fix the disk, then resume"
+    )
+
+
+def test_the_only_checkpoint_may_fail(tmp_path: Path, full: set[str]) -> None:
+    full.add("step-00000006")
+    only = Case(tmp_path)
+    message = "the checkpoint at step 6 failed: No space left on device; no checkpoint was ever saved: free disk "
+    message += "space or fix the disk, then start again"
+    assert only.error() == message
+    assert only.of("stop", "reason") == [message]
+
+
+def test_a_run_stops_if_its_first_save_fails(tmp_path: Path, full: set[str]) -> None:
+    """At step 3 the failure of step 2 is known; another attempt is made at the end of that step's successor."""
+    full.add("step-")
+    case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
+    message = case.error()
+    assert re.fullmatch(
+        r"the checkpoint at step 4 failed: No space left on device; no checkpoint was ever saved: free disk "
+        r"space or fix the disk, then start again",
+        message,
+    )
+    assert (case.of("checkpoint_failed"), case.of("stop")) == ([2, 4], [4])
+    assert case.saved() == []
+
+
+def test_the_last_attempt_of_a_run_that_stops_may_succeed(tmp_path: Path, full: set[str]) -> None:
+    full.add("step-00000001")
+    case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=lambda old, new: new.step == 1)))
+    assert case.error() == (
+        "the checkpoint at step 1 failed: No space left on device; free disk space or fix the disk, then resume "
+        "(step 3 is saved: --resume continues from there)"
+    )
+    assert case.saved() == ["step-00000003"]
+
+
+def test_a_run_may_continue_after_its_first_save_failed(tmp_path: Path, full: set[str]) -> None:
+    full.update({"step-00000002", "step-00000004"})
+    case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
+    case.driver.stop_if_first_save_fails = False
+    assert case.train().step == 6
+    assert (case.of("checkpoint_failed"), case.of("checkpoint")) == ([2, 4], [6])
+
+
+@pytest.mark.parametrize(("error", "stops"), [(NO_SPACE, True), (ProofError("another output"), False)])
+def test_an_export_that_cannot_be_written_before_the_first_checkpoint_stops_the_run(
+    tmp_path: Path, full: set[str], error: Exception, stops: bool
+) -> None:
+    """If it is written and only its verification fails, checkpoints can be written too."""
+
+    def export(*_: object) -> Path:
+        raise error
+
+    full.add("step-")
+    case = slowly(Case(tmp_path, hooks=RunHooks(export=export), schedule=HookSchedule(export=every(2))))
+    assert "no checkpoint was ever saved" in case.error()
+    assert case.of("stop") == [4 if stops else 6]
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (ProofError("its output differs by 1.0"), "resume"),
+        (ExportError("w contains NaN"), "resume"),
+        (PermissionError(13, "Permission denied"), "resume"),
+        (OSError(28, "No space left on device"), "free disk space or fix the disk, then resume"),
+        (
+            SafetensorError("I/O error: Disk quota exceeded (os error 122)"),
+            "free disk space or fix the disk, then resume",
+        ),
+    ],
+    ids=["proof", "weights", "permission", "full", "quota"],
+)
+def test_a_failed_export_says_what_to_do(tmp_path: Path, error: Exception, remedy: str) -> None:
+    """Only errors of the disk ask for disk space; the checkpoint is saved, and the export can be repeated."""
+
+    def export(*_: object) -> Path:
+        raise error
+
+    case = Case(tmp_path, hooks=RunHooks(export=export))
+    assert case.error() == (
+        f"the export at step 6 failed: {error}; the checkpoint is intact: {remedy}, or run "
+        f"`sd3-light export {tmp_path} OUT` (step 6 is saved: --resume continues from there)"
+    )
+    assert case.of("export_failed", "reason") == [str(error)]
+    assert case.saved() == ["step-00000006"]
+
+
+def test_a_failed_checkpoint_is_named_before_a_failed_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be exported from a checkpoint that was not written."""
+
+    def refuse(*_: Any) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    def export(*_: object) -> Path:
+        raise ProofError("its output differs by 1.0")
+
+    monkeypatch.setattr("sd3_light.checkpoint.background.write_part", refuse)
+    message = Case(tmp_path, hooks=RunHooks(export=export)).error()
+    assert message == (
+        "the checkpoint at step 6 failed: Permission denied; no checkpoint was ever saved: fix the cause, then "
+        "start again"
+    )
 
 
 def test_a_missing_export_is_written_after_a_resume(tmp_path: Path) -> None:

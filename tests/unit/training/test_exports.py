@@ -151,3 +151,12 @@ def test_a_pipeline_saves_a_whole_state_into_a_folder(
     assert specs[0].save_dtype == torch.float32
     assert specs[0].transformer_config["num_layers"] == 2
     assert set(written[0]) == set(pipeline.transformer.state_dict())
+
+
+def test_the_card_has_only_losses_that_are_finite(tmp_path: Path) -> None:
+    losses = {"a": 0.5, "b": "nan", "c": None, "d": "inf"}
+    events = [
+        {"event": "eval", "step": 2, "set": name, "weights": "ema", "flow": loss} for name, loss in losses.items()
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert module._losses(tmp_path / "log.jsonl", "ema", 2) == {"a": 0.5}

@@ -418,3 +418,22 @@ def test_a_run_that_is_asked_to_stop_saves_and_stops() -> None:
     hook = Hook("checkpoint", lambda a, b: requests.save, lambda progress: acted.append(progress.step))
     assert train(run(10, engine, requests=requests, hooks=[hook])).step == 3
     assert acted == [3]
+
+
+@pytest.mark.parametrize(
+    ("keys", "printed"),
+    [
+        ({"steps_per_print": 1}, [0, 1, 2, 3, 4, 5, 6, 7, 7]),
+        ({"steps_per_print": 3}, [0, 3, 6, 7, 7]),
+        ({"steps_per_print": 3, "logging_steps": 2}, [0, 4, 6, 7, 7]),
+        ({}, [0, 7]),
+    ],
+)
+def test_a_file_gets_a_line_every_steps_per_print(
+    capsys: pytest.CaptureFixture[str], keys: dict[str, Any], printed: list[int]
+) -> None:
+    """However fast the steps are; without it, lines come by time. The first and the last line are always printed."""
+    train(run(7, **keys))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train ")]
+    assert [int(line.split()[1].split("/")[0]) for line in lines] == printed
+    assert all("loss" in line for line in lines[1:])

@@ -2,10 +2,13 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from sd3_light.data.loader import LoadTimes
 from sd3_light.engines.protocol import StepNumbers, StepResult
 from sd3_light.flow.objective import BAND_NAMES, NUM_BANDS, sum_by_band
 from sd3_light.training import meter
@@ -93,3 +96,29 @@ def test_samples_are_sorted_into_bands_by_timestep() -> None:
     assert sums[:9].tolist() == [3, 4, 0, 0, 0, 8, 0, 0, 0]
     assert sums[9] != sums[9], "a non-finite loss stays in its band"
     assert (BAND_NAMES[0], BAND_NAMES[9]) == ("0.0-0.1", "0.9-1.0")
+
+
+def test_data_that_arrive_while_a_step_is_queued_are_waited_for(clock: list[float]) -> None:
+    """A step takes 5 s to queue, 3 of them until its data arrive."""
+    load = LoadTimes()
+    training_meter = Meter(load=load)
+    for _ in range(2):
+        with training_meter.launching():
+            clock[0] += 5
+            load.waited += 3
+        load.waited += 10  # outside of steps
+    assert training_meter.mark().clock.launched == pytest.approx(2 * 2)
+    assert training_meter.mark().clock.loaded == pytest.approx(2 * 13)
+
+
+def test_numbers_have_arrived_if_all_until_the_mark_have() -> None:
+    training_meter = Meter()
+    first: Any = SimpleNamespace(ready=False)
+    later: Any = SimpleNamespace(ready=False)
+    training_meter.add(1, first, 1, 1)
+    mark = training_meter.mark()
+    assert not training_meter.has_arrived(mark), "the step at the mark counts"
+    training_meter.add(2, later, 1, 1)
+    first.ready = True
+    assert training_meter.has_arrived(mark), "later steps do not"
+    assert not training_meter.has_arrived(training_meter.mark())

@@ -69,8 +69,9 @@ def test_the_progress_is_shown_and_the_samples_are_returned(loaded: Any, script:
     script(f"echo \"$@\" > arguments; echo output; echo '{json.dumps(STEP)}' > run/log.jsonl")
     with train_beside(loaded, ["max_steps=60"], "pretrain") as finish:
         assert finish() == 640
+    program = str(Path(journeys.__file__).with_name("__main__.py"))
     assert Path("arguments").read_text(encoding="utf-8").split() == (
-        ["-m", "sd3_light", "train", str(loaded.path), "--set=max_steps=60"]
+        ["-P", program, "train", str(loaded.path), "--set=max_steps=60"]
     )
     assert Path("run/console.txt").read_text(encoding="utf-8") == "output\n"
     last = capsys.readouterr().err.splitlines()[-1]

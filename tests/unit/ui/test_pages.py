@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from PIL import Image
 
 from sd3_light.checkpoint.lock import is_locked, locked_folder
 from sd3_light.config.faults import UserError
+from sd3_light.stages.report import run_log
 from sd3_light.ui import folders as folders_module
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
@@ -92,6 +94,28 @@ def test_a_log_is_read_again_only_after_a_change(runs: Path) -> None:
     with (runs / "first" / "log.jsonl").open("a") as log:
         log.write(json.dumps({"event": "stop", "step": 40, "reason": "save_quit", "time": 1.8e9 + 41}) + "\n")
     assert folders.report(runs / "first").status == "stopped at step 40: save_quit"
+
+
+def test_only_the_new_lines_of_a_log_are_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers: list[int] = []
+    parse = run_log.parse_event
+
+    def counting(path: Path, number: int, line: bytes) -> dict[str, Any]:
+        numbers.append(number)
+        return parse(path, number, line)
+
+    monkeypatch.setattr(run_log, "parse_event", counting)
+    folders, log = Folders([runs]), runs / "first" / "log.jsonl"
+    runs_page(folders)
+    for step in (41, 42):
+        num_lines = len(log.read_text().splitlines())
+        record = {"event": "step", "step": step, "samples": 4 * step, "loss": 0.5, "time": 1.8e9 + step}
+        with log.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        numbers.clear()
+        assert f"at step {step}" in ParsedPage(runs_page(folders)).text
+        run_page(folders, folder_id(runs / "first"))
+        assert set(numbers) == {num_lines + 1}
 
 
 def test_equal_names_have_different_ids(tmp_path: Path) -> None:

@@ -1,11 +1,15 @@
 """The server of `sd3-light ui`: routes, who may use them, starting and stopping runs, drawing."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,18 +18,20 @@ import pytest
 from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
 from sd3_light.training.requests import SAVE_QUIT
+from sd3_light.ui import playground as playground_module
 from sd3_light.ui.folders import folder_id
 from sd3_light.ui.processes import RunProcesses
 from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_pages import HOLD
-from tests.waiting import wait_until
+from tests.waiting import HANG_SECONDS, wait_until
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
 from starlette.testclient import TestClient
 
-from sd3_light.ui.server import Site, make_app, serve
+from sd3_light.ui import connections
+from sd3_light.ui.server import Site, make_app, make_server, serve
 
 HERE = "http://127.0.0.1:7860"
 DIGITS = "9" * 5000  # more than `int` parses
@@ -120,6 +126,24 @@ def test_with_a_token_every_request_needs_it(runs: Path) -> None:
     assert client.get("/").status_code == 200  # the client keeps the cookie
 
 
+@pytest.mark.parametrize("name", ["a" * 5000, "a" * 5000 + ".png", "a/" * 2500 + "b.png", "%00.png", "../" + "a" * 300])
+def test_a_name_that_no_file_can_have_is_not_found(client: TestClient, runs: Path, name: str) -> None:
+    run_id = folder_id(runs / "first")
+    paths = [f"/runs/{run_id}/sample?file={name}", f"/runs/{name}", f"/compare?run={name}", f"/samples?run={name}"]
+    paths += [f"/data/{name}", f"/data/{name}/image?shard={name}", f"/playground/images/{name}"]
+    for path in paths:
+        assert client.get(path).status_code == 404, path[:40]
+    assert client.get(f"/playground?run={name}").status_code == 200
+
+
+def test_names_that_are_not_utf8_are_shown_in_errors(tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/run-\xff"))
+    write_run(folder, steps=1)
+    reply = make_client(folder).get(f"/runs/{folder_id(folder)}/sample?file=x.png")
+    assert reply.status_code == 404
+    assert "is not a sample grid of" in reply.text
+
+
 def test_numbers_that_are_too_long_are_ignored(client: TestClient, runs: Path) -> None:
     path = f"/runs/{folder_id(runs / 'first')}/sample?file=samples/step-00000010.png"
     assert client.get(f"{path}&cell={DIGITS}").content == client.get(path).content
@@ -143,8 +167,6 @@ def test_a_token_that_no_cookie_can_hold_is_refused(runs: Path, token: str) -> N
 
 
 def test_a_port_in_use_is_a_user_error(runs: Path) -> None:
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"cannot listen on 127.0.0.1:{port}: .*; choose another --port"):
@@ -205,7 +227,7 @@ def test_a_started_run_that_fails_shows_why(failing: Path, monkeypatch: pytest.M
     assert "a process trains in" in again.text
     (failing.parent / "go").write_text("go\n")
     wait_until(lambda: "exit code 2: error: no model" in client.get(page).text, lambda: client.get(page).text)
-    assert f"-m sd3_light train {failing} --resume" in client.get(page).text
+    assert f"__main__.py train {failing} --resume" in client.get(page).text
 
 
 def test_a_copied_run_is_not_resumed_in_the_original(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +289,112 @@ def test_a_run_folder_as_model_is_loaded_again_after_a_new_export(
         (export / "model_index.json").touch()
         playground._load(tmp_path / "run", sample.SampleOptions(), None)  # type: ignore[arg-type]
     assert len(loaded) == 2
+
+
+def test_an_old_request_to_stop_does_not_stop_a_new_run(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = failing.parent / "run" / SAVE_QUIT
+    request.parent.mkdir()
+    request.touch()
+    present: list[bool] = []
+
+    def start(*_: object, **__: object) -> object:
+        present.append(request.exists())
+        return SimpleNamespace(poll=lambda: None)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    RunProcesses().start(failing, False)
+    assert present == [False]
+
+
+class Drawings:
+    """A playground whose models draw nothing: each load is recorded, and what drew each drawing."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        from sd3_light.stages import sample
+
+        self.loads: list[dict[str, Any]] = []
+        self.drawn_with: list[dict[str, Any]] = []
+        self.failure: Exception | None = None
+        drawings = self
+
+        class Model(sample.OpenModel):
+            def request(self, row: Any, seed: int) -> Any:
+                if drawings.failure is not None:
+                    raise drawings.failure
+                return SimpleNamespace(seed=seed)
+
+            def cut_prompts(self, requests: Any) -> list[str]:
+                return []
+
+            def draw(self, requests: Any, out: Path) -> Any:
+                drawings.drawn_with.append(self.pipe)  # type: ignore[arg-type]
+                yield list(requests)
+
+        def open_model(folder: Path, options: sample.SampleOptions, launch: Any) -> sample.OpenModel:
+            loras = [(lora.file.name, lora.strength) for lora in options.loras]
+            loaded = {"folder": folder, "loras": loras, "sampler": options.sampler, "dtype": options.dtype}
+            self.loads.append(loaded)
+            return Model(loaded, None, None, options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(sample, "open_model", open_model)
+        monkeypatch.setattr(playground_module, "set_main_process", lambda _: None, raising=False)
+        self.folder = folder / "model"
+        self.folder.mkdir()
+        (self.folder / "model_index.json").touch()
+        site = Site.of_folders([folder], [self.folder], folder / "out", lambda: None)  # type: ignore[arg-type, return-value]
+        self.playground = site.playground
+
+    def draw(self, **values: Any) -> str:
+        """Draw with these form values; return the error."""
+        form = {"models": [folder_id(self.folder)], "prompt": "a", "seeds": "0", **values}
+        drawing = self.playground.submit(form)
+        wait_until(lambda: drawing.is_done)
+        return drawing.error
+
+
+def test_a_model_is_loaded_again_with_other_adapters_or_precision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that is built into a loaded model: a drawing never uses one with other settings than its own."""
+    drawings = Drawings(tmp_path, monkeypatch)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.safetensors").touch()
+    plain = {"loras": [], "sampler": "euler", "dtype": "float32"}
+    forms: list[tuple[dict[str, str], dict[str, Any]]] = [
+        ({}, plain),
+        ({"loras": f"{tmp_path}/a.safetensors:0.5"}, {**plain, "loras": [("a.safetensors", 0.5)]}),
+        ({"loras": f"{tmp_path}/a.safetensors:0.7"}, {**plain, "loras": [("a.safetensors", 0.7)]}),
+        ({"loras": f"{tmp_path}/b.safetensors:0.7"}, {**plain, "loras": [("b.safetensors", 0.7)]}),
+        ({}, plain),
+        ({"sampler": "heun"}, {**plain, "sampler": "heun"}),
+        ({}, plain),
+        ({"dtype": "bfloat16"}, {**plain, "dtype": "bfloat16"}),
+    ]
+    for form, expected in forms:
+        for _ in range(2):
+            assert drawings.draw(**form) == ""
+            assert {name: drawings.drawn_with[-1][name] for name in plain} == expected
+    assert len(drawings.loads) == len(forms), "the second drawing of each uses the loaded model"
+    assert drawings.draw(steps="7", guidance="2", dtype="bfloat16") == ""
+    assert len(drawings.loads) == len(forms), "no weight depends on steps and guidance"
+
+
+def test_a_model_is_dropped_after_a_crash_and_kept_after_a_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What crashed may hold memory, or be in a wrong state."""
+    drawings = Drawings(tmp_path, monkeypatch)
+    assert drawings.draw() == ""
+    drawings.failure = UserError("width is wrong")
+    assert drawings.draw() == "width is wrong"
+    drawings.failure = None
+    assert drawings.draw() == ""
+    assert len(drawings.loads) == 1
+    drawings.failure = RuntimeError("CUDA out of memory")
+    assert drawings.draw() == "RuntimeError: CUDA out of memory"
+    drawings.failure = None
+    assert drawings.draw() == ""
+    assert len(drawings.loads) == 2
 
 
 def wait_for(client: TestClient, drawing: dict[str, Any]) -> dict[str, Any]:
@@ -343,6 +471,100 @@ def test_a_drawing_can_be_cancelled_while_it_waits(painter: TestClient, models: 
     assert (cancelled["status"], cancelled["images"]) == ("stopped", [])
 
 
+def test_a_drawing_can_be_cancelled_between_two_steps(painter: TestClient, models: list[Path]) -> None:
+    values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0-3", "steps": 1000}
+    path = f"/playground/drawings/{painter.post('/playground/drawings', json=values).json()['id']}"
+    wait_until(lambda: painter.get(path).json()["status"].startswith("drawing"))
+    assert painter.post(f"{path}/cancel").status_code == 200
+    cancelled = wait_for(painter, painter.get(path).json())
+    assert (cancelled["status"], cancelled["images"], cancelled["error"]) == ("stopped", [], "")
+
+
+class BusyPlayground:
+    """A playground whose first drawing waits in `prepare` until ``go`` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        self.started, self.go = Event(), Event()
+        self.site = Site.of_folders([folder], [DEMO], folder / "out", self.prepare)
+        self.client = TestClient(make_app(self.site), base_url=HERE)
+
+    def prepare(self) -> Any:
+        self.started.set()
+        assert self.go.wait(HANG_SECONDS)
+        raise UserError("no device")
+
+    def draw(self) -> Any:
+        values = {"models": [folder_id(DEMO)], "prompt": "a", "seeds": "0", "steps": 1}
+        return self.client.post("/playground/drawings", json=values)
+
+
+def test_waiting_drawings_are_limited_and_never_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playground_module, "MOST_WAITING", 5)
+    monkeypatch.setattr(playground_module, "_KEPT_DRAWINGS", 2)
+    busy = BusyPlayground(tmp_path)
+    first = busy.draw().json()["id"]
+    assert busy.started.wait(HANG_SECONDS)
+    waiting = [busy.draw().json()["id"] for _ in range(5)]
+    refused = busy.draw()
+    assert refused.status_code == 400
+    assert "5 drawings wait already; draw again when" in refused.json()["error"]
+    for number in (first, *waiting):
+        state = busy.client.get(f"/playground/drawings/{number}")
+        assert (state.status_code, state.json()["done"]) == (200, False)
+    cancelled = busy.client.post(f"/playground/drawings/{waiting[0]}/cancel").json()
+    assert (cancelled["done"], cancelled["status"]) == (True, "stopped")
+    waiting = [*waiting[1:], busy.draw().json()["id"]]
+    assert busy.draw().status_code == 400
+    busy.go.set()
+    ended = wait_for(busy.client, {"id": waiting[-1]})
+    assert ended["error"] == "no device"
+    last = busy.draw().json()["id"]  # of those that are done, the last two are kept
+    assert busy.client.get(f"/playground/drawings/{first}").status_code == 404
+    assert busy.client.get(f"/playground/drawings/{last}").status_code == 200
+
+
+def test_two_servers_share_a_folder(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sd3_light.engines import Launch
+    from sd3_light.sampling.png import read_png_facts
+    from sd3_light.stages import sample
+
+    out, first_free, others = tmp_path / "out", sample.first_free_number, [b"first", b"second"]
+    out.mkdir()
+
+    def other_server_is_faster(folder: Path) -> int:
+        number = first_free(folder)
+        if others:
+            (folder / f"{number:05d}.png").write_bytes(others.pop(0))
+        return number
+
+    monkeypatch.setattr(sample, "first_free_number", other_server_is_faster)
+    client = TestClient(make_app(Site.of_folders([tmp_path], models, out, Launch)), base_url=HERE)
+    values = {"models": [folder_id(models[0])], "prompt": "a", "steps": 1, "seeds": "0-3"}
+    drawing = wait_for(client, client.post("/playground/drawings", json=values).json())
+    assert drawing["error"] == ""
+    images = {image["name"]: int(image["seed"]) for image in drawing["images"]}
+    assert sorted(images.values()) == [0, 1, 2, 3]
+    assert {name: read_png_facts(out / name)["seed"] for name in images} == images
+    assert {path.read_bytes() for path in out.iterdir() if path.name not in images} == {b"first", b"second"}
+    assert len(list(out.iterdir())) == 6
+
+
+@pytest.mark.parametrize("name", ["prompt", "negative_prompt", "loras", "seeds"])
+def test_half_a_surrogate_pair_is_refused(painter: TestClient, models: list[Path], name: str) -> None:
+    values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0", name: "a \ud800 b"}
+    reply = painter.post("/playground/drawings", content=json.dumps(values))
+    assert reply.status_code == 400
+    assert f"{name} contains half of a surrogate pair" in reply.json()["error"]
+
+
+@pytest.mark.parametrize("lora", ["a" * 5000, "a\0b"])
+def test_a_lora_that_no_file_can_be_is_named(painter: TestClient, models: list[Path], lora: str) -> None:
+    values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0", "steps": 1, "loras": lora}
+    drawing = wait_for(painter, painter.post("/playground/drawings", json=values).json())
+    assert drawing["error"].startswith("LoRA a")
+    assert len(drawing["error"]) < 300
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -372,3 +594,82 @@ def test_values_that_are_not_valid_are_refused(
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"[" * 2000, b"\xff"])
 def test_a_body_that_is_not_an_object_is_refused(painter: TestClient, body: bytes) -> None:
     assert painter.post("/playground/drawings", content=body).status_code == 400
+
+
+# --- slow and foreign clients ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def address(runs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+    """Host and port of a running server that waits half a second for requests."""
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.5)
+    site = Site.of_folders([runs], [], runs / "playground", lambda: pytest.fail("no library is needed"))
+    server = make_server(make_app(site))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = Thread(target=server.run, args=([listening],))
+        thread.start()
+        wait_until(lambda: server.started)
+        yield listening.getsockname()
+        server.should_exit = True
+        thread.join()
+
+
+def received(connection: socket.socket) -> bytes:
+    """Return everything until the server closes the connection."""
+    connection.settimeout(HANG_SECONDS)
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+GET = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+POST = b"POST /start HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\nconfig="
+
+
+@pytest.mark.parametrize(
+    ("sent", "answer"),
+    [(b"", b""), (GET[:20], b""), (POST[:40], b""), (GET + GET[:9], b"200 OK"), (POST, b"did not arrive within")],
+    ids=["nothing", "half a GET", "half a head", "half a second request", "half a body"],
+)
+def test_a_request_that_does_not_arrive_is_given_up(address: tuple[str, int], sent: bytes, answer: bytes) -> None:
+    with socket.create_connection(address) as connection:
+        connection.sendall(sent)
+        reply = received(connection)
+    assert answer in reply
+    assert bool(reply) == bool(answer)
+
+
+def test_a_slow_request_that_arrives_is_answered(address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "REQUEST_SECONDS", HANG_SECONDS)
+    with socket.create_connection(address) as connection:
+        for start in range(0, len(GET), 10):
+            connection.sendall(GET[start : start + 10])
+            time.sleep(0.02)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_client_that_leaves_is_not_an_error_of_the_server(
+    address: tuple[str, int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for _ in range(3):
+        with socket.create_connection(address) as connection:
+            connection.sendall(POST)
+            time.sleep(0.05)
+    with socket.create_connection(address) as connection:
+        connection.sendall(GET)
+        received(connection)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_other_websites_can_link_to_pages_and_load_nothing(client: TestClient, runs: Path) -> None:
+    run = f"/runs/{folder_id(runs / 'first')}"
+    for site in ("cross-site", "same-site"):
+        link = {"sec-fetch-site": site, "sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
+        assert client.get("/", headers=link).status_code == 200
+        assert client.get("/data/any-id/inspect", headers=link).status_code == 403
+        for dest in ("image", "script", "iframe", "empty"):
+            headers = {"sec-fetch-site": site, "sec-fetch-dest": dest}
+            for path in ("/", run, f"{run}/sample?file=samples/step-00000010.png", "/data/any-id/inspect"):
+                assert client.get(path, headers=headers).status_code == 403
+    for site in ("same-origin", "none"):
+        headers = {"sec-fetch-site": site, "sec-fetch-dest": "image"}
+        assert client.get(f"{run}/sample?file=samples/step-00000010.png", headers=headers).status_code == 200
+        assert client.get("/data/any-id/inspect", headers=headers).status_code == 404, "the guard lets it pass"

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -452,3 +453,10 @@ def test_a_dataset_without_samples_has_an_empty_plan(cache: Path, tmp_path: Path
     (tmp_path / "images" / "a.png").write_bytes(b"")
     plan = plan_for(cache, tmp_path / "images")
     assert (plan.units, plan.counts.images, plan.counts.rejected) == ([], 0, {"no_caption": 1})
+
+
+def test_fingerprints_keep_their_parts_apart(tmp_path: Path) -> None:
+    """The end of one part and the begin of the next cannot be exchanged."""
+    rows = [SimpleNamespace(key=key, digest=digest, captions=("a",)) for key, digest in (("k1", "2d"), ("k12", "d"))]
+    first, second = (module.make_member(row, directory(tmp_path), "") for row in rows)  # type: ignore[arg-type]
+    assert first.fingerprint != second.fingerprint

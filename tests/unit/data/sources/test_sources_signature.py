@@ -131,14 +131,19 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "a new mask": lambda place: write_files(place / "masks", {"sub/b.png": b""}),
     "the default mask's time": lambda place: touch(place / "default.png"),
     "a link up": lambda place: (place / "set/up").symlink_to(place / "set"),
-    "a folder beside Parquet": lambda place: (place / "set/0").mkdir(),
+    "a caption file": lambda place: write_files(place / "set", {"a.caption": b""}),
+    "a caption file of another case": lambda place: write_files(place / "set", {"sub/c.TXT": b""}),
+    "a table of another name": lambda place: write_files(place / "set", {"sub/labels.csv": b""}),
+    "JSON lines of another name": lambda place: write_files(place / "set", {"labels.JSONL": b""}),
+    "a table of sd-scripts": lambda place: write_files(place / "set", {"meta_cap.json": b""}),
 }
 NO_CHANGES: dict[str, Callable[[Path], object]] = {
     "nothing": lambda place: None,
     "a hidden file": lambda place: touch(place / "set/.hidden.jpg"),
     "a file of another kind": lambda place: touch(place / "set/notes.md"),
     "a cache inside": lambda place: write_files(
-        place / "set", {"cache/1.safetensors": b"", "cache/manifest.json": b""}
+        place / "set",
+        {"cache/1.safetensors": b"", "cache/manifest.json": b"", "cache/rejects.jsonl": b"", "run/log.jsonl": b""},
     ),
     "an empty folder": lambda place: (place / "set/empty").mkdir(),
     "a mask that is none": lambda place: write_files(place / "masks", {"a.txt": b""}),

@@ -1,5 +1,6 @@
 """Shard stores: local folders, URLs (against an S3 server) and the disk cache of fetched shards."""
 
+import fcntl
 import hashlib
 import logging
 import multiprocessing
@@ -7,11 +8,13 @@ import os
 import pickle
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from email.utils import formatdate
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -648,6 +651,75 @@ def test_wrong_credentials(s3: S3, cache: Path) -> None:
     assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in text
 
 
+class Refusal(BaseHTTPRequestHandler):
+    """Answers like S3 to a machine whose clock is wrong; a HEAD request has no body."""
+
+    minutes = 0.0
+    code = "RequestTimeTooSkewed"
+
+    def do_HEAD(self) -> None:
+        self.send_response_only(403)
+        self.send_header("Date", formatdate(time.time() - 60 * self.minutes, usegmt=True))
+        body = f"<?xml version='1.0'?><Error><Code>{self.code}</Code><Message>No</Message></Error>".encode()
+        self.send_header("Content-Type", "application/xml")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_GET = do_HEAD  # noqa: N815 - the library's name
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("minutes", "code", "text"),
+    [
+        (60, "RequestTimeTooSkewed", "the clock of this machine is 60 minutes ahead"),
+        (-20, "RequestTimeTooSkewed", "the clock of this machine is 20 minutes behind"),
+        (-20, "AccessDenied", "the clock of this machine is 20 minutes behind"),
+        (0, "AccessDenied", "no permission"),
+        (8, "AccessDenied", "no permission"),
+    ],
+)
+def test_a_wrong_clock_is_named(s3: S3, monkeypatch: pytest.MonkeyPatch, minutes: float, code: str, text: str) -> None:
+    with web_server(type("Handler", (Refusal,), {"minutes": minutes, "code": code})) as address:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        error = error_of("s3://bucket/any")
+        with pytest.raises(protocols.RemoteForbidden) as of_head:
+            protocols.with_retries("s3://bucket/any", lambda files, path: files.info(path))
+    assert text in error
+    assert ("set the clock" in error) == ("AWS_ACCESS_KEY_ID" not in error)
+    assert text in str(of_head.value)
+
+
+def test_a_wrong_clock_is_named_by_the_code_of_the_store() -> None:
+    cause = OSError("skewed")
+    cause.response = {"Error": {"Code": "RequestTimeTooSkewed"}}  # type: ignore[attr-defined]
+    with (
+        pytest.raises(protocols.RemoteForbidden, match=r"the clock of this machine is wrong, .*; set the clock$"),
+        protocols.remote_errors("s3://bucket/any"),
+    ):
+        raise OSError(5, "Input/output error") from cause
+
+
+PORTAL = b"\n <!DOCTYPE html><html><body>Please log in</body></html>"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_login_page_instead_of_the_cache_is_named(s3: S3, cache: Path, tmp_path: Path) -> None:
+    (cache / "shards" / "shard-0.safetensors").write_bytes(PORTAL)
+    store = RemoteStore(s3.put(cache), tmp_path / "kept", 10**6)
+    with pytest.raises(UserError, match=r"shard-0.safetensors is an HTML page instead of the file: a login page or a"):
+        store.path(store.manifest.shards[0])
+    (cache / "manifest.json").write_bytes(PORTAL)
+    text = error_of(s3.put(cache))
+    assert "manifest.json is an HTML page instead of the file: a login page or a proxy answers" in text
+    assert "AWS_ENDPOINT_URL" in text
+    assert "sd3-light cache" not in text
+
+
 def test_no_credentials(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -737,3 +809,37 @@ def test_a_corrupted_cached_shard_is_fetched_again(
         CachedDataset(store).empty_text()
     monkeypatch.setenv("MASTER_PORT", "2")
     assert CachedDataset(store).empty_text().keys() == good.keys(), "fetched again at the next start"
+
+
+def test_a_fetched_file_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a power failure a complete name would otherwise contain zeros."""
+    disk, digest = DiskCache(tmp_path, 10 * SIZE), hashlib.sha256(content(0)).hexdigest()
+    events: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.replace
+
+    def synced(file: int) -> None:
+        events.append(("fsync", hashlib.sha256(os.pread(file, SIZE + 1, 0)).hexdigest()))
+        fsync(file)
+
+    def renamed(source: Any, target: Any) -> None:
+        events.append(("rename", Path(target).stem))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    disk.path(digest, SIZE, lambda file: file.write(content(0)))  # type: ignore[arg-type, return-value]
+    assert events == [("fsync", digest), ("rename", digest)]
+
+
+def test_a_process_forked_under_the_lock_does_not_keep_it(tmp_path: Path) -> None:
+    """The loader forks its workers while another thread may hold the lock; its file stays open in them."""
+    disk, done = DiskCache(tmp_path, 10 * SIZE), FORK.Event()
+    worker = FORK.Process(target=done.wait)
+    with disk._folder_lock():
+        worker.start()
+    try:
+        with (tmp_path / ".lock").open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        done.set()
+        worker.join()

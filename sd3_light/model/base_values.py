@@ -1,0 +1,108 @@
+"""What continued weights bring along: the timestep shift of their scheduler, and the text of unconditional samples."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sd3_light.config import ModelConfig, UserError
+from sd3_light.model.part_configs import FACTS_FILE, check_config, read_config, read_json
+from sd3_light.model.start import single_file_metadata, start_source
+
+_SMALLEST, _LARGEST = 0.001, 1000.0  # as in the config
+
+
+@dataclass(frozen=True)
+class _Base:
+    """The scheduler of continued weights and where it was found, and their text without a prompt."""
+
+    scheduler: Mapping[str, Any]
+    where: Path
+    uncond_text: str
+
+    @property
+    def is_dynamic(self) -> bool:
+        return bool(self.scheduler.get("use_dynamic_shifting"))
+
+    @property
+    def shift(self) -> float | None:
+        """The constant shift; None if the scheduler has another one, or none is known."""
+        shift = self.scheduler.get("shift")
+        if shift is None or self.is_dynamic:
+            return None
+        if not _SMALLEST <= shift <= _LARGEST:
+            raise UserError(f"{self.where}: its scheduler has shift {shift:g}; write model.shift, or download it again")
+        return float(shift)
+
+
+def with_base_values(model: ModelConfig) -> ModelConfig:
+    """Return the [model] table with the shift and `uncond_text` of the weights that the run continues.
+
+    Given values stay. Random weights have no shift, and zeros in place of text.
+    """
+    base = _read_base(model)
+    update: dict[str, Any] = {}
+    if model.uncond_text is None:
+        update["uncond_text"] = "zero" if base is None else base.uncond_text
+    if base is not None and not _has_shift(model):
+        update["shift"] = base.shift
+    return model.model_copy(update=update)
+
+
+def kept_scheduler(model: ModelConfig) -> dict[str, Any] | None:
+    """Return the scheduler config of continued weights if it shifts by resolution and [model] sets no other shift."""
+    base = None if _has_shift(model) else _read_base(model)
+    return dict(base.scheduler) if base is not None and base.is_dynamic else None
+
+
+def other_shift(model: ModelConfig) -> str | None:
+    """Return one line if a run trains with another shift than the weights that it continues; None otherwise."""
+    base = _read_base(model)
+    if base is None:
+        return None
+    if base.is_dynamic:
+        theirs, remedy = "shifts by resolution", "write flux_shift = true to train with such a shift"
+        is_same = model.flux_shift
+    elif base.shift is None:
+        return None
+    else:
+        theirs, remedy = f"has shift {base.shift:g}", f"leave it out to train and sample with {base.shift:g}"
+        is_same = not (model.flux_shift or model.sqrt_shift) and (model.shift or 1.0) == base.shift
+    own = f"model.shift = {model.shift or 1.0:g}"
+    for name in ("flux_shift", "sqrt_shift"):
+        own = f"model.{name} = true" if getattr(model, name) else own
+    return None if is_same else f"{own}, but the scheduler of {base.where} {theirs}; {remedy}"
+
+
+def _has_shift(model: ModelConfig) -> bool:
+    return model.shift is not None or model.flux_shift or model.sqrt_shift
+
+
+def _read_base(model: ModelConfig) -> _Base | None:
+    """Return what is known about the weights that a run continues; None for random ones.
+
+    A denoiser without its pipeline, or a single file of another program, gets the scheduler of `diffusers_path`.
+    """
+    source = start_source(model)
+    if source is None or not model.continues_weights:
+        return None
+    own = source.parent if source.name == "transformer" else source
+    metadata = single_file_metadata(source) if source.is_file() else {}
+    facts = metadata.get("facts", {})
+    if (own / FACTS_FILE).is_file():
+        facts = read_json(own / FACTS_FILE)
+    text = _uncond_text(facts)
+    scheduler = metadata.get("scheduler")
+    if isinstance(scheduler, dict) and scheduler:
+        check_config(scheduler, "scheduler", str(source))
+        return _Base(scheduler, source, text)
+    for folder in (own, model.diffusers_path):
+        if (folder / "scheduler" / "scheduler_config.json").is_file():
+            return _Base(read_config(folder / "scheduler", "scheduler"), folder, text)
+    return _Base({}, own, text)
+
+
+def _uncond_text(facts: Any) -> str:
+    """Return the text of unconditional samples that a model of sd3-light states; that of stock guidance otherwise."""
+    text = facts.get("text") if isinstance(facts, dict) else None
+    return "zero" if isinstance(text, dict) and text.get("uncond_text") == "zero" else "empty"

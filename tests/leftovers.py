@@ -1,0 +1,16 @@
+"""Temporary files as a killed process leaves them."""
+
+import subprocess
+from pathlib import Path
+
+from sd3_light.system import machine
+
+
+def leave(path: Path) -> Path:
+    """Create the temporary file of ``path`` that a process, which has ended, was writing."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{machine()}~{process.pid}~0.tmp")
+    temporary.write_bytes(b"half")
+    return temporary

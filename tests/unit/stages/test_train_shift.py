@@ -1,0 +1,175 @@
+"""Fine-tuning trains, samples and exports with the shift of its model; a resumed run keeps the values it began with."""
+
+import json
+import shutil
+import tomllib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.config import SIZES, ModelConfig
+from sd3_light.engines import Launch
+from sd3_light.stages import check, evaluate, train
+from sd3_light.stages.train import Resume, resume
+from sd3_light.training.model_facts import ModelFacts
+from sd3_light.training.samples import Sampler
+from sd3_light.world import write_dataset
+from tests.project import Project
+
+SAMPLING = '\n[sampling]\nprompts = ["a star"]\nevery_n_steps = 2\nsteps = 1\n'
+
+
+@pytest.fixture(autouse=True)
+def _without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+
+
+def set_scheduler(model: Path, **values: Any) -> None:
+    path = model / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.fixture
+def tuning(project: Project) -> Project:
+    """A project that continues a denoiser whose scheduler has shift 3, and names neither of the values."""
+    folder = project.folder / "base"
+    shutil.copytree(project.model, folder)
+    torch.manual_seed(0)
+    SD3Transformer2DModel(**SIZES["tiny2"].transformer_config()).save_pretrained(folder / "transformer")
+    set_scheduler(folder, shift=3.0)
+    text = project.train_toml.read_text()
+    lines = (f'diffusers_path = "{project.model}"', 'init = "random"', 'size = "tiny2"', 'uncond_text = "empty"')
+    for line in (*lines, 'train_type = "sd3_light_pretrain"'):
+        assert line in text
+        text = text.replace(f"{line}\n", "")
+    text = text.replace("[model]\n", f'[model]\ndiffusers_path = "{folder}"\n')
+    project.train_toml.write_text(text + SAMPLING)
+    project.model = folder
+    project.build_cache()
+    return project
+
+
+def model_table(project: Project) -> dict[str, Any]:
+    table: dict[str, Any] = tomllib.loads((project.run / "config.toml").read_text())["model"]
+    return table
+
+
+def exported(project: Project, step: int) -> tuple[dict[str, Any], str]:
+    """Return the scheduler and `uncond_text` of an export."""
+    folder = project.run / "exports" / f"step-{step:08d}"
+    scheduler = json.loads((folder / "scheduler/scheduler_config.json").read_text())
+    return scheduler, json.loads((folder / "sd3_light.json").read_text())["text"]["uncond_text"]
+
+
+def shift_line(project: Project, *keys: str) -> str | None:
+    loaded = project.load(*keys)
+    return dict(check.conclude(loaded.train, check.run(loaded), check.Target(on_cpu=True))).get("shift")
+
+
+def test_fine_tuning_has_the_shift_of_its_model(
+    tuning: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[float] = []
+    pipeline = Sampler._pipeline
+
+    def spy(sampler: Sampler, *size: int) -> Any:
+        pipe = pipeline(sampler, *size)
+        drawn.append(pipe.scheduler.config.shift)
+        return pipe
+
+    monkeypatch.setattr(Sampler, "_pipeline", spy)
+    assert shift_line(tuning) is None
+    train.run(tuning.load("max_steps=2"))
+    assert "shift:" not in capfd.readouterr().err
+    assert (model_table(tuning)["shift"], model_table(tuning)["uncond_text"]) == (3.0, "empty")
+    scheduler, text = exported(tuning, 2)
+    assert (scheduler["shift"], scheduler["use_dynamic_shifting"], text) == (3.0, False, "empty")
+    assert set(drawn) == {3.0}
+    given = tuning.copy(tuning.folder.with_name("given"), without=["run"])
+    train.run(given.load("max_steps=2", "model.shift=3.0", "model.uncond_text='empty'"))
+    assert given.losses() == tuning.losses()
+
+
+def test_another_shift_is_named(tuning: Project, capfd: pytest.CaptureFixture[str]) -> None:
+    line = f"model.shift = 1, but the scheduler of {tuning.model} has shift 3; leave it out to train and sample with 3"
+    assert shift_line(tuning, "model.shift=1.0") == line
+    train.run(tuning.load("max_steps=1", "model.shift=1.0"))
+    assert f"shift: {line}" in capfd.readouterr().err.splitlines()
+    assert exported(tuning, 1)[0]["shift"] == 1.0
+
+
+def test_pretraining_is_unchanged(project: Project) -> None:
+    assert "uncond_text" in project.train_toml.read_text()
+    project.train_toml.write_text(project.train_toml.read_text().replace('uncond_text = "empty"\n', ""))
+    train.run(project.load("max_steps=1"))
+    assert "shift" not in model_table(project)
+    assert model_table(project)["uncond_text"] == "zero"
+    assert (exported(project, 1)[0]["shift"], exported(project, 1)[1]) == (1.0, "zero")
+
+
+def test_a_dynamic_scheduler_is_exported_as_it_is(tuning: Project) -> None:
+    set_scheduler(tuning.model, use_dynamic_shifting=True, base_shift=0.25)
+    train.run(tuning.load("max_steps=1"))
+    scheduler, _ = exported(tuning, 1)
+    assert (scheduler["use_dynamic_shifting"], scheduler["base_shift"], scheduler["shift"]) == (True, 0.25, 3.0)
+    assert "shift" not in model_table(tuning)
+
+
+def test_a_resumed_run_keeps_its_values(tuning: Project, capfd: pytest.CaptureFixture[str]) -> None:
+    train.run(tuning.load("max_steps=1"))
+    set_scheduler(tuning.model, shift=5.0)
+    capfd.readouterr()
+    train.run(tuning.load("max_steps=2"), resume=Resume())
+    assert "using the checkpoint's model.shift = 3: a run keeps the values that it began with" in capfd.readouterr().err
+    assert exported(tuning, 2)[0]["shift"] == 3.0
+    train.run(tuning.load("max_steps=3", "model.shift=2.0"), resume=Resume())
+    assert exported(tuning, 3)[0]["shift"] == 2.0, "a given value is taken"
+    facts = ModelFacts.of(open_checkpoint(tuning.run / "checkpoints" / "step-00000003"))
+    assert (facts.shift, facts.uncond_text) == (2.0, "empty")
+
+
+def test_a_run_of_an_earlier_version_continues_without_a_shift(
+    tuning: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its checkpoint names neither value."""
+
+    def earlier(model: ModelConfig) -> ModelConfig:
+        return model.model_copy(update={"uncond_text": model.uncond_text or "zero"})
+
+    def earlier_facts(facts: ModelFacts) -> dict[str, Any]:
+        return {key: value for key, value in asdict(facts).items() if key in ("position_step", "trained_at")}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "with_base_values", earlier)
+        patch.setattr(ModelFacts, "as_dict", earlier_facts)
+        train.run(tuning.load("max_steps=2"))
+    whole = tuning.copy(tuning.folder.with_name("whole"), without=["run"])
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "with_base_values", earlier)
+        train.run(whole.load("max_steps=4"))
+    capfd.readouterr()
+    train.run(tuning.load("max_steps=4"), resume=Resume())
+    kept = 'model.shift = 1, model.uncond_text = "zero": a run keeps the values that it began with'
+    printed = capfd.readouterr().err
+    assert f"using the checkpoint's {kept}" in printed
+    assert "the config has changed since the checkpoint: max_steps = 4 (was 2)\n" in printed
+    assert tuning.losses() == whole.losses()
+    assert (exported(tuning, 4)[0]["shift"], exported(tuning, 4)[1]) == (1.0, "zero")
+    assert "shift" not in model_table(tuning)
+    assert model_table(tuning)["uncond_text"] == "zero"
+
+
+def test_validation_of_a_model_uses_the_same_shift(tuning: Project) -> None:
+    write_dataset(tuning.folder / "held_out", 4, seed=2)
+    (tuning.folder / "eval.toml").write_text('size_buckets = [[64, 64]]\n[[directory]]\npath = "held_out"\n')
+    keys = ("eval_datasets=['eval.toml']", "eval_micro_batch_size_per_gpu=8")
+    tuning.build_cache(*keys)
+    losses = evaluate.validation_losses(tuning.load(*keys), tuning.model, Launch())
+    given = evaluate.validation_losses(tuning.load(*keys, "model.shift=3.0"), tuning.model, Launch())
+    other = evaluate.validation_losses(tuning.load(*keys, "model.shift=1.0"), tuning.model, Launch())
+    assert losses == given != other

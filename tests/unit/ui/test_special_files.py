@@ -1,0 +1,96 @@
+"""Special files in run folders from others: every page answers, and the server ends whatever a page does."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from sd3_light.ui.folders import folder_id
+from tests.special_files import SPECIAL, replace
+
+pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
+pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
+
+from sd3_light.ui.processes import RunProcesses
+from tests.unit.ui.test_server import make_client
+
+SAMPLE = "samples/step-00000010.png"
+HANGING = """
+import sys, time
+from pathlib import Path
+from sd3_light.ui import server
+
+def hang(folders):
+    print("hangs", flush=True)
+    while True:
+        time.sleep(1)
+
+server._END_SECONDS = 1.0
+server.runs_page = hang
+site = server.Site.of_folders([Path(sys.argv[1])], [], Path(sys.argv[1]) / "playground", lambda: None)
+server.serve(site, "127.0.0.1", 0, None, lambda address: print(address, flush=True))
+"""
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_every_page_answers_beside_special_files(runs: Path, kind: str) -> None:
+    """One run has such a file in the place of each of its files; the other is shown as usual."""
+    for name in ("config.toml", "console.txt", ".lock", SAMPLE):
+        replace(runs / "first" / name, kind)
+    (runs / "logless").mkdir()
+    replace(runs / "logless" / "log.jsonl", kind)
+    client, run_id, logless = make_client(runs), folder_id(runs / "first"), folder_id(runs / "logless")
+    for path in ("/", f"/runs/{run_id}", f"/compare?run={run_id}", f"/samples?run={run_id}", "/playground", "/data"):
+        reply = client.get(path)
+        assert reply.status_code == 200, path
+        assert "step" in reply.text or "/playground" in path or "/data" in path
+    assert client.get(f"/runs/{run_id}/sample?file={SAMPLE}").status_code == 404
+    assert client.get(f"/runs/{logless}").status_code in (200, 404)
+    for action in ("stop", "resume"):
+        assert client.post(f"/runs/{run_id}/{action}").status_code == 400, action
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "socket", "loop", "link"])
+def test_the_console_of_a_started_run_replaces_special_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A link to another file is replaced, and that file stays as it is."""
+    other, console = tmp_path / "other", tmp_path / "run" / "console.txt"
+    other.write_text("not for training\n")
+    console.parent.mkdir()
+    console.symlink_to(other) if kind == "link" else replace(console, kind)
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho printed\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    processes = RunProcesses()
+    processes._start(tmp_path / "train.toml", False, console.parent)
+    processes._started[console.parent].wait(60)
+    assert processes.console(console.parent) == "printed\n"
+    assert other.read_text() == "not for training\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_server_ends_while_a_page_hangs(tmp_path: Path, number: signal.Signals) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(HANGING)
+    command = [sys.executable, str(script), str(tmp_path)]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    try:
+        assert server.stdout is not None
+        address = server.stdout.readline().strip()
+        with socket.create_connection(("127.0.0.1", urlsplit(address).port or 0)) as connection:
+            connection.sendall(f"GET / HTTP/1.1\r\nHost: {urlsplit(address).netloc}\r\n\r\n".encode())
+            assert server.stdout.readline() == "hangs\n"
+            server.send_signal(number)
+            assert server.wait(60) in ((0,) if number == signal.SIGINT else (-number, 128 + number))
+    finally:
+        server.kill()
+        server.wait()
