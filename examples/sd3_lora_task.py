@@ -19,9 +19,8 @@ def encode_text(module, prompt):
 
 class Sd3Lora(tasks.DiffusionTrainingModule):
     def __init__(self, pipe):
-        units = [tasks.EncodeImage(), encode_text, tasks.DrawLatent()]
-        loss = tasks.FlowMatchSFTLoss(shift=pipe.scheduler.config.shift)  # 3 for SD3 and SD3.5
-        super().__init__(pipe.transformer, units, loss, reads=("text", "pooled"))
+        units, shift = [tasks.EncodeImage(), encode_text, tasks.DrawLatent()], pipe.scheduler.config.shift
+        super().__init__(pipe.transformer, units, tasks.FlowMatchSFTLoss(shift=shift), reads=("text", "pooled"))
         self.pipe, self.vae = pipe, pipe.vae
         self.encoders = torch.nn.ModuleList([pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3])
         self.train_adapter(rank=8, target_modules=["attn.to_*", "attn.add_*_proj"])
