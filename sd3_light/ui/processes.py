@@ -71,9 +71,8 @@ class RunProcesses:
     def notes(self, folder: Path) -> list[str]:
         """Return a note if the run that was started here in a folder is not training yet, or has failed."""
         if self.is_starting(folder):
-            return [
-                "The run is starting: it loads libraries, and caches what is missing. The console shows how far it is."
-            ]
+            console = " The console shows how far it is." if self.console(folder) else ""  # empty at first
+            return [f"The run is starting: it loads libraries, and caches what is missing.{console}"]
         process = self._started.get(folder)
         code = None if process is None else process.poll()
         if code in (None, 0, RESUMABLE, -signal.SIGTERM):

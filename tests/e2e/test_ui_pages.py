@@ -1,6 +1,8 @@
 """The pages of `sd3-light ui` in a real browser, served by the real server."""
 
 import json
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +92,33 @@ def test_a_run_updates_itself_and_keeps_what_the_reader_set(browser: Browser, se
     )
     assert browser.evaluate("document.querySelectorAll('.grids figure').length") == 6
     assert browser.evaluate("document.querySelector('#samples details').open") is True
+
+
+def test_a_run_that_fails_while_it_is_watched_says_why(
+    browser: Browser, server: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "no_images"\n')
+    model = '[model]\ndiffusers_path = "no_model"\ntrain_type = "sd3_light_pretrain"\nsize = "tiny2"\n'
+    top = 'output_dir = "run"\ndataset = "data.toml"\nmax_steps = 2\nsave_every_n_steps = 2\n'
+    (tmp_path / "train.toml").write_text(top + model)
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\nread -r _ < "$(dirname "$0")/go"\necho "error: no model"\nexit 2\n')
+    fake.chmod(0o755)
+    os.mkfifo(tmp_path / "go")
+    monkeypatch.setattr(sys, "executable", str(fake))
+    browser.open_address(server)
+    browser.evaluate(
+        f"(() => {{ document.querySelector('[name=config]').value = {json.dumps(str(tmp_path / 'train.toml'))};"
+        " document.querySelector('#start button').click(); })()"
+    )
+    notes = "(document.querySelector('main .notes')?.textContent ?? '')"
+    wait_for(browser, f"{notes}.includes('The run is starting')")
+    assert browser.evaluate(f"{notes}.includes('console')") is False
+    browser.evaluate("window.notReloaded = true")
+    (tmp_path / "go").write_text("go\n")
+    wait_for(browser, f"{notes}.includes('exit code 2: error: no model')")
+    assert browser.evaluate(f"{notes}.includes('The run is starting')") is False
+    assert browser.evaluate("window.notReloaded") is True
 
 
 def test_images_appear_in_the_playground_and_their_settings_return(browser: Browser, server: str) -> None:

@@ -37,10 +37,11 @@ const update = async () => {
   try {
     if (!document.hidden) {
       const reply = await fetch(location.href, { cache: 'no-store', headers: tag ? { 'If-None-Match': tag } : {} });
-      if (reply.status === 200) {
+      if (reply.status !== 304) {
         tag = reply.headers.get('ETag') ?? '';
         const page = new DOMParser().parseFromString(await reply.text(), 'text/html');
-        showFresh(parts(page.querySelector('main')));
+        const main = page.querySelector('main');  // also of an error, which says why the page cannot be shown
+        if (main) showFresh(parts(main));
       }
       delete document.body.dataset.offline;
     }

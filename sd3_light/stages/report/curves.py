@@ -17,12 +17,12 @@ Point = tuple[float, float]
 
 
 class Bin(NamedTuple):
-    """Consecutive records of a curve; ``count`` of their values are finite."""
+    """Consecutive records of a curve; ``size`` of their values are finite."""
 
-    index: int
+    number: int
     first_x: float
     last_x: float
-    count: int
+    size: int
     total: float
     low: Point
     high: Point
@@ -30,16 +30,16 @@ class Bin(NamedTuple):
     nonfinite: float | None
     """The first x of a value that is not finite."""
 
-    def joined(self, later: "Bin", index: int) -> "Bin":
+    def joined(self, later: "Bin", number: int) -> "Bin":
         """Return this bin and a later one as one bin."""
         nonfinite = later.nonfinite if self.nonfinite is None else self.nonfinite
-        if not self.count or not later.count:
-            return (self if self.count else later)._replace(index=index, nonfinite=nonfinite)
+        if not self.size or not later.size:
+            return (self if self.size else later)._replace(number=number, nonfinite=nonfinite)
         return Bin(
-            index,
+            number,
             self.first_x,
             later.last_x,
-            self.count + later.count,
+            self.size + later.size,
             self.total + later.total,
             later.low if later.low[1] < self.low[1] else self.low,
             later.high if later.high[1] > self.high[1] else self.high,
@@ -58,17 +58,17 @@ class Curve:
     @property
     def x(self) -> list[float]:
         """The middle of each bin."""
-        return [(each.first_x + each.last_x) / 2 for each in self.bins if each.count]
+        return [(each.first_x + each.last_x) / 2 for each in self.bins if each.size]
 
     @property
     def mean(self) -> list[float]:
         """The mean of each bin."""
-        return [each.total / each.count for each in self.bins if each.count]
+        return [each.total / each.size for each in self.bins if each.size]
 
     @property
     def extremes(self) -> list[Point]:
         """The lowest and the highest point of each bin, in the order of x."""
-        return [point for each in self.bins if each.count for point in sorted({each.low, each.high})]
+        return [point for each in self.bins if each.size for point in sorted({each.low, each.high})]
 
     @property
     def nonfinite(self) -> list[float]:
@@ -78,7 +78,7 @@ class Curve:
     @property
     def last(self) -> float:
         """The last finite value."""
-        return next((each.last for each in reversed(self.bins) if each.count), math.nan)
+        return next((each.last for each in reversed(self.bins) if each.size), math.nan)
 
     @property
     def points(self) -> list[Point]:
@@ -132,10 +132,10 @@ class CurveBuilder:
 
     def _join_pairs(self) -> None:
         for name, bins in self._bins.items():
-            pairs = [(index, list(pair)) for index, pair in groupby(bins, key=lambda each: each.index // 2)]
+            pairs = [(number, list(pair)) for number, pair in groupby(bins, key=lambda each: each.number // 2)]
             self._bins[name] = [
-                pair[0].joined(pair[1], index) if len(pair) == 2 else pair[0]._replace(index=index)
-                for index, pair in pairs
+                pair[0].joined(pair[1], number) if len(pair) == 2 else pair[0]._replace(number=number)
+                for number, pair in pairs
             ]
         self._num_bins //= 2
         self._bin_size *= 2
@@ -165,7 +165,7 @@ class CurveBuilder:
                 yield title, [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _make_bin(index: int, xs: list[float], ys: list[Any]) -> Bin:
+def _make_bin(number: int, xs: list[float], ys: list[Any]) -> Bin:
     try:
         total, lowest, highest = sum(ys), min(ys), max(ys)
     except TypeError:  # the log writes nan and the infinities as strings
@@ -176,9 +176,9 @@ def _make_bin(index: int, xs: list[float], ys: list[Any]) -> Bin:
         nonfinite = next((x for x, y in pairs if not abs(y) < _LARGEST), None)
         finite = [(x, y) for x, y in pairs if abs(y) < _LARGEST]
         if not finite:
-            return Bin(index, xs[0], xs[-1], 0, 0.0, (0.0, 0.0), (0.0, 0.0), math.nan, nonfinite)
+            return Bin(number, xs[0], xs[-1], 0, 0.0, (0.0, 0.0), (0.0, 0.0), math.nan, nonfinite)
         xs, ys = [x for x, _ in finite], [y for _, y in finite]
         total, lowest, highest = sum(ys), min(ys), max(ys)
     low, high = ys.index(lowest), ys.index(highest)
     last = float(ys[-1])
-    return Bin(index, xs[0], xs[-1], len(ys), total, (xs[low], ys[low]), (xs[high], ys[high]), last, nonfinite)
+    return Bin(number, xs[0], xs[-1], len(ys), total, (xs[low], ys[low]), (xs[high], ys[high]), last, nonfinite)

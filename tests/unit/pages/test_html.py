@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import math
+import xml.etree.ElementTree as ET
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,3 +180,17 @@ def test_an_open_bin_is_labelled_with_a_plus() -> None:
     html = macro("histogram", "histogram")(SimpleNamespace(title="", summary="", unit="words", bins=bins))
     assert "<span>22</span>" in html
     assert "<span>23+</span>" in html
+
+
+def test_notes_are_in_the_part_of_the_page_that_updates_itself() -> None:
+    """A note that comes or goes must not change the number of parts: the reader's settings are kept by part."""
+
+    def parts(notes: list[str]) -> list[str]:
+        page = render_template("error.html", notes=notes, served="/", live=True)
+        main = ET.fromstring(page[page.index("<main") : page.index("</main>") + len("</main>")])
+        assert "a note" not in page[: page.index("<main")]
+        assert "a note" not in page[page.index("</main>") :]
+        assert ("a note" in "".join(main.itertext())) == bool(notes)
+        return [part.tag for part in main]
+
+    assert parts(["a note"]) == parts(["a note", "another"]) == parts([]) == ["div", "p"]

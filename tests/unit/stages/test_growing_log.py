@@ -91,7 +91,7 @@ def test_a_long_log_stays_short_as_it_grows(tmp_path: Path) -> None:
         total += size
         loss = reader.read().steps["loss"]
         assert len(loss.x) <= 2 * NUM_BINS
-        assert sum(each.count for each in loss.bins) == total
+        assert sum(each.size for each in loss.bins) == total
         assert sum(each.total for each in loss.bins) == sum(event["loss"] for event in steps(1, total))
     spike = {**next(steps(total + 1, total + 1)), "loss": 99.0}
     append(tmp_path, lines([spike, *steps(total + 2, total + 9)]))
@@ -105,7 +105,7 @@ def test_bins_that_lack_a_field_are_joined_with_their_neighbours() -> None:
     loss, few = builder.curves["loss"], builder.curves["rare"]
     assert loss.bin_size == 4
     assert (len(loss.x), loss.nonfinite) == (NUM_BINS, [9])
-    assert sum(each.count for each in few.bins) == 4 * NUM_BINS / 5
+    assert sum(each.size for each in few.bins) == 4 * NUM_BINS / 5
     assert few.x == sorted(few.x)
 
 

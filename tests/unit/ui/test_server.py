@@ -212,6 +212,26 @@ def failing(tmp_path: Path) -> Path:
     return config
 
 
+def notes_of(client: TestClient, path: str) -> str:
+    """Return the notes of a page, from the part that the open page updates."""
+    main = client.get(path).text.partition("<main")[2].partition("</main>")[0]
+    return main.partition('role="note">')[2].partition("</div>")[0]
+
+
+def test_the_console_is_mentioned_once_it_has_a_text(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = failing.parent / "python"
+    fake.write_text("#!/bin/sh\necho loading\nexec sleep 600\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    client = make_client(failing.parent)
+    page = client.post("/start", data={"config": str(failing)}).headers["location"]
+    try:
+        wait_until(lambda: "The console shows how far it is." in notes_of(client, page))
+        assert "<summary>Console</summary>" in client.get(page).text
+    finally:
+        client.post(f"{page}/stop")
+
+
 def test_a_started_run_that_fails_shows_why(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = failing.parent / "python"
     fake.write_text('#!/bin/sh\nread -r _ < "$(dirname "$0")/go"\necho "$@"\necho "error: no model"\nexit 2\n')
@@ -222,11 +242,13 @@ def test_a_started_run_that_fails_shows_why(failing: Path, monkeypatch: pytest.M
     reply = client.post("/start", data={"config": str(failing), "resume": "resume"})
     page = f"/runs/{folder_id(failing.parent / 'run')}"
     assert (reply.status_code, reply.headers["location"]) == (303, page)
-    assert "The run is starting" in client.get(page).text
+    assert "The run is starting" in notes_of(client, page)
+    assert "console" not in notes_of(client, page).lower(), "it is empty"
     again = client.post("/start", data={"config": str(failing)})
     assert "a process trains in" in again.text
     (failing.parent / "go").write_text("go\n")
-    wait_until(lambda: "exit code 2: error: no model" in client.get(page).text, lambda: client.get(page).text)
+    wait_until(lambda: "exit code 2: error: no model" in notes_of(client, page), lambda: client.get(page).text)
+    assert "The run is starting" not in client.get(page).text
     assert f"__main__.py train {failing} --resume" in client.get(page).text
 
 
