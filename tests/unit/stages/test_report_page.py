@@ -197,3 +197,10 @@ def test_speed_is_per_process_on_a_cpu(written: Written, tmp_path: Path, device:
     page = (tmp_path / "pages" / "page.html").read_text(encoding="utf-8")
     assert f"TFLOP/s per {unit}" in page
     assert ("All GPUs together" in page, "the GPU waited" in page) == (unit == "GPU", unit == "GPU")
+
+
+@pytest.mark.parametrize("config", ["sampling = 3", "[sampling]\nprompts = 5", "a = " + "[" * 5000, "[[sampling]]"])
+def test_a_config_of_other_types_is_shown_without_prompts(written: Written, tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.toml").write_text(config)
+    page, _ = written([*run(3), grid(tmp_path, 1)])
+    assert "config.toml, as resolved by the run" in page.text
