@@ -104,10 +104,11 @@ def _facts(report: RunReport) -> list[tuple[str, str, str]]:
 def _prompts(config: str) -> list[str]:
     """Return the sampling prompts of the config; none where it cannot be parsed."""
     try:
-        prompts = tomllib.loads(config).get("sampling", {}).get("prompts", [])
-    except tomllib.TOMLDecodeError:
+        sampling = tomllib.loads(config).get("sampling")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return []
-    return [str(prompt) for prompt in prompts]
+    prompts = sampling.get("prompts") if isinstance(sampling, dict) else None
+    return [str(prompt) for prompt in prompts] if isinstance(prompts, list) else []
 
 
 def _read_config(folder: Path, notes: list[str]) -> str:
