@@ -199,7 +199,6 @@ def test_speed_is_per_process_on_a_cpu(written: Written, tmp_path: Path, device:
     assert ("All GPUs together" in page, "the GPU waited" in page) == (unit == "GPU", unit == "GPU")
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -212,10 +211,10 @@ def test_a_run_in_progress_has_no_end(written: Written, tmp_path: Path, more: li
     start = {"event": "start", "step": 0, "total": 2}
     written([start, {"event": "step", "step": 1, "loss": 0.5, "time": 1.8e9 + 7}, *more])
     assert expected in (tmp_path / "pages" / "page.html").read_text()
-=======
+
+
 @pytest.mark.parametrize("config", ["sampling = 3", "[sampling]\nprompts = 5", "a = " + "[" * 5000, "[[sampling]]"])
 def test_a_config_of_other_types_is_shown_without_prompts(written: Written, tmp_path: Path, config: str) -> None:
     (tmp_path / "config.toml").write_text(config)
     page, _ = written([*run(3), grid(tmp_path, 1)])
     assert "config.toml, as resolved by the run" in page.text
->>>>>>> pages
