@@ -28,7 +28,7 @@ from sd3_light.stages import train
 from sd3_light.system import usable_cores
 from sd3_light.training.background_saves import newest_usable
 from sd3_light.training.requests import SAVE_QUIT
-from sd3_light.training.samples import DenoiseFeatures, Sampler
+from sd3_light.training.samples import Denoise, Sampler
 from sd3_light.world import Prompt, draw_prompts
 from sd3_light.world.judge import Verdict
 
@@ -170,7 +170,7 @@ class ScoredRun:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / SAVE_QUIT).touch()
 
-    def _score(self, progress: Progress, sampler: Sampler, denoise: DenoiseFeatures) -> None:
+    def _score(self, progress: Progress, sampler: Sampler, denoise: Denoise) -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         paused = time.monotonic()

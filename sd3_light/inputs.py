@@ -28,7 +28,7 @@ _LONGEST_PATH = 4095  # bytes, PATH_MAX of Linux
 
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading. A pipe, device, socket or folder is an OSError, and never waits for a writer."""
-    return os.fdopen(regular_handle(path, os.O_RDONLY), "rb")
+    return open(path, "rb", opener=regular_handle)
 
 
 def regular_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:

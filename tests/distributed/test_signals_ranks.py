@@ -71,7 +71,7 @@ def test_both_ranks_stop_if_the_first_save_fails(project: Project) -> None:
         (live.run / "save").touch()
         assert live.end() != 0
     (stop,) = live.log.read("stop")
-    assert "no checkpoint was ever saved: free disk space or fix the disk, then start again" in stop["reason"]
+    assert "no checkpoint was ever saved: fix the cause, then start again" in stop["reason"]
     assert live.output.count(f"error: {stop['reason']}") == 2, live.output
     assert "exitcode  : 2" in live.output
     assert leftovers(project.run) == []

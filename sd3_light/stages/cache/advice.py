@@ -57,14 +57,18 @@ def warn_of_full_disk(title: str, folder: Path, plan: CachePlan, units: Sequence
     """Print that the shards to encode do not fit on the disk; files that they replace count as free."""
     text = text_shape(model.diffusers_path, model.t5_max_length, model.text_tokens == "real")
     channels, _ = vae_shape(model.diffusers_path)
-    members = [member for _, member in _spread(plan, MAX_CAPTIONS)]
-    captions = sum(len(member.captions) for member in members) / len(members) * caption_bytes(text).value
-    masked = any(member.row.mask for member in members)
+    members = captions = 0
+    masked = False
+    for _, member in _spread(plan, MAX_CAPTIONS):
+        members += 1
+        captions += len(member.captions)
+        masked = masked or bool(member.row.mask)
+    text_bytes = captions / members * caption_bytes(text).value
     needed = 0.0
     replaced = 0
     for unit in units:
         pixels = latent_pixels(unit.bucket.width, unit.bucket.height)
-        needed += unit.count * (image_bytes(pixels, 2 if unit.flip else 1, masked, channels).value + captions)
+        needed += unit.count * (image_bytes(pixels, 2 if unit.flip else 1, masked, channels).value + text_bytes)
         path = folder / SHARDS / unit.file
         replaced += path.stat().st_size if path.is_file() else 0
     size = f"{text.at_most}{format_bytes(round(needed))}"

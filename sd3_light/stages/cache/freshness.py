@@ -1,6 +1,5 @@
 """The state of a cache compared with its plan: fresh, stale and missing samples, and orphaned files."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.shards import read_origins
-from sd3_light.inputs import lines_of, open_regular, require_regular
+from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import ResultTable, info
 from sd3_light.stages.cache.number_set import NumberSet
@@ -100,8 +99,11 @@ def planned_shards(folder: Path, plan: CachePlan) -> tuple[list[ShardEntry], boo
 
 def _undecoded(shards: Path) -> set[str]:
     """Return the keys of images that earlier builds could not decode."""
-    files = shards.glob("*.rejects.jsonl")
-    return {json.loads(line)["key"] for file in files for line in file.read_text(encoding="utf-8").splitlines()}
+    keys = set()
+    for path in shards.glob("*.rejects.jsonl"):
+        with open_regular(path) as file:
+            keys |= {parse_json(line)["key"] for line in lines_of(file)}
+    return keys
 
 
 def mark_damaged(state: CacheState) -> None:

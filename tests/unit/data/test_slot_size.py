@@ -106,9 +106,9 @@ def test_memory_for_batches_is_pinned_and_allocated_once(
     slots = 2 * 2 + 1 + 1
     longest = 0
     for _, step in zip(range(3 * SAMPLES // BATCH), steps, strict=False):
-        ((features, _),) = step
-        longest = max(longest, *features[2 if residence != "device" else 4].shape[1:2])
-        del step, features
+        (batch,) = step
+        longest = max(longest, batch["t5_rows" if residence == "device" else "prompt"].shape[1])
+        del step, batch
     wait_until(lambda: len(pins) >= slots)
     assert longest == LONGEST
     assert len(pins) == slots, pins

@@ -228,7 +228,7 @@ def test_minutes_count_over_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     state = start(tmp_path, steps=None, minutes=1, evaluate_every=1000).run(lambda: None)
     assert state.step > 8
     assert 60 * 0.9 < state.seconds < 60 * 1.2
-    assert next(clock) < 60 * 1.3
+    assert next(clock) < 60 * 1.5, "not twice the time"
 
 
 def test_the_state_is_saved_every_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

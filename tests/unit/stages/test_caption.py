@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
@@ -218,6 +219,9 @@ def test_pickles_and_other_folders_are_refused(model: Path, data: Path, tmp_path
     with pytest.raises(UserError, match=r"no \.safetensors file; other formats are not read"):
         caption.run(data, str(tmp_path), SHORT)
     (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        caption.run(data, str(tmp_path), SHORT)
+    save_file({"weight": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match="not a usable image-text-to-text model"):
         caption.run(data, str(tmp_path), SHORT)
     assert not (data.parent / "images" / caption.DONE).exists()

@@ -247,7 +247,7 @@ def test_an_error_aborts_the_process_group(tmp_path: Path, monkeypatch: pytest.M
 def test_a_failed_save_is_reported_at_once_and_the_next_one_may_succeed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    full = {"step-00000001"}
+    full = {"step-00000002"}
 
     def write(folder: Path, *args: Any) -> int:
         if any(name in str(folder) for name in full):
@@ -259,7 +259,7 @@ def test_a_failed_save_is_reported_at_once_and_the_next_one_may_succeed(
     assert (tmp_path / "whole" / "step-4.safetensors").is_file()
     failed = next(at for at, event in enumerate(events) if event["event"] == "checkpoint_failed")
     assert failed < next(at for at, event in enumerate(events) if event["event"] == "step" and event["step"] == 4)
-    assert "the checkpoint at step 1 failed: No space left on device" in capsys.readouterr().err
+    assert "the checkpoint at step 2 failed: No space left on device" in capsys.readouterr().err
     settings: dict[str, Any] = {"draw": lambda model: 1 // 0, "draw_steps": 3, "checkpoint_steps": 1}
     assert "(step 3 is saved: resume=True" in error_of(lambda: run(tmp_path / "broken", **settings))
     full.add("step-00000004")

@@ -238,7 +238,7 @@ def test_waits_after_excluded_work_do_not_count(monkeypatch: pytest.MonkeyPatch)
     assert record["data_wait"] == 0
 
 
-def test_a_record_counts_the_waits_of_its_own_steps() -> None:
+def test_a_record_counts_the_waits_of_the_steps_it_covers() -> None:
     device = Device(data=0, launch=3, work=20)
     gaps = DeviceGaps(device.mark)
     for number in range(1, 7):

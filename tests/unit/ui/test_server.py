@@ -348,9 +348,9 @@ class Drawings:
             def cut_prompts(self, requests: Any) -> list[str]:
                 return []
 
-            def draw(self, requests: Any, out: Path) -> Any:
+            def draw(self, requests: Any, out: Path, **options: Any) -> Any:
                 drawings.drawn_with.append(self.pipe)  # type: ignore[arg-type]
-                yield list(requests)
+                yield {number: out / f"{number}.png" for number in requests}
 
         def open_model(folder: Path, options: sample.SampleOptions, launch: Any) -> sample.OpenModel:
             loras = [(lora.file.name, lora.strength) for lora in options.loras]
