@@ -101,11 +101,19 @@ def disk_error(error: OSError) -> str | None:
 
 
 def disk_remedy(error: BaseException) -> str:
-    """Return what to do about a full, read-only, failing or unmounted disk; "" if the error has another cause."""
-    number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, SafetensorError) and (match := re.search(r"\(os error (\d+)\)", str(error))):
-        number = int(match[1])
-    return "free disk space or fix the disk" if number in _DISK_ERRORS else ""
+    """Return what to do about a full, read-only, failing or unmounted disk; "" if the error has another cause.
+
+    An error that was raised because of one of the disk counts, too.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        if isinstance(cause, SafetensorError) and (match := re.search(r"\(os error (\d+)\)", str(cause))):
+            number = int(match[1])
+        if number in _DISK_ERRORS:
+            return "free disk space or fix the disk"
+        cause = cause.__cause__
+    return ""
 
 
 @contextmanager

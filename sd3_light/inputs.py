@@ -28,7 +28,10 @@ _LONGEST_PATH = 4095  # bytes, PATH_MAX of Linux
 
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading. A pipe, device, socket or folder is an OSError, and never waits for a writer."""
-    return open(path, "rb", opener=regular_handle)
+    try:
+        return open(path, "rb", opener=regular_handle)
+    except ValueError as error:  # a NUL character
+        raise OSError(errno.EINVAL, "not a valid path", str(path)) from error
 
 
 def regular_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
@@ -39,8 +42,6 @@ def regular_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
     except FileNotFoundError:
         if not flags & os.O_CREAT:
             raise
-    except ValueError as error:  # a NUL character
-        raise OSError(errno.EINVAL, "not a valid path", str(path)) from error
     handle = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, mode)
     try:
         _require_regular_mode(path, os.fstat(handle).st_mode)

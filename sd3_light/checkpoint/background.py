@@ -16,8 +16,8 @@ from sd3_light.checkpoint.host_buffers import HostBuffers, copy_bytes
 from sd3_light.checkpoint.store import (
     checkpoint_name,
     commit,
+    has_checkpoint,
     keep_newest,
-    newest_checkpoint,
     reset_folder,
     temporary_folder,
     write_part,
@@ -187,7 +187,7 @@ class CheckpointKeeper(BackgroundWorker):
         except _WriteFailed as failure:
             # all ranks have stopped writing; each cleans up, because the folder may not be shared after all
             shutil.rmtree(temporary, ignore_errors=True)
-            intact = "" if newest_checkpoint(self.folder) is None else "; earlier checkpoints are intact"
+            intact = "; earlier checkpoints are intact" if has_checkpoint(self.folder) else ""
             return CheckpointFailed(step, f"{failure}{intact}", failure.remedy)
         path, size = self.folder / checkpoint_name(step), sum(sizes[: self.writers])
         return CheckpointSaved(step, facts, path, size, time.perf_counter() - started, stall, warning)

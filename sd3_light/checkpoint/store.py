@@ -183,6 +183,14 @@ def _steps(folder: Path) -> list[Path]:
     return [path for _, path in sorted(steps)]
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Return whether a folder has a complete checkpoint; False where the disk cannot tell."""
+    try:
+        return newest_checkpoint(folder) is not None
+    except OSError:
+        return False
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest complete checkpoint in ``folder``, by its index and file sizes; hashes are not checked."""
     return next((path for path in reversed(_steps(folder)) if why_incomplete(path) is None), None)

@@ -63,7 +63,8 @@ class Optimizer:
         """Called before each update is queued."""
         for part in parts:
             part.optimizer.register_step_pre_hook(self._count_update)
-        self._skips_on_device = all(part.skips_on_device for part in parts)
+        self.skips_on_device = all(part.skips_on_device for part in parts)
+        """Whether the host queues an update without waiting for the gradients."""
 
     def _count_update(self, *_: Any) -> None:
         self.before_update()
@@ -82,7 +83,7 @@ class Optimizer:
         """
         if not self._prepared:
             self.prepare_state()
-        if skip is not None and not self._skips_on_device:
+        if skip is not None and not self.skips_on_device:
             if bool(skip):
                 return
             skip = None

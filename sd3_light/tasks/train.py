@@ -53,7 +53,7 @@ from sd3_light.training.background_saves import checkpoint_to_resume, newest_usa
 from sd3_light.training.data import order_facts
 from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
-from sd3_light.training.idle import DeviceGaps, IdleAdvice
+from sd3_light.training.idle import DeviceGaps, IdleAdvice, watch_updates
 from sd3_light.training.loop import Run, every
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import SIGNALS, RunRequests
@@ -225,7 +225,7 @@ def _make_driver(
     gaps = None
     if device.type == "cuda":
         gaps = DeviceGaps()
-        run.engine.optimizer.before_update = gaps.backward_queued
+        watch_updates(run.engine, gaps)
     run.meter = Meter(launch.world, window=_resume(driver) if settings.resume else None, gaps=gaps)
     return driver
 

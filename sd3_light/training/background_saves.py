@@ -15,7 +15,7 @@ from sd3_light.checkpoint.background import (
     JobResult,
 )
 from sd3_light.checkpoint.progress import Progress
-from sd3_light.checkpoint.store import incomplete_checkpoints, newest_checkpoint
+from sd3_light.checkpoint.store import has_checkpoint, incomplete_checkpoints, newest_checkpoint
 from sd3_light.config.faults import UserError
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.export.export_spec import ExportError
@@ -73,7 +73,7 @@ class BackgroundSaves:
     @property
     def has_checkpoint(self) -> bool:
         """Whether the run has a complete checkpoint."""
-        return newest_checkpoint(self.checkpoints.folder) is not None
+        return has_checkpoint(self.checkpoints.folder)
 
     def is_idle(self, seconds: float = 0.0) -> bool:
         """Whether nothing is being written, now or within some seconds."""
@@ -122,9 +122,10 @@ class BackgroundSaves:
             progress, weights, path = job.result
             info(f"export at step {progress.step}, verified with stock diffusers: {path}")
             self._log_success(EXPORT, progress, path, weights=weights, seconds=job.seconds)
-        elif isinstance(job.error, ExportError | ProofError | OSError | SafetensorError):
-            is_written = isinstance(job.error, ExportError | ProofError)
-            self._report_failure(EXPORT, int(job.name), f"{job.error}", disk_remedy(job.error), is_written)
+        elif isinstance(job.error, ExportError | ProofError | UserError | OSError | SafetensorError):
+            remedy = disk_remedy(job.error)
+            is_written = isinstance(job.error, ExportError | ProofError | UserError) and not remedy
+            self._report_failure(EXPORT, int(job.name), f"{job.error}", remedy, is_written)
         else:
             raise job.error
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from sd3_light.data.loader import LoadTimes
+from sd3_light.engines import Engine
+from sd3_light.engines.torch import TorchEngine
 
 WARN_ABOVE = 0.1
 """Idle share above which a run prints advice."""
@@ -42,6 +44,8 @@ class DeviceGaps:
         self._gaps: deque[tuple[int, Any, Any]] = deque()
         self._bound: deque[int] = deque()
         self._steps = 0
+        self.sees_updates = False
+        """Whether `backward_queued` was ever called, so that steps bound by the host are counted."""
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -58,6 +62,7 @@ class DeviceGaps:
 
     def backward_queued(self) -> None:
         """Mark the end of a step's backward pass, before the optimizer changes weights."""
+        self.sees_updates = True
         self._backward = self._mark()
 
     def exclude(self) -> None:
@@ -78,6 +83,15 @@ class DeviceGaps:
             self._bound.popleft()
             bound += 1
         return idle, bound
+
+
+def watch_updates(engine: Engine, gaps: DeviceGaps) -> None:
+    """Let ``gaps`` see the updates of an engine that queues them without waiting for its device.
+
+    Some optimizers wait until the gradients are known, and so does DeepSpeed: the device has then always finished.
+    """
+    if isinstance(engine, TorchEngine) and engine.optimizer.skips_on_device:
+        engine.optimizer.before_update = gaps.backward_queued
 
 
 @dataclass

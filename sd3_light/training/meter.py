@@ -219,7 +219,8 @@ class Meter:
         other = max(0.0, seconds - data - past.launched - past.synchronized)
         times = HostTimes(steps, bound, seconds, idle, data, past.launched, past.launched_cpu, other)
         self.times = times
-        return {"data_wait": times.idle_share, "host_bound": times.bound_share, "host_seconds": times.per_step()}
+        bound_by_host = {"host_bound": times.bound_share} if self._gaps.sees_updates else {}
+        return {"data_wait": times.idle_share, **bound_by_host, "host_seconds": times.per_step()}
 
 
 def memory() -> dict[str, float]:

@@ -14,13 +14,14 @@ from typing import Any
 import sd3_light
 from sd3_light.config import LoadedConfig
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
-from sd3_light.inputs import read_limited
+from sd3_light.inputs import open_regular
 from sd3_light.runlog import CONSOLE, Bar, info, progress, read_log
 
 _PROGRAM = Path(sd3_light.__file__).with_name("__main__.py")
 _STOPPED = (RESUMABLE, 130, -signal.SIGINT, -signal.SIGTERM)  # exit codes after a request to stop
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _POLL_SECONDS = 0.5
+_TAIL_BYTES = 1 << 16
 
 
 def start_training(config: Path, arguments: Sequence[str], run: Path, **options: Any) -> subprocess.Popen[bytes]:
@@ -116,4 +117,6 @@ def _failure(title: str, code: int, console: Path) -> UserError:
 
 
 def _lines(console: Path) -> list[str]:
-    return read_limited(console).decode(errors="replace").strip().splitlines()
+    with open_regular(console) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+        return file.read(_TAIL_BYTES).decode(errors="replace").strip().splitlines()

@@ -25,6 +25,7 @@ from sd3_light.files import (
     write_atomically,
     write_errors,
 )
+from sd3_light.inputs import open_regular, read_limited, require_regular
 from sd3_light.system import machine
 
 NewPath = Callable[[Path], AbstractContextManager[Path]]
@@ -208,3 +209,9 @@ def test_only_temporary_files_of_ended_processes_are_removed(tmp_path: Path, dea
     os.utime(shard, (0, 0))
     sweep_files(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([mine, elsewhere, shard])
+
+
+def test_a_path_with_a_null_character_is_not_valid(tmp_path: Path) -> None:
+    for read in (open_regular, read_limited, require_regular):
+        with pytest.raises(OSError, match="not a valid path"):
+            read(f"{tmp_path}/a\0b")

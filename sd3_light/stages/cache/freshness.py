@@ -101,8 +101,12 @@ def _undecoded(shards: Path) -> set[str]:
     """Return the keys of images that earlier builds could not decode."""
     keys = set()
     for path in shards.glob("*.rejects.jsonl"):
-        with open_regular(path) as file:
-            keys |= {parse_json(line)["key"] for line in lines_of(file)}
+        try:
+            with open_regular(path) as file:
+                rows = [parse_json(line) for line in lines_of(file)]
+        except ValueError:  # it is not a list of rejects, and will be written again
+            continue
+        keys |= {str(row.get("key")) for row in rows if isinstance(row, dict)}
     return keys
 
 

@@ -42,7 +42,7 @@ from sd3_light.training.driver import Driver, HookSchedule, RunHooks
 from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
 from sd3_light.training.exports import SAMPLES
-from sd3_light.training.idle import DeviceGaps, IdleAdvice
+from sd3_light.training.idle import DeviceGaps, IdleAdvice, watch_updates
 from sd3_light.training.loop import Run, every
 from sd3_light.training.measurement import Measurer, caption_requests
 from sd3_light.training.meter import Meter
@@ -164,7 +164,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         prefetch_to = device if engine.sequential_micro_batches else None
         peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
         gaps, advice = DeviceGaps(), IdleAdvice(config.num_dataloader_workers, times)
-        engine.optimizer.before_update = gaps.backward_queued
+        watch_updates(engine, gaps)
     dropout = state.module.dropout
     preparer, reads_data = state.pipeline.preparer, launch.reads_data(context.stages)
     size = context.start.size

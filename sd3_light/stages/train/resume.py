@@ -193,13 +193,28 @@ def with_model_values(config: TrainConfig, resumed: Checkpoint | None) -> TrainC
     """Return the config with the shift and `uncond_text` in use: given, of the resumed run, or of continued weights."""
     model = with_base_values(config.model)
     if resumed is not None:
-        kept = ModelFacts.of(resumed).keep_values(config.model)
+        kept = _first_facts(resumed).keep_values(config.model)
         differing = [f"model.shift = {kept.shift or 1.0:g}"] if (kept.shift or 1.0) != (model.shift or 1.0) else []
         differing += [f'model.uncond_text = "{kept.uncond_text}"'] if kept.uncond_text != model.uncond_text else []
         if differing:
             info(f"using the checkpoint's {', '.join(differing)}: a run keeps the values that it began with")
         model = kept
     return config.model_copy(update={"model": model})
+
+
+def _first_facts(resumed: Checkpoint) -> ModelFacts:
+    """Return the facts of a run; values that its checkpoints do not hold are those of its `config.toml`."""
+    facts = ModelFacts.of(resumed)
+    if "shift" in resumed.facts.get("model", {}):
+        return facts
+    table, _ = read_toml(resumed.path.parent.parent / "config.toml")
+    model = (table or {}).get("model", {})
+    shift, text = model.get("shift"), model.get("uncond_text")
+    if isinstance(shift, float):
+        facts = replace(facts, shift=shift)
+    if text in ("zero", "empty"):
+        facts = replace(facts, uncond_text=text)
+    return facts
 
 
 def changed_keys(loaded: LoadedConfig, resumed: Checkpoint | None) -> list[str]:

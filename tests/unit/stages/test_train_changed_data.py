@@ -116,3 +116,13 @@ def test_a_changed_image_keeps_the_order_of_a_bucket_with_one_shard(project: Pro
     with Image.open(path) as image:
         image.convert("L").convert("RGB").save(path)
     assert project.train(*MORE, resume=Resume()).step == 2
+
+
+def test_damaged_lists_of_rejects_do_not_end_a_resume(project: Project, encoding: list[int]) -> None:
+    project.train(*KEYS)
+    shards = project.cache / "shards"
+    (shards / "damaged.rejects.jsonl").write_text('{"key": "cut')
+    (shards / "other.rejects.jsonl").write_text('[1]\n{"reason": "unreadable"}\n')
+    for path in images(project)[:3]:
+        path.unlink()
+    assert "; restore the 3 missing samples, or pass --reset-dataloader" in refused(project)

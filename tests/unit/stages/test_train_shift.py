@@ -164,6 +164,23 @@ def test_a_run_of_an_earlier_version_continues_without_a_shift(
     assert model_table(tuning)["uncond_text"] == "zero"
 
 
+def test_a_run_of_an_earlier_version_keeps_the_values_that_its_config_named(
+    tuning: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its checkpoint names none; the user has removed them meanwhile."""
+
+    def earlier_facts(facts: ModelFacts) -> dict[str, Any]:
+        return {key: value for key, value in asdict(facts).items() if key in ("position_step", "trained_at")}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelFacts, "as_dict", earlier_facts)
+        train.run(tuning.load("max_steps=2", "model.shift=2.0", "model.uncond_text='zero'"))
+    capfd.readouterr()
+    train.run(tuning.load("max_steps=4"), resume=Resume())
+    assert "using the checkpoint's model.shift = 2" in capfd.readouterr().err
+    assert (exported(tuning, 4)[0]["shift"], exported(tuning, 4)[1]) == (2.0, "zero")
+
+
 def test_validation_of_a_model_uses_the_same_shift(tuning: Project) -> None:
     write_dataset(tuning.folder / "held_out", 4, seed=2)
     (tuning.folder / "eval.toml").write_text('size_buckets = [[64, 64]]\n[[directory]]\npath = "held_out"\n')

@@ -350,6 +350,21 @@ def test_the_last_attempt_of_a_run_that_stops_may_succeed(tmp_path: Path, full: 
     assert case.saved() == ["step-00000003"]
 
 
+def test_a_disk_that_cannot_be_listed_is_reported_like_a_full_one(
+    tmp_path: Path, full: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a network's disk that went stale: the save failed, and nothing else."""
+    full.add("step-")
+
+    def stale(folder: Path) -> Path | None:
+        raise OSError(116, "Stale file handle")
+
+    monkeypatch.setattr("sd3_light.checkpoint.store.newest_checkpoint", stale)
+    case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
+    assert "no checkpoint was ever saved" in case.error()
+    assert case.of("checkpoint_failed") == [2, 4]
+
+
 def test_a_run_may_continue_after_its_first_save_failed(tmp_path: Path, full: set[str]) -> None:
     full.update({"step-00000002", "step-00000004"})
     case = slowly(Case(tmp_path, schedule=HookSchedule(checkpoint=every(2))))
@@ -358,7 +373,24 @@ def test_a_run_may_continue_after_its_first_save_failed(tmp_path: Path, full: se
     assert (case.of("checkpoint_failed"), case.of("checkpoint")) == ([2, 4], [6])
 
 
-@pytest.mark.parametrize(("error", "stops"), [(NO_SPACE, True), (ProofError("another output"), False)])
+def converted(error: Exception) -> ExportError:
+    """Return the error of an adapter's export that was raised because of another."""
+    converted = ExportError("cannot write the file")
+    converted.__cause__ = UserError("cannot write")
+    converted.__cause__.__cause__ = error
+    return converted
+
+
+@pytest.mark.parametrize(
+    ("error", "stops"),
+    [
+        (NO_SPACE, True),
+        (converted(NO_SPACE), True),
+        (ProofError("another output"), False),
+        (converted(ValueError("another")), False),
+        (UserError("the base is gone"), False),
+    ],
+)
 def test_an_export_that_cannot_be_written_before_the_first_checkpoint_stops_the_run(
     tmp_path: Path, full: set[str], error: Exception, stops: bool
 ) -> None:

@@ -5,18 +5,23 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.loader import LoadTimes
+from sd3_light.engines import Launch
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream
+from sd3_light.engines.torch import TorchEngine
 from sd3_light.training import meter
-from sd3_light.training.idle import WARN_WINDOW, DeviceGaps, HostTimes, IdleAdvice
+from sd3_light.training.idle import WARN_WINDOW, DeviceGaps, HostTimes, IdleAdvice, watch_updates
 from sd3_light.training.loop import Hook, Run, every, train
 from sd3_light.training.meter import Meter
+from tests.unit.engines.test_torch import Line, line_batch
 
 
 @dataclass
@@ -249,6 +254,30 @@ def test_a_record_counts_the_waits_of_the_steps_it_covers() -> None:
     assert gaps.take(3) == (pytest.approx(0.003), 0)
     assert gaps.take(6) == (pytest.approx(0.012), 0)
     assert gaps.take(6) == (0.0, 0)
+
+
+def test_steps_bound_by_the_host_are_counted_only_where_updates_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that waits for its gradients would always seem to be bound by the host."""
+    device = Device(data=1, launch=29, work=18)
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: device.now)
+    measuring = Meter(gaps=DeviceGaps(device.mark))
+    for number in range(1, 5):
+        with measuring.launching():
+            result = device.train_step([], 0.1)
+        measuring.add(number, result, 1, 1)
+    measuring.collect(wait=True)
+    assert "host_bound" not in measuring.record()
+
+
+@pytest.mark.parametrize(("optimizer", "watched"), [("adamw", True), ("adafactor", False)])
+def test_only_updates_that_wait_for_nothing_are_watched(optimizer: str, watched: bool, tmp_path: Path) -> None:
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "optimizer": {"type": optimizer}}
+    config = TrainConfig.model_validate({**table, "model": {"diffusers_path": "."}}, context={"base": tmp_path})
+    engine = TorchEngine(Line(), config, Launch(), torch.device("cpu"))
+    gaps = DeviceGaps(Device(data=0, launch=1, work=1).mark)
+    watch_updates(engine, gaps)
+    engine.train_step([line_batch()], 1e-3)
+    assert gaps.sees_updates == watched
 
 
 def test_events_are_released_with_each_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,12 @@ def test_training_that_fails_interrupts_the_block(loaded: Any, script: Any) -> N
     )
 
 
+def test_the_last_line_of_a_long_console_is_shown(loaded: Any, script: Any) -> None:
+    script("truncate -s 100M run/console.txt; (echo; echo 'error: the disk is full') >> run/console.txt; exit 2")
+    with pytest.raises(UserError, match="exit code 2: the disk is full"):
+        finish_deaf(loaded)
+
+
 def test_a_failure_that_the_block_does_not_notice_is_raised_at_the_end(loaded: Any, script: Any) -> None:
     script("kill -9 $$")
     with pytest.raises(UserError, match="exit code -9: it printed nothing"):
