@@ -28,7 +28,10 @@ _LONGEST_PATH = 4095  # bytes, PATH_MAX of Linux
 
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a file for reading. A pipe, device, socket or folder is an OSError, and never waits for a writer."""
-    return os.fdopen(regular_handle(path, os.O_RDONLY), "rb")
+    try:
+        return open(path, "rb", opener=regular_handle)
+    except ValueError as error:  # a NUL character
+        raise OSError(errno.EINVAL, "not a valid path", str(path)) from error
 
 
 def regular_handle(path: str | Path, flags: int, mode: int = 0o666) -> int:
