@@ -90,6 +90,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 @pytest.fixture(autouse=True)
 def _same_environment() -> Iterator[None]:
     """Restore the environment variables that a test, or a library that it imported, has set or removed."""
+    os.environ.pop("PYTHONSAFEPATH", None)  # of a command that a fixture of the module ran in this process
     before = dict(os.environ)
     yield
     for name in {*before, *os.environ} - {"PYTEST_CURRENT_TEST"}:

@@ -260,13 +260,13 @@ class Captioner:
         folder, device = model_folder(model), Launch().device()
         dtype = options.dtype if options.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         own = {"local_files_only": True, "trust_remote_code": False}
-        check_files(folder)
         try:
+            check_files(folder)
             processor = AutoProcessor.from_pretrained(folder, **own)
             loaded = AutoModelForImageTextToText.from_pretrained(
                 folder, use_safetensors=True, dtype=getattr(torch, dtype), **own
             )
-        except (OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError) as error:
+        except (UserError, OSError, ValueError, LookupError, TypeError, RuntimeError, ImportError) as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"--model {model}: not a usable image-text-to-text model: {reason}") from error
         return Captioner(loaded, processor, options, device)
