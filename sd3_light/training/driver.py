@@ -282,6 +282,8 @@ class Driver:
         requests.announce()
         facts = {"progress": progress.as_dict(), **self.facts, "window": asdict(self.run.meter.window)}
         self.groups.wait_for_all(self.saves.checkpoints.is_idle)
+        if self.saves.has_reports():  # the earlier save ended: its failure is reported before the next one begins
+            self.report()
         self._checkpointed_at = progress.step
         self.saves.checkpoints.save(progress.step, self.pieces(), facts)
         requests.checkpoint_saved()

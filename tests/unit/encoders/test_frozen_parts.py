@@ -235,7 +235,7 @@ def test_one_at_a_time_gives_the_same_results(demo_parts: Path, real: FrozenPart
 def test_close_frees_the_encoders(demo_parts: Path, pixels: Any) -> None:
     gc.disable()  # so that only `close` can free them
     try:
-        with make(demo_parts) as parts:
+        with make(demo_parts, one_at_a_time=False) as parts:  # with little free memory only one would be loaded
             parts.encode_images(pixels, False)
             parts.encode_captions(["a"])
             modules = {name: weakref.ref(parts.part(name)) for name in ("vae", *TEXT_ENCODERS)}

@@ -1,6 +1,7 @@
 """User errors: one line that names the setting and the remedy, and no training progress is lost."""
 
 import math
+import time
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,7 @@ def test_a_failed_save_is_reported_at_once_and_the_next_one_may_succeed(
 
     def write(folder: Path, *args: Any) -> int:
         if any(name in str(folder) for name in full):
+            time.sleep(0.3)  # longer than a step
             raise OSError(28, "No space left on device")
         return write_part(folder, *args)
 
