@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.start import denoiser_folder
 from sd3_light.export.diffusers_folder import is_finite
 from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.lora_names import find_layers
@@ -16,7 +17,7 @@ from sd3_light.export.lycoris_file import is_lycoris, read_any_adapter, read_lyc
 from sd3_light.export.single_parts import read_part
 from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
-from sd3_light.model.start import denoiser_folder, folder_size
+from sd3_light.model.start import folder_size
 from sd3_light.sampling.lora_stack import Lora, add_loras
 
 StateDict = Mapping[str, Tensor]

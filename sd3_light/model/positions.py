@@ -8,8 +8,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sd3_light.core.start import WeightsStart
 from sd3_light.model.part_configs import WEIGHTS_STEM
-from sd3_light.model.start import DENOISER_PREFIX, WeightsStart
+from sd3_light.model.start import DENOISER_PREFIX
 from sd3_light.tensor_file import StoredTensor, open_tensors
 
 if TYPE_CHECKING:  # `check` reads a project without torch

@@ -1,11 +1,11 @@
-"""Find the denoiser's initial weights: random, in a folder or in a single file. Reads configs and headers only."""
+"""The sizes of SD3 denoisers: of a config, in a folder or in a single file. Reads configs and headers only."""
 
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, resolve_size, size_from_transformer_config
 from sd3_light.config.sizes import CUSTOM_SIZE, PRETRAIN_SIZE
@@ -13,9 +13,6 @@ from sd3_light.inputs import parse_json
 from sd3_light.model.part_configs import check_config, read_config
 from sd3_light.model.pipeline_folder import text_shape, vae_shape
 from sd3_light.tensor_file import METADATA_KEY, open_tensors
-
-MARKER = "sd3_light_init.json"
-"""The file that marks a folder written by `sd3-light init`."""
 
 HEAD_WIDTH = 64  # of every SD3; other readers assume it
 DENOISER_PREFIX = "model.diffusion_model."
@@ -29,36 +26,6 @@ _SHAPE_TENSORS = (
     "joint_blocks.0.x_block.attn.qkv.weight",
 )
 _SHAPELESS = ("name", "sample_size", "position_step")  # fields of a size that no weight depends on
-
-
-@dataclass(frozen=True)
-class WeightsStart:
-    """The denoiser's initial weights: in a ``folder`` with its ``config.json``, in a single ``file``, or random."""
-
-    kind: Literal["random", "folder", "file"]
-    folder: Path | None
-    size: ModelSize
-    sentence: str
-    file: Path | None = None
-
-    @property
-    def source(self) -> Path | None:
-        """The denoiser's folder or file; None for random weights."""
-        return self.folder or self.file
-
-
-def where_weights_start(model: ModelConfig) -> WeightsStart:
-    """Return the initial weights of a [model] table. Raises UserError if its folder or file has no denoiser."""
-    source = start_source(model)
-    if source is None:
-        size = configured_size(model)
-        return WeightsStart("random", None, size, f"random weights of size {size.name}, drawn from the seed")
-    if source.is_file():
-        size = named_size(single_file_config(source), source)
-        return WeightsStart("file", None, size, f"weights of the single file {source} ({_why(model)})", source)
-    folder = denoiser_folder(source)
-    size = folder_size(folder)
-    return WeightsStart("folder", folder, size, f"weights of {folder} ({_why(model)})")
 
 
 def configured_size(model: ModelConfig) -> ModelSize:
@@ -75,27 +42,6 @@ def configured_size(model: ModelConfig) -> ModelSize:
         latent_channels=channels,
     )
     return size.with_overrides(qk_norm=model.qk_norm, position_step=model.position_step)
-
-
-def start_source(model: ModelConfig) -> Path | None:
-    """Return the folder or file that the denoiser comes from; None for random weights.
-
-    `init` takes precedence. Without it, pretraining starts at random unless `sd3-light init` wrote `diffusers_path`,
-    and fine-tuning starts from `diffusers_path`.
-    """
-    if model.init is not None:
-        return None if model.init == "random" else model.init
-    if model.train_type is None or (model.diffusers_path / MARKER).is_file():
-        return model.diffusers_path
-    return None
-
-
-def denoiser_folder(source: Path) -> Path:
-    """Return the denoiser folder of ``source``: its ``transformer`` subfolder, or ``source`` itself."""
-    inner = source / "transformer"
-    if inner.is_dir() or not (source / "config.json").is_file():
-        return inner
-    return source
 
 
 def folder_size(folder: Path) -> ModelSize:
@@ -196,9 +142,3 @@ def differences(a: ModelSize, b: ModelSize) -> tuple[str, ...]:
     """Return the fields in which two sizes differ, if any weight depends on them."""
     names = (field.name for field in fields(ModelSize) if field.name not in _SHAPELESS)
     return tuple(name for name in names if getattr(a, name) != getattr(b, name))
-
-
-def _why(model: ModelConfig) -> str:
-    if model.init is not None:
-        return "from model.init"
-    return f"written by sd3-light init: {MARKER}" if model.train_type else "fine-tuning of diffusers_path"

@@ -13,6 +13,7 @@ from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.checkpoint.store import incomplete_checkpoints
 from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
+from sd3_light.core.registry import family_of, starting_weights
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
@@ -21,13 +22,11 @@ from sd3_light.export.hub import check_push, push
 from sd3_light.export.proof import ProofError
 from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.files import refuse_existing, scratch_folder, write_errors
-from sd3_light.model.start import where_weights_start
 from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
 from sd3_light.runlog import info
 from sd3_light.training.background_saves import FOLDERS, SNAPSHOT, newest_usable
 from sd3_light.training.exports import RAW, adapter_spec, export_spec, model_config, whole_state
 from sd3_light.training.model_facts import ModelFacts
-from sd3_light.training.sd3 import starting_transformer
 
 
 @dataclass(frozen=True)
@@ -96,8 +95,8 @@ def _write(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path, c
     if train.adapter is not None:
         _write_adapter(train, weights, run_folder, out)
         return
-    start = weights.model.keep_table(where_weights_start(train.model))
-    transformer: SD3Transformer2DModel = starting_transformer(start, train.seed)
+    start = weights.model.keep_table(starting_weights(train.model))
+    transformer: SD3Transformer2DModel = family_of(train.model).weights.load(start, train.seed)
     config = model_config(transformer, weights.model)
     spec = export_spec(train, config, weights.description, weights.progress, run_folder)
     state = whole_state(transformer, weights.trained, train.freeze)
@@ -113,7 +112,7 @@ def _write(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path, c
 
 def _write_adapter(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path) -> None:
     """Write a folder with the adapter's file, card and proof, or only the file."""
-    start = where_weights_start(train.model)
+    start = starting_weights(train.model)
     spec = adapter_spec(train, start, weights.description, weights.progress, run_folder)
     with write_errors(out):
         if not is_single_file(out):

@@ -6,20 +6,20 @@ from pathlib import Path
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig
+from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.core.start import MARKER
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.files import refuse_existing, write_errors
 from sd3_light.model.base_values import with_base_values
-from sd3_light.model.start import MARKER, where_weights_start
 from sd3_light.training.exports import export_spec, model_config
-from sd3_light.training.sd3 import starting_transformer
 
 
 def run(loaded: LoadedConfig, out: Path) -> Path:
     """Write ``out``: encoders and VAE from `diffusers_path`, the denoiser from size and seed. Never overwrites."""
     refuse_existing(out)
     train = loaded.train.model_copy(update={"model": with_base_values(loaded.train.model)})
-    start = where_weights_start(train.model)
-    transformer = starting_transformer(start, train.seed)
+    start = starting_weights(train.model)
+    transformer = family_of(train.model).weights.load(start, train.seed)
     spec = export_spec(train, model_config(transformer), start.sentence, Progress())
     marker = json.dumps({"seed": train.seed, "size": start.size.name}) + "\n"
     spec = replace(spec, files={**spec.files, MARKER: marker})

@@ -20,13 +20,13 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove, step_of
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
 from sd3_light.config.load_dataset import load_directories
+from sd3_light.core.start import WeightsStart
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError, ExportSpec
 from sd3_light.flow.timesteps import constant_shift
 from sd3_light.inputs import open_regular, read_json_file
 from sd3_light.model.base_values import kept_scheduler
-from sd3_light.model.start import WeightsStart
 from sd3_light.runlog import info, measured, read_log
 from sd3_light.training.best import best_name
 from sd3_light.training.model_facts import ModelFacts

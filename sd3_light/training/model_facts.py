@@ -9,10 +9,10 @@ from sd3_light.checkpoint.index import INDEX, damaged
 from sd3_light.checkpoint.reading import Checkpoint
 from sd3_light.config import ModelConfig
 from sd3_light.config.sizes import MAX_POSITION_STEP, ModelSize
+from sd3_light.core.start import WeightsStart
 from sd3_light.data.buckets import SIDE_STEP
 from sd3_light.data.order import Order
 from sd3_light.data.shard_table import BucketShards
-from sd3_light.model.start import WeightsStart
 
 
 @dataclass(frozen=True)

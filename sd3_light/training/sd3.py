@@ -13,23 +13,21 @@ from diffusers import SD3Transformer2DModel
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sd3_light.config import ModelConfig, UserError
+from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
+from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.core.start import WeightsStart
 from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedBatch
 from sd3_light.encoders.text import join_text, unpad_text
 from sd3_light.encoders.vae import LatentScale, draw_latent
 from sd3_light.export.diffusers_folder import write_folder
-from sd3_light.export.single_file import transformer_from_single_file
 from sd3_light.flow.conditioning import draw_drops, drop_text
 from sd3_light.flow.image_draws import draw_corners, draw_kept
 from sd3_light.flow.noise import DeviceNoise
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import open_interval, times_from_quantiles
-from sd3_light.model.part_configs import LOCAL_WEIGHTS, check_files
-from sd3_light.model.random_weights import new_transformer, transformer_from_state
-from sd3_light.model.start import WeightsStart, where_weights_start
 from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
 from sd3_light.training.exports import model_config, model_spec
 
@@ -217,7 +215,9 @@ class LightSD3Pipeline:
         noise: Noise = "table",
     ) -> None:
         self.model = model
-        self.transformer = starting_transformer(start or where_weights_start(model), seed)
+        denoiser = family_of(model).weights.load(start or starting_weights(model), seed)
+        assert isinstance(denoiser, SD3Transformer2DModel)
+        self.transformer = denoiser
         uncond = empty_text if model.uncond_text == "empty" else None
         scale, positions = LatentScale.of_folder(model.diffusers_path), self.transformer.config.pos_embed_max_size
         self.preparer = InputPreparer(seed, model, scale, uncond, noise, positions)
@@ -261,21 +261,3 @@ def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return features
     noisy, times, prompt, *rest = features
     return noisy, times, prompt[:, : int(lengths.max())], *rest
-
-
-def starting_transformer(start: WeightsStart, seed: int) -> SD3Transformer2DModel:
-    """Return the denoiser before the first step, in float32 (law 4)."""
-    if start.file is not None:
-        config, state = transformer_from_single_file(start.file)
-        return transformer_from_state(config, {name: tensor.float() for name, tensor in state.items()})
-    if start.folder is None:
-        return new_transformer(start.size.transformer_config(), seed, start.size.position_step)
-    check_files(start.folder)
-    options = {"dtype": torch.float32, "output_loading_info": True, **LOCAL_WEIGHTS}
-    transformer, loading = SD3Transformer2DModel.from_pretrained(start.folder, **options)
-    mismatches = [*loading["missing_keys"], *loading["unexpected_keys"]]
-    if mismatches:  # diffusers only warns, and starts from random weights where some are missing
-        raise UserError(
-            f"the weights in {start.folder} do not match its config.json: {mismatches[0]}; download or export it again"
-        )
-    return transformer

@@ -7,9 +7,8 @@ from diffusers import SD3Transformer2DModel
 from safetensors.torch import load_file
 
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.model.start import where_weights_start
+from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.stages.train import Resume
-from sd3_light.training.sd3 import starting_transformer
 from tests.e2e.equal import assert_same_checkpoint
 from tests.project import Project
 
@@ -54,9 +53,9 @@ def test_a_run_grows_from_64_to_128_px(project: Project) -> None:
     project.train("max_steps=2", "model.position_crop_side=8")
     project.data(project.data_toml.read_text().replace("[64, 64]", "[128, 128]"))
     larger = ("max_steps=2", 'output_dir="larger"', 'cache_dir="larger_cache"', f'model.init="{export(project, 2)}"')
-    start = where_weights_start(project.load(*larger).train.model)
+    start = starting_weights(project.load(*larger).train.model)
     trained = load_file(export(project, 2) / WEIGHTS)
-    first = starting_transformer(start, 0).state_dict()
+    first = family_named("sd3").weights.load(start, 0).state_dict()
     assert all(tensor.equal(trained[name]) for name, tensor in first.items())
     project.train(*larger, "model.sqrt_shift=true")
     grown = load_file(export(project, 2, "larger") / WEIGHTS)

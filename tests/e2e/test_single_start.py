@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 
 from sd3_light.assets import DEMO
 from sd3_light.config import ConfigFaults
+from sd3_light.core.registry import starting_weights
 from sd3_light.export.single_file import write_single_file
-from sd3_light.model.start import where_weights_start
 from sd3_light.stages import check
 from tests.e2e.test_lora_run import file_of, use_adapter
 from tests.project import Project
@@ -30,7 +30,7 @@ def test_a_single_file_gives_the_same_start_as_its_folder(
     project.train("max_steps=1")
     project.train("max_steps=1", 'output_dir="single"', f'model.init="{single}"')
     assert project.losses("single") == project.losses()
-    start = where_weights_start(project.load(f'model.init="{single}"').train.model)
+    start = starting_weights(project.load(f'model.init="{single}"').train.model)
     assert (start.kind, start.size.name, start.source) == ("file", "demo", single)
 
 

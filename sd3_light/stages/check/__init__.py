@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_config
 from sd3_light.config.cross_checks import deepspeed_problem
+from sd3_light.core.start import WeightsStart
 from sd3_light.model.fast.choice import why_no_fp8
-from sd3_light.model.start import WeightsStart
 from sd3_light.stages.check.conclusion import Target, conclude, what_does_not_fit
 from sd3_light.stages.check.disk import PATH_HINT, check_disk, disk_faults
 from sd3_light.stages.check.estimate import RunEstimate, empty_faults, estimate_run

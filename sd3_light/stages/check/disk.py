@@ -12,6 +12,8 @@ from sd3_light.config.base import DataLocation
 from sd3_light.config.cross_checks import negative_prompts, text_recon_problem, token_problems
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
+from sd3_light.core.registry import starting_weights
+from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.data.buckets import SIDE_STEP, buckets_for
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.sources.access import CONTAINERS, exists
@@ -20,14 +22,7 @@ from sd3_light.model import pipeline_folder
 from sd3_light.model.base_values import with_base_values
 from sd3_light.model.linears import match_targets
 from sd3_light.model.positions import start_position_step
-from sd3_light.model.start import (
-    WeightsStart,
-    configured_size,
-    denoiser_folder,
-    differences,
-    start_source,
-    where_weights_start,
-)
+from sd3_light.model.start import configured_size, differences
 from sd3_light.runlog import missing_trackers
 
 PATH_HINT = "relative paths start at the folder of the TOML"
@@ -146,7 +141,7 @@ class _DiskChecks:
         key = "model.size" if source is None else "model.init" if self.model.init else "model.diffusers_path"
         start = None
         with self.user_errors_of(key):
-            start = where_weights_start(self.model)
+            start = starting_weights(self.model)
         return start
 
     def size(self, start: WeightsStart) -> None:

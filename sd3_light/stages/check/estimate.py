@@ -30,6 +30,7 @@ from sd3_light.config import (
     batch_size_for,
 )
 from sd3_light.config.schema_blocks import TokenRoute
+from sd3_light.core.start import WeightsStart
 from sd3_light.data.buckets import Bucket
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.order import BucketOrder, Segment, open_shards
@@ -39,7 +40,6 @@ from sd3_light.encoders.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.model.fast.choice import why_stock_by_config
 from sd3_light.model.pipeline_folder import text_shape
 from sd3_light.model.positions import start_position_step
-from sd3_light.model.start import WeightsStart
 from sd3_light.model.text_shape import TextShape
 from sd3_light.stages.check.count import BucketCount, SampleCounts, count_samples
 from sd3_light.training.run_setup import run_setup

@@ -12,6 +12,7 @@ from sd3_light.config import DEFAULT_GUIDANCE, DirectoryConfig, LoadedConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.toml_file import read_toml
+from sd3_light.core.registry import starting_weights
 from sd3_light.data.sources.access import exists
 from sd3_light.data.sources.records import Record
 from sd3_light.data.sources.scan import scan
@@ -26,7 +27,6 @@ from sd3_light.inputs import read_limited
 from sd3_light.metrics.composition import CompositionScore, score
 from sd3_light.model.base_values import with_base_values
 from sd3_light.model.loading import load_diffusers_model
-from sd3_light.model.start import where_weights_start
 from sd3_light.runlog import progress
 from sd3_light.sampling.lora_stack import Lora
 from sd3_light.training.blocks import decide_blocks
@@ -64,7 +64,7 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels run on the current device
     groups = start_process_group(launch, device, config.dist_timeout_sec)
-    blocks = decide_blocks(config, where_weights_start(config.model).size, denoiser, launch, device, groups)
+    blocks = decide_blocks(config, starting_weights(config.model).size, denoiser, launch, device, groups)
     engine = TorchEngine(SD3TrainingModule(denoiser, config, blocks.kind == "fast"), config, launch, device)
     preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
     with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):

@@ -16,12 +16,13 @@ from sd3_light.config import ConfigFaults, LoadedConfig
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import SCHEME, parse_hub_id
+from sd3_light.core.start import denoiser_folder
 from sd3_light.data.sources.records import Rejected
 from sd3_light.data.sources.scan import scan
 from sd3_light.files import write_atomically
 from sd3_light.model.part_configs import read_config
 from sd3_light.model.pipeline_folder import tokenizer_length
-from sd3_light.model.start import denoiser_folder, folder_size
+from sd3_light.model.start import folder_size
 from sd3_light.stages import check
 from sd3_light.stages.new.kinds import KINDS, Kind
 from sd3_light.stages.new.memory_plan import MemoryPlan, plan_memory

@@ -14,12 +14,12 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped
+from sd3_light.core.registry import starting_weights
 from sd3_light.data.loader import LoadTimes
 from sd3_light.data.order import Order
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.cpu_threads import use_training_threads
 from sd3_light.metrics.truths import load_truths
-from sd3_light.model.start import where_weights_start
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext, open_context
@@ -76,7 +76,7 @@ def run(
     """
     launch = launch or Launch()
     deepspeed.require(loaded.train, launch, by_deepspeed)
-    start = where_weights_start(loaded.train.model)
+    start = starting_weights(loaded.train.model)
     device = launch.device()
     require_blocks(loaded.train, start.size, launch, device, by_deepspeed)  # raises before anything is opened
     if device.type == "cuda":

@@ -10,6 +10,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config import LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.config.cross_checks import config_warnings
+from sd3_light.core.start import WeightsStart
 from sd3_light.data.order import Order
 from sd3_light.data.resident import ResidentCache
 from sd3_light.data.shard_table import BucketShards
@@ -19,7 +20,6 @@ from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.base_values import other_shift
 from sd3_light.model.pipeline_folder import CLIP_TOKENS
-from sd3_light.model.start import WeightsStart
 from sd3_light.pages.formats import plural
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder

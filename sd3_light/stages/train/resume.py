@@ -21,12 +21,12 @@ from sd3_light.checkpoint.store import (
 from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.config.toml_file import read_toml
+from sd3_light.core.start import WeightsStart
 from sd3_light.data.order import Order
 from sd3_light.data.shard_table import ShardEntry
 from sd3_light.engines import Engine, Launch
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.model.base_values import with_base_values
-from sd3_light.model.start import WeightsStart
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, checkpoint_to_resume, newest_usable

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from sd3_light.budget.graph_choice import why_no_graphs
 from sd3_light.config import AdapterConfig
+from sd3_light.core.start import WeightsStart
 from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.layers import compile_blocks
 from sd3_light.model.linears import adapter_layer_parameters
-from sd3_light.model.start import WeightsStart
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext

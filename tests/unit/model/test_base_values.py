@@ -8,8 +8,8 @@ import pytest
 
 from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.start import MARKER
 from sd3_light.model.base_values import kept_scheduler, other_shift, with_base_values
-from sd3_light.model.start import MARKER
 from sd3_light.tensor_file import METADATA_KEY, header_bytes
 
 PRETRAIN = {"train_type": "sd3_light_pretrain"}

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError
+from sd3_light.core.registry import starting_weights
+from sd3_light.core.start import MARKER
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.model.start import MARKER, differences, named_size, where_weights_start
+from sd3_light.model.start import differences, named_size
 
 
 def table(folder: Path, **keys: Any) -> ModelConfig:
@@ -24,7 +26,7 @@ def denoiser(folder: Path, size: str = "tiny2", **other: Any) -> Path:
 
 
 def test_pretraining_starts_at_random_from_its_size(tmp_path: Path) -> None:
-    start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", num_layers=7))
+    start = starting_weights(table(tmp_path, train_type="sd3_light_pretrain", num_layers=7))
     assert (start.kind, start.folder) == ("random", None)
     assert start.size == SIZES["sd3_light"].with_overrides(num_layers=7)
     assert "random" in start.sentence
@@ -44,7 +46,7 @@ def test_a_shape_takes_its_widths_from_the_encoders(tmp_path: Path) -> None:
         (tmp_path / part).mkdir()
         (tmp_path / part / "config.json").write_text(json.dumps(config))
     shape = {"num_layers": 3, "num_heads": 2, "head_dim": 32}
-    start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", shape=shape, qk_norm=False))
+    start = starting_weights(table(tmp_path, train_type="sd3_light_pretrain", shape=shape, qk_norm=False))
     size = start.size
     assert (size.name, size.num_layers, size.width, size.qk_norm) == ("custom", 3, 64, False)
     assert (size.text_width, size.pooled_width, size.latent_channels, size.position_step) == (128, 96, 4, 1.0)
@@ -59,12 +61,12 @@ def test_a_shape_takes_its_widths_from_the_encoders(tmp_path: Path) -> None:
 def test_a_shape_needs_the_configs_of_the_encoders(tmp_path: Path) -> None:
     shape = {"num_layers": 3, "num_heads": 2}
     with pytest.raises(UserError, match=r"text_encoder/config\.json cannot be read"):
-        where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", shape=shape))
+        starting_weights(table(tmp_path, train_type="sd3_light_pretrain", shape=shape))
 
 
 def test_fine_tuning_starts_from_the_folders_denoiser(tmp_path: Path) -> None:
     denoiser(tmp_path / "transformer")
-    start = where_weights_start(table(tmp_path))
+    start = starting_weights(table(tmp_path))
     assert (start.kind, start.folder) == ("folder", tmp_path / "transformer")
     assert start.size == replace(SIZES["tiny2"], position_step=0.25)
 
@@ -72,23 +74,23 @@ def test_fine_tuning_starts_from_the_folders_denoiser(tmp_path: Path) -> None:
 def test_a_folder_by_init_is_recognised_by_its_marker(tmp_path: Path) -> None:
     denoiser(tmp_path / "transformer", num_layers=3)
     (tmp_path / MARKER).write_text("{}")
-    start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain"))
+    start = starting_weights(table(tmp_path, train_type="sd3_light_pretrain"))
     assert (start.kind, start.size.num_layers, start.size.name) == ("folder", 3, "custom")
     assert MARKER in start.sentence
-    again = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", init="random", size="tiny3"))
+    again = starting_weights(table(tmp_path, train_type="sd3_light_pretrain", init="random", size="tiny3"))
     assert (again.kind, again.size) == ("random", SIZES["tiny3"])
 
 
 @pytest.mark.parametrize("inner", ["", "transformer"])
 def test_init_names_a_denoiser_or_the_folder_around_it(tmp_path: Path, inner: str) -> None:
     folder = denoiser(tmp_path / "other" / inner)
-    start = where_weights_start(table(tmp_path, train_type="sd3_light_pretrain", init=str(tmp_path / "other")))
+    start = starting_weights(table(tmp_path, train_type="sd3_light_pretrain", init=str(tmp_path / "other")))
     assert start.folder == folder
 
 
 def test_a_pipeline_folder_without_denoiser_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"transformer/config\.json cannot be read"):
-        where_weights_start(table(tmp_path))
+        starting_weights(table(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -102,22 +104,22 @@ def test_a_pipeline_folder_without_denoiser_is_a_user_error(tmp_path: Path) -> N
 def test_another_models_folder_is_a_user_error(tmp_path: Path, other: dict[str, Any], message: str) -> None:
     denoiser(tmp_path / "transformer", **other)
     with pytest.raises(UserError, match=message):
-        where_weights_start(table(tmp_path))
+        starting_weights(table(tmp_path))
 
 
 def test_a_damaged_config_is_a_user_error(tmp_path: Path) -> None:
     config = denoiser(tmp_path / "transformer") / "config.json"
     config.write_text("{")
     with pytest.raises(UserError, match="is not valid JSON"):
-        where_weights_start(table(tmp_path))
+        starting_weights(table(tmp_path))
     config.write_text('{"num_layers": 3}')
     with pytest.raises(UserError, match="lacks 'num_attention_heads'"):
-        where_weights_start(table(tmp_path))
+        starting_weights(table(tmp_path))
 
 
 def test_random_without_size_or_train_type_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.size"):
-        where_weights_start(table(tmp_path, init="random"))
+        starting_weights(table(tmp_path, init="random"))
 
 
 def test_sizes_differ_only_in_fields_that_change_weights() -> None:

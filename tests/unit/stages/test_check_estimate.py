@@ -14,8 +14,8 @@ from sd3_light.budget.amount import format_bytes, format_flops
 from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels, resident_index_bytes
 from sd3_light.budget.flops import Tokens, training_flops
 from sd3_light.config import SIZES, ConfigFaults, LoadedConfig, UserError
+from sd3_light.core.registry import starting_weights
 from sd3_light.model.positions import position_table
-from sd3_light.model.start import where_weights_start
 from sd3_light.stages import check
 from sd3_light.stages.check import RunEstimate, estimate_run, render
 from sd3_light.stages.check import count as count_module
@@ -28,7 +28,7 @@ BUCKETED = 'resolutions = [64]\nenable_ar_bucket = true\nar_buckets = [1.0, 2.0]
 
 
 def estimated(loaded: LoadedConfig, world: int = 1) -> RunEstimate:
-    return estimate_run(loaded, where_weights_start(loaded.train.model), world)
+    return estimate_run(loaded, starting_weights(loaded.train.model), world)
 
 
 def shown(estimate: RunEstimate) -> str:

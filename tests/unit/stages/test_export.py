@@ -12,13 +12,12 @@ from torch import Tensor
 
 from sd3_light.config import load_config, resolved_toml
 from sd3_light.config.faults import UserError
+from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.export.single_file import transformer_from_single_file
-from sd3_light.model.start import where_weights_start
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_metadata
 from sd3_light.optim.power_function import gamma_from_sigma_rel
 from sd3_light.stages import export
-from sd3_light.training.sd3 import starting_transformer
 from tests.checkpoints import write_checkpoint
 from tests.project import Project
 
@@ -39,7 +38,7 @@ class Trained:
         self.run, self.config = project.run, loaded.train
         self.run.mkdir()
         (self.run / "config.toml").write_text(resolved_toml(loaded))
-        transformer = starting_transformer(where_weights_start(self.config.model), self.config.seed)
+        transformer = family_named("sd3").weights.load(starting_weights(self.config.model), self.config.seed)
         self.weights = {name: p.detach().clone() for name, p in transformer.named_parameters()}
         self.start = self.weights[MOVED].clone()
         assert self.start.any()

@@ -20,6 +20,8 @@ from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import commit, temporary_folder, write_part
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
+from sd3_light.core.registry import family_named
+from sd3_light.core.start import WeightsStart
 from sd3_light.encoders.text import load_text_model
 from sd3_light.encoders.vae import load_vae
 from sd3_light.engines.protocol import TensorPiece
@@ -27,9 +29,7 @@ from sd3_light.export import open_pipeline as open_pipeline_module
 from sd3_light.export import proof_process
 from sd3_light.export.lora_file import write_lora
 from sd3_light.model.lora_layers import LoraModule
-from sd3_light.model.start import WeightsStart
 from sd3_light.sampling.texts import TextPolicy
-from sd3_light.training.sd3 import starting_transformer
 from tests.hostile import Outcome, run_cli
 from tests.project import Project
 
@@ -309,7 +309,7 @@ def test_every_reader_of_a_model_refuses_pickles(model: Path, monkeypatch: pytes
     readers: list[Callable[[], object]] = [
         lambda: load_vae(model, CPU, torch.float32),
         lambda: load_text_model("clip_l", model, CPU, torch.float32),
-        lambda: starting_transformer(start, 0),
+        lambda: family_named("sd3").weights.load(start, 0),
         lambda: open_pipeline_module._load(model, TextPolicy(16, "empty", "padded")),
         lambda: open_pipeline_module._load(model, TextPolicy(16, "empty", "real")),
         lambda: proof_process.load_pipeline(model, torch.float32, real_text=False),

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from sd3_light.checkpoint.progress import Progress
+from sd3_light.core.registry import starting_weights
 from sd3_light.data.order import Segment, build_order
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.model.start import where_weights_start
 from sd3_light.stages import train
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.training.data import order_facts
@@ -59,7 +59,7 @@ def test_all_ranks_distribute_samples_in_the_same_way(
     monkeypatch.setattr("sd3_light.stages.train.context.MicroBatches", batches)  # prefetches the first ones
     monkeypatch.setattr("sd3_light.stages.train.context.start_process_group", lambda *_: ProcessGroups())
     loaded = cached_project.load("pipeline_stages=2")
-    start = where_weights_start(loaded.train.model)
+    start = starting_weights(loaded.train.model)
     parts = SimpleNamespace(dropout=None, preparer=None)
     state: Any = SimpleNamespace(engine=None, averages=None, module=parts, pipeline=parts)
     locations = [(size, local_rank) for size in nodes for local_rank in range(size)]

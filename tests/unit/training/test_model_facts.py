@@ -10,10 +10,10 @@ import torch
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
+from sd3_light.core.start import WeightsStart
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.order import Segment, build_order
 from sd3_light.data.shard_table import BucketShards
-from sd3_light.model.start import WeightsStart
 from sd3_light.stages.train.resume import keep_position_table
 from sd3_light.training.model_facts import ModelFacts, commonest_bucket
 from tests.checkpoints import write_checkpoint

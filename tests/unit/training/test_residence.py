@@ -8,12 +8,12 @@ import torch
 
 from sd3_light.budget.gpu_memory import CONTEXT_BYTES
 from sd3_light.budget.residence import Room
+from sd3_light.core.registry import starting_weights
 from sd3_light.data.order import Order
 from sd3_light.data.resident import CacheTooLarge, ResidentCache
 from sd3_light.data.store import RemoteStore
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.model.start import where_weights_start
 from sd3_light.stages import check
 from sd3_light.training import residence
 from sd3_light.training.data import make_order, open_cache
@@ -63,7 +63,7 @@ def place(cached_project: Project) -> Place:
 
     def placed(*settings: str, device: torch.device = CUDA, groups: Any = None, **keys: Any) -> ResidentCache | None:
         loaded = cached_project.load("max_steps=1000", *settings)
-        size = where_weights_start(loaded.train.model).size
+        size = starting_weights(loaded.train.model).size
         data = open_cache(loaded.dataset, loaded.train, Launch())
         if keys.get("remote"):
             data.store.__class__ = RemoteStore
@@ -82,10 +82,10 @@ def where(cache: ResidentCache | None) -> str:
 def test_training_takes_what_check_estimates(cached_project: Project, gpu: dict[str, int]) -> None:
     loaded = cached_project.load()
     data = open_cache(loaded.dataset, loaded.train, Launch())
-    room = room_for_cache(data, loaded.train, where_weights_start(loaded.train.model).size, Launch(), CUDA, False)
+    room = room_for_cache(data, loaded.train, starting_weights(loaded.train.model).size, Launch(), CUDA, False)
     assert room == (20 * GIB, check.run(loaded).gpu.total, 64 * GIB, 1)
     gpu["free"] = 5 * GIB
-    room = room_for_cache(data, loaded.train, where_weights_start(loaded.train.model).size, Launch(), CUDA, False)
+    room = room_for_cache(data, loaded.train, starting_weights(loaded.train.model).size, Launch(), CUDA, False)
     assert room.gpu == 5 * GIB + CONTEXT_BYTES, "other processes use the rest"
 
 

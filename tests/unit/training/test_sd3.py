@@ -14,18 +14,17 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, ModelConfig, UserError
 from sd3_light.core.batch import Batch
+from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.flow.conditioning import draw_drops
 from sd3_light.flow.image_draws import draw_corners, draw_kept
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.model.start import where_weights_start
 from sd3_light.randomness import occurrence_words, stream
 from sd3_light.training.sd3 import (
     InputPreparer,
     LightSD3Pipeline,
     split_batch,
-    starting_transformer,
 )
 
 Model = Callable[..., ModelConfig]
@@ -469,7 +468,7 @@ def test_split_batch_rejects_unequal_pieces(model: Model, batch: MakeBatch) -> N
 
 
 def test_pretraining_starts_from_the_seed(model: Model) -> None:
-    transformer = starting_transformer(where_weights_start(model()), 4)
+    transformer = family_named("sd3").weights.load(starting_weights(model()), 4)
     expected = new_transformer(SIZES["tiny2"].transformer_config(), 4)
     assert all(torch.equal(a, b) for a, b in zip(transformer.parameters(), expected.parameters(), strict=True))
 
@@ -477,7 +476,7 @@ def test_pretraining_starts_from_the_seed(model: Model) -> None:
 def test_a_folders_weights_are_loaded_in_float32(model: Model, folder: Any) -> None:
     saved = SD3Transformer2DModel(**SIZES["tiny2"].transformer_config()).to(torch.bfloat16)
     saved.save_pretrained(folder / "transformer")
-    transformer = starting_transformer(where_weights_start(model(train_type=None, size=None)), 0)
+    transformer = family_named("sd3").weights.load(starting_weights(model(train_type=None, size=None)), 0)
     assert {p.dtype for p in transformer.parameters()} == {torch.float32}
     assert all(torch.equal(a, b.float()) for a, b in zip(transformer.parameters(), saved.parameters(), strict=True))
 
@@ -489,7 +488,7 @@ def test_a_folder_with_a_missing_weight_is_rejected(model: Model, folder: Any) -
     del weights["proj_out.weight"]
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(UserError, match=r"do not match its config\.json: proj_out\.weight"):
-        starting_transformer(where_weights_start(model(train_type=None, size=None)), 0)
+        family_named("sd3").weights.load(starting_weights(model(train_type=None, size=None)), 0)
 
 
 @pytest.mark.parametrize(("policy", "has_text"), [("empty", True), ("zero", False)])

@@ -1,0 +1,57 @@
+"""The contract of a model family: everything that generic code needs to know about one kind of model.
+
+A family is a few names and several parts. Each part is loaded at first use, so that `check` imports no torch and a
+worker no pipeline. Generic code gets a family from `core.registry` and imports no family.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from sd3_light.config import ModelConfig, ModelSize
+from sd3_light.core.start import WeightsStart
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+class Weights(ABC):
+    """A family's denoiser: its config, its initial weights, and the module that holds them."""
+
+    @abstractmethod
+    def start(self, model: ModelConfig) -> WeightsStart:
+        """Return the initial weights of a [model] table. Raises UserError if its folder or file has no denoiser."""
+
+    @abstractmethod
+    def folder_size(self, folder: Path) -> ModelSize:
+        """Return the size of the denoiser in ``folder``. Raises UserError for another family's."""
+
+    @abstractmethod
+    def load(self, start: WeightsStart, seed: int) -> "nn.Module":
+        """Return the denoiser before the first step, in float32 (law 4)."""
+
+    @abstractmethod
+    def empty(self, config: Mapping[str, Any]) -> "nn.Module":
+        """Return the denoiser of a config without memory for its weights."""
+
+    @abstractmethod
+    def from_state(self, config: Mapping[str, Any], state: "Mapping[str, Tensor]") -> "nn.Module":
+        """Return a denoiser that holds the tensors of ``state`` themselves."""
+
+
+class Family(ABC):
+    """One kind of model. ``name`` is the value of `model.type`, ``title`` how messages call it.
+
+    ``pipeline`` is the class in `model_index.json` that loads an export, ``denoiser`` the class of its denoiser.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    pipeline: ClassVar[str]
+    denoiser: ClassVar[str]
+
+    @property
+    @abstractmethod
+    def weights(self) -> Weights:
+        """The denoiser's weights."""

@@ -1,0 +1,1 @@
+"""The model families; only `core.registry` imports them, by name."""

@@ -1,0 +1,25 @@
+"""SD3 and SD3.5."""
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from sd3_light.core.family import Family
+
+if TYPE_CHECKING:
+    from sd3_light.families.sd3.weights import SD3Weights
+
+
+class SD3(Family):
+    """Stable Diffusion 3 and 3.5: an MMDiT with three text encoders."""
+
+    name = "sd3"
+    title = "SD3"
+    pipeline = "StableDiffusion3Pipeline"
+    denoiser = "SD3Transformer2DModel"
+
+    @cached_property
+    def weights(self) -> "SD3Weights":
+        """The denoiser's weights."""
+        from sd3_light.families.sd3.weights import SD3Weights
+
+        return SD3Weights()

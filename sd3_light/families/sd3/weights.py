@@ -1,0 +1,76 @@
+"""SD3's denoiser: its size, its initial weights and its module."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd3_light.config import ModelConfig, ModelSize, UserError
+from sd3_light.core.family import Weights
+from sd3_light.core.start import WeightsStart, denoiser_folder, start_source, why_source
+from sd3_light.model.part_configs import LOCAL_WEIGHTS, check_files
+from sd3_light.model.start import configured_size, folder_size, named_size, single_file_config
+
+if TYPE_CHECKING:
+    from diffusers import SD3Transformer2DModel
+    from torch import Tensor
+
+
+class SD3Weights(Weights):
+    """See `Weights`."""
+
+    def start(self, model: ModelConfig) -> WeightsStart:
+        """See `Weights.start`."""
+        source = start_source(model)
+        if source is None:
+            size = configured_size(model)
+            return WeightsStart("random", None, size, f"random weights of size {size.name}, drawn from the seed")
+        if source.is_file():
+            size = named_size(single_file_config(source), source)
+            return WeightsStart(
+                "file", None, size, f"weights of the single file {source} ({why_source(model)})", source
+            )
+        folder = denoiser_folder(source)
+        size = folder_size(folder)
+        return WeightsStart("folder", folder, size, f"weights of {folder} ({why_source(model)})")
+
+    def folder_size(self, folder: Path) -> ModelSize:
+        """See `Weights.folder_size`."""
+        return folder_size(folder)
+
+    def load(self, start: WeightsStart, seed: int) -> "SD3Transformer2DModel":
+        """See `Weights.load`."""
+        import torch
+        from diffusers import SD3Transformer2DModel
+
+        from sd3_light.export.single_file import transformer_from_single_file
+        from sd3_light.model.random_weights import new_transformer
+
+        if start.file is not None:
+            config, state = transformer_from_single_file(start.file)
+            return self.from_state(config, {name: tensor.float() for name, tensor in state.items()})
+        if start.folder is None:
+            return new_transformer(start.size.transformer_config(), seed, start.size.position_step)
+        check_files(start.folder)
+        options = {"dtype": torch.float32, "output_loading_info": True, **LOCAL_WEIGHTS}
+        transformer, loading = SD3Transformer2DModel.from_pretrained(start.folder, **options)
+        mismatches = [*loading["missing_keys"], *loading["unexpected_keys"]]
+        if mismatches:  # diffusers only warns, and starts from random weights where some are missing
+            raise UserError(
+                f"the weights in {start.folder} do not match its config.json: {mismatches[0]}; download or export it "
+                "again"
+            )
+        return transformer
+
+    def empty(self, config: Mapping[str, Any]) -> "SD3Transformer2DModel":
+        """See `Weights.empty`."""
+        import torch
+        from diffusers import SD3Transformer2DModel
+
+        with torch.device("meta"):
+            return SD3Transformer2DModel(**config)
+
+    def from_state(self, config: Mapping[str, Any], state: "Mapping[str, Tensor]") -> "SD3Transformer2DModel":
+        """See `Weights.from_state`."""
+        from sd3_light.model.random_weights import transformer_from_state
+
+        return transformer_from_state(config, state)
