@@ -2,18 +2,39 @@
 
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 
-from sd3_light.config import ModelConfig
+from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.family import Family
 from sd3_light.core.start import WeightsStart
+from sd3_light.inputs import read_json_file
 
 _FAMILIES = {"sd3": "sd3_light.families.sd3:SD3"}
 """`model.type` -> where its class is."""
+_CLASSES = {"StableDiffusion3Pipeline": "sd3", "SD3Transformer2DModel": "sd3"}
+"""Class of a pipeline or a denoiser in diffusers -> `model.type`."""
+_CONFIGS = ("model_index.json", "config.json", "transformer/config.json")
 
 
 def family_of(model: ModelConfig) -> Family:
     """Return the family of a [model] table."""
     return family_named(model.type)
+
+
+def family_of_folder(folder: Path) -> Family:
+    """Return the family of a diffusers folder, or of a denoiser's folder; SD3 if it names no class.
+
+    Raises UserError if its class belongs to no known family.
+    """
+    for path in (folder / name for name in _CONFIGS):
+        config = read_json_file(path) if path.is_file() else None
+        kind = config.get("_class_name") if isinstance(config, dict) else None
+        if isinstance(kind, str) and kind in _CLASSES:
+            return family_named(_CLASSES[kind])
+        if kind is not None:
+            known = ", ".join(name for name in _CLASSES if name.endswith("Pipeline"))
+            raise UserError(f"{path} describes a {kind!r:.80}, which is of no known family; give a folder of {known}")
+    return family_named("sd3")
 
 
 @cache

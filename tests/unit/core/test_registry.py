@@ -1,0 +1,36 @@
+"""Families by name and by folder."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from sd3_light.config.faults import UserError
+from sd3_light.core.registry import family_named, family_of_folder
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        ("model_index.json", "StableDiffusion3Pipeline"),
+        ("config.json", "SD3Transformer2DModel"),
+        ("transformer/config.json", "SD3Transformer2DModel"),
+    ],
+)
+def test_a_folder_names_its_family(tmp_path: Path, file: str, kind: str) -> None:
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"_class_name": kind}))
+    assert family_of_folder(tmp_path) is family_named("sd3")
+
+
+def test_a_folder_without_a_class_is_sd3(tmp_path: Path) -> None:
+    assert family_of_folder(tmp_path) is family_named("sd3")
+    (tmp_path / "config.json").write_text(json.dumps({"num_layers": 1}))
+    assert family_of_folder(tmp_path) is family_named("sd3")
+
+
+def test_an_unknown_class_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NoPipeline"}))
+    with pytest.raises(UserError, match=r"model_index.json describes a 'NoPipeline', which is of no known family"):
+        family_of_folder(tmp_path)
