@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, ModelSize
+from sd3_light.core.encoding import Encoding
+from sd3_light.core.sampling import Sampling
 from sd3_light.core.start import WeightsStart
 
 if TYPE_CHECKING:
@@ -55,3 +57,13 @@ class Family(ABC):
     @abstractmethod
     def weights(self) -> Weights:
         """The denoiser's weights."""
+
+    @property
+    @abstractmethod
+    def encoding(self) -> Encoding:
+        """The frozen networks that encode images and captions."""
+
+    @property
+    @abstractmethod
+    def sampling(self) -> Sampling:
+        """How images are drawn with the denoiser that trains."""

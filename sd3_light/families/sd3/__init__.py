@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 from sd3_light.core.family import Family
 
 if TYPE_CHECKING:
+    from sd3_light.families.sd3.encoding import SD3Encoding
+    from sd3_light.families.sd3.sampling import SD3Sampling
     from sd3_light.families.sd3.weights import SD3Weights
 
 
@@ -23,3 +25,17 @@ class SD3(Family):
         from sd3_light.families.sd3.weights import SD3Weights
 
         return SD3Weights()
+
+    @cached_property
+    def encoding(self) -> "SD3Encoding":
+        """The frozen networks."""
+        from sd3_light.families.sd3.encoding import SD3Encoding
+
+        return SD3Encoding()
+
+    @cached_property
+    def sampling(self) -> "SD3Sampling":
+        """Images of the denoiser that trains."""
+        from sd3_light.families.sd3.sampling import SD3Sampling
+
+        return SD3Sampling()
