@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, ModelSize
 from sd3_light.core.start import WeightsStart
+from sd3_light.core.training import TrainingParts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -55,3 +56,8 @@ class Family(ABC):
     @abstractmethod
     def weights(self) -> Weights:
         """The denoiser's weights."""
+
+    @property
+    @abstractmethod
+    def training(self) -> TrainingParts:
+        """What a run needs beside the weights."""

@@ -8,19 +8,17 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
+from sd3_light.core.model import Losses, TrainedModel
 from sd3_light.flow.objective import alignment_loss, flow_loss, text_reconstruction_loss
-from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.model.fast.block import BlockOptions, Keep, Products
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import Embed, LayerState, build_layers, run_layers, unpatchify
 
-Losses = dict[str, Tensor]
-
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
 
 
-class SD3TrainingModule(nn.Module):
+class SD3TrainingModule(TrainedModel):
     """The denoiser with its training loss.
 
     ``module(batch)`` returns the loss of a micro-batch of `InputPreparer.prepare_inputs`, its parts (means over the
@@ -31,7 +29,7 @@ class SD3TrainingModule(nn.Module):
 
     def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:
         super().__init__()
-        self.transformer = transformer
+        self.denoiser = transformer
         self.fast = fast
         self.gamma = config.model.text_recon_gamma
         self.pseudo_huber_c = config.pseudo_huber_c
@@ -46,7 +44,6 @@ class SD3TrainingModule(nn.Module):
         self.sync_weight = 0.0 if config.model.layer_sync is None else config.model.layer_sync.weight
         self.products: Products = "fp8" if config.fp8 else "plain"
         self._fast: FastDenoiser | None = None
-        self.dropout: AdapterDropout | None = None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
         self._layers = [*build_layers(transformer, target_layer, self.real_text)]
 
@@ -135,7 +132,7 @@ class SD3TrainingModule(nn.Module):
         if self._fast is None:
             dtype = self.compute_dtype if device.type == "cuda" else torch.float32
             options = BlockOptions(keep=_KEEPS[self.checkpointing], products=self.products)
-            self._fast = FastDenoiser(self.transformer, dtype, options)
+            self._fast = FastDenoiser(self.denoiser, dtype, options)
         return self._fast
 
     def run_some(

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from sd3_light.checkpoint.index import INDEX, damaged
 from sd3_light.checkpoint.progress import Progress, track_kind
@@ -32,12 +32,13 @@ from sd3_light.runlog import info
 from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts, planned_order
 from sd3_light.training.model_facts import ModelFacts
-from sd3_light.training.sd3 import Noise
 
 _DAMAGED_REMEDY = (
     "restore one from a copy, resume from another with --resume-from PATH, or start from the beginning with --restart"
 )
 _MOST_CHANGES = 8
+NOISE = "table"
+"""How a sample's stream becomes normals, as checkpoints say it: `randomness.fill_normals`."""
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
 
 
@@ -158,16 +159,14 @@ def progress_in_force(resumed: Checkpoint | None, resume: Resume | None) -> Prog
     return replace(progress, position=0) if resume is not None and resume.reset_dataloader else progress
 
 
-def noise_in_force(resumed: Checkpoint | None) -> Noise:
-    """Return how the run makes its noise: a resumed run continues as it began. Old checkpoints do not say how."""
-    if resumed is None:
-        return "table"
-    noise: Noise = resumed.facts.get("noise", "ziggurat")
-    if noise not in get_args(Noise):
-        raise UserError(f"{resumed.path} was trained with noise {noise!r}, which this version lacks; use a newer one")
-    if noise == "ziggurat":
-        info("this run began with an earlier version: its noise stays the same, and is made by the data workers")
-    return noise
+def require_noise(resumed: Checkpoint | None) -> None:
+    """Raise unless the run that is resumed makes its noise as this version does."""
+    if resumed is not None and (noise := resumed.facts.get("noise")) != NOISE:
+        made = "the noise of an earlier version" if noise is None else f"noise {noise!r:.80}"
+        raise UserError(
+            f"{resumed.path} was trained with {made}, which this version cannot make; use the version that wrote it, "
+            "or start again with --restart"
+        )
 
 
 def keep_position_table(start: WeightsStart, resumed: Checkpoint | None) -> WeightsStart:
