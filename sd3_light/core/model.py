@@ -1,16 +1,17 @@
 """What an engine trains: a denoiser with its loss, behind one module."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from sd3_light.core.batch import Batch
+from sd3_light.core.objective import Objective, Prediction
 
 Losses = dict[str, Tensor]
-"""``loss`` with its gradient, its parts by name, and ``each``: the flow loss of every sample [B]."""
+"""``loss`` with its gradient, its parts by name, and ``each``: the first of them for every sample [B]."""
 
 
 class StepDropout(Protocol):
@@ -24,27 +25,44 @@ class StepDropout(Protocol):
 
 
 class TrainedModel(nn.Module):
-    """Batch in, losses out. Every engine holds one, whatever the family.
+    """A denoiser with its objective: batch in, losses out. Every engine holds one, whatever the family.
 
-    Weights have the names of the stock denoiser, in checkpoints and exports alike.
+    Weights have the names of the stock denoiser, in checkpoints and exports alike. A family's own model defines
+    `predict`. ``dropout`` is that of an adapter on the denoiser.
     """
 
-    denoiser: nn.Module
-    dropout: StepDropout | None = None
-    """The dropout of an adapter on the denoiser."""
+    def __init__(self, denoiser: nn.Module, objective: Objective) -> None:
+        super().__init__()
+        self.denoiser = denoiser
+        self.objective = objective
+        self.dropout: StepDropout | None = None
+
+    @abstractmethod
+    def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        """Run the denoiser as in training; ``taps`` are the blocks whose features are returned."""
 
     @property
-    @abstractmethod
     def loss_names(self) -> tuple[str, ...]:
         """The names of a micro-batch's losses besides ``each``, in order."""
+        return ("loss", *self.objective.weights)
 
-    @abstractmethod
     def forward(self, batch: Batch) -> Losses:
         """Return the loss with its gradient, and its parts and ``each`` without."""
+        return self.total(self.objective(self, batch))
 
-    @abstractmethod
+    def total(self, each: Mapping[str, Tensor]) -> Losses:
+        """Return the losses of `forward` from those of every sample."""
+        weights = self.objective.weights
+        assert list(each) == list(weights), (list(each), list(weights))
+        means = {name: values.mean() for name, values in each.items()}
+        loss = sum(weights[name] * mean for name, mean in means.items())
+        assert isinstance(loss, Tensor), "an objective has at least one loss"
+        first = next(iter(each.values()))
+        return {"loss": loss, **{name: mean.detach() for name, mean in means.items()}, "each": first.detach()}
+
     def denoise(self, batch: Batch) -> Tensor:
         """Return the velocity in float32, computed as in training; the caller enables or disables grad."""
+        return self.predict(batch).velocity.float()
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return what trains, by its name in the stock denoiser."""

@@ -1,7 +1,7 @@
 """The torch engine in one process: accumulation, clipping, skipped steps, and a state that resumes bit for bit."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
+from sd3_light.core.objective import Prediction
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.flow.objectives import FlowMatching
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
 
@@ -37,21 +39,13 @@ class Line(TrainedModel):
     """y = W x + b with a mean squared loss: every gradient has a closed form."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.denoiser = nn.Linear(3, 2)
-        nn.init.constant_(self.denoiser.weight, 0.5)
-        nn.init.zeros_(self.denoiser.bias)
+        layer = nn.Linear(3, 2)
+        nn.init.constant_(layer.weight, 0.5)
+        nn.init.zeros_(layer.bias)
+        super().__init__(layer, FlowMatching())
 
-    loss_names = ("loss", "flow")
-
-    def denoise(self, batch: Batch) -> Tensor:
-        velocity: Tensor = self.denoiser(batch["noisy"])
-        return velocity
-
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
-        each = ((self.denoiser(batch["noisy"]) - batch["target"]) ** 2).mean(1)
-        loss = each.mean()
-        return {"loss": loss, "flow": loss.detach(), "each": each.detach()}
+    def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        return Prediction(self.denoiser(batch["noisy"]))
 
 
 def line_batch(seed: int = 0, count: int = 8) -> Batch:
