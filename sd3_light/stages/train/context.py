@@ -77,7 +77,14 @@ class RunContext:
         """What checkpoints store about the model."""
         step = self.start.size.position_step if self.start.source is None else None
         model = self.config.model
-        return ModelFacts(step, bucket_size(self.bucket), model.shift, model.uncond_text or "zero")
+        return ModelFacts(
+            position_step=step,
+            trained_at=bucket_size(self.bucket),
+            shift=model.shift,
+            flux_shift=model.flux_shift,
+            sqrt_shift=model.sqrt_shift,
+            uncond_text=model.uncond_text or "zero",
+        )
 
     @property
     def residence(self) -> Residence:

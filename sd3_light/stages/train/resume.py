@@ -18,7 +18,7 @@ from sd3_light.checkpoint.store import (
     restore_replaced,
     step_of,
 )
-from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
+from sd3_light.config import LoadedConfig, ModelConfig, TrainConfig, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.config.toml_file import read_toml
 from sd3_light.core.start import WeightsStart
@@ -192,8 +192,8 @@ def with_model_values(config: TrainConfig, resumed: Checkpoint | None) -> TrainC
     """Return the config with the shift and `uncond_text` in use: given, of the resumed run, or of continued weights."""
     model = with_base_values(config.model)
     if resumed is not None:
-        kept = _first_facts(resumed).keep_values(config.model)
-        differing = [f"model.shift = {kept.shift or 1.0:g}"] if (kept.shift or 1.0) != (model.shift or 1.0) else []
+        kept = ModelFacts.of(resumed).keep_values(config.model)
+        differing = [_shift_of(kept)] if _shift_of(kept) != _shift_of(model) else []
         differing += [f'model.uncond_text = "{kept.uncond_text}"'] if kept.uncond_text != model.uncond_text else []
         if differing:
             info(f"using the checkpoint's {', '.join(differing)}: a run keeps the values that it began with")
@@ -201,19 +201,12 @@ def with_model_values(config: TrainConfig, resumed: Checkpoint | None) -> TrainC
     return config.model_copy(update={"model": model})
 
 
-def _first_facts(resumed: Checkpoint) -> ModelFacts:
-    """Return the facts of a run; values that its checkpoints do not hold are those of its `config.toml`."""
-    facts = ModelFacts.of(resumed)
-    if "shift" in resumed.facts.get("model", {}):
-        return facts
-    table, _ = read_toml(resumed.path.parent.parent / "config.toml")
-    model = (table or {}).get("model", {})
-    shift, text = model.get("shift"), model.get("uncond_text")
-    if isinstance(shift, float):
-        facts = replace(facts, shift=shift)
-    if text in ("zero", "empty"):
-        facts = replace(facts, uncond_text=text)
-    return facts
+def _shift_of(model: ModelConfig) -> str:
+    """Return the timestep shift of a [model] table as a line of TOML."""
+    for name in ("flux_shift", "sqrt_shift"):
+        if getattr(model, name):
+            return f"model.{name} = true"
+    return f"model.shift = {model.shift or 1.0:g}"
 
 
 def changed_keys(loaded: LoadedConfig, resumed: Checkpoint | None) -> list[str]:
