@@ -13,6 +13,7 @@ from sd3_light.config import ModelConfig, ModelSize
 from sd3_light.core.encoding import Encoding
 from sd3_light.core.sampling import Sampling
 from sd3_light.core.start import WeightsStart
+from sd3_light.core.training import TrainingParts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,3 +68,8 @@ class Family(ABC):
     @abstractmethod
     def sampling(self) -> Sampling:
         """How images are drawn with the denoiser that trains."""
+
+    @property
+    @abstractmethod
+    def training(self) -> TrainingParts:
+        """What a run needs beside the weights."""

@@ -8,6 +8,7 @@ from sd3_light.core.family import Family
 if TYPE_CHECKING:
     from sd3_light.families.sd3.encoding import SD3Encoding
     from sd3_light.families.sd3.sampling import SD3Sampling
+    from sd3_light.families.sd3.training import SD3Training
     from sd3_light.families.sd3.weights import SD3Weights
 
 
@@ -39,3 +40,10 @@ class SD3(Family):
         from sd3_light.families.sd3.sampling import SD3Sampling
 
         return SD3Sampling()
+
+    @cached_property
+    def training(self) -> "SD3Training":
+        """What a run needs beside the weights."""
+        from sd3_light.families.sd3.training import SD3Training
+
+        return SD3Training()
