@@ -97,8 +97,8 @@ class Sampler:
         negative = family.negative_text(family.text(data.empty_text()), config.model)
         micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
         # the denoiser gets no more samples than a micro-batch has, so it needs no more memory than training
-        guided = any(_is_guided(request, negative) for request in requests)
-        batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if guided else 1)))
+        guided = any(request.guidance > 1 for request in requests if request.guidance is not None)
+        batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if guided and negative is not None else 1)))
         pixels = math.prod(bucket_size(bucket))
         sampler = Sampler(config, requests, {}, negative, batch_size, pixels, launch, device, stages)
         own = [requests[index] for indices in sampler._share(launch.rank) for index in indices]
@@ -160,11 +160,13 @@ class Sampler:
 
     def _draw_latents(self, denoise: Denoise, batch: Sequence[ImageRequest]) -> Tensor:
         """Draw requests of one group."""
-        family, model, first = self._family, self.config.model, batch[0]
+        family = self._family
+        model = self.config.model
+        first = batch[0]
         assert first.steps is not None and first.guidance is not None
         texts = [self.texts[request.prompt] for request in batch]
         guide = None
-        if self.negative is not None and _is_guided(first, self.negative):
+        if self.negative is not None and first.guidance > 1:
             negatives = [request.negative_prompt for request in batch]
             texts = [self.texts[negative] if negative else self.negative for negative in negatives] + texts
             guide = partial(family.guide, guidance=first.guidance)
@@ -253,11 +255,6 @@ def _request(image: SampleImage, seed: int, settings: SamplingConfig, size: tupl
 
     values = {name: chosen(name) for name in ("negative_prompt", "steps", "guidance")}
     return ImageRequest(image.prompt, seed, *(image.size or size), **values)
-
-
-def _is_guided(request: ImageRequest, negative: EncodedText | None) -> bool:
-    """Return whether the denoiser also runs on a negative text."""
-    return negative is not None and request.guidance is not None and request.guidance > 1
 
 
 def assigned(count: int, rank: int, world: int) -> list[int]:

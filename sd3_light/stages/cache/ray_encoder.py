@@ -92,7 +92,8 @@ class ShardEncoder:
             if self._prepared is None:
                 settings, folder = self._settings, self._settings.work_folder or private_temp_folder("ray")
                 _require_same_encoders(settings, folder / "parts.json")
-                encoding, device = family_of(settings.model).encoding, Launch().device(settings.device_type)
+                device = Launch().device(settings.device_type)
+                encoding = family_of(settings.model).encoding
                 encoders = encoding.encoders(settings.model, device, settings.batch_size)
                 self._prepared = encoders, _new_scratch(folder)
             return self._prepared
