@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, ModelSize
+from sd3_light.core.files import Files
 from sd3_light.core.start import WeightsStart
 
 if TYPE_CHECKING:
@@ -55,3 +56,8 @@ class Family(ABC):
     @abstractmethod
     def weights(self) -> Weights:
         """The denoiser's weights."""
+
+    @property
+    @abstractmethod
+    def files(self) -> Files:
+        """Exported folders and their proof, adapter files, single files."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from sd3_light.core.family import Family
 
 if TYPE_CHECKING:
+    from sd3_light.families.sd3.files import SD3Files
     from sd3_light.families.sd3.weights import SD3Weights
 
 
@@ -23,3 +24,10 @@ class SD3(Family):
         from sd3_light.families.sd3.weights import SD3Weights
 
         return SD3Weights()
+
+    @cached_property
+    def files(self) -> "SD3Files":
+        """Exported folders and their proof, adapter files, single files."""
+        from sd3_light.families.sd3.files import SD3Files
+
+        return SD3Files()
