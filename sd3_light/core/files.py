@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from sd3_light.config.faults import UserError
-from sd3_light.core.text_policy import TextPolicy
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,17 +36,17 @@ class Layers(NamedTuple):
     """The single-file name if that naming was used."""
 
 
+@dataclass(frozen=True)
 class AdapterNames:
     """How adapter files name a denoiser's layers, and what they say about it to other programs.
 
     The defaults hold for every diffusers model: a file has diffusers' own names. An update is a `LoraModule` or a
-    `LycorisModule`, with its layer's name as the key.
+    `LycorisModule`, with its layer's name as the key. ``denoiser`` is the model in messages, with its article;
+    ``comfyui`` says whether ComfyUI reads the files.
     """
 
-    denoiser: ClassVar[str] = "a denoiser with diffusers' names"
-    """How messages call the model, with its article."""
-    comfyui: ClassVar[bool] = False
-    """Whether ComfyUI reads these files."""
+    denoiser: str = "a denoiser with diffusers' names"
+    comfyui: bool = False
 
     def find_layers(self, name: str) -> Layers | None:
         """Return the layers for a name in a file, as spelled there without prefix; None if unknown."""
@@ -160,8 +159,11 @@ class Files(ABC):
         """Return the files missing from a complete folder, including its denoiser's if ``denoiser`` is true."""
 
     @abstractmethod
-    def default_text(self, folder: Path) -> TextPolicy:
-        """Return how the stock pipeline of a folder encodes text, for folders that do not say how training did."""
+    def text_policy(self, folder: Path, text: Mapping[str, Any]) -> Any:
+        """Return how a folder's text was encoded in training, as a dataclass of the entries ``text`` in its facts.
+
+        What ``text`` does not say is as in the stock pipeline. Raises UserError for an invalid value.
+        """
 
     @abstractmethod
     def custom_pipeline(self, text: Mapping[str, Any]) -> CustomPipeline | None:

@@ -10,16 +10,13 @@ import torch
 from sd3_light.config.faults import UserError
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of_folder
-from sd3_light.core.text_policy import TextPolicy
 from sd3_light.export.diffusers_folder import is_finite, read_facts
 from sd3_light.export.stored_parts import read_denoiser
-from sd3_light.model.part_configs import FACTS_FILE, LOAD_ERRORS, LOCAL_WEIGHTS, check_files
+from sd3_light.model.part_configs import LOAD_ERRORS, LOCAL_WEIGHTS, check_files
 from sd3_light.model.pipeline_folder import check_configs
 
-_CHOICES: dict[str, tuple[str, ...]] = {"uncond_text": ("zero", "empty"), "text_tokens": ("padded", "real")}
 
-
-def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = None) -> tuple[Any, TextPolicy]:
+def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = None) -> tuple[Any, Any]:
     """Load the folder's pipeline in float32 and its text policy (that of its stock pipeline by default).
 
     ``text_facts`` is the folder that states the policy, if it is not the same: that of an adapter.
@@ -44,7 +41,7 @@ def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = 
     return pipe.to(device), policy
 
 
-def _load(folder: Path, family: Family, policy: TextPolicy) -> Any:
+def _load(folder: Path, family: Family, policy: Any) -> Any:
     check_files(folder, *(part for part in folder.iterdir() if part.is_dir()))
     options = {"dtype": torch.float32, **LOCAL_WEIGHTS}
     custom = family.files.custom_pipeline(asdict(policy))
@@ -53,14 +50,6 @@ def _load(folder: Path, family: Family, policy: TextPolicy) -> Any:
     return custom.kind.from_pretrained(folder, **custom.settings, **options)
 
 
-def read_text_policy(folder: Path, family: Family) -> TextPolicy:
+def read_text_policy(folder: Path, family: Family) -> Any:
     """Return how a folder's text was encoded in training; if it does not say, as its stock pipeline does."""
-    text: dict[str, Any] = asdict(family.files.default_text(folder))
-    text |= read_facts(folder).get("text", {})
-    invalid = [key for key, choices in _CHOICES.items() if text[key] not in choices]
-    if type(text["t5_max_length"]) is not int or text["t5_max_length"] < 1:
-        invalid.append("t5_max_length")
-    if invalid:
-        key = invalid[0]
-        raise UserError(f"{folder / FACTS_FILE}: {key} has the invalid value {text[key]!r}; export the folder again")
-    return TextPolicy(text["t5_max_length"], text["uncond_text"], text["text_tokens"])
+    return family.files.text_policy(folder, read_facts(folder).get("text", {}))

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from sd3_light.core.files import AdapterNames, CardTexts, CustomPipeline, Files, SingleFiles
-from sd3_light.core.text_policy import TextPolicy
 from sd3_light.export.proof_process import sample_image
 from sd3_light.model.pipeline_folder import missing_components
 
@@ -20,11 +19,9 @@ image = pipe("a prompt", generator=seed).images[0]"""
 
 
 class DiffusersFiles(Files):
-    """See `Files`. A family adds its two methods of fixed inputs, and the class of its pipeline."""
+    """See `Files`. A family adds its text policy, its fixed inputs, and the name of its pipeline's class."""
 
     pipeline: ClassVar[str]
-    text_length: ClassVar[int] = 512
-    """Tokens of a text in the stock pipeline."""
 
     @property
     def adapters(self) -> AdapterNames:
@@ -40,10 +37,6 @@ class DiffusersFiles(Files):
         """See `Files.missing`."""
         return missing_components(folder, denoiser)
 
-    def default_text(self, folder: Path) -> TextPolicy:
-        """See `Files.default_text`."""
-        return TextPolicy(self.text_length, "empty", "padded")
-
     def custom_pipeline(self, text: Mapping[str, Any]) -> CustomPipeline | None:
         """See `Files.custom_pipeline`."""
         return None
@@ -55,5 +48,5 @@ class DiffusersFiles(Files):
     def card(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> CardTexts:
         """See `Files.card`."""
         blocks = f"{config['num_layers']} blocks" if "num_layers" in config else "of the base model's size"
-        length = f"up to {text.get('t5_max_length', self.text_length)} tokens"
+        length = f"up to {text['t5_max_length']} tokens" if "t5_max_length" in text else "as in the stock pipeline"
         return CardTexts(blocks, length, _CODE.format(pipeline=self.pipeline), "", "stock diffusers")

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
-from sd3_light.core.text_policy import TextPolicy
 from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
 from sd3_light.sampling.image_requests import ImageRequest
 from sd3_light.sampling.png import save_png
-from sd3_light.sampling.texts import EncodedText, TextBatch, batch_texts, encode, unconditional_text
+from sd3_light.sampling.texts import EncodedText, TextBatch, TextPolicy, batch_texts, encode, unconditional_text
 from sd3_light.system import usable_cores
 
 if TYPE_CHECKING:

@@ -5,16 +5,27 @@ Shapes: B texts, T tokens, W width of a token, P width of a pooled vector, N ima
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
-from sd3_light.core.text_policy import TextPolicy
 from sd3_light.encoders.text import Tokenizer, encode_clip, encode_t5, join_text
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
+
+
+@dataclass(frozen=True)
+class TextPolicy:
+    """How text was encoded in training, and must be in sampling.
+
+    `uncond_text` is the unconditional input of guidance: zeros, or the encoded negative prompt (as in stock SD3).
+    """
+
+    t5_max_length: int
+    uncond_text: Literal["zero", "empty"]
+    text_tokens: Literal["padded", "real"]
 
 
 @dataclass(frozen=True)

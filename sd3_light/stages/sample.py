@@ -22,7 +22,6 @@ from PIL import Image
 from sd3_light import __version__
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
-from sd3_light.core.text_policy import TextPolicy
 from sd3_light.encoders.caption_lengths import cut_prompts
 from sd3_light.engines import Launch
 from sd3_light.export.lora_merge import add_adapters
@@ -37,6 +36,7 @@ from sd3_light.sampling.lora_stack import Lora
 from sd3_light.sampling.png import PNG_FACTS, parameters, read_png_facts, save_new_png, save_png
 from sd3_light.sampling.precision import check_dtype, compute_in
 from sd3_light.sampling.scheduler import SAMPLERS, check_sampler, use_sampler
+from sd3_light.sampling.texts import TextPolicy
 from sd3_light.training.chosen_model import ChosenModel, choose_model
 
 GRID = "grid.png"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sd3_light.config.faults import UserError
 from sd3_light.core.files import (
     AdapterNames,
     CardTexts,
@@ -21,14 +22,15 @@ from sd3_light.core.files import (
     SingleFiles,
     Value,
 )
-from sd3_light.core.text_policy import TextPolicy
 from sd3_light.export import lora_fusing, lora_names, single_file
 from sd3_light.export.file_metadata import adapter_metadata
 from sd3_light.export.proof_process import sample_image
 from sd3_light.export.real_pipeline import RealTextPipeline
 from sd3_light.families.sd3.card import card_texts
 from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
+from sd3_light.model.part_configs import FACTS_FILE
 from sd3_light.model.pipeline_folder import missing_parts, tokenizer_length, vae_shape
+from sd3_light.sampling.texts import TextPolicy
 
 _STEPS = 2
 _GUIDANCE = 3.0
@@ -36,13 +38,11 @@ _MAX_SIDE = 16  # latent pixels of the denoiser's input; the image has half of t
 _TEXT_ROWS = 8
 _REAL_ROWS = [3, 8]  # of the negative prompt and the prompt
 _T5_LENGTH = 256  # of diffusers
+_CHOICES: dict[str, tuple[str, ...]] = {"uncond_text": ("zero", "empty"), "text_tokens": ("padded", "real")}
 
 
 class SD3AdapterNames(AdapterNames):
     """See `AdapterNames`. Files may have single-file names, which fuse q, k and v."""
-
-    denoiser = "an SD3 denoiser"
-    comfyui = True
 
     def find_layers(self, name: str) -> Layers | None:
         """See `AdapterNames.find_layers`."""
@@ -102,7 +102,7 @@ class SD3Files(Files):
     @cached_property
     def adapters(self) -> AdapterNames:
         """See `Files.adapters`."""
-        return SD3AdapterNames()
+        return SD3AdapterNames("an SD3 denoiser", comfyui=True)
 
     @cached_property
     def single(self) -> SingleFiles:
@@ -113,10 +113,19 @@ class SD3Files(Files):
         """See `Files.missing`."""
         return missing_parts(folder, transformer=denoiser)
 
-    def default_text(self, folder: Path) -> TextPolicy:
-        """See `Files.default_text`. There are no more T5 tokens than the folder's tokenizer accepts."""
+    def text_policy(self, folder: Path, text: Mapping[str, Any]) -> TextPolicy:
+        """See `Files.text_policy`. By default there are no more T5 tokens than the folder's tokenizer accepts."""
         length = min(_T5_LENGTH, tokenizer_length(folder / "tokenizer_3") or _T5_LENGTH)
-        return TextPolicy(length, "empty", "padded")
+        values = {"t5_max_length": length, "uncond_text": "empty", "text_tokens": "padded", **text}
+        invalid = [key for key, choices in _CHOICES.items() if values[key] not in choices]
+        if type(values["t5_max_length"]) is not int or values["t5_max_length"] < 1:
+            invalid.append("t5_max_length")
+        if invalid:
+            value = values[invalid[0]]
+            raise UserError(
+                f"{folder / FACTS_FILE}: {invalid[0]} has the invalid value {value!r}; export the folder again"
+            )
+        return TextPolicy(values["t5_max_length"], values["uncond_text"], values["text_tokens"])
 
     def custom_pipeline(self, text: Mapping[str, Any]) -> CustomPipeline | None:
         """See `Files.custom_pipeline`."""
