@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sd3_light.config import ModelConfig, ModelSize
 from sd3_light.core.files import Files
 from sd3_light.core.start import WeightsStart
+from sd3_light.core.training import TrainingParts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,3 +62,8 @@ class Family(ABC):
     @abstractmethod
     def files(self) -> Files:
         """Exported folders and their proof, adapter files, single files."""
+
+    @property
+    @abstractmethod
+    def training(self) -> TrainingParts:
+        """What a run needs beside the weights."""

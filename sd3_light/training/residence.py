@@ -21,7 +21,6 @@ from sd3_light.system import available_memory
 from sd3_light.training.data import load_cache
 from sd3_light.training.model_facts import bucket_size
 from sd3_light.training.run_setup import run_setup
-from sd3_light.training.sd3 import Noise
 
 _PLACES = {"stream": "streamed from its shards", "host": "in host memory", "device": "in GPU memory"}
 
@@ -35,7 +34,6 @@ def place_cache(
     device: torch.device,
     by_deepspeed: bool,
     groups: ProcessGroups,
-    noise: Noise,
 ) -> ResidentCache | None:
     """Read the cache into the memory of host or device, as the config says or as fits; None if it is streamed.
 
@@ -45,7 +43,7 @@ def place_cache(
     if config.residence != "auto":
         return load_cache(data, config, launch, device) if reads_data else None
     room = room_for_cache(data, config, size, launch, device, by_deepspeed)
-    choice = _choose(data, order, config, groups.gathered(room), noise)
+    choice = _choose(data, order, config, groups.gathered(room))
     info(f'cache: {_PLACES[choice.residence]} (cache_residence = "auto": {choice.reason})')
     if choice.residence == "stream":
         return None
@@ -100,14 +98,8 @@ def room_for_cache(
     return Room(min(total, free + CONTEXT_BYTES), training, available_memory(), launch.local_world)
 
 
-def _choose(
-    data: CachedDataset, order: Order, config: TrainConfig, rooms: Sequence[Room], noise: Noise
-) -> ResidenceChoice:
+def _choose(data: CachedDataset, order: Order, config: TrainConfig, rooms: Sequence[Room]) -> ResidenceChoice:
     steps = math.inf if config.max_steps is None else config.max_steps
     epochs = min(steps / order.steps_per_epoch, math.inf if config.epochs is None else config.epochs)
-    why_not_device = None
-    if config.pipeline_stages > 1:
-        why_not_device = FROM_HOST
-    elif noise == "ziggurat":
-        why_not_device = "the run began with an earlier version, whose noise only the host can make"
+    why_not_device = FROM_HOST if config.pipeline_stages > 1 else None
     return choose_residence(data.manifest.nbytes, rooms, epochs, not isinstance(data.store, LocalStore), why_not_device)

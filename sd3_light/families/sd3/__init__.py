@@ -7,6 +7,7 @@ from sd3_light.core.family import Family
 
 if TYPE_CHECKING:
     from sd3_light.families.sd3.files import SD3Files
+    from sd3_light.families.sd3.training import SD3Training
     from sd3_light.families.sd3.weights import SD3Weights
 
 
@@ -31,3 +32,10 @@ class SD3(Family):
         from sd3_light.families.sd3.files import SD3Files
 
         return SD3Files()
+
+    @cached_property
+    def training(self) -> "SD3Training":
+        """What a run needs beside the weights."""
+        from sd3_light.families.sd3.training import SD3Training
+
+        return SD3Training()
