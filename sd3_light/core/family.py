@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, ModelSize
+from sd3_light.core.encoding import Encoding
 from sd3_light.core.files import Files
+from sd3_light.core.sampling import Sampling
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import TrainingParts
 
@@ -62,6 +64,16 @@ class Family(ABC):
     @abstractmethod
     def files(self) -> Files:
         """Exported folders and their proof, adapter files, single files."""
+
+    @property
+    @abstractmethod
+    def encoding(self) -> Encoding:
+        """The frozen networks that encode images and captions."""
+
+    @property
+    @abstractmethod
+    def sampling(self) -> Sampling:
+        """How images are drawn with the denoiser that trains."""
 
     @property
     @abstractmethod

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 from sd3_light.core.family import Family
 
 if TYPE_CHECKING:
+    from sd3_light.families.sd3.encoding import SD3Encoding
     from sd3_light.families.sd3.files import SD3Files
+    from sd3_light.families.sd3.sampling import SD3Sampling
     from sd3_light.families.sd3.training import SD3Training
     from sd3_light.families.sd3.weights import SD3Weights
 
@@ -32,6 +34,20 @@ class SD3(Family):
         from sd3_light.families.sd3.files import SD3Files
 
         return SD3Files()
+
+    @cached_property
+    def encoding(self) -> "SD3Encoding":
+        """The frozen networks."""
+        from sd3_light.families.sd3.encoding import SD3Encoding
+
+        return SD3Encoding()
+
+    @cached_property
+    def sampling(self) -> "SD3Sampling":
+        """Images of the denoiser that trains."""
+        from sd3_light.families.sd3.sampling import SD3Sampling
+
+        return SD3Sampling()
 
     @cached_property
     def training(self) -> "SD3Training":

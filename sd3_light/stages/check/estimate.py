@@ -30,13 +30,14 @@ from sd3_light.config import (
     batch_size_for,
 )
 from sd3_light.config.schema_blocks import TokenRoute
+from sd3_light.core.caption_lengths import CutCaptions, count_cut_captions
+from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.data.buckets import Bucket
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.data.rejects import Rejects
 from sd3_light.data.store.remote import download_bytes
-from sd3_light.encoders.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.model.fast.choice import why_stock_by_config
 from sd3_light.model.pipeline_folder import text_shape
 from sd3_light.model.positions import start_position_step
@@ -227,7 +228,9 @@ class _Estimator:
             index=resident_index_bytes(images, captions),
             shapes=shapes,
             extremes=counts.extremes,
-            cut=count_cut_captions(counts.captions.captions(), self.train.model.diffusers_path, self.text.t5_tokens),
+            cut=count_cut_captions(
+                counts.captions.captions(), family_of(self.train.model).encoding.model_limits(self.train.model)
+            ),
         )
 
     def row(
