@@ -97,7 +97,7 @@ def _tensors(pipe: "StableDiffusion3Pipeline", file: Path, read: Reader) -> Mapp
 def _check(pipe: "StableDiffusion3Pipeline", tensors: Mapping[str, Tensor]) -> None:
     """Raise a ValueError for layers that the model lacks: diffusers would only warn and ignore them."""
     layers = list(dict.fromkeys(_LEAF.sub("", key) for key in tensors))
-    parts = {part: getattr(pipe, part) for part in _LORA_PARTS}
+    parts = {part: getattr(pipe, part, None) for part in _LORA_PARTS}
     known = {f"{part}.{name}" for part, module in parts.items() if module for name, _ in module.named_modules()}
     unknown = [layer for layer in layers if layer not in known]
     if len(unknown) == len(layers):
