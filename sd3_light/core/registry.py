@@ -41,9 +41,10 @@ def family_of_folder(folder: Path) -> Family:
     return family_named("sd3")
 
 
-def family_of_class(kind: str) -> Family | None:
-    """Return the family of a pipeline's or a denoiser's class in diffusers; None if it is not known."""
-    return family_named(_CLASSES[kind]) if kind in _CLASSES else None
+def family_of_class(kind: type) -> Family | None:
+    """Return the family of a denoiser's class, or of the diffusers class that it is made from; None if unknown."""
+    names = (_CLASSES[parent.__name__] for parent in kind.__mro__ if parent.__name__ in _CLASSES)
+    return next(map(family_named, names), None)
 
 
 def family_of_file() -> Family:
