@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.sampling import PipelineInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,8 +160,8 @@ class Files(ABC):
         """Return the files missing from a complete folder, including its denoiser's if ``denoiser`` is true."""
 
     @abstractmethod
-    def text_policy(self, folder: Path, text: Mapping[str, Any]) -> Any:
-        """Return how a folder's text was encoded in training, as a dataclass of the entries ``text`` in its facts.
+    def text_policy(self, folder: Path, text: Mapping[str, Any]) -> PipelineInputs:
+        """Return how a folder's pipeline must be called, given the entries ``text`` in its facts.
 
         What ``text`` does not say is as in the stock pipeline. Raises UserError for an invalid value.
         """

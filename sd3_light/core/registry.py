@@ -23,15 +23,15 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def family_of_folder(folder: Path) -> Family:
-    """Return the family of a diffusers folder, or of a denoiser's folder; SD3 if it names no class.
+    """Return the family of a diffusers folder, or of a denoiser's folder; SD3 if no readable file there names a class.
 
     Raises UserError if its class belongs to no known family.
     """
     for path in (folder / name for name in _CONFIGS):
         try:
             config = read_json_file(path) if path.is_file() else None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}); download or write the folder again") from error
+        except (OSError, ValueError):  # the reader of that file reports it
+            config = None
         kind = config.get("_class_name") if isinstance(config, dict) else None
         if isinstance(kind, str) and kind in _CLASSES:
             return family_named(_CLASSES[kind])
@@ -41,9 +41,10 @@ def family_of_folder(folder: Path) -> Family:
     return family_named("sd3")
 
 
-def family_of_class(kind: str) -> Family | None:
-    """Return the family of a pipeline's or a denoiser's class in diffusers; None if it is not known."""
-    return family_named(_CLASSES[kind]) if kind in _CLASSES else None
+def family_of_class(kind: type) -> Family | None:
+    """Return the family of a denoiser's class, or of the diffusers class that it is made from; None if unknown."""
+    names = (_CLASSES[parent.__name__] for parent in kind.__mro__ if parent.__name__ in _CLASSES)
+    return next(map(family_named, names), None)
 
 
 def family_of_file() -> Family:

@@ -66,7 +66,7 @@ def merge_adapters(transformer: nn.Module, loras: Sequence[Lora]) -> None:
 
 
 def _names_of(transformer: nn.Module) -> AdapterNames:
-    family = family_of_class(type(transformer).__name__)
+    family = family_of_class(type(transformer))
     assert family is not None, type(transformer)
     return family.files.adapters
 

@@ -1,6 +1,5 @@
 """Open a model folder: its pipeline, and how its text was encoded in training."""
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,14 @@ import torch
 from sd3_light.config.faults import UserError
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of_folder
+from sd3_light.core.sampling import PipelineInputs
 from sd3_light.export.diffusers_folder import is_finite, read_facts
 from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.model.part_configs import LOAD_ERRORS, LOCAL_WEIGHTS, check_files
 from sd3_light.model.pipeline_folder import check_configs
 
 
-def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = None) -> tuple[Any, Any]:
+def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = None) -> tuple[Any, PipelineInputs]:
     """Load the folder's pipeline in float32 and its text policy (that of its stock pipeline by default).
 
     ``text_facts`` is the folder that states the policy, if it is not the same: that of an adapter.
@@ -41,15 +41,15 @@ def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = 
     return pipe.to(device), policy
 
 
-def _load(folder: Path, family: Family, policy: Any) -> Any:
+def _load(folder: Path, family: Family, policy: PipelineInputs) -> Any:
     check_files(folder, *(part for part in folder.iterdir() if part.is_dir()))
     options = {"dtype": torch.float32, **LOCAL_WEIGHTS}
-    custom = family.files.custom_pipeline(asdict(policy))
+    custom = family.files.custom_pipeline(policy.facts())
     if custom is None:
         return getattr(diffusers, family.pipeline).from_pretrained(folder, **options)
     return custom.kind.from_pretrained(folder, **custom.settings, **options)
 
 
-def read_text_policy(folder: Path, family: Family) -> Any:
+def read_text_policy(folder: Path, family: Family) -> PipelineInputs:
     """Return how a folder's text was encoded in training; if it does not say, as its stock pipeline does."""
     return family.files.text_policy(folder, read_facts(folder).get("text", {}))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
-from sd3_light.core.family import Family
 from sd3_light.core.files import AdapterNames
 from sd3_light.core.registry import family_of_class
 from sd3_light.export.adapter_folder import adapter_facts, adapter_modules, read_adapter, write_adapter_file
@@ -45,7 +44,7 @@ def write_trained(
             plain = load_file(write_trained(folder / path.name, state, transformer, adapter, save_dtype, facts))
         return write_weights(path, rename(plain), save_dtype, facts)
     modules: Any = adapter_modules(state, adapter)
-    family = _family_of(transformer)
+    family = family_of_class(type(transformer))
     if family is None and adapter.type == "lora":
         return write_weights(path, diffusers_state(modules), save_dtype, facts)
     names, padding = AdapterNames(), None
@@ -59,15 +58,9 @@ def write_trained(
     return path
 
 
-def _family_of(transformer: nn.Module) -> Family | None:
-    """Return the family of a denoiser in memory; a subclass belongs to the family of its parent."""
-    families = (family_of_class(kind.__name__) for kind in type(transformer).__mro__)
-    return next((family for family in families if family is not None), None)
-
-
 def read_trained_adapter(path: Path, transformer: nn.Module, adapter: AdapterConfig) -> AdapterModules:
     """Read the adapter to start from: any LoRA file of a known family; otherwise a file written by `write_trained`."""
-    family = _family_of(transformer)
+    family = family_of_class(type(transformer))
     if family is not None or adapter.type != "lora":
         return read_adapter(path, adapter.type, AdapterNames() if family is None else family.files.adapters)
     if not path.is_file():

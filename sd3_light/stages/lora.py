@@ -1,7 +1,7 @@
 """The lora stage: convert LoRA files between layouts, merge them into a model, extract them from two models."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -120,7 +120,7 @@ def _spec(model: Path, family: Family, config: dict[str, Any], dtype: torch.dtyp
         save_dtype=dtype,
         shift=shift,
         flux_shift=bool(scheduler.get("use_dynamic_shifting")),
-        text=asdict(read_text_policy(model, family)),
+        text=read_text_policy(model, family).facts(),
         facts={**facts, "weights": f"{facts.get('weights', model.name)} with {names}", "loras": added},
     )
 

@@ -1,4 +1,4 @@
-"""SD3's files: folders with an optional pipeline of their own, adapter names of both namings, single files."""
+"""SD3's files: folders with an optional custom pipeline, adapter names of both namings, single files."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -95,7 +95,7 @@ class SD3SingleFiles(SingleFiles):
 
 
 class SD3Files(Files):
-    """See `Files`. A model of real text tokens has a pipeline of its own."""
+    """See `Files`. A model of real text tokens has a custom pipeline."""
 
     pipeline_settings = ("t5_max_length", "uncond_text")
 

@@ -22,6 +22,7 @@ from sd3_light.export.export_spec import AdapterSpec, ExportSpec
 from sd3_light.export.lora_file import read_lora, write_lora
 from sd3_light.export.lora_merge import denoiser_state, merge_loras
 from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.export.proof_process import packed, unpacked
 from sd3_light.families.diffusers_files import DiffusersFiles
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.loading import assign_weights
@@ -211,3 +212,12 @@ def test_what_only_sd3_has_is_refused_in_one_line(flux: Family, base: Path, tmp_
     modules = {WEIGHT.removesuffix(".weight"): LoraModule(torch.ones(2, 32), torch.ones(32, 2))}
     with pytest.raises(UserError, match=r'layout "kohya" is not known'):
         write_lora(tmp_path / "a.safetensors", modules, layout="kohya", names=flux.files.adapters)
+
+
+def test_arguments_travel_to_the_clean_process_unchanged() -> None:
+    arguments = {"x": [torch.ones(2), torch.zeros(1)], "more": {"t": torch.tensor(3.0), "steps": 2}, "off": None}
+    tensors: dict[str, Tensor] = {}
+    back = unpacked(json.loads(json.dumps(packed(arguments, tensors))), tensors)
+    assert len(tensors) == 3
+    assert [value.tolist() for value in back["x"]] == [[1.0, 1.0], [0.0]]
+    assert (back["more"]["t"].item(), back["more"]["steps"], back["off"]) == (3.0, 2, None)
