@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, ModelSize
 from sd3_light.core.encoding import Encoding
+from sd3_light.core.files import Files
 from sd3_light.core.sampling import Sampling
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import TrainingParts
@@ -58,6 +59,11 @@ class Family(ABC):
     @abstractmethod
     def weights(self) -> Weights:
         """The denoiser's weights."""
+
+    @property
+    @abstractmethod
+    def files(self) -> Files:
+        """Exported folders and their proof, adapter files, single files."""
 
     @property
     @abstractmethod

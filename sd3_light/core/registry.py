@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.family import Family
+from sd3_light.core.files import SingleFiles
 from sd3_light.core.start import WeightsStart
 from sd3_light.inputs import read_json_file
 
@@ -22,15 +23,15 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def family_of_folder(folder: Path) -> Family:
-    """Return the family of a diffusers folder, or of a denoiser's folder; SD3 if it names no class.
+    """Return the family of a diffusers folder, or of a denoiser's folder; SD3 if no readable file there names a class.
 
     Raises UserError if its class belongs to no known family.
     """
     for path in (folder / name for name in _CONFIGS):
         try:
             config = read_json_file(path) if path.is_file() else None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}); download or write the folder again") from error
+        except (OSError, ValueError):  # the reader of that file reports it
+            config = None
         kind = config.get("_class_name") if isinstance(config, dict) else None
         if isinstance(kind, str) and kind in _CLASSES:
             return family_named(_CLASSES[kind])
@@ -38,6 +39,27 @@ def family_of_folder(folder: Path) -> Family:
             known = ", ".join(name for name in _CLASSES if name.endswith("Pipeline"))
             raise UserError(f"{path} describes a {kind!r:.80}, which is of no known family; give a folder of {known}")
     return family_named("sd3")
+
+
+def family_of_class(kind: type) -> Family | None:
+    """Return the family of a denoiser's class, or of the diffusers class that it is made from; None if unknown."""
+    names = (_CLASSES[parent.__name__] for parent in kind.__mro__ if parent.__name__ in _CLASSES)
+    return next(map(family_named, names), None)
+
+
+def family_of_file() -> Family:
+    """Return the family of adapter files and single files that are read without a model: they name none, so SD3."""
+    return family_named("sd3")
+
+
+def single_files(family: Family, subject: object) -> SingleFiles:
+    """Return a family's single files. Raises UserError about ``subject``, a path, for a family without them."""
+    if family.files.single is None:
+        known = [other.title for other in map(family_named, _FAMILIES) if other.files.single is not None]
+        raise UserError(
+            f"{subject}: {family.title} has no single file, only {', '.join(known)} does; use the diffusers folder"
+        )
+    return family.files.single
 
 
 @cache

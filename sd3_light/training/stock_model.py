@@ -1,4 +1,4 @@
-"""A stock diffusers denoiser in training, for families without blocks of their own."""
+"""A stock diffusers denoiser in training, for families without custom blocks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

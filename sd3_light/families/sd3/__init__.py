@@ -7,6 +7,7 @@ from sd3_light.core.family import Family
 
 if TYPE_CHECKING:
     from sd3_light.families.sd3.encoding import SD3Encoding
+    from sd3_light.families.sd3.files import SD3Files
     from sd3_light.families.sd3.sampling import SD3Sampling
     from sd3_light.families.sd3.training import SD3Training
     from sd3_light.families.sd3.weights import SD3Weights
@@ -26,6 +27,13 @@ class SD3(Family):
         from sd3_light.families.sd3.weights import SD3Weights
 
         return SD3Weights()
+
+    @cached_property
+    def files(self) -> "SD3Files":
+        """Exported folders and their proof, adapter files, single files."""
+        from sd3_light.families.sd3.files import SD3Files
+
+        return SD3Files()
 
     @cached_property
     def encoding(self) -> "SD3Encoding":

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.core.registry import family_named, family_of_folder
+from sd3_light.core.registry import family_named, family_of_class, family_of_folder
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,18 @@ def test_an_unknown_class_is_named(tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NoPipeline"}))
     with pytest.raises(UserError, match=r"model_index.json describes a 'NoPipeline', which is of no known family"):
         family_of_folder(tmp_path)
+
+
+def test_a_class_names_its_family_also_through_its_parents() -> None:
+    from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+
+    class Changed(SD3Transformer2DModel):
+        pass
+
+    assert family_of_class(SD3Transformer2DModel) is family_of_class(Changed) is family_named("sd3")
+    assert family_of_class(FluxTransformer2DModel) is None
+
+
+def test_a_damaged_index_names_no_class(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{")
+    assert family_of_folder(tmp_path) is family_named("sd3")

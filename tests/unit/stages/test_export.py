@@ -18,6 +18,7 @@ from sd3_light.optim.ema import Averages
 from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_metadata
 from sd3_light.optim.power_function import gamma_from_sigma_rel
 from sd3_light.stages import export
+from sd3_light.training.model_facts import ModelFacts
 from tests.checkpoints import write_checkpoint
 from tests.project import Project
 
@@ -64,7 +65,7 @@ class Trained:
             for name, tensor in self.averages.tracks[track].shadow.items()
         }
         progress = {"step": step, "samples": 4 * step, "skipped": 0, "position": step}
-        facts = {**snapshot_metadata(self.config.ema, step), "progress": progress}
+        facts = {**snapshot_metadata(self.config.ema, step), "progress": progress, "model": ModelFacts().as_dict()}
         write_checkpoint(self.run / "ema", step, tensors, facts)
 
     def checkpoint(self, step: int) -> None:
@@ -73,7 +74,8 @@ class Trained:
             kind = "ema" if track == "ema" else f"ema.{track}"
             tensors |= {f"{kind}/{name}": tensor for name, tensor in average.shadow.items()}
         progress = {"step": step, "samples": 4 * step, "skipped": 0, "position": step}
-        write_checkpoint(self.run / "checkpoints", step, tensors, {"progress": progress})
+        facts = {"progress": progress, "model": ModelFacts().as_dict()}
+        write_checkpoint(self.run / "checkpoints", step, tensors, facts)
 
 
 @pytest.fixture(scope="module")
