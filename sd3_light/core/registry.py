@@ -23,15 +23,15 @@ def family_of(model: ModelConfig) -> Family:
 
 
 def family_of_folder(folder: Path) -> Family:
-    """Return the family of a diffusers folder, or of a denoiser's folder; SD3 if no readable file there names a class.
+    """Return the family of a diffusers folder, or of a denoiser's folder; SD3 if no file there names a class.
 
     Raises UserError if its class belongs to no known family.
     """
     for path in (folder / name for name in _CONFIGS):
         try:
             config = read_json_file(path) if path.is_file() else None
-        except (OSError, ValueError):  # the reader of that file reports it
-            config = None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}); download or write the folder again") from error
         kind = config.get("_class_name") if isinstance(config, dict) else None
         if isinstance(kind, str) and kind in _CLASSES:
             return family_named(_CLASSES[kind])

@@ -50,8 +50,3 @@ def test_a_class_names_its_family_also_through_its_parents() -> None:
 
     assert family_of_class(SD3Transformer2DModel) is family_of_class(Changed) is family_named("sd3")
     assert family_of_class(FluxTransformer2DModel) is None
-
-
-def test_a_damaged_index_names_no_class(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text("{")
-    assert family_of_folder(tmp_path) is family_named("sd3")

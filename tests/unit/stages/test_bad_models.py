@@ -142,7 +142,7 @@ def test_an_incomplete_denoiser_is_named(kind: str, model: Path, bad: Path, lora
         ("sd3_light.json", '{"text": 5}', "sd3_light.json: its entry `text` is not a JSON object"),
         ("sd3_light.json", '{"text": {"t5_max_length": "x"}}', "t5_max_length has the invalid value 'x'"),
         ("sd3_light.json", '{"text": {"uncond_text": "x"}}', "uncond_text has the invalid value 'x'"),
-        ("model_index.json", "{", "diffusers cannot load"),
+        ("model_index.json", "{", "model_index.json cannot be read"),
         ("vae/config.json", "{", "vae/config.json is not valid JSON"),
         ("scheduler/scheduler_config.json", '{"shift": "x"}', "scheduler_config.json has shift 'x'"),
         ("tokenizer/tokenizer.json", "{", "tokenizer.json is not valid JSON"),
