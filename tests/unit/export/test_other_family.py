@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,9 @@ WEIGHT = "transformer_blocks.0.attn.to_q.weight"
 @dataclass(frozen=True)
 class FluxText:
     t5_max_length: int = 512
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
 
 
 class FluxFiles(DiffusersFiles):
