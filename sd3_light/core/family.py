@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, ModelSize
+from sd3_light.core.checks import ModelChecks
+from sd3_light.core.cost import Cost
+from sd3_light.core.fast_blocks import FastBlocks
 from sd3_light.core.start import WeightsStart
 
 if TYPE_CHECKING:
@@ -55,3 +58,21 @@ class Family(ABC):
     @abstractmethod
     def weights(self) -> Weights:
         """The denoiser's weights."""
+
+    @property
+    @abstractmethod
+    def checks(self) -> ModelChecks:
+        """What `check` and `new` read in a model folder."""
+
+    @property
+    @abstractmethod
+    def fast_blocks(self) -> FastBlocks | None:
+        """The family's own kernels; None if it has none."""
+
+    @abstractmethod
+    def cost(self, start: WeightsStart, model: ModelConfig) -> Cost:
+        """Return the cost of training the denoiser of ``start``."""
+
+    @abstractmethod
+    def image_tokens(self, width: int, height: int) -> int:
+        """Return the tokens of an image of ``width`` x ``height`` pixels."""

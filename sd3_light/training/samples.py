@@ -18,11 +18,11 @@ from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from PIL import Image
 from torch import Tensor
 
-from sd3_light.budget.flops import image_tokens
 from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.schema_tables import SampleImage, SamplingConfig
 from sd3_light.core.batch import Batch
+from sd3_light.core.registry import family_of
 from sd3_light.data.shard_table import BucketShards
 from sd3_light.data.stream import CachedDataset
 from sd3_light.encoders.caption_lengths import cut_prompts
@@ -212,7 +212,7 @@ class Sampler:
     def _pipeline(self, width: int, height: int) -> StableDiffusion3Pipeline:
         """Return the stock pipeline for images of this size, without text encoders, around the denoiser that trains."""
         model = self.config.model
-        shift = constant_shift(model, image_tokens(width, height))
+        shift = constant_shift(model, family_of(model).image_tokens(width, height))
         if self._vae is None:
             self._vae = load_vae(model.diffusers_path, self.device, torch.float32)
             self._vae.enable_slicing()  # one image at a time: its activations are the largest of all

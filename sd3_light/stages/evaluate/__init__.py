@@ -12,7 +12,7 @@ from sd3_light.config import DEFAULT_GUIDANCE, DirectoryConfig, LoadedConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.toml_file import read_toml
-from sd3_light.core.registry import starting_weights
+from sd3_light.core.registry import family_of, starting_weights
 from sd3_light.data.sources.access import exists
 from sd3_light.data.sources.records import Record
 from sd3_light.data.sources.scan import scan
@@ -64,7 +64,8 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels run on the current device
     groups = start_process_group(launch, device, config.dist_timeout_sec)
-    blocks = decide_blocks(config, starting_weights(config.model).size, denoiser, launch, device, groups)
+    cost = family_of(config.model).cost(starting_weights(config.model), config.model)
+    blocks = decide_blocks(config, cost, denoiser, launch, device, groups)
     engine = TorchEngine(SD3TrainingModule(denoiser, config, blocks.kind == "fast"), config, launch, device)
     preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
     with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from sd3_light.budget.graph_choice import why_no_graphs
 from sd3_light.config import AdapterConfig
+from sd3_light.core.cost import Cost, Layout
 from sd3_light.core.start import WeightsStart
 from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.layers import compile_blocks
-from sd3_light.model.linears import adapter_layer_parameters
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext
@@ -39,7 +39,7 @@ def make_train_state(context: RunContext) -> TrainState:
     choose_what_trains(pipeline.transformer, config, device)
     saver = Saver.of(config, pipeline.transformer, context.folder.path / "exports", start, context.model_facts)
     blocks = choose_blocks(
-        config, start.size, pipeline.transformer, launch, device, context.groups, context.by_deepspeed
+        config, context.cost, pipeline.transformer, launch, device, context.groups, context.by_deepspeed
     )
     if blocks.kind == "compiled":
         compile_blocks(pipeline.transformer)
@@ -57,8 +57,9 @@ def make_train_state(context: RunContext) -> TrainState:
 
 def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> None:
     """Let the engine replay CUDA graphs if the config allows it and they may help; print it."""
-    config, launch = context.config, context.launch
-    reason = why_no_graphs(config, context.start.size, context.largest_flops, launch.world, context.by_deepspeed)
+    config = context.config
+    layout = Layout(context.launch.world, context.by_deepspeed)
+    reason = why_no_graphs(config, context.cost, context.largest_flops, layout)
     if blocks.kind == "compiled":
         reason = reason or "the blocks are compiled"
     if reason is None:
@@ -68,10 +69,10 @@ def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> 
         info(f"cuda_graphs = true is not available: {reason}; kernels are launched one by one")
 
 
-def describe_start(start: WeightsStart, adapter: AdapterConfig | None) -> str:
+def describe_start(start: WeightsStart, cost: Cost, adapter: AdapterConfig | None) -> str:
     """Describe the weights to start from and what trains."""
     if adapter is None:
         return start.sentence
     kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[adapter.type]
-    count = sum(adapter_layer_parameters(start.size, adapter))
+    count = sum(cost.adapter_parameters(adapter))
     return f"a {kind} of rank {adapter.rank} ({count:,} weights) on the {start.sentence}"
