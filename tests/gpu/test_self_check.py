@@ -7,8 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sd3_light.model.fast import kernels, reference
 from sd3_light.model.compiling import why_not_compiled
+from sd3_light.model.fast import kernels, reference
 from sd3_light.model.fast.self_check import KernelShape, check_kernels, kernel_problem
 
 CUDA = torch.device("cuda")
