@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from sd3_light.config import ModelSize
 from sd3_light.core.cost import Compute, Tokens
 
-FLASH_BACKWARD = 4
-"""Bytes per token and unit of width inside the backward kernel of attention: the queries' gradients in float32."""
-
 
 @dataclass(frozen=True)
 class ActivationBytes:

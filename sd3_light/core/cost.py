@@ -13,6 +13,9 @@ from sd3_light.config import AdapterConfig, TrainConfig
 if TYPE_CHECKING:
     from sd3_light.core.batch import Batch
 
+FLASH_BACKWARD = 4
+"""Bytes per token and unit of width inside the backward kernel of attention: the queries' gradients in float32."""
+
 BlockKind = Literal["fast", "compiled", "stock"]
 """The family's own kernels, or diffusers' blocks, compiled or not."""
 

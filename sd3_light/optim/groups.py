@@ -42,6 +42,16 @@ class WeightKinds:
         return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]
 
 
+def block_lists(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Return the lists of a model's blocks, each as the module that holds it and its name there."""
+    return [
+        (parent, name)
+        for parent in _block_parents(model)
+        for name, child in parent.named_children()
+        if _is_block_list(child)
+    ]
+
+
 def _block_parents(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the outermost modules with a list of blocks."""
     if any(_is_block_list(child) for child in module.children()):

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from sd3_light.budget.activations import FLASH_BACKWARD, held_activations, kept_activations
+from sd3_light.budget.activations import held_activations, kept_activations
 from sd3_light.budget.flops import block_weights, flops_formula, forward_flops, image_tokens, input_flops
 from sd3_light.config import AdapterConfig, ModelConfig, ModelSize, TrainConfig
 from sd3_light.config.schema_blocks import TokenRoute
-from sd3_light.core.cost import BlockBytes, Compute, Cost, Layout, SampleBytes, TextTokens, Tokens
+from sd3_light.core.cost import FLASH_BACKWARD, BlockBytes, Compute, Cost, Layout, SampleBytes, TextTokens, Tokens
 from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config
 from sd3_light.model.linears import adapter_layer_parameters
 from sd3_light.model.pipeline_folder import CLIP_TOKENS, text_shape

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sd3_light.budget.activations import FLASH_BACKWARD, held_activations, kept_activations
+from sd3_light.budget.activations import held_activations, kept_activations
 from sd3_light.budget.amount import format_bytes
 from sd3_light.budget.gpu_memory import (
     SLACK,
@@ -28,7 +28,7 @@ from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.config.base import Checkpointing
 from sd3_light.config.schema_blocks import BlockPair, TokenRoute
-from sd3_light.core.cost import Compute, Tokens
+from sd3_light.core.cost import FLASH_BACKWARD, Compute, Tokens
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.flow.objective import alignment_loss, flow_loss
 from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
