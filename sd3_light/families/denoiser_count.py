@@ -117,7 +117,7 @@ def _convolution(result: list[int], inputs: list[int], weight: list[int], *rest:
     """Return the FLOPs of a convolution's gradients; torch's own count takes every group for the whole."""
     transposed = rest[4]
     needs_gradient = rest[7]  # of inputs, weight and bias
-    return sum(needs_gradient[:2]) * conv_flop_count(inputs, weight, result, transposed=transposed)
+    return int(sum(needs_gradient[:2]) * conv_flop_count(inputs, weight, result, transposed=transposed))
 
 
 def _in_float32(value: Any) -> Any:

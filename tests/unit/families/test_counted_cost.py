@@ -57,7 +57,7 @@ class CountedTiny(Counted):
     def __init__(self, family: str) -> None:
         self.family = family
         with torch.device("meta"):
-            super().__init__(make_denoiser(family), family)
+            super().__init__(make_denoiser(family), family.title())
 
     def arguments(self, rows: int, columns: int, text: int) -> dict[str, Any]:
         return arguments(self.family, rows, columns, text)
@@ -155,7 +155,7 @@ def test_the_memory_of_another_family_follows_the_setup() -> None:
     cost = CountedTiny("flux")
     setup = TrainingSetup(cost, cost.tokens(1024, 1024), 4)
     assert (cost.num_blocks, cost.width) == (4, 32)
-    assert cost.description == "flux: 4 blocks, width 32"
+    assert cost.description == "Flux: 4 blocks, width 32"
     plain, selective, small = (
         gpu_memory(TrainingSetup(cost, setup.tokens, 4, checkpointing=level)).step.value
         for level in (False, "selective", True)

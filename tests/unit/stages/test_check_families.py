@@ -86,7 +86,7 @@ def flux(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_another_family_is_checked(flux: None, files: Any) -> None:
     files.image("one.png", 640, 320)
-    loaded = files.load(dataset='resolutions = [512]\n[[directory]]\npath = "images"\n')
+    loaded = files.load(dataset='resolutions = [128]\n[[directory]]\npath = "images"\n')
     estimate = check.run(loaded, 1)
     (row,) = estimate.data.rows
     assert row.tokens == Tokens(COST.image_tokens(row.bucket.width, row.bucket.height), 96)
@@ -97,7 +97,7 @@ def test_another_family_is_checked(flux: None, files: Any) -> None:
     console = Console(width=240, file=io.StringIO())
     console.print(render(estimate))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for words in ("flux: 4 blocks, width 32", "that the denoiser was distilled with", "96, padded"):
+    for words in ("Flux: 4 blocks, width 32", "that the denoiser was distilled with", "96, padded"):
         assert words in text
     assert "because Flux has no fast blocks" in text
 

@@ -68,10 +68,9 @@ def place(cached_project: Project) -> Place:
         if keys.get("remote"):
             data.store.__class__ = RemoteStore
         order: Order = make_order(data, loaded, Launch())
-        noise: Any = keys.get("noise", "philox")
         groups = groups or ProcessGroups()
         process = TrainingProcess(Launch(), device, groups)
-        return place_cache(data, order, loaded.train, cost_of(loaded), process, noise)
+        return place_cache(data, order, loaded.train, cost_of(loaded), process, keys.get("noise") == "ziggurat")
 
     return placed
 
