@@ -1,4 +1,4 @@
-"""The cost of training a stock denoiser of diffusers, without a formula of its own: its passes are counted.
+"""The cost of training a stock denoiser of diffusers, without formulas: its passes are counted.
 
 FLOPs are polynomials of second degree in image and text tokens, bytes of first degree. Six small shapes determine
 them for all, in a few seconds; buckets and captions then cost nothing.
@@ -20,7 +20,7 @@ from sd3_light.model.linears import adapter_weights, match_targets
 from sd3_light.optim.groups import WeightKinds, block_lists
 
 _UNIT = 64  # tokens of the smallest shape; some denoisers pad to a multiple of 32
-_GRIDS = {1: (8, 8), 2: (8, 16), 3: (12, 16)}  # rows and columns of so many units of image tokens
+_GRIDS = {1: (8, 8), 2: (8, 16), 3: (12, 16)}  # units of image tokens -> their rows and columns
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))  # image and text tokens, in units
 _LINEAR = _SHAPES[:2] + _SHAPES[3:4]  # those that determine what grows linearly
 _DTYPE = "bfloat16"  # FLOPs do not depend on it
