@@ -103,7 +103,8 @@ def feed(folder: Path, args: argparse.Namespace) -> str:
     from sd3_light.data.stream import MicroBatches
     from sd3_light.encoders.vae import LatentScale
     from sd3_light.training.data import make_loader, make_order, open_cache
-    from sd3_light.training.sd3 import CleanPreparer, InputPreparer
+    from sd3_light.training.prepare import CleanPreparer
+    from sd3_light.training.sd3 import InputPreparer
 
     loaded, launch, times = load_config(folder / "train.toml"), Launch(), LoadTimes()
     config = loaded.train

@@ -56,6 +56,8 @@ DTYPES = {  # in the library's order of writing: the widest first, so every tens
 _NAMES = {f"torch.{dtype.torch_name}": name for name, dtype in DTYPES.items()}
 METADATA_KEY = "sd3_light"
 """The metadata entry of files that we write from which they are read back."""
+HASH_KEY = "modelspec.hash_sha256"
+"""The metadata entry with the hash of a file's values, for other programs."""
 _ORDER = {name: index for index, name in enumerate(DTYPES)}
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100_000_000  # the library's limit

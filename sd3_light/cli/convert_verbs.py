@@ -43,7 +43,7 @@ def convert(
 ) -> None:
     """Convert a diffusers folder to the single file that ComfyUI reads, or back, bit for bit."""
     init_process()
-    from sd3_light.export.single_file import Contents
+    from sd3_light.core.files import Contents
     from sd3_light.stages import convert as stage
 
     written = stage.run(source, out, Contents(vae, text_encoders, pad_blocks), base, keep_pads)

@@ -38,7 +38,7 @@ def export(
 ) -> None:
     """Export a checkpoint as a diffusers folder or a single file, verified by reloading it."""
     init_process()
-    from sd3_light.export.single_file import Contents
+    from sd3_light.core.files import Contents
     from sd3_light.stages import export as stage
 
     contents = Contents(vae, text_encoders, pad_blocks)

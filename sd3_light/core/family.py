@@ -13,7 +13,9 @@ from sd3_light.config import ModelConfig, ModelSize
 from sd3_light.core.checks import ModelChecks
 from sd3_light.core.cost import Cost
 from sd3_light.core.fast_blocks import FastBlocks
+from sd3_light.core.files import Files
 from sd3_light.core.start import WeightsStart
+from sd3_light.core.training import TrainingParts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -58,6 +60,16 @@ class Family(ABC):
     @abstractmethod
     def weights(self) -> Weights:
         """The denoiser's weights."""
+
+    @property
+    @abstractmethod
+    def files(self) -> Files:
+        """Exported folders and their proof, adapter files, single files."""
+
+    @property
+    @abstractmethod
+    def training(self) -> TrainingParts:
+        """What a run needs beside the weights."""
 
     @property
     @abstractmethod

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.family import Family
+from sd3_light.core.files import SingleFiles
 from sd3_light.core.start import WeightsStart
 from sd3_light.inputs import read_json_file
 
@@ -35,6 +36,26 @@ def family_of_folder(folder: Path) -> Family:
             known = ", ".join(name for name in _CLASSES if name.endswith("Pipeline"))
             raise UserError(f"{path} describes a {kind!r:.80}, which is of no known family; give a folder of {known}")
     return family_named("sd3")
+
+
+def family_of_class(kind: str) -> Family | None:
+    """Return the family of a pipeline's or a denoiser's class in diffusers; None if it is not known."""
+    return family_named(_CLASSES[kind]) if kind in _CLASSES else None
+
+
+def family_of_file() -> Family:
+    """Return the family of adapter files and single files that are read without a model: they name none, so SD3."""
+    return family_named("sd3")
+
+
+def single_files(family: Family, subject: object) -> SingleFiles:
+    """Return a family's single files. Raises UserError about ``subject``, a path, for a family without them."""
+    if family.files.single is None:
+        known = [other.title for other in map(family_named, _FAMILIES) if other.files.single is not None]
+        raise UserError(
+            f"{subject}: {family.title} has no single file, only {', '.join(known)} does; use the diffusers folder"
+        )
+    return family.files.single
 
 
 @cache

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from sd3_light.config import OptimizerConfig, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
+from sd3_light.core.model import TrainedModel
 from sd3_light.engines.cuda_graphs import CudaRecorder, MicroBatchGraphs, Numbers, Recorder
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches
@@ -31,10 +32,8 @@ from sd3_light.optim.build import make_optimizer
 class TorchEngine(Engine):
     """Trains float32 weights.
 
-    ``module(batch)`` returns losses with the key ``loss``, and under ``each`` the flow loss of every sample; its
-    trainable parameters are those of ``module.transformer``, whose names are the canonical ones. A step with a
-    non-finite loss or gradient is skipped; the device decides that without a synchronization. With replicated weights
-    ranks 0 to ``writers`` - 1 share the writing of checkpoints.
+    A step with a non-finite loss or gradient is skipped; the device decides that without a synchronization. With
+    replicated weights ranks 0 to ``writers`` - 1 share the writing of checkpoints.
     """
 
     sequential_micro_batches = True
@@ -42,7 +41,7 @@ class TorchEngine(Engine):
     _in_turn: Callable[[Any], Iterator[Any]] = staticmethod(equal_micro_batches)
 
     def __init__(
-        self, module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
+        self, module: TrainedModel, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
     ) -> None:
         self.rank, self.world, self.device = launch.rank, launch.world, device
         self.module: Any = module.to(device)
@@ -52,8 +51,7 @@ class TorchEngine(Engine):
             self.layout: Replicas = shard(self.module, launch, device, bf16)
         else:
             self.layout = replicate(self.module, launch, writers)
-        denoiser: Any = self.module.transformer
-        parameters = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
+        parameters = self.module.trainable()
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
         self._take_weights(parameters, config.optimizer)
 

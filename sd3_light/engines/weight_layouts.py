@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from sd3_light.core.model import TrainedModel
 from sd3_light.engines.launch import Launch
 
 
@@ -95,17 +96,15 @@ def replicate(module: nn.Module, launch: Launch, writers: int) -> Replicas:
     return Replicas(run, launch, writers)
 
 
-def shard(module: nn.Module, launch: Launch, device: torch.device, bf16: bool) -> Shards:
+def shard(module: TrainedModel, launch: Launch, device: torch.device, bf16: bool) -> Shards:
     """Shard the module with FSDP2."""
     mesh = init_device_mesh(device.type, (launch.world,))
     # inputs are not cast: timesteps up to 1000 and targets would lose precision; autocast casts inside
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     if bf16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    denoiser: Any = module.transformer
     # the root is resharded after each forward too, because an evaluation swaps the weights
-    for part in (*denoiser.transformer_blocks, module):
+    for part in (*module.blocks(), module):
         fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    if hasattr(module, "denoise"):
-        register_fsdp_forward_method(module, "denoise")
+    register_fsdp_forward_method(module, "denoise")
     return Shards(module, launch)

@@ -10,11 +10,11 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.files import AdapterNames, Padding
 from sd3_light.export.adapter_proof import prove_adapter
 from sd3_light.export.card import adapter_card, licence_file
 from sd3_light.export.export_spec import AdapterSpec, ExportError, write_json, write_texts
 from sd3_light.export.lora_file import LoraLayout, read_lora, write_lora
-from sd3_light.export.lora_fusing import Padding
 from sd3_light.export.lycoris_file import read_lycoris, write_lycoris
 from sd3_light.files import new_folder
 from sd3_light.model.adapter_layers import AdapterModules, lycoris_modules
@@ -37,7 +37,8 @@ def write_adapter(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> 
         with new_folder(out, replace=True) as temporary:
             file = temporary / spec.file
             written_facts = {**spec.facts, **adapter}
-            write_adapter_file(file, modules, spec.adapter, spec.save_dtype, written_facts, spec.padding)
+            names = spec.family.files.adapters
+            write_adapter_file(file, modules, spec.adapter, spec.save_dtype, written_facts, names, spec.padding)
             write_json(temporary / "proof.json", prove_adapter(file, modules, spec))
             write_texts(temporary, spec, facts, licence_file(None) | {"README.md": adapter_card(spec, facts)})
     except UserError as error:  # the file cannot represent these weights
@@ -64,19 +65,21 @@ def write_adapter_file(
     adapter: AdapterConfig,
     save_dtype: torch.dtype,
     facts: Mapping[str, Any],
+    names: AdapterNames,
     padding: Padding | None = None,
 ) -> Path:
-    """Write an adapter's modules, by diffusers' layer names, to a file atomically; an existing file is replaced.
+    """Write an adapter's modules, by diffusers' layer names, to a new file. ``names`` are those of the model's family.
 
     A LoRA is for the folder. A LoKr or LoHa, which only readers of single files use, is for the file that is padded
     by ``padding``.
     """
+    options: dict[str, Any] = {"save_dtype": save_dtype, "facts": facts, "names": names}
     if adapter.type == "lora":
         layout: LoraLayout = "peft" if adapter.use_dora else "diffusers"
-        return write_lora(path, modules, layout=layout, save_dtype=save_dtype, facts=facts, replace_file=True)
-    return write_lycoris(path, modules, save_dtype=save_dtype, padding=padding, facts=facts, replace_file=True)
+        return write_lora(path, modules, layout=layout, **options)
+    return write_lycoris(path, modules, padding=padding, **options)
 
 
-def read_adapter(path: Path, kind: str) -> AdapterModules:
+def read_adapter(path: Path, kind: str, names: AdapterNames | None = None) -> AdapterModules:
     """Read the adapter of this type in a file, or in a folder that contains one."""
-    return read_lora(path).modules if kind == "lora" else read_lycoris(path).modules
+    return (read_lora if kind == "lora" else read_lycoris)(path, names=names).modules

@@ -4,20 +4,17 @@ import math
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import SD3Transformer2DModel
-from torch import Tensor
 
+from sd3_light.core.registry import single_files
 from sd3_light.export import proof_process
 from sd3_light.export.export_spec import AdapterSpec
-from sd3_light.export.lora_fusing import baked
-from sd3_light.export.proof import compare_outputs, fixed_inputs, require_finite, run_clean_process
-from sd3_light.export.single_file import write_denoiser
+from sd3_light.export.proof import compare_outputs, require_finite, run_clean_process
 from sd3_light.files import file_sha256
 from sd3_light.model.adapter_layers import AdapterModules, LycorisModule
 from sd3_light.model.loading import load_diffusers_model
@@ -36,15 +33,17 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
     Returns the record that is written to the export, including how much the adapter changes the output.
     """
     start, kind = time.perf_counter(), spec.adapter.type
-    inputs = fixed_inputs(spec.transformer_config, real_text=False)
+    inputs = spec.family.files.denoiser_inputs(spec.transformer_config)
     # next to the file: a single file's denoiser is written there as a folder, which may not fit into /tmp
     with tempfile.TemporaryDirectory(dir=file.parent) as work:
-        folder = _as_folder(spec.base, Path(work))
+        folder = _as_folder(spec, Path(work))
         dtype = _main_dtype(folder)
-        request = {"adapter": kind, "base": str(folder), "base_dtype": dtype, "padding": spec.padding}
+        classes = {"denoiser": spec.family.denoiser, "pipeline": spec.family.pipeline}
+        request = {"adapter": kind, "base": str(folder), "base_dtype": dtype, "padding": spec.padding, **classes}
         _, reloaded = run_clean_process(file, Path(work), request, inputs)
         updates = {name: _rounded(module, spec.save_dtype).applied for name, module in modules.items()}
-        expected = _in_memory(folder, getattr(torch, dtype), updates, inputs)
+        denoiser = load_diffusers_model(getattr(diffusers, spec.family.denoiser), folder, getattr(torch, dtype))
+        expected = proof_process.denoise(denoiser, inputs, updates)  # without using the file's reader
     require_finite("the denoiser with the adapter", expected)
     difference = compare_outputs("the reloaded adapter's output", reloaded["output"], expected, TOLERANCE)
     return {
@@ -59,17 +58,11 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
     }
 
 
-def _in_memory(
-    folder: Path, dtype: torch.dtype, updates: Mapping[str, proof_process.Update], inputs: dict[str, Tensor]
-) -> Tensor:
-    """Return the base's output with the updates in memory, without using the file's reader."""
-    denoiser = load_diffusers_model(SD3Transformer2DModel, folder, dtype)
-    return proof_process.denoise(denoiser, inputs, updates)
-
-
-def _as_folder(base: Path, work: Path) -> Path:
+def _as_folder(spec: AdapterSpec, work: Path) -> Path:
     """Return the denoiser's folder; that of a single file is written for the proof."""
-    return base if base.is_dir() else write_denoiser(base, work / "base")
+    if spec.base.is_dir():
+        return spec.base
+    return single_files(spec.family, spec.base).write_denoiser(spec.base, work / "base")
 
 
 def _main_dtype(folder: Path) -> str:
@@ -88,4 +81,4 @@ def _rounded(module: LoraModule | LycorisModule, dtype: torch.dtype) -> LoraModu
         factors = module.with_unit_scale().factors
         return LycorisModule({name: factor.cpu().to(dtype) for name, factor in factors.items()})
     magnitude = None if module.magnitude is None else module.magnitude.cpu().to(dtype)
-    return LoraModule(module.down.cpu().to(dtype), baked(module).up.cpu().to(dtype), 1.0, magnitude)
+    return LoraModule(module.down.cpu().to(dtype), module.with_unit_scale().up.cpu().to(dtype), 1.0, magnitude)

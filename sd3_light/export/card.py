@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from sd3_light.config import DEFAULT_GUIDANCE, AdapterConfig
+from sd3_light.core.files import CardTexts
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportSpec
 from sd3_light.inputs import read_limited
 
@@ -42,37 +43,9 @@ _SAMPLES = """
 
 Drawn during training with the prompts of `[sampling]`, without selection.
 """
-_SEED = 'seed = torch.Generator("cpu").manual_seed(0)'
-_SETTINGS = f"guidance_scale={DEFAULT_GUIDANCE}, generator=seed"
-_STOCK = """import torch
-from diffusers import StableDiffusion3Pipeline
-
-pipe = StableDiffusion3Pipeline.from_pretrained("this folder", dtype=torch.float32)
-"""
-_STOCK_CALL = f"""{_SEED}
-image = pipe("a prompt", max_sequence_length={{t5}}, {_SETTINGS}).images[0]"""
-_ZERO_CALL = f"""text, _, pooled, _ = pipe.encode_prompt("a prompt", None, None, max_sequence_length={{t5}})
-zeros = {{{{"negative_prompt_embeds": 0 * text, "negative_pooled_prompt_embeds": 0 * pooled}}}}
-{_SEED}
-image = pipe(prompt_embeds=text, pooled_prompt_embeds=pooled, **zeros, {_SETTINGS}).images[0]"""
-_CUSTOM = f"""import torch
-from diffusers import DiffusionPipeline
-
-custom = {{"custom_pipeline": "pipeline", "trust_remote_code": True}}  # runs pipeline.py of this folder: read it first
-pipe = DiffusionPipeline.from_pretrained("this folder", dtype=torch.float32, **custom)
-{_SEED}
-image = pipe("a prompt", {_SETTINGS}).images[0]"""
-
-_ZERO_NOTE = """
-The unconditional input of training was zeros, not the empty prompt. Guidance must use zeros too: the lines above pass
-them as `negative_prompt_embeds` and `negative_pooled_prompt_embeds`. `sd3-light sample` does this automatically.
-"""
-_REAL_NOTE = """
-The model was trained on real text tokens: each encoder's tokens of the prompt without padding, T5 under its mask. The
-unconditional input of guidance was {uncond}. `pipeline.py` does the same. The stock class `StableDiffusion3Pipeline`
-also loads this folder, but it pads the prompt and lets every token attend to the padding, which differs from training.
-`sd3-light sample` does not need `pipeline.py`.
-"""
+SEED = 'seed = torch.Generator("cpu").manual_seed(0)'
+SETTINGS = f"guidance_scale={DEFAULT_GUIDANCE}, generator=seed"
+"""Arguments of a pipeline's call in an example."""
 _UNSTATED = """Not stated. Before you publish, fill in `license`, `license_name` and `license_link` at the top of this
 file. The frozen parts (VAE, text encoders, tokenizers) keep the licence of the model they come from."""
 _INHERITED = "`license: {0}`, copied from the model that training started from; change it if that is wrong."
@@ -108,12 +81,12 @@ _DIFFUSERS = f"""In diffusers, on its base model:
 
 ```python
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import {{pipeline}}
 
-pipe = StableDiffusion3Pipeline.from_pretrained({{base}}, dtype=torch.float32)
+pipe = {{pipeline}}.from_pretrained({{base}}, dtype=torch.float32)
 pipe.load_lora_weights("this folder")
-{_SEED}
-image = pipe("a prompt", {_SETTINGS}).images[0]
+{SEED}
+image = pipe("a prompt", {SETTINGS}).images[0]
 ```
 """
 _COMFY = "In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1."
@@ -123,6 +96,8 @@ _PADDED_COMFY = """In ComfyUI, which reads this model as a single file padded to
 choose it in a `Load LoRA` node, strength 1. Without this, its updates of the last block are lost there."""
 _LYCORIS = """In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1. It is a
 {kind} in LyCORIS' layout, which diffusers does not read; `sd3-light sample --lora` and `lora merge` do."""
+_OTHER_LYCORIS = """`{file}` is a {kind} in LyCORIS' layout, which diffusers does not read; `sd3-light sample --lora`
+and `lora merge` do."""
 _PADDED_LYCORIS = """ Its last block is number {last}, as in the single file padded to {blocks} blocks. For programs
 that use the folder's numbers, convert it with `sd3-light lora convert`."""
 
@@ -130,13 +105,14 @@ that use the folder's numbers, convert it with `sd3-light lora convert`."""
 def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     """Return the card as Markdown. ``facts`` are those of `sd3_light.json`; ``about`` adds data, sizes and scores."""
     licence = _licence_of(spec.base)
+    texts = spec.family.files.card(spec.transformer_config, spec.text)
     return _MODEL_CARD.format(
-        metadata=_metadata(licence, about),
-        table="\n".join(f"| {name} | {_cell(value)} |" for name, value in _rows(spec, facts, about)),
+        metadata=_metadata(spec.family.name, licence, about),
+        table="\n".join(f"| {name} | {_cell(value)} |" for name, value in _rows(spec, texts, facts, about)),
         samples=_samples(spec),
-        code=_code(spec),
-        note=_note(spec),
-        loader="diffusers with `pipeline.py`" if spec.real_text else "stock diffusers",
+        code=texts.code,
+        note=texts.note,
+        loader=texts.loader,
         licence=_INHERITED.format(licence["license"]) if licence else _UNSTATED,
     )
 
@@ -145,7 +121,7 @@ def _samples(spec: ExportSpec) -> str:
     return _SAMPLES.format(file=SAMPLES_FILE) if SAMPLES_FILE in spec.images else ""
 
 
-def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
+def _metadata(family: str, licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
     """Return the YAML front matter; losses and scores form its `model-index`."""
     results = [
         EvalResult(
@@ -159,7 +135,7 @@ def _metadata(licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
         for name, metric, value in _results(about)
     ]
     name = about.get("name", "sd3-light") if results else None
-    tags = ["sd3", "flow-matching", "sd3-light"]
+    tags = [family, "flow-matching", "sd3-light"]
     stated = {key: value for key, value in (licence or _NO_LICENCE).items() if value}
     return _front_matter(tags, library_name="diffusers", model_name=name, eval_results=results or None, **stated)
 
@@ -177,10 +153,10 @@ def _results(about: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
         yield "composition prompts", f"share right: {name}", rate
 
 
-def _rows(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    config, text = spec.transformer_config, spec.text
-    heads = f"{config['num_attention_heads']} heads of {config['attention_head_dim']}"
-    yield "denoiser", f"{config['num_layers']} joint blocks, {heads}"
+def _rows(
+    spec: ExportSpec, texts: CardTexts, facts: Mapping[str, Any], about: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    yield "denoiser", texts.denoiser
     if "parameters" in about:
         yield "parameters", f"{about['parameters']:,}, saved in {about['save_dtype']}"
     yield "weights", facts.get("weights", "random")
@@ -189,29 +165,13 @@ def _rows(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) 
             yield name, about[name]
     yield "optimizer steps", facts.get("step", 0)
     yield "samples seen", facts.get("samples", 0)
-    tokens, t5 = text.get("text_tokens", "padded"), text.get("t5_max_length", 256)
-    yield "text", f"{tokens} tokens, T5 length {t5}, unconditional input: {text.get('uncond_text', 'empty')}"
+    yield "text", texts.text
     yield "schedule", "shift by resolution" if spec.flux_shift else f"shift {spec.shift:g}"
     yield from ((f"{metric}, {data}", f"{value:.4g}") for data, metric, value in _results(about))
 
 
 def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def _code(spec: ExportSpec) -> str:
-    if spec.real_text:
-        return _CUSTOM
-    call = _ZERO_CALL if spec.text.get("uncond_text") == "zero" else _STOCK_CALL
-    return _STOCK + call.format(t5=spec.text.get("t5_max_length", 256))
-
-
-def _note(spec: ExportSpec) -> str:
-    """Return a note on where stock code differs from training; empty if it does not."""
-    zero = spec.text.get("uncond_text") == "zero"
-    if spec.real_text:
-        return _REAL_NOTE.format(uncond="zeros" if zero else "the empty prompt")
-    return _ZERO_NOTE if zero else ""
 
 
 def _licence_of(base: Path) -> dict[str, str]:
@@ -253,7 +213,9 @@ def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
     on_hub = {"base_model": spec.base_repo} if spec.base_repo else {}
     library = "diffusers" if spec.adapter.type == "lora" else None  # diffusers does not load LoKr and LoHa
     return _ADAPTER_CARD.format(
-        metadata=_front_matter(["sd3", "sd3-light", spec.adapter.type], library_name=library, **_NO_LICENCE, **on_hub),
+        metadata=_front_matter(
+            [spec.family.name, "sd3-light", spec.adapter.type], library_name=library, **_NO_LICENCE, **on_hub
+        ),
         title=_title(spec.adapter),
         table="\n".join(f"| {name} | {value} |" for name, value in _adapter_rows(spec, facts)),
         samples=_samples(spec),
@@ -285,10 +247,13 @@ def _adapter_rows(spec: AdapterSpec, facts: Mapping[str, Any]) -> list[tuple[str
 
 def _adapter_use(spec: AdapterSpec) -> str:
     blocks = spec.padding.num_blocks if spec.padding else 0
+    comfyui = spec.family.files.adapters.comfyui
     if spec.adapter.type != "lora":
         padded = _PADDED_LYCORIS.format(last=blocks - 1, blocks=blocks) if blocks else ""
-        return _LYCORIS.format(file=spec.file, kind=_title(spec.adapter).removeprefix("A ")) + padded
+        use = _LYCORIS if comfyui else _OTHER_LYCORIS
+        return use.format(file=spec.file, kind=_title(spec.adapter).removeprefix("A ")) + padded
     comfy = (_PADDED_COMFY if blocks else _COMFY).format(file=spec.file, blocks=blocks)
     comfy = _NO_COMFY if spec.adapter.use_dora else comfy
     base = f'"{spec.base_repo}"' if spec.base_repo else f'"path/to/{spec.base_folder.name}"'
-    return _DIFFUSERS.format(base=base) + "\n" + comfy
+    use = _DIFFUSERS.format(base=base, pipeline=spec.family.pipeline)
+    return f"{use}\n{comfy}" if comfyui else use.rstrip()

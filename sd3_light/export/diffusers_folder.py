@@ -1,6 +1,7 @@
 """A complete diffusers folder, made of the denoiser's weights and the frozen parts it was trained with."""
 
 import filecmp
+import inspect
 import math
 import os
 import shutil
@@ -9,20 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.export import real_pipeline
+from sd3_light.core.family import Family
 from sd3_light.export.card import licence_file, model_card
-from sd3_light.export.export_spec import FROZEN, ExportError, ExportSpec, first_few, write_json, write_texts
-from sd3_light.export.proof import prove
+from sd3_light.export.export_spec import ExportError, ExportSpec, first_few, write_json, write_texts
+from sd3_light.export.proof import PIPELINE_FILE, prove
 from sd3_light.files import apply_umask, new_folder
 from sd3_light.inputs import require_regular
 from sd3_light.model.part_configs import FACTS_FILE, read_json
-from sd3_light.model.pipeline_folder import missing_parts
-from sd3_light.model.random_weights import transformer_from_state
+from sd3_light.model.pipeline_folder import components
 from sd3_light.sampling.scheduler import flow_scheduler
 
 
@@ -32,7 +32,8 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, repla
     Live weights are only read. An existing ``out`` is replaced (an error without ``replace``), and kept on failure.
     """
     weights = checked_copy(state, spec)
-    missing = [name for name in missing_parts(spec.base, transformer=False) if not name.startswith("scheduler/")]
+    missing = spec.family.files.missing(spec.base, denoiser=False)
+    missing = tuple(name for name in missing if not name.startswith("scheduler/"))
     if missing:
         raise UserError(
             f"{spec.base} lacks {first_few(missing)}; the VAE, text encoders and tokenizers of an export come from it"
@@ -46,8 +47,7 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, repla
 
 def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Tensor]:
     """Copy weights, checked, to the CPU in ``save_dtype``; they must be float32 or ``save_dtype``, and finite."""
-    with torch.device("meta"):
-        expected = SD3Transformer2DModel(**spec.transformer_config).state_dict()
+    expected = spec.family.weights.empty(spec.transformer_config).state_dict()
     _raise_problems(_mismatches(state, expected, spec.save_dtype))
     # buffers (the position table) stay in float32 only if the whole folder does: stock loading casts them too
     copies = {name: state[name].detach().to("cpu", spec.save_dtype, copy=True).contiguous() for name in expected}
@@ -96,38 +96,39 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: ExportSpec) -> None:
-    link_parts(spec.base, folder, FROZEN, series=out.parent)
-    denoiser = transformer_from_state(spec.transformer_config, weights)
+    written = {
+        "transformer": ["diffusers", spec.family.denoiser],
+        "scheduler": ["diffusers", FlowMatchEulerDiscreteScheduler.__name__],
+    }
+    frozen = [part for part in components(spec.base) if part not in written]
+    link_parts(spec.base, folder, frozen, series=out.parent)
+    denoiser: Any = spec.family.weights.from_state(spec.transformer_config, weights)
     denoiser.save_pretrained(folder / "transformer", safe_serialization=True, max_shard_size=spec.max_shard_size)
     for path in (folder / "transformer").iterdir():
         apply_umask(path)
     flow_scheduler(spec.shift, spec.flux_shift, spec.scheduler).save_pretrained(folder / "scheduler")
-    index = read_json(spec.base / "model_index.json")
-    index["transformer"] = ["diffusers", "SD3Transformer2DModel"]
-    index["scheduler"] = ["diffusers", "FlowMatchEulerDiscreteScheduler"]
-    write_json(folder / "model_index.json", index)
-    add_pipeline(folder, spec.text)
+    write_json(folder / "model_index.json", {**read_json(spec.base / "model_index.json"), **written})
+    add_pipeline(folder, spec.family, spec.text)
     facts = {"sd3_light": __version__, "text": dict(spec.text), **spec.facts}
     about = {**spec.about, "parameters": denoiser.num_parameters(), "save_dtype": _dtype_name(spec.save_dtype)}
     card = {"README.md": model_card(spec, facts, about)}
     write_texts(folder, spec, facts, licence_file(spec.base) | card)
 
 
-def add_pipeline(folder: Path, text: Mapping[str, Any]) -> None:
+def add_pipeline(folder: Path, family: Family, text: Mapping[str, Any]) -> None:
     """Add or remove a folder's own pipeline, for users without this package, according to its text policy.
 
-    With real tokens, the folder gets `pipeline.py` (a copy of `real_pipeline`, which this package never runs) and
-    `model_index.json` gets its two settings; with padded tokens, the base's settings are removed.
+    A family's custom pipeline becomes `pipeline.py` (this package never runs that copy), its settings entries of
+    `model_index.json`; without one, the base's settings are removed.
     """
     path = folder / "model_index.json"
-    settings = ("t5_max_length", "uncond_text")
-    index = {key: value for key, value in read_json(path).items() if key not in settings}
-    if text.get("text_tokens") == "real":
-        # where diffusers looks for it (``custom_pipeline="pipeline"``)
-        (folder / "pipeline.py").write_bytes(Path(real_pipeline.__file__).read_bytes())
-        index |= {key: text[key] for key in settings}
+    index = {key: value for key, value in read_json(path).items() if key not in family.files.pipeline_settings}
+    custom = family.files.custom_pipeline(text)
+    if custom is not None:
+        (folder / PIPELINE_FILE).write_bytes(Path(inspect.getfile(custom.kind)).read_bytes())
+        index |= custom.settings
     # stock diffusers refuses to open a folder that names a custom class
-    index["_class_name"] = "StableDiffusion3Pipeline"
+    index["_class_name"] = family.pipeline
     write_json(path, index)
 
 

@@ -10,12 +10,11 @@ import torch
 
 from sd3_light.config import AdapterConfig
 from sd3_light.config.hub_ids import repo_or_name
-from sd3_light.export.lora_fusing import Padding, reader_padding
+from sd3_light.core.family import Family
+from sd3_light.core.files import Padding
 from sd3_light.model.part_configs import FACTS_FILE
-from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 
 _EXPORTS = "exports"
-FROZEN = ("vae", *TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers looks for in a LoRA folder."""
 LYCORIS_FILE = "adapter.safetensors"
@@ -29,7 +28,7 @@ class ExportError(Exception):
 
 @dataclass(frozen=True)
 class ExportSpec:
-    """What an exported folder contains. ``base`` is the folder that the frozen parts come from.
+    """What an exported folder contains. ``base`` is the folder of the same ``family`` that the frozen parts come from.
 
     ``scheduler`` is a scheduler's config that is kept as it is; otherwise ``shift`` and ``flux_shift`` make one.
     ``facts`` are written to `sd3_light.json`, ``about`` only to the model card; ``files`` are more text files by name,
@@ -48,11 +47,7 @@ class ExportSpec:
     files: Mapping[str, str] = field(default_factory=dict)
     images: Mapping[str, bytes] = field(default_factory=dict)
     max_shard_size: str = "10GB"
-
-    @property
-    def real_text(self) -> bool:
-        """Whether the model was trained on real text tokens."""
-        return bool(self.text.get("text_tokens") == "real")
+    family: Family = field(kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +64,8 @@ class AdapterSpec(ExportSpec):
     @property
     def padding(self) -> Padding | None:
         """The padding of the model's single file, for which LoKr and LoHa are numbered: only its readers use them."""
-        return reader_padding(self.transformer_config)
+        single = self.family.files.single
+        return None if single is None else single.needed_padding(self.transformer_config)
 
     @property
     def base_folder(self) -> Path:

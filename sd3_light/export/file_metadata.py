@@ -8,7 +8,6 @@ from typing import Any
 
 from sd3_light.model.start import HEAD_WIDTH
 
-HASH_KEY = "modelspec.hash_sha256"
 _LARGE_HEADS = 38
 _KINDS = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}
 _PROGRESS = {"weights": "weights", "step": "optimizer steps", "samples": "samples seen"}

@@ -18,22 +18,14 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
+from sd3_light.core.files import AdapterNames, Padding, Ranks
+from sd3_light.core.registry import family_of_file
 from sd3_light.export.export_spec import LORA_FILE, LYCORIS_FILE, first_few
-from sd3_light.export.file_metadata import HASH_KEY, adapter_metadata
-from sd3_light.export.lora_fusing import (
-    Padding,
-    Ranks,
-    baked,
-    from_single_layers,
-    pad_names,
-    to_single_layers,
-    unpad_names,
-)
-from sd3_light.export.lora_names import Role, find_layers, read_key
-from sd3_light.files import atomic_file, new_file, refuse_existing, write_errors
+from sd3_light.export.lora_keys import Role, read_key
+from sd3_light.files import new_file, refuse_existing, write_errors
 from sd3_light.inputs import parse_json, read_limited, require_regular
 from sd3_light.model.lora_layers import LoraModule, lora_scale
-from sd3_light.tensor_file import MAX_DIMENSIONS, METADATA_KEY, stored, write_tensor_file
+from sd3_light.tensor_file import HASH_KEY, MAX_DIMENSIONS, METADATA_KEY, stored, write_tensor_file
 
 LoraLayout = Literal["diffusers", "kohya", "peft"]
 
@@ -61,29 +53,30 @@ def write_lora(
     save_dtype: torch.dtype = torch.float32,
     padding: Padding | None = None,
     facts: Mapping[str, Any] | None = None,
-    replace_file: bool = False,
+    names: AdapterNames | None = None,
 ) -> Path:
-    """Write ``modules`` to a file atomically; an existing file is an error unless ``replace_file``.
+    """Write ``modules`` to a file atomically; an existing file is an error.
 
     ``"diffusers"`` works in stock diffusers and ComfyUI, ``"kohya"`` in ComfyUI and programs of that family, ``"peft"``
     is ``"diffusers"`` with DoRA magnitudes, which only diffusers reads. ``padding`` is for a LoRA that is used with a
-    padded single file. ``facts`` (JSON) are written to the metadata.
+    padded single file. ``facts`` (JSON) are written to the metadata. ``names`` are those of the model's family, SD3's
+    by default.
     """
-    if not replace_file:
-        check_new_lora(path)
-    _check(modules, layout)
+    names = names or family_of_file().files.adapters
+    check_new_lora(path)
+    _check(modules, layout, names)
     true_modules = modules
     if padding is not None:
-        modules = pad_names(modules, padding)
-    tensors, ranks = _kohya(modules) if layout == "kohya" else (diffusers_state(modules), {})
+        modules = names.pad(modules, padding)
+    tensors, ranks = _kohya(modules, names) if layout == "kohya" else (diffusers_state(modules), {})
     alphas = {key: tensor for key, tensor in tensors.items() if key.endswith(".alpha")}
     saved = cast_tensors({key: tensors[key] for key in tensors if key not in alphas}, save_dtype) | alphas
     metadata: dict[str, Any] = {"layout": layout, "facts": dict(facts or {})}
     metadata |= ({"padding": list(padding)} if padding else {}) | ({"ranks": ranks} if ranks else {})
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (atomic_file if replace_file else new_file)(path) as temporary:
-            save_tensors(temporary, saved, metadata, adapter_metadata(true_modules, layout, metadata["facts"]))
+        with new_file(path) as temporary:
+            save_tensors(temporary, saved, metadata, names.metadata(true_modules, layout, metadata["facts"]))
     return path
 
 
@@ -108,15 +101,15 @@ def diffusers_state(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
     tensors = {}
     for name, module in modules.items():
         tensors[f"transformer.{name}.lora_A.weight"] = module.down
-        tensors[f"transformer.{name}.lora_B.weight"] = baked(module).up
+        tensors[f"transformer.{name}.lora_B.weight"] = module.with_unit_scale().up
         if module.magnitude is not None:
             tensors[f"transformer.{name}.lora_magnitude_vector"] = module.magnitude
     return tensors
 
 
-def _kohya(modules: Mapping[str, LoraModule]) -> tuple[dict[str, Tensor], Ranks]:
+def _kohya(modules: Mapping[str, LoraModule], names: AdapterNames) -> tuple[dict[str, Tensor], Ranks]:
     tensors = {}
-    single, ranks = to_single_layers(modules)
+    single, ranks = names.fused(modules)
     for name, module in single.items():
         stem = f"lora_unet_{name.replace('.', '_')}"
         tensors[f"{stem}.lora_down.weight"] = module.down
@@ -126,13 +119,13 @@ def _kohya(modules: Mapping[str, LoraModule]) -> tuple[dict[str, Tensor], Ranks]
     return tensors, ranks
 
 
-def _check(modules: Mapping[str, LoraModule], layout: LoraLayout) -> None:
+def _check(modules: Mapping[str, LoraModule], layout: LoraLayout, names: AdapterNames) -> None:
     """Raise a UserError for modules that the file cannot represent."""
     if not modules:
         raise UserError("there is no LoRA to write: no layer has one")
-    unknown = [name for name in modules if find_layers(name) is None]
+    unknown = [name for name in modules if names.find_layers(name) is None]
     if unknown:
-        raise UserError(f"{unknown[0]} is not a layer of an SD3 denoiser; a LoRA file cannot name it")
+        raise UserError(f"{unknown[0]} is not a layer of {names.denoiser}; a LoRA file cannot name it")
     for name, module in modules.items():
         _check_shapes(name, module)
         if module.down.is_meta or module.up.is_meta:
@@ -166,21 +159,24 @@ def cast_tensors(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str,
 # --- reading -----------------------------------------------------------------------------------
 
 
-def read_lora(path: Path, padding: Padding | None = None) -> LoadedAdapter[LoraModule]:
+def read_lora(
+    path: Path, padding: Padding | None = None, names: AdapterNames | None = None
+) -> LoadedAdapter[LoraModule]:
     """Read a LoRA of diffusers, peft, kohya or ComfyUI; unknown keys are errors that name them.
 
     A folder is searched for the file names of diffusers and peft. The scale comes from the ``.alpha`` tensors, else
     from the metadata of diffusers or peft, else it is 1, as in ComfyUI. ``padding`` is for a LoRA that was trained on a
-    padded single file; files written here record it.
+    padded single file; files written here record it. ``names`` are those of the model's family, SD3's by default.
     """
+    names = names or family_of_file().files.adapters
     file = adapter_file_in(path)
     tensors, metadata = load_tensors(file)
     own = own_metadata(metadata, file)
     try:
         require_numbers(tensors)
-        modules = _modules(tensors, _scales(file, metadata), own.get("ranks", {}))
+        modules = _modules(tensors, _scales(file, metadata), own.get("ranks", {}), names)
         padding = padding or (Padding(*own["padding"]) if "padding" in own else None)
-        modules = unpad_names(modules, padding) if padding else modules
+        modules = names.unpad(modules, padding) if padding else modules
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     return LoadedAdapter(modules, own.get("facts", {}))
@@ -199,9 +195,9 @@ def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise UserError(f"{file} cannot be read as safetensors ({error}); pass a .safetensors file") from error
 
 
-def diffusers_tensors(path: Path) -> dict[str, Tensor]:
+def diffusers_tensors(path: Path, names: AdapterNames | None = None) -> dict[str, Tensor]:
     """Read a LoRA file of any layout as the tensors that stock diffusers loads."""
-    return diffusers_state(read_lora(path).modules)
+    return diffusers_state(read_lora(path, names=names).modules)
 
 
 def adapter_file_in(path: Path) -> Path:
@@ -237,17 +233,19 @@ def require_numbers(tensors: Mapping[str, Tensor]) -> None:
             raise UserError(f"{key} contains NaN or infinity; pass another file")
 
 
-def _modules(tensors: Mapping[str, Tensor], scales: _Scales, ranks: Mapping[str, list[int]]) -> dict[str, LoraModule]:
+def _modules(
+    tensors: Mapping[str, Tensor], scales: _Scales, ranks: Mapping[str, list[int]], names: AdapterNames
+) -> dict[str, LoraModule]:
     if not tensors:
         raise UserError("it is empty")
     modules: dict[str, LoraModule] = {}
-    for layer, roles in _by_layer(tensors).items():
-        layers = find_layers(layer)
+    for layer, roles in _by_layer(tensors, names).items():
+        layers = names.find_layers(layer)
         assert layers is not None
         module = LoraModule(roles["down"], roles["up"], 1.0, roles.get("magnitude"))
         _check_shapes(layer, module)
         module = replace(module, scale=_scale(layer, roles.get("alpha"), module.rank, scales))
-        for name, part in from_single_layers(layers, module, ranks).items():
+        for name, part in names.split(layers, module, ranks).items():
             if name in modules:
                 raise UserError(f"{name} has two LoRAs, one of them under the name {layer}")
             modules[name] = part
@@ -262,20 +260,20 @@ def _scale(layer: str, alpha: Tensor | None, rank: int, scales: _Scales) -> floa
     return float(alpha.item()) / rank
 
 
-def _by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[Role, Tensor]]:
+def _by_layer(tensors: Mapping[str, Tensor], names: AdapterNames) -> dict[str, dict[Role, Tensor]]:
     """Group the tensors as layer -> role -> tensor; one error names the unknown keys."""
     layers: dict[str, dict[Role, Tensor]] = {}
     unknown = []
     for key, tensor in tensors.items():
         layer, role = read_key(key)
-        if find_layers(layer) is None:
+        if names.find_layers(layer) is None:
             unknown.append(key)
         elif role in layers.setdefault(layer, {}):
             raise UserError(f"{key} repeats another key of the file; a file can contain one adapter only")
         else:
             layers[layer][role] = tensor
     if unknown:
-        raise UserError(f"not layers of an SD3 denoiser: {first_few(unknown)}")
+        raise UserError(f"not layers of {names.denoiser}: {first_few(unknown)}")
     for layer, roles in layers.items():
         for role, name in (("down", "lora_A (lora_down)"), ("up", "lora_B (lora_up)")):
             if role not in roles:

@@ -2,26 +2,16 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.export.lora_names import Layers, block_of, find_layers, single_name, with_block
+from sd3_light.core.files import Layers, Padding, Ranks, Value
+from sd3_light.export.lora_names import block_of, find_layers, single_name, with_block
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.start import HEAD_WIDTH
-
-Value = TypeVar("Value")
-Ranks = dict[str, list[int]]
-"""Fused layer -> the ranks of its q, k and v, 0 for a layer without a LoRA."""
-
-
-class Padding(NamedTuple):
-    """A model of ``num_layers`` blocks in a single file of ``num_blocks``: identity blocks come before the last one."""
-
-    num_layers: int
-    num_blocks: int
 
 
 def reader_padding(config: Mapping[str, Any]) -> Padding | None:
@@ -31,11 +21,6 @@ def reader_padding(config: Mapping[str, Any]) -> Padding | None:
     return padding if needed else None
 
 
-def baked(module: LoraModule) -> LoraModule:
-    """Return the same update with scale 1: the scale is multiplied into ``up``, in float32."""
-    return replace(module, up=module.up.float() * module.scale, scale=1.0)
-
-
 def to_single_layers(modules: Mapping[str, LoraModule]) -> tuple[dict[str, LoraModule], Ranks]:
     """Return the LoRA by single-file names with scale 1, and the ranks of fused layers whose three ranks differ.
 
@@ -43,7 +28,7 @@ def to_single_layers(modules: Mapping[str, LoraModule]) -> tuple[dict[str, LoraM
     """
     by_single: dict[str, dict[str, LoraModule]] = {}
     for name, module in modules.items():
-        by_single.setdefault(single_name(name), {})[name] = baked(module)
+        by_single.setdefault(single_name(name), {})[name] = module.with_unit_scale()
     fused, ranks = {}, {}
     for single, parts in by_single.items():
         layers = find_layers(single)

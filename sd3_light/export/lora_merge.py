@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.files import AdapterNames
+from sd3_light.core.registry import family_of_class, family_of_file, family_of_folder
 from sd3_light.core.start import denoiser_folder
 from sd3_light.export.diffusers_folder import is_finite
 from sd3_light.export.lora_file import diffusers_tensors
-from sd3_light.export.lora_names import find_layers
 from sd3_light.export.lycoris_file import is_lycoris, read_any_adapter, read_lycoris
-from sd3_light.export.single_parts import read_part
+from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
-from sd3_light.model.start import folder_size
 from sd3_light.sampling.lora_stack import Lora, add_loras
 
 StateDict = Mapping[str, Tensor]
@@ -48,19 +49,26 @@ def add_adapters(pipe: Any, loras: Sequence[Lora]) -> None:
 
     LoKr and LoHa are added to the weights, because diffusers does not read them; LoRAs are stacked on these.
     """
+    names = _names_of(pipe.transformer)
     lycoris = [lora for lora in loras if is_lycoris(lora.file)]
     for lora in lycoris:
         try:
-            _merge_into(pipe.transformer, read_lycoris(lora.file).modules, lora.strength)
+            _merge_into(pipe.transformer, read_lycoris(lora.file, names=names).modules, lora.strength)
         except UserError as error:
             raise UserError(f"LoRA {lora.file} does not fit this model: {error}") from error
-    add_loras(pipe, [lora for lora in loras if lora not in lycoris], diffusers_tensors)
+    add_loras(pipe, [lora for lora in loras if lora not in lycoris], partial(diffusers_tensors, names=names))
 
 
 def merge_adapters(transformer: nn.Module, loras: Sequence[Lora]) -> None:
     """Add LoRA, LoKr and LoHa files to the weights of a denoiser, each with its strength."""
     for lora in loras:
-        _merge_into(transformer, read_any_adapter(lora.file).modules, lora.strength)
+        _merge_into(transformer, read_any_adapter(lora.file, names=_names_of(transformer)).modules, lora.strength)
+
+
+def _names_of(transformer: nn.Module) -> AdapterNames:
+    family = family_of_class(type(transformer).__name__)
+    assert family is not None, type(transformer)
+    return family.files.adapters
 
 
 @torch.no_grad()
@@ -73,9 +81,9 @@ def _merge_into(transformer: nn.Module, modules: AdapterModules, strength: float
 
 def denoiser_state(folder: Path) -> dict[str, Tensor]:
     """Load a diffusers folder's denoiser in float32; missing or non-finite tensors are a UserError."""
-    path = denoiser_folder(folder)
-    folder_size(path)  # reports an invalid config
-    _, stored = read_part(path, "transformer")
+    path, family = denoiser_folder(folder), family_of_folder(folder)
+    family.weights.folder_size(path)  # reports an invalid config
+    _, stored = read_denoiser(path, family)
     state = {name: tensor.load().float() for name, tensor in stored.items()}
     not_finite = [name for name, tensor in state.items() if not is_finite(tensor)]
     if not_finite:
@@ -105,16 +113,18 @@ def extract_lora(
     rank: int,
     targets: Sequence[str] | None = None,
     device: torch.device | str = "cpu",
+    names: AdapterNames | None = None,
 ) -> Extraction:
     """Return the best LoRA of this rank for ``tuned - base``: the truncated SVD of each linear layer's difference.
 
     ``targets`` are suffixes of layer names; None selects all linear layers. Biases, norms, convolutions and other
-    layers are left out, and listed if they changed. The decompositions run on ``device``.
+    layers are left out, and listed if they changed. The decompositions run on ``device``. ``names`` are those of the
+    models' family, SD3's by default.
     """
     if rank < 1:
         raise UserError(f"rank {rank}: a LoRA has at least rank 1")
     _require_same_shapes(base, tuned)
-    layers = _target_names(base, targets)
+    layers = _target_names(base, targets, names or family_of_file().files.adapters)
     sizes: dict[str, float] = {}
     modules, kept, left_out = {}, {}, {}
     for name in base:
@@ -156,10 +166,10 @@ def _require_same_shapes(base: StateDict, tuned: StateDict) -> None:
             )
 
 
-def _target_names(base: StateDict, targets: Sequence[str] | None) -> set[str]:
+def _target_names(base: StateDict, targets: Sequence[str] | None, names: AdapterNames) -> set[str]:
     """Return the weights to extract: matrices of known layers whose names end in one of the targets."""
     layers = [name.removesuffix(".weight") for name, weight in base.items() if weight.ndim == 2]
-    layers = [layer for layer in layers if find_layers(layer) is not None]
+    layers = [layer for layer in layers if names.find_layers(layer) is not None]
     if targets is None:
         return {f"{layer}.weight" for layer in layers}
     for target in targets:

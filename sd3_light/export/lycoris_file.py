@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.files import AdapterNames, Padding
+from sd3_light.core.registry import family_of_file
 from sd3_light.export.export_spec import first_few
-from sd3_light.export.file_metadata import adapter_metadata
 from sd3_light.export.lora_file import (
     LoadedAdapter,
     adapter_file_in,
@@ -26,9 +27,8 @@ from sd3_light.export.lora_file import (
     require_numbers,
     save_tensors,
 )
-from sd3_light.export.lora_fusing import Padding, pad_names, unpad_names
-from sd3_light.export.lora_names import find_layers, without_prefix
-from sd3_light.files import atomic_file, new_file, write_errors
+from sd3_light.export.lora_keys import without_prefix
+from sd3_light.files import new_file, write_errors
 from sd3_light.model.adapter_layers import LycorisModule, is_lycoris_name
 
 _LOKR = [(("lokr_w1",), ("lokr_w1_a", "lokr_w1_b")), (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))]
@@ -43,18 +43,19 @@ def write_lycoris(
     save_dtype: torch.dtype = torch.float32,
     padding: Padding | None = None,
     facts: Mapping[str, Any] | None = None,
-    replace_file: bool = False,
+    names: AdapterNames | None = None,
 ) -> Path:
-    """Write ``modules`` to a file atomically; an existing file is an error unless ``replace_file``.
+    """Write ``modules`` to a file atomically; an existing file is an error.
 
     With ``padding`` the file is for a padded single file, as ComfyUI reads it; without, for the folder. Its metadata
-    names the model's own layers, so that it is read back in the same way.
+    names the model's own layers, so that it is read back in the same way. ``names`` are those of the model's family,
+    SD3's by default.
     """
-    if not replace_file:
-        check_new_lora(path)
+    names = names or family_of_file().files.adapters
+    check_new_lora(path)
     layers = {layer: layer for layer in modules}
-    names = pad_names(layers, padding) if padding else layers
-    stems = {f"lycoris_{name.replace('.', '_')}": layer for name, layer in names.items()}
+    numbered = names.pad(layers, padding) if padding else layers
+    stems = {f"lycoris_{name.replace('.', '_')}": layer for name, layer in numbered.items()}
     tensors: dict[str, Tensor] = {}
     for stem, layer in stems.items():
         factors = modules[layer].with_unit_scale().factors
@@ -64,34 +65,39 @@ def write_lycoris(
     metadata |= {"padding": list(padding)} if padding else {}
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with (atomic_file if replace_file else new_file)(path) as temporary:
-            sd3 = all(find_layers(layer) for layer in modules)  # tasks train other models too
-            shown = adapter_metadata(modules, "lycoris", metadata["facts"]) if sd3 else None
+        with new_file(path) as temporary:
+            shown = names.metadata(modules, "lycoris", metadata["facts"])
             save_tensors(temporary, cast_tensors(tensors, save_dtype) | alphas, metadata, shown)
     return path
 
 
-def read_lycoris(path: Path, padding: Padding | None = None) -> LoadedAdapter[LycorisModule]:
+def read_lycoris(
+    path: Path, padding: Padding | None = None, names: AdapterNames | None = None
+) -> LoadedAdapter[LycorisModule]:
     """Read a LoKr or LoHa: a file written here, or one of another program with diffusers' layer names.
 
-    ``padding`` is for a file that another program trained on a padded single file.
+    ``padding`` is for a file that another program trained on a padded single file. ``names`` are those of the model's
+    family, SD3's by default.
     """
+    names = names or family_of_file().files.adapters
     file = adapter_file_in(path)
     tensors, metadata = load_tensors(file)
     own = own_metadata(metadata, file)
     try:
         require_numbers(tensors)
-        modules = _modules(tensors, own.get("layers", {}))
+        modules = _modules(tensors, own.get("layers", {}), names)
         if padding is not None and "padding" not in own:
-            modules = unpad_names(modules, padding)
+            modules = names.unpad(modules, padding)
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     return LoadedAdapter(modules, own.get("facts", {}))
 
 
-def read_any_adapter(path: Path, padding: Padding | None = None) -> LoadedAdapter[Any]:
+def read_any_adapter(
+    path: Path, padding: Padding | None = None, names: AdapterNames | None = None
+) -> LoadedAdapter[Any]:
     """Read a LoRA, LoKr or LoHa file."""
-    return read_lycoris(path, padding) if is_lycoris(path) else read_lora(path, padding)
+    return read_lycoris(path, padding, names) if is_lycoris(path) else read_lora(path, padding, names)
 
 
 def is_lycoris(path: Path) -> bool:
@@ -99,19 +105,19 @@ def is_lycoris(path: Path) -> bool:
     return any(is_lycoris_name(key) for key in load_tensors(adapter_file_in(path))[0])
 
 
-def _modules(tensors: Mapping[str, Tensor], layers: Mapping[str, str]) -> dict[str, LycorisModule]:
+def _modules(tensors: Mapping[str, Tensor], layers: Mapping[str, str], names: AdapterNames) -> dict[str, LycorisModule]:
     by_layer: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         stem, _, factor = key.rpartition(".")
-        by_layer.setdefault(layers.get(stem) or _layer_of(stem), {})[factor] = tensor
+        by_layer.setdefault(layers.get(stem) or _layer_of(stem, names), {})[factor] = tensor
     return {layer: _module(layer, factors) for layer, factors in by_layer.items()}
 
 
-def _layer_of(stem: str) -> str:
+def _layer_of(stem: str, names: AdapterNames) -> str:
     """Return the diffusers layer of another program's name; a layer that is fused in single files is an error."""
-    layers = find_layers(without_prefix(stem))
+    layers = names.find_layers(without_prefix(stem))
     if layers is None:
-        raise UserError(f"{stem} is not a layer of an SD3 denoiser, and its metadata does not name the layer")
+        raise UserError(f"{stem} is not a layer of {names.denoiser}, and its metadata does not name the layer")
     if layers.single is not None:
         raise UserError(f"{stem} is a layer of a single file, not of diffusers; merge it with the program that made it")
     return layers.names[0]

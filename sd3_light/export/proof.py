@@ -13,22 +13,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import ModelMixin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sd3_light.encoders.vae import load_vae
+from sd3_light.config.faults import UserError
 from sd3_light.export import proof_process
 from sd3_light.export.export_spec import ExportSpec
-from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
-from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS, missing_parts
-from sd3_light.model.random_weights import transformer_from_state
+from sd3_light.model.loading import load_diffusers_model
+from sd3_light.model.pipeline_folder import components, is_encoder
 from sd3_light.sampling.scheduler import flow_scheduler
 
 _LIBRARIES = ("diffusers", "transformers", "torch", "safetensors")
 _IMAGE_TOLERANCE = 1 / 255
-_MAX_SIDE = 16  # latent pixels of the denoiser's input; the image has half of them
+PIPELINE_FILE = "pipeline.py"
+"""The custom pipeline in a folder, where diffusers looks for it (``custom_pipeline="pipeline"``)."""
 
 
 class ProofError(Exception):
@@ -42,22 +43,25 @@ def prove(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> dict
     those of the base and only have to exist. Returns the record that is written to the export.
     """
     start = time.perf_counter()
-    missing = missing_parts(folder, transformer=True)
+    files, config = spec.family.files, spec.transformer_config
+    missing = files.missing(folder, denoiser=True)
     if missing:
         raise ProofError(f"{folder} lacks {', '.join(missing[:5])}")
-    inputs = fixed_inputs(spec.transformer_config, spec.real_text)
-    request = {"dtype": str(spec.save_dtype).removeprefix("torch."), "real_text": spec.real_text}
+    inputs = {"denoiser": files.denoiser_inputs(config), "pipeline": files.pipeline_inputs(folder, config, spec.text)}
+    custom = (folder / PIPELINE_FILE).is_file()
+    absent = [name for name, kind in components(folder).items() if is_encoder(*kind)]
+    request = {"dtype": str(spec.save_dtype).removeprefix("torch."), "custom": custom, "absent": absent}
     with tempfile.TemporaryDirectory() as work:
         report, reloaded = run_clean_process(folder, Path(work), request, inputs)
     expected = _in_memory(spec, weights, inputs)
     require_finite("the exported denoiser", expected["output"])
     require_finite(f"the VAE of {spec.base}", expected["image"])
-    _compare_config(report["config"], spec.transformer_config)
+    _compare_config(report["config"], config)
     digests = proof_process.digests(dict(weights))
     _compare_weights(report["weights"], digests)
     return {
         **{name: version(name) for name in _LIBRARIES},
-        "pipeline": "pipeline.py of this folder" if spec.real_text else "StableDiffusion3Pipeline",
+        "pipeline": f"{PIPELINE_FILE} of this folder" if custom else report["class"],
         "tensors": len(weights),
         "max_difference": compare_outputs("the reloaded model's output", reloaded["output"], expected["output"], 1e-5),
         "picture_max_difference": compare_outputs(
@@ -76,34 +80,14 @@ def combined_digest(digests: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def fixed_inputs(config: Mapping[str, Any], real_text: bool) -> dict[str, Tensor]:
-    """Return the inputs of both sides: a latent, texts and their lengths (which differ with real text)."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
-
-    side = min(config["sample_size"], _MAX_SIDE)
-    text, pooled = (1, 8, config["joint_attention_dim"]), (1, config["pooled_projection_dim"])
-    return {
-        "hidden_states": normal(1, config["in_channels"], side, side),
-        "timestep": torch.tensor([500.0]),
-        "encoder_hidden_states": normal(*text),
-        "pooled_projections": normal(*pooled),
-        "negative_hidden_states": normal(*text),
-        "negative_projections": normal(*pooled),
-        "side": torch.tensor(max(2, side // 4 * 2)),  # of whole patches
-        "text_lengths": torch.tensor([3, 8] if real_text else [8, 8]),
-    }
-
-
 def run_clean_process(
-    path: Path, work: Path, request: Mapping[str, Any], inputs: dict[str, Tensor]
-) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    path: Path, work: Path, request: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Run `proof_process` on a folder or adapter file; return its report and its outputs. ``work`` holds the files."""
-    threads = {"threads": torch.get_num_threads()}
-    (work / "request.json").write_text(json.dumps({**request, **threads}), encoding="utf-8")
-    save_file(inputs, work / "inputs.safetensors")
+    tensors: dict[str, Tensor] = {}
+    more = {"threads": torch.get_num_threads(), "inputs": proof_process.packed(inputs, tensors)}
+    (work / "request.json").write_text(json.dumps({**request, **more}), encoding="utf-8")
+    save_file(tensors, work / "inputs.safetensors")
     command = [sys.executable, "-P", proof_process.__file__, str(path), str(work)]
     # diffusers copies a folder's pipeline file to a module cache before running it: use another than the user's
     environment = {**os.environ, "HF_MODULES_CACHE": str(work / "modules")}
@@ -120,22 +104,23 @@ def run_clean_process(
     return report, load_file(work / "outputs.safetensors")
 
 
-def _in_memory(spec: ExportSpec, weights: Mapping[str, Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+def _in_memory(spec: ExportSpec, weights: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the same outputs from the weights in memory, the base's frozen parts and training's scheduler."""
-    denoiser = transformer_from_state(spec.transformer_config, weights)
-    pipe = StableDiffusion3Pipeline(
-        transformer=denoiser,
-        scheduler=flow_scheduler(spec.shift, spec.flux_shift, spec.scheduler),
-        vae=load_vae(spec.base, torch.device("cpu"), torch.float32),
-        **dict.fromkeys((*TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)),
-    )
-    output = proof_process.denoise(denoiser, inputs)
-    if not spec.real_text:
-        return {"output": output, "image": proof_process.sample_image(pipe, inputs, None)}
-    num_image = (int(inputs["side"]) // spec.transformer_config["patch_size"]) ** 2
-    mask = real_text_mask(inputs["text_lengths"], inputs["encoder_hidden_states"].shape[1], num_image)
-    with use_masked_attention(denoiser):
-        return {"output": output, "image": proof_process.sample_image(pipe, inputs, {"attention_mask": mask})}
+    denoiser = spec.family.weights.from_state(spec.transformer_config, weights)
+    output = proof_process.denoise(denoiser, inputs["denoiser"])
+    scheduler = flow_scheduler(spec.shift, spec.flux_shift, spec.scheduler)
+    parts = {"transformer": denoiser, "scheduler": scheduler, "vae": _load_vae(spec.base)}
+    pipe = proof_process.make_pipeline(spec.family.pipeline, **parts)
+    return {"output": output, "image": spec.family.files.reference_image(pipe, inputs["pipeline"])}
+
+
+def _load_vae(folder: Path) -> Any:
+    """Load the VAE of a folder in float32, of the class that its `model_index.json` names."""
+    library, name = components(folder)["vae"]
+    kind = getattr(diffusers, name, None)
+    if library != "diffusers" or not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
+        raise UserError(f"{folder}: its VAE is a {library}.{name}, not a model of diffusers; download the folder again")
+    return load_diffusers_model(kind, folder / "vae", torch.float32).requires_grad_(False)
 
 
 def _compare_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """The clean process of a proof: it loads an exported folder or adapter file and reports what it contains and computes.
 
 It runs as a script and imports nothing of this package, so its result holds for any user of diffusers. The parent
-process imports its functions to compute the same from the weights in memory. Text encoders, by far the largest part,
-are not loaded. Weights keep their stored dtype, mapped from the file where it is that of the file, while the denoiser
-computes in float32, one layer at a time: the memory does not grow with the model.
+process imports its functions to compute the same from the weights in memory. The request contains the names of
+diffusers' classes and their arguments. Text encoders, by far the largest part, are not loaded. Weights keep their
+stored dtype, mapped from the file where it is that of the file, while the denoiser computes in float32, one layer at a
+time: the memory does not grow with the model.
 """
 
 import signal
@@ -13,6 +14,7 @@ if __name__ == "__main__":  # before the slow imports: a scheduler signals all p
         signal.signal(number, signal.SIG_IGN)
 
 import hashlib
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,21 +23,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
-from diffusers import (
-    DiffusionPipeline,
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-)
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-STEPS, GUIDANCE, SEED = 2, 3.0, 0
-INPUTS = ("hidden_states", "timestep", "encoder_hidden_states", "pooled_projections")
-_TEXT_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-_OTHER_PARTS = ("vae", *_TEXT_ENCODERS, "tokenizer", "tokenizer_2", "tokenizer_3")
-
+SEED = 0
+_TENSOR = "tensor:"
 
 Update = Callable[[Tensor], Tensor]
 """Returns a layer's float32 weight with an adapter's update."""
@@ -76,31 +71,40 @@ def _cast_around(module: Any, update: Update | None) -> list[Any]:
     return [module.register_forward_pre_hook(widen), module.register_forward_hook(restore, always_call=True)]
 
 
-def denoise(denoiser: nn.Module, inputs: dict[str, Tensor], updates: Mapping[str, Update] | None = None) -> Tensor:
+def packed(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a value for JSON: its tensors, which are added to ``tensors``, are replaced by their names there."""
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.contiguous()
+        return f"{_TENSOR}{name}"
+    if isinstance(value, Mapping):
+        return {key: packed(item, tensors) for key, item in value.items()}
+    return [packed(item, tensors) for item in value] if isinstance(value, list | tuple) else value
+
+
+def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Undo `packed`; tuples become lists."""
+    if isinstance(value, str) and value.startswith(_TENSOR):
+        return tensors[value.removeprefix(_TENSOR)]
+    if isinstance(value, dict):
+        return {key: unpacked(item, tensors) for key, item in value.items()}
+    return [unpacked(item, tensors) for item in value] if isinstance(value, list) else value
+
+
+def denoise(denoiser: nn.Module, inputs: Mapping[str, Any], updates: Mapping[str, Update] | None = None) -> Tensor:
     """Return the denoiser's output for the fixed inputs, with the updates of an adapter."""
     with torch.no_grad(), compute_in_float32(denoiser, updates):
-        output: Tensor = denoiser(**{name: inputs[name] for name in INPUTS}, return_dict=False)[0]
-    return output.contiguous()
+        output = denoiser(**inputs, return_dict=False)[0]
+    samples: Tensor = output if isinstance(output, Tensor) else torch.stack(list(output))
+    return samples.contiguous()
 
 
-def sample_image(pipe: Any, inputs: dict[str, Tensor], attention: dict[str, Tensor] | None) -> Tensor:
-    """Sample a small image [C, H, W] with values from 0 to 1: fixed embeddings and seed, few steps, with guidance."""
+def sample_image(pipe: Any, inputs: Mapping[str, Any]) -> Tensor:
+    """Sample an image with values from 0 to 1, or a video, with fixed arguments and a fixed seed."""
     pipe.set_progress_bar_config(disable=True)
-    side = int(inputs["side"]) * pipe.vae_scale_factor
+    generator = torch.Generator("cpu").manual_seed(SEED)
     with torch.no_grad(), compute_in_float32(pipe.transformer):
-        image: Tensor = pipe(
-            prompt_embeds=inputs["encoder_hidden_states"],
-            pooled_prompt_embeds=inputs["pooled_projections"],
-            negative_prompt_embeds=inputs["negative_hidden_states"],
-            negative_pooled_prompt_embeds=inputs["negative_projections"],
-            generator=torch.Generator("cpu").manual_seed(SEED),
-            width=side,
-            height=side,
-            num_inference_steps=STEPS,
-            guidance_scale=GUIDANCE,
-            joint_attention_kwargs=attention,
-            output_type="pt",
-        ).images[0]
+        image: Tensor = pipe(**inputs, generator=generator, output_type="pt", return_dict=False)[0][0]
     return image.contiguous()
 
 
@@ -114,37 +118,50 @@ def _digest(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {content.hexdigest()}"
 
 
-def load_pipeline(folder: Path, dtype: torch.dtype, real_text: bool) -> Any:
-    """Load the folder's pipeline without text encoders: the stock class, or the one in the folder's own file."""
+def load_pipeline(folder: Path, dtype: torch.dtype, custom: bool, absent: list[str]) -> Any:
+    """Load the folder's pipeline without the ``absent`` parts: the stock class, or the one in the folder's own file."""
     options = {
-        **dict.fromkeys(_TEXT_ENCODERS),
+        **dict.fromkeys(absent),
         "dtype": {"transformer": dtype, "default": torch.float32},
         "local_files_only": True,
         "use_safetensors": True,
     }
-    if real_text:
-        return DiffusionPipeline.from_pretrained(folder, custom_pipeline="pipeline", trust_remote_code=True, **options)
-    return StableDiffusion3Pipeline.from_pretrained(folder, **options)
+    if custom:
+        options |= {"custom_pipeline": "pipeline", "trust_remote_code": True}
+    return DiffusionPipeline.from_pretrained(folder, **options)
 
 
-def _check_folder(folder: Path, request: dict[str, Any], inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    pipe = load_pipeline(folder, getattr(torch, request["dtype"]), request["real_text"])
-    report = {"weights": digests(pipe.transformer.state_dict()), "config": dict(pipe.transformer.config)}
-    attention = {"text_lengths": inputs["text_lengths"]} if request["real_text"] else None
-    return report, {"output": denoise(pipe.transformer, inputs), "image": sample_image(pipe, inputs, attention)}
+def make_pipeline(name: str, **parts: Any) -> Any:
+    """Make a pipeline of a class in diffusers from some of its parts; the others are None."""
+    kind = getattr(diffusers, name)
+    required = inspect.signature(kind.__init__).parameters.values()
+    absent = [item.name for item in required if item.default is item.empty and item.name not in ("self", *parts)]
+    return kind(**parts, **dict.fromkeys(absent))
 
 
-def load_base(base: str, dtype: torch.dtype) -> SD3Transformer2DModel:
-    """Load the denoiser of a folder."""
-    return SD3Transformer2DModel.from_pretrained(base, dtype=dtype, local_files_only=True, use_safetensors=True)
+def _check_folder(folder: Path, request: dict[str, Any], inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    pipe = load_pipeline(folder, getattr(torch, request["dtype"]), request["custom"], request["absent"])
+    report = {
+        "class": type(pipe).__name__,
+        "weights": digests(pipe.transformer.state_dict()),
+        "config": dict(pipe.transformer.config),
+    }
+    outputs = {"output": denoise(pipe.transformer, inputs["denoiser"]), "image": sample_image(pipe, inputs["pipeline"])}
+    return report, outputs
 
 
-def _check_adapter(file: Path, request: dict[str, Any], inputs: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    denoiser = load_base(request["base"], getattr(torch, request["base_dtype"]))
+def load_base(kind: str, base: str, dtype: torch.dtype) -> Any:
+    """Load the denoiser of a folder, of a class in diffusers."""
+    options = {"dtype": dtype, "local_files_only": True, "use_safetensors": True}
+    return getattr(diffusers, kind).from_pretrained(base, **options)
+
+
+def _check_adapter(file: Path, request: dict[str, Any], inputs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    denoiser = load_base(request["denoiser"], request["base"], getattr(torch, request["base_dtype"]))
     plain = denoise(denoiser, inputs)
     if request["adapter"] == "lora":
         scheduler = FlowMatchEulerDiscreteScheduler()
-        pipe = StableDiffusion3Pipeline(transformer=denoiser, scheduler=scheduler, **dict.fromkeys(_OTHER_PARTS))
+        pipe = make_pipeline(request["pipeline"], transformer=denoiser, scheduler=scheduler)
         with _shown_in_float32(denoiser):
             pipe.load_lora_weights(file.parent, weight_name=file.name)
         output = denoise(denoiser, inputs)
@@ -205,7 +222,8 @@ def _main(path: str, folder: str) -> None:
     request = json.loads(Path(folder, "request.json").read_text(encoding="utf-8"))
     torch.set_num_threads(request["threads"])  # the order of additions depends on it
     check = _check_adapter if "adapter" in request else _check_folder
-    report, outputs = check(Path(path), request, load_file(Path(folder, "inputs.safetensors")))
+    inputs = unpacked(request["inputs"], load_file(Path(folder, "inputs.safetensors")))
+    report, outputs = check(Path(path), request, inputs)
     save_file(outputs, Path(folder, "outputs.safetensors"))
     Path(folder, "report.json").write_text(json.dumps(report), encoding="utf-8")
 

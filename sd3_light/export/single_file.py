@@ -4,17 +4,18 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from diffusers import __version__ as diffusers_version
 from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
+from sd3_light.core.files import Conversion, Padding, is_single_file
+from sd3_light.core.registry import family_named
 from sd3_light.export.diffusers_folder import add_pipeline, link_parts, read_facts
-from sd3_light.export.export_spec import FROZEN, first_few
-from sd3_light.export.file_metadata import HASH_KEY, model_metadata
-from sd3_light.export.lora_fusing import Padding
+from sd3_light.export.export_spec import first_few
+from sd3_light.export.file_metadata import model_metadata
 from sd3_light.export.proof import ProofError
 from sd3_light.export.single_names import padded_config, unpad
 from sd3_light.export.single_notes import blocks_in_file, reader_notes, refuse_wrong_heads
@@ -22,44 +23,22 @@ from sd3_light.export.single_parts import (
     PREFIXES,
     PROJECTION,
     Model,
-    PartConfig,
     from_single_file,
     read_part,
     to_single_file,
     weights_stem,
 )
+from sd3_light.export.stored_parts import PartConfig
 from sd3_light.files import new_file, new_folder, refuse_existing, write_errors
 from sd3_light.inputs import parse_json, read_limited
 from sd3_light.model.part_configs import FACTS_FILE, read_config
-from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, missing_parts
+from sd3_light.model.pipeline_folder import FROZEN, TEXT_ENCODER_FOLDERS, missing_parts
 from sd3_light.model.start import config_of_shapes, folder_size
-from sd3_light.tensor_file import METADATA_KEY, StoredTensor, open_tensors, same, write_tensor_file
+from sd3_light.tensor_file import HASH_KEY, METADATA_KEY, StoredTensor, open_tensors, same, write_tensor_file
 
-SUFFIX = ".safetensors"
 _INDEX = "model_index.json"
 _VAE_LEVELS = (128, 256, 512, 512)  # of SD3
 _SCHEDULER = Path("scheduler", "scheduler_config.json")
-
-
-class Contents(NamedTuple):
-    """What a single file contains: the options of `write_single_file`."""
-
-    vae: bool = True
-    text_encoders: bool = False
-    pad_blocks: bool = True
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """The written path, and notes for its user."""
-
-    path: Path
-    notes: tuple[str, ...]
-
-
-def is_single_file(path: Path) -> bool:
-    """Return whether a path names a single file, not a folder."""
-    return path.suffix == SUFFIX
 
 
 # --- folder to file ---------------------------------------------------------------------------
@@ -75,7 +54,7 @@ def write_single_file(
     """
     refuse_existing(out)
     if not is_single_file(out):
-        raise UserError(f"{out}: readers find single files by their suffix; choose a name that ends in {SUFFIX}")
+        raise UserError(f"{out}: readers find single files by their suffix; choose a name that ends in .safetensors")
     folder_size(folder / "transformer")  # reports a folder that is not an SD3 denoiser
     parts = ("transformer", *(["vae"] if vae else []), *(_encoders_of(folder) if text_encoders else []))
     model = _read_parts(folder, parts)
@@ -284,7 +263,7 @@ def _write_folder(folder: Path, content: _FileContent, base: Path | None) -> Non
         parts = (*FROZEN, str(_SCHEDULER.parent))
         missing = [part for part in parts if (base / part).is_dir() and not (folder / part).exists()]
         link_parts(base, folder, missing, series=folder.parent)
-        add_pipeline(folder, dict(content.metadata.get("facts") or {}).get("text", {}))
+        add_pipeline(folder, family_named("sd3"), dict(content.metadata.get("facts") or {}).get("text", {}))
 
 
 def _write_part(folder: Path, part: str, config: PartConfig, tensors: Mapping[str, StoredTensor]) -> None:

@@ -8,7 +8,8 @@ import torch
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import SD3_LATENTS
 from sd3_light.export.lora_fusing import reader_padding
-from sd3_light.export.single_parts import PROJECTION, Model, PartConfig
+from sd3_light.export.single_parts import PROJECTION, Model
+from sd3_light.export.stored_parts import PartConfig
 from sd3_light.model.start import HEAD_WIDTH
 
 _WIDTHS = (("joint_attention_dim", 4096, "text width"), ("pooled_projection_dim", 2048, "pooled text width"))

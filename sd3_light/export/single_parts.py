@@ -1,22 +1,15 @@
 """The parts of a model in a diffusers folder and in a single file: where each is and what its config requires."""
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, SD3Transformer2DModel
-from torch import nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
-from sd3_light.config.faults import UserError
-from sd3_light.export.export_spec import first_few
 from sd3_light.export.single_names import (
-    Shapes,
     Tensors,
     fuse,
     fused_shapes,
@@ -26,12 +19,12 @@ from sd3_light.export.single_names import (
     vae_name,
     vae_tensor,
 )
-from sd3_light.model.part_configs import LOAD_ERRORS, WEIGHTS_STEM, check_config, read_config
-from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, missing_weights, weight_files
+from sd3_light.export.stored_parts import Build, PartConfig, part_shapes, read_stored, require_shapes
+from sd3_light.model.part_configs import WEIGHTS_STEM
+from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS
 from sd3_light.model.start import DENOISER_PREFIX
-from sd3_light.tensor_file import DTYPES, StoredTensor, open_tensors, stored
+from sd3_light.tensor_file import DTYPES, StoredTensor, stored
 
-PartConfig = dict[str, Any]
 PREFIXES = {  # in the single file
     "transformer": DENOISER_PREFIX,
     "vae": "first_stage_model.",
@@ -41,8 +34,6 @@ PREFIXES = {  # in the single file
 }
 PROJECTION = "text_projection.weight"
 _T5_EMBEDDING, _T5_SECOND_EMBEDDING = "shared.weight", "encoder.embed_tokens.weight"
-# written by some programs but not needed: position numbers, and a second copy of T5's embedding
-_IGNORED = re.compile(rf"\.position_ids$|^{re.escape(_T5_SECOND_EMBEDDING)}$")
 
 
 @dataclass(frozen=True)
@@ -58,65 +49,31 @@ def weights_stem(part: str) -> str:
     return "model" if part in TEXT_ENCODER_FOLDERS else WEIGHTS_STEM
 
 
+def _clip(config: PartConfig) -> CLIPTextModelWithProjection:
+    return CLIPTextModelWithProjection(CLIPTextConfig.from_dict(config))
+
+
+def _t5(config: PartConfig) -> T5EncoderModel:
+    return T5EncoderModel(T5Config.from_dict(config))
+
+
+_BUILD: dict[str, Build] = {
+    "transformer": SD3Transformer2DModel.from_config,
+    "vae": AutoencoderKL.from_config,
+    "text_encoder": _clip,
+    "text_encoder_2": _clip,
+    "text_encoder_3": _t5,
+}
+
+
 def expected_shapes(part: str, config: Mapping[str, Any], where: str = "a model") -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the part's tensors in diffusers' layout; an invalid config is a UserError."""
-    check_config(config, part, f"{where}: the config of {part}")  # a wrong number would take forever
-    try:
-        return dict(_shapes(part, json.dumps(config)))
-    except (*LOAD_ERRORS, ArithmeticError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{where}: the config of {part} is invalid ({reason}); download or export it again") from error
-
-
-@lru_cache
-def _shapes(part: str, config: str) -> dict[str, tuple[int, ...]]:
-    with torch.device("meta"):
-        model = _build(part, json.loads(config))
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return {name: shape for name, shape in shapes.items() if not _IGNORED.search(name)}
-
-
-def _build(part: str, config: PartConfig) -> nn.Module:
-    model: nn.Module
-    if part == "transformer":
-        model = SD3Transformer2DModel.from_config(config)
-    elif part == "vae":
-        model = AutoencoderKL.from_config(config)
-    elif part == "text_encoder_3":
-        model = T5EncoderModel(T5Config.from_dict(config))
-    else:
-        model = CLIPTextModelWithProjection(CLIPTextConfig.from_dict(config))
-    return model
-
-
-def require_shapes(tensors: Tensors, shapes: Shapes, where: str) -> None:
-    """Raise a UserError unless ``tensors`` has exactly these names and shapes."""
-    unexpected = [name for name in tensors if name not in shapes and not _IGNORED.search(name)]
-    problems = [f"it lacks {name}" for name in shapes if name not in tensors]
-    problems += [f"it has {name}, which does not belong to it" for name in unexpected]
-    for name, shape in shapes.items():
-        if name in tensors and tensors[name].shape != shape:
-            problems.append(f"{name} has shape {list(tensors[name].shape)}, not {list(shape)}")
-    if problems:
-        raise UserError(f"{where} does not match its config: {first_few(problems, 5, '; ')}. Nothing was written")
+    return part_shapes(part, config, _BUILD[part], where)
 
 
 def read_part(folder: Path, part: str) -> tuple[PartConfig, dict[str, StoredTensor]]:
     """Return config and tensors of a part from its own folder; an incomplete part is a UserError."""
-    config, stem = read_config(folder, part), weights_stem(part)
-    missing = list(missing_weights(folder, stem))
-    if missing:
-        raise UserError(f"{folder} lacks {', '.join(missing)}; pass a complete folder")
-    tensors: dict[str, StoredTensor] = {}
-    for file in weight_files(folder, stem):
-        file_tensors, _ = open_tensors(file)
-        repeated = tensors.keys() & file_tensors.keys()
-        if repeated:
-            raise UserError(f"{file} and another file of {folder} contain {min(repeated)}; export the folder again")
-        tensors.update(file_tensors)
-    shapes = expected_shapes(part, config, str(folder))
-    require_shapes(tensors, shapes, str(folder))
-    return config, {name: tensors[name] for name in shapes}
+    return read_stored(folder, part, weights_stem(part), _BUILD[part])
 
 
 def to_single_file(model: Model, blocks: int) -> dict[str, StoredTensor]:

@@ -1,19 +1,22 @@
 """The single file that a task saves: the adapter if only an adapter is trained, else all trained weights."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.family import Family
+from sd3_light.core.files import AdapterNames
+from sd3_light.core.registry import family_of_class
 from sd3_light.export.adapter_folder import adapter_facts, adapter_modules, read_adapter, write_adapter_file
+from sd3_light.export.export_spec import LORA_FILE
 from sd3_light.export.lora_file import cast_tensors, diffusers_state, load_tensors, save_tensors
-from sd3_light.export.lora_fusing import reader_padding
 from sd3_light.files import atomic_file, scratch_folder
 from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
@@ -42,17 +45,31 @@ def write_trained(
             plain = load_file(write_trained(folder / path.name, state, transformer, adapter, save_dtype, facts))
         return write_weights(path, rename(plain), save_dtype, facts)
     modules: Any = adapter_modules(state, adapter)
-    if isinstance(transformer, SD3Transformer2DModel):
-        return write_adapter_file(path, modules, adapter, save_dtype, facts, reader_padding(transformer.config))
-    if adapter.type == "lora":
+    family = _family_of(transformer)
+    if family is None and adapter.type == "lora":
         return write_weights(path, diffusers_state(modules), save_dtype, facts)
-    return write_adapter_file(path, modules, adapter, save_dtype, facts)
+    names, padding = AdapterNames(), None
+    if family is not None:
+        names = family.files.adapters
+        config: Any = transformer.config
+        padding = None if family.files.single is None else family.files.single.needed_padding(config)
+    with scratch_folder(path) as folder:
+        file = write_adapter_file(folder / LORA_FILE, modules, adapter, save_dtype, facts, names, padding)
+        os.replace(file, path)
+    return path
+
+
+def _family_of(transformer: nn.Module) -> Family | None:
+    """Return the family of a denoiser in memory; a subclass belongs to the family of its parent."""
+    families = (family_of_class(kind.__name__) for kind in type(transformer).__mro__)
+    return next((family for family in families if family is not None), None)
 
 
 def read_trained_adapter(path: Path, transformer: nn.Module, adapter: AdapterConfig) -> AdapterModules:
-    """Read the adapter to start from: any SD3 LoRA file; for other models, a file written by `write_trained`."""
-    if isinstance(transformer, SD3Transformer2DModel) or adapter.type != "lora":
-        return read_adapter(path, adapter.type)
+    """Read the adapter to start from: any LoRA file of a known family; otherwise a file written by `write_trained`."""
+    family = _family_of(transformer)
+    if family is not None or adapter.type != "lora":
+        return read_adapter(path, adapter.type, AdapterNames() if family is None else family.files.adapters)
     if not path.is_file():
         raise UserError(f"{path} is not a file; pass the .safetensors file that a task saved")
     tensors, _ = load_tensors(path)

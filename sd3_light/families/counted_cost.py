@@ -15,9 +15,10 @@ from torch import nn
 
 from sd3_light.config import AdapterConfig, TrainConfig
 from sd3_light.core.cost import FLASH_BACKWARD, BlockBytes, Compute, Cost, Layout, SampleBytes, Tokens
+from sd3_light.core.model import denoiser_blocks
 from sd3_light.families.denoiser_count import Counts, OneOfEachBlock
 from sd3_light.model.linears import adapter_weights, match_targets
-from sd3_light.optim.groups import WeightKinds, block_lists
+from sd3_light.optim.groups import WeightKinds
 
 _UNIT = 64  # tokens of the smallest shape; some denoisers pad to a multiple of 32
 _GRIDS = {1: (8, 8), 2: (8, 16), 3: (12, 16)}  # units of image tokens -> their rows and columns
@@ -161,7 +162,7 @@ class CountedCost(Cost):
 def _read_weights(denoiser: nn.Module) -> _Weights:
     """Return what the weights of a denoiser are, before blocks are left out."""
     names = {id(module): name for name, module in denoiser.named_modules()}
-    blocks = [block for parent, name in block_lists(denoiser) for block in getattr(parent, name)]
+    blocks = denoiser_blocks(denoiser)
     sizes = [sum(weight.numel() for weight in block.parameters()) for block in blocks]
     outside = sum(weight.numel() for weight in denoiser.parameters()) - sum(sizes)
     kinds = WeightKinds(denoiser)

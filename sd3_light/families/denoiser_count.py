@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from sd3_light.core.cost import BlockBytes
-from sd3_light.optim.groups import block_lists
+from sd3_light.core.model import block_parents, is_block_list
 
 Arguments = Callable[[], Mapping[str, Any]]
 """Returns the arguments of a denoiser for one sample, in the dtypes of a batch."""
@@ -54,9 +54,13 @@ class OneOfEachBlock:
         self.blocks: list[nn.Module] = []
         self.kinds: list[int] = []
         known: dict[Any, int] = {}
-        for parent, name in block_lists(denoiser):
+        lists = [(parent, name) for parent in block_parents(denoiser) for name, _ in parent.named_children()]
+        for parent, name in lists:
+            blocks = getattr(parent, name)
+            if not is_block_list(blocks):
+                continue
             kept = []
-            for block in getattr(parent, name):
+            for block in blocks:
                 shapes = tuple((key, weight.shape) for key, weight in block.named_parameters())
                 signature = (name, type(block), shapes)
                 if signature not in known:

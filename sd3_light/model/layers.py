@@ -160,9 +160,3 @@ def unpatchify(patches_BNP: Tensor, height: int, width: int, patch: int = 2) -> 
     rows, columns = height // patch, width // patch
     patches = patches_BNP.reshape(len(patches_BNP), rows, columns, patch, patch, -1)
     return torch.einsum("nhwpqc->nchpwq", patches).reshape(len(patches_BNP), -1, height, width)
-
-
-def compile_blocks(transformer: SD3Transformer2DModel) -> None:
-    """Compile each block in place; blocks of the same shape share compiled code."""
-    for block in transformer.transformer_blocks:
-        block.compile()

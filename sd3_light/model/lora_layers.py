@@ -6,7 +6,7 @@ weights are named ``<module>.lora_A.default.weight``, the weights below it ``<mo
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -41,6 +41,10 @@ class LoraModule:
     def shape(self) -> tuple[int, ...]:
         """The shape of the updated weight."""
         return (self.up.shape[0], *self.down.shape[1:])
+
+    def with_unit_scale(self) -> "LoraModule":
+        """Return the same update with scale 1: the scale is multiplied into ``up``, in float32."""
+        return replace(self, up=self.up.float() * self.scale, scale=1.0)
 
     def delta(self) -> Tensor:
         """Return ``scale * up @ down`` in float32, in the shape of the weight."""

@@ -12,6 +12,7 @@ from sd3_light.model.text_shape import TextShape
 from sd3_light.tensor_file import open_tensors
 
 CLIP_TOKENS = 77  # default of CLIP tokenizers whose config names no length
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 _UNLIMITED = 10**6  # transformers writes larger lengths for "no limit"
 
 
@@ -42,10 +43,11 @@ REQUIRED_PARTS = (
     FolderPart(".", ("model_index.json",)),
     FolderPart("vae", ("config.json",), WEIGHTS_STEM),
     *(FolderPart(name, ("config.json",), "model") for name in TEXT_ENCODER_FOLDERS),
-    *(FolderPart(name, ("tokenizer.json", "vocab.json", "spiece.model")) for name in TOKENIZER_FOLDERS),
+    *(FolderPart(name, _TOKENIZER_FILES) for name in TOKENIZER_FOLDERS),
     FolderPart("scheduler", ("scheduler_config.json",)),
 )
 TRANSFORMER = FolderPart("transformer", ("config.json",), WEIGHTS_STEM)
+FROZEN = ("vae", *TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)
 CONFIGURED_PARTS = ("vae", *TEXT_ENCODER_FOLDERS, "scheduler")
 
 
@@ -53,6 +55,44 @@ def missing_parts(folder: Path, transformer: bool) -> tuple[str, ...]:
     """Return the files missing from a complete SD3 folder, including its denoiser if ``transformer`` is true."""
     parts = (*REQUIRED_PARTS, TRANSFORMER) if transformer else REQUIRED_PARTS
     return tuple(file for part in parts for file in part.missing(folder))
+
+
+def components(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return the parts that `model_index.json` names: part -> (library, class), without those that are empty."""
+    index = read_json(folder / "model_index.json")
+    kinds = {name: kind for name, kind in index.items() if isinstance(kind, list) and kind != [None, None]}
+    for name, kind in kinds.items():
+        is_name = is_inner_path(name) and Path(name).name == name
+        if not is_name or len(kind) != 2 or not all(isinstance(word, str) for word in kind):
+            raise UserError(
+                f"{folder / 'model_index.json'} has {name[:80]!r} {kind!r:.80}, which is not a part with its library "
+                "and class; download or export the folder again"
+            )
+    return {name: (kind[0], kind[1]) for name, kind in kinds.items()}
+
+
+def is_encoder(library: str, kind: str) -> bool:
+    """Return whether a component is a transformers model, not a tokenizer or a processor."""
+    return library == "transformers" and not any(word in kind for word in ("Tokenizer", "Processor", "Extractor"))
+
+
+def missing_components(folder: Path, transformer: bool) -> tuple[str, ...]:
+    """Return the files missing from a folder by its `model_index.json`, those of its denoiser only if asked for."""
+    if not (folder / "model_index.json").is_file():
+        return ("model_index.json",)
+    kinds = components(folder)
+    parts = [_component(name, *kinds[name]) for name in kinds if transformer or name != TRANSFORMER.name]
+    return tuple(file for part in parts for file in part.missing(folder))
+
+
+def _component(name: str, library: str, kind: str) -> FolderPart:
+    if name == "scheduler":
+        return FolderPart(name, ("scheduler_config.json",))
+    if library == "diffusers":
+        return FolderPart(name, ("config.json",), WEIGHTS_STEM)
+    if is_encoder(library, kind):
+        return FolderPart(name, ("config.json",), "model")
+    return FolderPart(name, (*_TOKENIZER_FILES, "tokenizer_config.json", "preprocessor_config.json"))
 
 
 def is_unfinished(folder: Path) -> bool:

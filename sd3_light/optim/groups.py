@@ -1,7 +1,7 @@
 """What a weight is, by the modules that hold it; weight decay and Muon depend on it.
 
-A block is a member of a `ModuleList` with two or more linear layers; lists inside blocks do not count. The model that
-holds such lists has its embeddings (of patches, time and text) before the last of them, and its output layers after it.
+The model that holds lists of blocks (`core.model`) has its embeddings (of patches, time and text) before the last of
+them, and its output layers after it.
 Tables are parameters of a module that also has layers, such as the modulation tables of Sana and Wan.
 """
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+
+from sd3_light.core.model import block_parents, is_block_list
 
 
 class WeightKinds:
@@ -18,11 +20,11 @@ class WeightKinds:
         tables = {id(weight) for module in model.modules() for weight in _tables(module)}
         blocks: set[int] = set()
         embeddings: set[int] = set()
-        for parent in _block_parents(model):
+        for parent in block_parents(model):
             children = list(parent.children())
-            last = max(at for at, child in enumerate(children) if _is_block_list(child))
+            last = max(at for at, child in enumerate(children) if is_block_list(child))
             for child in children[: last + 1]:
-                members = blocks if _is_block_list(child) else embeddings
+                members = blocks if is_block_list(child) else embeddings
                 members |= {id(weight) for weight in child.parameters()}
         self._free, self._in_blocks = tables | embeddings, blocks - tables
 
@@ -40,32 +42,6 @@ class WeightKinds:
         for weight in named.values():
             groups[weight_decay if self.decays(weight) else 0.0].append(weight)
         return [{"params": members, "weight_decay": decay} for decay, members in groups.items() if members]
-
-
-def block_lists(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Return the lists of a model's blocks, each as the module that holds it and its name there."""
-    return [
-        (parent, name)
-        for parent in _block_parents(model)
-        for name, child in parent.named_children()
-        if _is_block_list(child)
-    ]
-
-
-def _block_parents(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules with a list of blocks."""
-    if any(_is_block_list(child) for child in module.children()):
-        yield module
-    else:
-        for child in module.children():
-            yield from _block_parents(child)
-
-
-def _is_block_list(module: nn.Module) -> bool:
-    def is_block(member: nn.Module) -> bool:
-        return sum(isinstance(layer, nn.Linear) for layer in member.modules()) >= 2
-
-    return isinstance(module, nn.ModuleList) and any(is_block(member) for member in module)
 
 
 def _tables(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from sd3_light.config.faults import UserError
-from sd3_light.export.single_file import Contents, Conversion, is_single_file, read_single_file, write_single_file
+from sd3_light.core.files import Contents, Conversion, is_single_file
+from sd3_light.core.registry import family_of_file, family_of_folder, single_files
 from sd3_light.sampling.lora_stack import adapter_file
 from sd3_light.training.background_saves import CHECKPOINT, EXPORT, FOLDERS
 from sd3_light.training.chosen_model import exports_of
@@ -20,7 +21,7 @@ def run(
         _refuse(base is not None, f"--base does not apply: {source} is a folder that has its parts")
         _refuse(keep_pads, f"--keep-pads does not apply: {source} is a folder, and only files are padded")
         _require_model(source)
-        return write_single_file(source, out, *(contents or Contents()))
+        return single_files(family_of_folder(source), source).write(source, out, contents or Contents())
     if not source.is_file():
         raise UserError(f"{source} does not exist; pass a diffusers folder or a single .safetensors file")
     if is_single_file(out):
@@ -29,7 +30,8 @@ def run(
         contents not in (None, Contents()),
         f"--vae, --text-encoders and --pad-blocks select what goes into a file, but {source} is a file to read",
     )
-    return read_single_file(source, base, out, keep_pads)
+    family = family_of_file() if base is None else family_of_folder(base)
+    return single_files(family, source).read(source, base, out, keep_pads)
 
 
 def _require_model(folder: Path) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.checkpoint.progress import EMA, Progress, track_kind
@@ -13,14 +12,14 @@ from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.checkpoint.store import incomplete_checkpoints
 from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
-from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.core.files import Contents, is_single_file
+from sd3_light.core.registry import family_of, single_files, starting_weights
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import ExportError
 from sd3_light.export.hub import check_push, push
 from sd3_light.export.proof import ProofError
-from sd3_light.export.single_file import Contents, is_single_file, write_single_file
 from sd3_light.files import refuse_existing, scratch_folder, write_errors
 from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
 from sd3_light.runlog import info
@@ -60,6 +59,8 @@ def run(
     refuse_existing(out)
     _check_options(out, contents, push_to_hub)
     train = load_config(run_folder / "config.toml").train
+    if is_single_file(out) and train.adapter is None:
+        single_files(family_of(train.model), out)  # reports a family without them before any work
     if ema_length is None:
         weights_to_export = _from_checkpoint(_checkpoint_of(run_folder, checkpoint), weights)
     else:
@@ -95,8 +96,9 @@ def _write(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path, c
     if train.adapter is not None:
         _write_adapter(train, weights, run_folder, out)
         return
+    family = family_of(train.model)
     start = weights.model.keep_table(starting_weights(train.model))
-    transformer: SD3Transformer2DModel = family_of(train.model).weights.load(start, train.seed)
+    transformer = family.weights.load(start, train.seed)
     config = model_config(transformer, weights.model)
     spec = export_spec(train, config, weights.description, weights.progress, run_folder)
     state = whole_state(transformer, weights.trained, train.freeze)
@@ -106,7 +108,7 @@ def _write(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path, c
             return
         with scratch_folder(out) as scratch:
             folder = write_folder(scratch / out.stem, state, spec)
-            for note in write_single_file(folder, out, *(contents or Contents())).notes:
+            for note in single_files(family, out).write(folder, out, contents or Contents()).notes:
                 info(f"note: {note}")
 
 

@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import Dataset
 
 from sd3_light.budget.training_flops import step_flops
-from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, UserError, batch_size_for
+from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Cost
+from sd3_light.core.training import Preparer
 from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
@@ -25,8 +26,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches, order_of_shards
 from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import StepStream
-from sd3_light.training.resident_inputs import GatheringPreparer, IndexPreparer, ResidentInputs
-from sd3_light.training.sd3 import CleanPreparer, InputPreparer
+from sd3_light.training.prepare import CleanPreparer, GatheringPreparer, IndexPreparer
 
 
 def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch) -> CachedDataset:
@@ -115,7 +115,7 @@ def training_steps(
     order: Order,
     launch: Launch,
     engine: object,
-    preparer: InputPreparer,
+    preparer: Preparer,
     prefetch_to: torch.device | None = None,
     reads_data: bool = True,
     times: LoadTimes | None = None,
@@ -154,20 +154,16 @@ def _pin_for(device: torch.device) -> Pin | None:
 
 
 def _divide_work(
-    preparer: InputPreparer, resident: ResidentCache | None, seed: int, device: torch.device | None
+    preparer: Preparer, resident: ResidentCache | None, seed: int, device: torch.device | None
 ) -> tuple[PreparesInPlace, Finish | None]:
     """Return what workers do, and what the device does with the result; None: nothing."""
-    add_noise = None if device is None or preparer.noise == "ziggurat" else preparer.noise_adder(device)
+    add_noise = None if device is None else preparer.noise_adder(device)
     if resident is None:
         return preparer if add_noise is None else CleanPreparer(preparer), add_noise
-    inputs = ResidentInputs(preparer, resident, seed)
+    inputs = preparer.resident(resident, seed)
     if resident.device.type == "cpu":
         return GatheringPreparer(inputs, adds_noise=add_noise is None), add_noise
-    if add_noise is None:
-        raise UserError(
-            "this run began with an earlier version, whose noise only the host can make; write "
-            'cache_residence = "host" or "stream"'
-        )
+    assert add_noise is not None, "a cache on a device that prepares nothing"
     return IndexPreparer(inputs), lambda batch: add_noise(inputs.gather(batch))
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from diffusers import SD3Transformer2DModel
 from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -20,6 +19,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove, step_of
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
 from sd3_light.config.load_dataset import load_directories
+from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
@@ -44,6 +44,7 @@ def model_spec(model: ModelConfig, transformer_config: Mapping[str, Any], **fiel
     """Return the spec of an export of this [model] table; ``fields`` are other fields of `ExportSpec`."""
     kept = kept_scheduler(model)
     spec = {
+        "family": family_of(model),
         "base": model.diffusers_path,
         "transformer_config": dict(transformer_config),
         "save_dtype": getattr(torch, model.dtype),
@@ -73,6 +74,7 @@ def adapter_spec(
     assert config.adapter is not None
     assert start.source is not None, "an adapter on random weights"
     return AdapterSpec(
+        family=family_of(config.model),
         adapter=config.adapter,
         base=start.source,
         transformer_config=start.size.transformer_config(),
@@ -125,9 +127,10 @@ def _config_toml(config: TrainConfig) -> str:
     return resolved_toml(LoadedConfig(config.output_dir, config, dataset, {}))
 
 
-def model_config(transformer: SD3Transformer2DModel, facts: ModelFacts | None = None) -> dict[str, Any]:
+def model_config(transformer: nn.Module, facts: ModelFacts | None = None) -> dict[str, Any]:
     """Return the constructor arguments of this denoiser for an export, without private entries."""
-    config = {key: value for key, value in transformer.config.items() if not key.startswith("_")}
+    stored: Any = transformer.config
+    config = {key: value for key, value in stored.items() if not key.startswith("_")}
     return config if facts is None else facts.export_config(config)
 
 
@@ -175,9 +178,7 @@ def _scores(path: Path) -> dict[str, float]:
 # --- weights -----------------------------------------------------------------------------------
 
 
-def whole_state(
-    transformer: SD3Transformer2DModel, trained: Mapping[str, Tensor], freeze: Sequence[str] = ()
-) -> dict[str, Tensor]:
+def whole_state(transformer: nn.Module, trained: Mapping[str, Tensor], freeze: Sequence[str] = ()) -> dict[str, Tensor]:
     """Return every parameter and buffer of the denoiser; ``trained`` must hold all that ``freeze`` does not name.
 
     A missing trained weight is an error; the weight that training started from is never used instead.
@@ -229,7 +230,7 @@ class Saver:
     @staticmethod
     def of(
         config: TrainConfig,
-        transformer: SD3Transformer2DModel,
+        transformer: nn.Module,
         folder: Path,
         start: WeightsStart | None = None,
         facts: ModelFacts | None = None,

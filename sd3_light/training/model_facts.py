@@ -2,12 +2,14 @@
 and its unconditional text."""
 
 import math
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from sd3_light.checkpoint.index import INDEX, damaged
 from sd3_light.checkpoint.reading import Checkpoint
 from sd3_light.config import ModelConfig
+from sd3_light.config.faults import UserError
 from sd3_light.config.sizes import MAX_POSITION_STEP, ModelSize
 from sd3_light.core.start import WeightsStart
 from sd3_light.data.buckets import SIDE_STEP
@@ -17,45 +19,44 @@ from sd3_light.data.shard_table import BucketShards
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The entry `model` of a checkpoint. Checkpoints of earlier versions have none, or only the first two fields.
+    """The entry `model` of a checkpoint.
 
     ``position_step`` is None if the table is that of the weights that the run started from. ``trained_at`` is the
-    width and height of the commonest bucket, in pixels. ``shift`` and ``uncond_text`` are those of the config; earlier
-    versions used the defaults below for all runs whose config set no others.
+    width and height of the commonest bucket, in pixels. The others are those of the config.
     """
 
     position_step: float | None = None
     trained_at: tuple[int, int] | None = None
     shift: float | None = None
+    flux_shift: bool = False
+    sqrt_shift: bool = False
     uncond_text: str = "zero"
 
     @staticmethod
     def of(saved: Checkpoint) -> "ModelFacts":
-        """Return the facts of a checkpoint or snapshot."""
-        if "model" not in saved.facts:
-            return ModelFacts()
-        table = saved.table("model")
-        step, size = table.get("position_step"), table.get("trained_at")
-        if not (step is None or _is_step(step)) or not (size is None or _is_size(size)):
-            raise damaged(saved.path, INDEX, "its model is not a table with position_step and trained_at")
-        shift, text = table.get("shift"), table.get("uncond_text", "zero")
-        if not (shift is None or _is_shift(shift)) or text not in ("zero", "empty"):
-            raise damaged(saved.path, INDEX, "the shift or uncond_text of its model is not a valid value")
-        return ModelFacts(step, None if size is None else (size[0], size[1]), shift, text)
+        """Return the facts of a checkpoint or snapshot. Raises UserError if an earlier version wrote it."""
+        names = {field.name for field in fields(ModelFacts)}
+        table = saved.table("model") if "model" in saved.facts else {}
+        if table.keys() != names:
+            raise UserError(
+                f"{saved.path} was written by an earlier version, whose models this one does not know; use the version "
+                "that wrote it, or start again with --restart"
+            )
+        for name, is_valid in _VALID.items():
+            if not is_valid(table[name]):
+                raise damaged(saved.path, INDEX, f"{name} of its model is not a valid value: {table[name]!r:.80}")
+        size = table["trained_at"]
+        return ModelFacts(**{**table, "trained_at": None if size is None else tuple(size)})
 
     def as_dict(self) -> dict[str, Any]:
         """Return the facts for JSON."""
         return asdict(self)
 
     def keep_table(self, start: WeightsStart) -> WeightsStart:
-        """Return the start of a resumed run, with the position table that the run began with.
-
-        Without a stored step it is the one that diffusers derives, as in runs of earlier versions.
-        """
-        if start.source is not None:
+        """Return the start of a resumed run, with the position table that the run began with."""
+        if start.source is not None or self.position_step is None:
             return start
-        step = self.position_step or start.size.stock_position_step
-        return replace(start, size=replace(start.size, position_step=step))
+        return replace(start, size=replace(start.size, position_step=self.position_step))
 
     def keep_values(self, model: ModelConfig) -> ModelConfig:
         """Return the [model] table of a resumed run: what it does not set is as the run began with."""
@@ -63,7 +64,7 @@ class ModelFacts:
         if model.uncond_text is None:
             update["uncond_text"] = self.uncond_text
         if model.shift is None and not (model.flux_shift or model.sqrt_shift):
-            update["shift"] = self.shift
+            update |= {"shift": self.shift, "flux_shift": self.flux_shift, "sqrt_shift": self.sqrt_shift}
         return model.model_copy(update=update)
 
     def export_config(self, transformer_config: dict[str, Any]) -> dict[str, Any]:
@@ -95,12 +96,23 @@ def bucket_size(bucket: BucketShards) -> tuple[int, int]:
 
 
 def _is_step(value: Any) -> bool:
-    return type(value) is float and 0 < value <= MAX_POSITION_STEP
+    return value is None or (type(value) is float and 0 < value <= MAX_POSITION_STEP)
 
 
 def _is_shift(value: Any) -> bool:
-    return type(value) is float and 0 < value < math.inf
+    return value is None or (type(value) is float and 0 < value < math.inf)
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(side) is int and side > 0 for side in value)
+    is_pair = isinstance(value, list) and len(value) == 2
+    return value is None or (is_pair and all(type(side) is int and side > 0 for side in value))
+
+
+_VALID: dict[str, Callable[[Any], bool]] = {
+    "position_step": _is_step,
+    "trained_at": _is_size,
+    "shift": _is_shift,
+    "flux_shift": lambda value: type(value) is bool,
+    "sqrt_shift": lambda value: type(value) is bool,
+    "uncond_text": lambda value: value in ("zero", "empty"),
+}

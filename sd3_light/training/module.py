@@ -8,19 +8,19 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
-from sd3_light.flow.objective import alignment_loss, flow_loss, text_reconstruction_loss
-from sd3_light.model.adapter_layers import AdapterDropout
+from sd3_light.core.model import Losses, TrainedModel
+from sd3_light.core.objective import Objective, Objectives, Prediction
+from sd3_light.flow.objective import alignment_loss
+from sd3_light.flow.objectives import FlowMatching, LayerSync, TextReconstruction
 from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.model.fast.block import BlockOptions, Keep, Products
 from sd3_light.model.fast.forward import FastDenoiser
 from sd3_light.model.layers import Embed, LayerState, build_layers, run_layers, unpatchify
 
-Losses = dict[str, Tensor]
-
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
 
 
-class SD3TrainingModule(nn.Module):
+class SD3TrainingModule(TrainedModel):
     """The denoiser with its training loss.
 
     ``module(batch)`` returns the loss of a micro-batch of `InputPreparer.prepare_inputs`, its parts (means over the
@@ -30,11 +30,9 @@ class SD3TrainingModule(nn.Module):
     """
 
     def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:
-        super().__init__()
-        self.transformer = transformer
+        super().__init__(transformer, sd3_objective(config))
         self.fast = fast
         self.gamma = config.model.text_recon_gamma
-        self.pseudo_huber_c = config.pseudo_huber_c
         self.checkpointing = config.activation_checkpointing
         self.compute_dtype = getattr(torch, config.model.transformer_dtype)
         self.real_text = config.model.text_tokens == "real"
@@ -43,54 +41,43 @@ class SD3TrainingModule(nn.Module):
         self.plan = BetweenPlan.of(config.model, transformer)
         draws = {"kept": self.plan.route, "corners": config.model.position_crop_side}
         self.image_draws = [name for name, setting in draws.items() if setting is not None]
-        self.sync_weight = 0.0 if config.model.layer_sync is None else config.model.layer_sync.weight
         self.products: Products = "fp8" if config.fp8 else "plain"
         self._fast: FastDenoiser | None = None
-        self.dropout: AdapterDropout | None = None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
         self._layers = [*build_layers(transformer, target_layer, self.real_text)]
 
-    @property
-    def loss_names(self) -> tuple[str, ...]:
-        """The names of a micro-batch's losses besides ``each``, in order."""
-        parts = {"text_recon": self.gamma, "layer_sync": self.sync_weight}
-        return ("loss", "flow", *(name for name, weight in parts.items() if weight > 0))
-
-    def forward(self, batch: Batch) -> Losses:
-        """Return the loss with its gradient, and its parts and ``each`` without."""
-        return self.losses(self.run(batch), batch)
+    def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        """See `TrainedModel.predict`."""
+        assert not taps, "SD3 returns no features"
+        return self.prediction(self.run(batch), batch["noisy"].shape[-2:])
 
     def losses(self, outputs: LayerState, batch: Batch) -> Losses:
         """Return the losses of `forward` from the last layer's outputs and the batch's target and mask."""
-        target, mask = batch["target"], batch.get("mask")
-        patches, text, *rest = outputs
-        each = flow_loss(unpatchify(patches, *target.shape[-2:]), target, mask, self.pseudo_huber_c)
-        flow = each.mean()
-        losses = {"loss": flow, "flow": flow.detach(), "each": each.detach()}
-        sync = rest.pop().mean() if self.sync_weight > 0 else None
-        if self.gamma > 0:
-            lengths = rest[0] if self.real_text else None
-            recon = text_reconstruction_loss(text, rest[-1], lengths).mean()
-            losses |= {"loss": flow + self.gamma * recon, "text_recon": recon.detach()}
-        if sync is not None:
-            losses |= {"loss": losses["loss"] + self.sync_weight * sync, "layer_sync": sync.detach()}
-        return losses
-
-    def denoise(self, batch: Batch) -> Tensor:
-        """Return the velocity [B, C, H, W] in float32, computed as in training; the caller enables or disables grad."""
-        return self.velocity(self.run(batch), batch["noisy"].shape[-2:])
+        return self.total(self.objective.losses(self.prediction(outputs, batch["target"].shape[-2:]), batch))
 
     def velocity(self, outputs: LayerState, size: Sequence[int]) -> Tensor:
         """Return the velocity of `denoise` from the last layer's outputs; ``size`` is the latent's height and width."""
+        return self.prediction(outputs, size).velocity.float()
+
+    def prediction(self, outputs: LayerState, size: Sequence[int]) -> Prediction:
+        """Return the prediction from the last layer's outputs; ``size`` is the latent's height and width."""
         height, width = size
-        return unpatchify(outputs[0], height, width).float()
+        patches, text, *rest = outputs
+        extras: dict[str, Tensor] = {}
+        if self.plan.pair is not None:
+            extras["compared"] = rest.pop()
+        if self.gamma > 0:
+            extras |= {"text": text, "text_target": rest[-1]}
+            if self.real_text:
+                extras["lengths"] = rest[0]
+        return Prediction(unpatchify(patches, height, width), extras=extras)
 
     def pipeline_layers(self) -> list[nn.Module]:
         """Return the layers as modules that run one after another, in several processes, as in `forward`."""
         return [PipelineLayer(self, layer, number) for number, layer in enumerate(self._layers)]
 
     def run(self, batch: Batch) -> LayerState:
-        """Run all layers and return the last one's outputs, for `losses` and `velocity`."""
+        """Run all layers and return the last one's outputs, for `prediction`."""
         if self.dropout is not None:
             self.dropout.forward(batch["noisy"].device)
         kept = batch.get("kept")
@@ -135,7 +122,7 @@ class SD3TrainingModule(nn.Module):
         if self._fast is None:
             dtype = self.compute_dtype if device.type == "cuda" else torch.float32
             options = BlockOptions(keep=_KEEPS[self.checkpointing], products=self.products)
-            self._fast = FastDenoiser(self.transformer, dtype, options)
+            self._fast = FastDenoiser(self.denoiser, dtype, options)
         return self._fast
 
     def run_some(
@@ -146,6 +133,17 @@ class SD3TrainingModule(nn.Module):
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
             return run_layers(layers, state, self.checkpointing, between)
+
+
+def sd3_objective(config: TrainConfig) -> Objectives:
+    """Return the objective of a config."""
+    model = config.model
+    parts: list[Objective] = [FlowMatching(config.pseudo_huber_c)]
+    if model.text_recon_gamma > 0:
+        parts.append(TextReconstruction(model.text_recon_gamma))
+    if model.layer_sync is not None:
+        parts.append(LayerSync(model.layer_sync.weight))
+    return Objectives(parts)
 
 
 class PipelineLayer(nn.Module):

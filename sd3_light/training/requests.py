@@ -54,7 +54,7 @@ class RunRequests:
             self.reason = planned if quit_by_file else self.signal or "another process was asked to stop"
 
     def stop(self, reason: str) -> None:
-        """Save and quit after the next step, as with the file `save_quit`; all ranks call it."""
+        """Save and quit after the next step, as with the file `save_quit`; ranks need not call it at the same step."""
         self._planned = reason
 
     @property

@@ -36,12 +36,11 @@ class TrainingProcess:
 
 
 def place_cache(
-    data: CachedDataset, order: Order, config: TrainConfig, cost: Cost, process: TrainingProcess, host_noise: bool
+    data: CachedDataset, order: Order, config: TrainConfig, cost: Cost, process: TrainingProcess
 ) -> ResidentCache | None:
     """Read the cache into the memory of host or device, as the config says or as fits; None if it is streamed.
 
-    A cache that was chosen to be in memory and does not fit after all is streamed by all ranks. ``host_noise``: only
-    the host can make the noise of this run.
+    A cache that was chosen to be in memory and does not fit after all is streamed by all ranks.
     """
     launch = process.launch
     device = process.device
@@ -49,7 +48,7 @@ def place_cache(
     if config.residence != "auto":
         return load_cache(data, config, launch, device) if reads_data else None
     room = room_for_cache(data, config, cost, process)
-    choice = _choose(data, order, config, process.groups.gathered(room), host_noise)
+    choice = _choose(data, order, config, process.groups.gathered(room))
     info(f'cache: {_PLACES[choice.residence]} (cache_residence = "auto": {choice.reason})')
     if choice.residence == "stream":
         return None
@@ -96,14 +95,8 @@ def room_for_cache(data: CachedDataset, config: TrainConfig, cost: Cost, process
     return Room(min(total, free + CONTEXT_BYTES), training, available_memory(), launch.local_world)
 
 
-def _choose(
-    data: CachedDataset, order: Order, config: TrainConfig, rooms: Sequence[Room], host_noise: bool
-) -> ResidenceChoice:
+def _choose(data: CachedDataset, order: Order, config: TrainConfig, rooms: Sequence[Room]) -> ResidenceChoice:
     steps = math.inf if config.max_steps is None else config.max_steps
     epochs = min(steps / order.steps_per_epoch, math.inf if config.epochs is None else config.epochs)
-    why_not_device = None
-    if config.pipeline_stages > 1:
-        why_not_device = FROM_HOST
-    elif host_noise:
-        why_not_device = "the run began with an earlier version, whose noise only the host can make"
+    why_not_device = FROM_HOST if config.pipeline_stages > 1 else None
     return choose_residence(data.manifest.nbytes, rooms, epochs, not isinstance(data.store, LocalStore), why_not_device)

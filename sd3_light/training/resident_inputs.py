@@ -7,7 +7,6 @@ in other batches.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -132,38 +131,3 @@ def _select(table: Tensor, rows: Tensor, empty: AllocateTensor | None = None) ->
     out = empty(shape, table.dtype)
     torch.index_select(table, 0, rows.flatten(), out=out.view(rows.numel(), *table.shape[1:]))
     return out
-
-
-@dataclass(frozen=True)
-class IndexPreparer:
-    """Prepares batches of indices, for a device that holds the cache."""
-
-    inputs: ResidentInputs
-
-    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
-        """See `ResidentInputs.indices`."""
-        return self.inputs.indices(batch)
-
-    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
-        """See `ResidentInputs.indices`."""
-        return self.inputs.indices(batch)
-
-
-@dataclass(frozen=True)
-class GatheringPreparer:
-    """Gathers batches on the host, with noise if no device adds it."""
-
-    inputs: ResidentInputs
-    adds_noise: bool
-
-    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
-        """Return the gathered batch."""
-        return self._prepared(batch, None)
-
-    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
-        """Like `prepare_inputs`, in memory from ``empty``."""
-        return self._prepared(batch, empty)
-
-    def _prepared(self, picks: Picks, empty: AllocateTensor | None) -> Batch:
-        clean = self.inputs.gather(self.inputs.indices(picks), empty)
-        return self.inputs.preparer.add_noise(clean) if self.adds_noise else clean

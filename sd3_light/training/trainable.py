@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from diffusers import SD3Transformer2DModel
 from torch import nn
 
 from sd3_light.config import AdapterConfig, TrainConfig
@@ -17,7 +16,7 @@ from sd3_light.model.lora_layers import LoraModule, load_lora
 from sd3_light.model.quantized import quantize_base
 
 
-def choose_what_trains(transformer: SD3Transformer2DModel, config: TrainConfig, device: torch.device) -> None:
+def choose_what_trains(transformer: nn.Module, config: TrainConfig, device: torch.device) -> None:
     """Put the config's adapter on the denoiser and freeze the rest; without an adapter freeze what `freeze` names."""
     if config.adapter is None:
         freeze(transformer, config.freeze)
@@ -46,7 +45,7 @@ def put_adapter(transformer: nn.Module, adapter: AdapterConfig, seed: int) -> tu
     return names
 
 
-def freeze(transformer: SD3Transformer2DModel, patterns: Sequence[str]) -> None:
+def freeze(transformer: nn.Module, patterns: Sequence[str]) -> None:
     """Freeze the parameters that match a pattern."""
     names = [name for name, _ in transformer.named_parameters()]
     for pattern in patterns:

@@ -37,12 +37,12 @@ KINDS = [{}, {"dtype": "float32"}, {"use_dora": True}, {"type": "lokr"}, {"type"
 @pytest.mark.parametrize("keys", KINDS, ids=str)
 def test_an_adapter_trains_over_bf16_weights(tmp_path: Path, keys: dict[str, Any]) -> None:
     engine = make_engine(tmp_path, **keys)
-    kinds = {(is_adapter_name(name), weight.dtype) for name, weight in engine.module.transformer.named_parameters()}
+    kinds = {(is_adapter_name(name), weight.dtype) for name, weight in engine.module.denoiser.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    frozen = {n: p.clone() for n, p in engine.module.transformer.named_parameters() if not is_adapter_name(n)}
+    frozen = {n: p.clone() for n, p in engine.module.denoiser.named_parameters() if not is_adapter_name(n)}
     losses = [engine.train_step([batch(0)], 1e-2).read().losses["loss"] for _ in range(20)]
     assert losses[-1] < losses[0]
-    now = dict(engine.module.transformer.named_parameters())
+    now = dict(engine.module.denoiser.named_parameters())
     assert all(torch.equal(now[name], before) for name, before in frozen.items())
 
 
@@ -52,7 +52,7 @@ def test_an_adapter_trains_over_quantized_weights(tmp_path: Path, bits: int, key
     """The blocks' frozen matrices are quantized, outputs stay close, and the model can be moved between devices."""
     pytest.importorskip("bitsandbytes")
     engine, unquantized = (make_engine(tmp_path, base_bits=count, **keys) for count in (bits, 16))
-    frozen = {n: p for n, p in engine.module.transformer.named_parameters() if not is_adapter_name(n)}
+    frozen = {n: p for n, p in engine.module.denoiser.named_parameters() if not is_adapter_name(n)}
     quantized = {name for name, weight in frozen.items() if not weight.is_floating_point()}
     assert quantized
     assert all(name.startswith("transformer_blocks.") for name in quantized)

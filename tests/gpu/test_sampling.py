@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sd3_light.assets import DEMO
+from sd3_light.core.registry import family_named
 from sd3_light.export.diffusers_folder import read_facts, write_folder
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
@@ -78,7 +79,9 @@ def test_weights_on_the_gpu_are_exported_and_proven(tmp_path: Path, exact: np.nd
     before = {name: tensor.clone() for name, tensor in live.items()}
     config = {key: value for key, value in pipe.transformer.config.items() if not key.startswith("_")}
     scheduler = read_json(DEMO / "scheduler" / "scheduler_config.json")
-    spec = ExportSpec(DEMO, config, dtype, scheduler["shift"], text=read_facts(DEMO).get("text", {}))
+    spec = ExportSpec(
+        DEMO, config, dtype, scheduler["shift"], text=read_facts(DEMO).get("text", {}), family=family_named("sd3")
+    )
     out = write_folder(tmp_path / "out", live, spec)
     proof = read_json(out / "proof.json")
     print({"proof in": dtype} | {key: proof[key] for key in ("max_difference", "picture_max_difference", "seconds")})

@@ -11,6 +11,7 @@ from torch import nn
 from sd3_light.config import OptimizerConfig, TrainConfig
 from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.config.faults import UserError
+from sd3_light.core.model import TrainedModel
 from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import Engine
 
@@ -44,7 +45,7 @@ def engine_name(config: TrainConfig, launch: Launch) -> str:
 
 
 def make_engine(
-    module: nn.Module, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
+    module: TrainedModel, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
 ) -> Engine:
     """Return the engine for ``pipeline_stages`` and ``zero_stage``; all processes must call it together.
 

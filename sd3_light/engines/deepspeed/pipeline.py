@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
+from sd3_light.core.model import TrainedModel
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.instructions import instructions
 from sd3_light.engines.deepspeed.runtime import quiet
@@ -67,7 +68,7 @@ class _Stages(PipelineModule):
 class PipelineEngine(DeepSpeedBase):
     """Trains float32 weights; each process holds one stage of the model.
 
-    ``module`` is an `SD3TrainingModule`: its layers are partitioned, and the last stage computes the losses and sends
+    The module's `pipeline_layers` are partitioned, and the last stage computes the losses and sends
     them to all. A single stage runs the module as the torch engine does. All stages of a pipeline read the same
     micro-batches: the first takes the denoiser's inputs and the last the target, so neither is sent between processes.
     A step with a non-finite loss or gradient is skipped.
@@ -76,7 +77,7 @@ class PipelineEngine(DeepSpeedBase):
     state: StageState
 
     def __init__(
-        self, module: Any, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
+        self, module: TrainedModel, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
     ) -> None:
         super().__init__(module, launch, device)
         self.launch, self.stages, self.stage = launch, config.pipeline_stages, launch.stage(config.pipeline_stages)
@@ -84,8 +85,7 @@ class PipelineEngine(DeepSpeedBase):
         self.sequential_micro_batches = self.stages == 1
         self.clip = config.gradient_clipping
         self.eval_pieces = config.eval_gradient_accumulation_steps if self.stages > 1 else 1
-        denoiser = module.transformer
-        names = {id(weight): name for name, weight in denoiser.named_parameters() if weight.requires_grad}
+        names = {id(weight): name for name, weight in module.trainable().items()}
         stages = _Stages(self.module.pipeline_layers(), config, self._loss, self._run_all_layers)
         parameters = {names[id(weight)]: weight for weight in stages.parameters() if weight.requires_grad}
         self._initialize(stages, parameters, config)

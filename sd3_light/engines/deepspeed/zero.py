@@ -47,8 +47,8 @@ class ZeroEngine(DeepSpeedBase):
 
     def _trainable(self) -> dict[str, nn.Parameter]:
         """Return what trains, by canonical name."""
-        parameters = self.module.transformer.named_parameters()
-        return {name: weight for name, weight in parameters if weight.requires_grad}
+        trainable: dict[str, nn.Parameter] = self.module.trainable()
+        return trainable
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run forward and backward over the micro-batches, clip by the global norm, and step."""

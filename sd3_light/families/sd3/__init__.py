@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from sd3_light.families.sd3.checks import SD3Checks
     from sd3_light.families.sd3.cost import SD3Cost
     from sd3_light.families.sd3.fast_blocks import SD3FastBlocks
+    from sd3_light.families.sd3.files import SD3Files
+    from sd3_light.families.sd3.training import SD3Training
     from sd3_light.families.sd3.weights import SD3Weights
 
 
@@ -28,6 +30,20 @@ class SD3(Family):
         from sd3_light.families.sd3.weights import SD3Weights
 
         return SD3Weights()
+
+    @cached_property
+    def files(self) -> "SD3Files":
+        """Exported folders and their proof, adapter files, single files."""
+        from sd3_light.families.sd3.files import SD3Files
+
+        return SD3Files()
+
+    @cached_property
+    def training(self) -> "SD3Training":
+        """What a run needs beside the weights."""
+        from sd3_light.families.sd3.training import SD3Training
+
+        return SD3Training()
 
     @cached_property
     def checks(self) -> "SD3Checks":

@@ -12,11 +12,10 @@ from sd3_light.config import DEFAULT_GUIDANCE, DirectoryConfig, LoadedConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.toml_file import read_toml
-from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.core.registry import family_of
 from sd3_light.data.sources.access import exists
 from sd3_light.data.sources.records import Record
 from sd3_light.data.sources.scan import scan
-from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.torch import TorchEngine
@@ -33,8 +32,6 @@ from sd3_light.training.blocks import decide_blocks
 from sd3_light.training.chosen_model import choose_model
 from sd3_light.training.errors import explain_runtime_errors
 from sd3_light.training.evaluation import Evaluator
-from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.sd3 import InputPreparer
 from sd3_light.world import draw_prompts
 from sd3_light.world.captions import parse_caption
 
@@ -64,10 +61,11 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels run on the current device
     groups = start_process_group(launch, device, config.dist_timeout_sec)
-    cost = family_of(config.model).cost(starting_weights(config.model), config.model)
-    blocks = decide_blocks(config, cost, denoiser, launch, device, groups)
-    engine = TorchEngine(SD3TrainingModule(denoiser, config, blocks.kind == "fast"), config, launch, device)
-    preparer = InputPreparer(config.seed, config.model, LatentScale.of_folder(config.model.diffusers_path), None)
+    family = family_of(config.model)
+    start = family.weights.start(config.model)
+    blocks = decide_blocks(config, family.cost(start, config.model), denoiser, launch, device, groups)
+    engine = TorchEngine(family.training.model(denoiser, config, blocks.kind == "fast"), config, launch, device)
+    preparer = family.training.preparer(config, start.size, None)
     with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):
         return dict(Evaluator(loaded, launch, engine, preparer).losses())
 

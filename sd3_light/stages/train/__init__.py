@@ -25,6 +25,7 @@ from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.resume import (
+    NOISE,
     Resume,
     changed_keys,
     is_own_checkpoint,
@@ -144,7 +145,7 @@ def _checkpoint_facts(context: RunContext) -> dict[str, Any]:
     return {
         "order": order_facts(context.order),
         "settings": rate_settings(context.config),
-        "noise": context.noise,
+        "noise": NOISE,
         "model": context.model_facts.as_dict(),
     }
 
@@ -168,12 +169,12 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
         gaps, advice = DeviceGaps(), IdleAdvice(config.num_dataloader_workers, times)
         watch_updates(engine, gaps)
-    dropout = state.module.dropout
-    preparer, reads_data = state.pipeline.preparer, launch.reads_data(context.stages)
+    dropout = state.dropout
+    reads_data = launch.reads_data(context.stages)
     return Run(
         engine=engine,
         steps=training_steps(
-            *(config, context.data, order, share, engine, preparer, prefetch_to, reads_data),
+            *(config, context.data, order, share, engine, state.preparer, prefetch_to, reads_data),
             times,
             context.resident,
             context.by_segment,
@@ -246,7 +247,7 @@ def _make_hooks(
 ) -> RunHooks:
     """Return the hooks of the train stage."""
     loaded, launch, stages = context.loaded, context.launch, context.stages
-    evaluator = Evaluator(loaded, launch, state.engine, state.pipeline.preparer, stages)
+    evaluator = Evaluator(loaded, launch, state.engine, state.preparer, stages)
     sample = None
     if sampler is not None:
         sample = _observed(state, sampler, on_sample) if on_sample else _grids(context, state, sampler)

@@ -28,8 +28,8 @@ from sd3_light.stages.train.resume import (
     Resume,
     choose_checkpoint,
     keep_position_table,
-    noise_in_force,
     progress_in_force,
+    require_noise,
     settings_in_force,
     with_model_values,
     with_position_step,
@@ -39,7 +39,6 @@ from sd3_light.training.disk_space import DOES_NOT_FIT, RUN_REMEDY, RunSteps, co
 from sd3_light.training.model_facts import ModelFacts, bucket_size, commonest_bucket
 from sd3_light.training.residence import TrainingProcess, place_cache
 from sd3_light.training.run_setup import BatchPlan, run_setup
-from sd3_light.training.sd3 import Noise
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,6 @@ class RunContext:
     data: CachedDataset
     order: Order
     resumed: Checkpoint | None
-    noise: Noise
     resident: ResidentCache | None
     by_segment: bool
 
@@ -81,7 +79,14 @@ class RunContext:
         """What checkpoints store about the model."""
         step = self.start.size.position_step if self.start.source is None else None
         model = self.config.model
-        return ModelFacts(step, bucket_size(self.bucket), model.shift, model.uncond_text or "zero")
+        return ModelFacts(
+            position_step=step,
+            trained_at=bucket_size(self.bucket),
+            shift=model.shift,
+            flux_shift=model.flux_shift,
+            sqrt_shift=model.sqrt_shift,
+            uncond_text=model.uncond_text or "zero",
+        )
 
     @property
     def residence(self) -> Residence:
@@ -169,7 +174,8 @@ def open_context(
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     path = groups.decide_on_rank_0(lambda: choose_checkpoint(folder.path, resume))
     resumed = None if path is None else open_checkpoint(path)
-    start, noise = keep_position_table(start, resumed), noise_in_force(resumed)
+    require_noise(resumed)
+    start = keep_position_table(start, resumed)
     config = with_model_values(with_position_step(train, start), resumed)
     config = settings_in_force(config, resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
@@ -178,7 +184,7 @@ def open_context(
     by_segment: bool = groups.decide_on_rank_0(lambda: launch.spans_machines)
     cost = family_of(config.model).cost(start, config.model)
     process = TrainingProcess(launch, device, groups, by_deepspeed)
-    resident = place_cache(data, order, config, cost, process, host_noise=noise == "ziggurat")
+    resident = place_cache(data, order, config, cost, process)
     if reads_data and resident is None:
         micro, position = config.gradient_accumulation_steps, progress_in_force(resumed, resume).position
         MicroBatches(data, order, share.rank, share.world, micro, by_segment).prefetch_step(position)
@@ -195,7 +201,6 @@ def open_context(
         data=data,
         order=order,
         resumed=resumed,
-        noise=noise,
         resident=resident,
         by_segment=by_segment,
     )

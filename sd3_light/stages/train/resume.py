@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from sd3_light.checkpoint.index import INDEX, damaged
 from sd3_light.checkpoint.progress import Progress, track_kind
@@ -18,7 +18,7 @@ from sd3_light.checkpoint.store import (
     restore_replaced,
     step_of,
 )
-from sd3_light.config import LoadedConfig, TrainConfig, resolved_toml
+from sd3_light.config import LoadedConfig, ModelConfig, TrainConfig, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.config.toml_file import read_toml
 from sd3_light.core.start import WeightsStart
@@ -32,12 +32,13 @@ from sd3_light.runlog import info
 from sd3_light.training.background_saves import CHECKPOINT, FOLDERS, checkpoint_to_resume, newest_usable
 from sd3_light.training.data import order_facts, planned_order
 from sd3_light.training.model_facts import ModelFacts
-from sd3_light.training.sd3 import Noise
 
 _DAMAGED_REMEDY = (
     "restore one from a copy, resume from another with --resume-from PATH, or start from the beginning with --restart"
 )
 _MOST_CHANGES = 8
+NOISE = "table"
+"""How a sample's stream becomes normals, as checkpoints say it: `randomness.fill_normals`."""
 _RATE_KEYS = ("lr_scheduler", "warmup_steps", "lr_step_size", "lr_step_gamma")
 
 
@@ -158,16 +159,14 @@ def progress_in_force(resumed: Checkpoint | None, resume: Resume | None) -> Prog
     return replace(progress, position=0) if resume is not None and resume.reset_dataloader else progress
 
 
-def noise_in_force(resumed: Checkpoint | None) -> Noise:
-    """Return how the run makes its noise: a resumed run continues as it began. Old checkpoints do not say how."""
-    if resumed is None:
-        return "table"
-    noise: Noise = resumed.facts.get("noise", "ziggurat")
-    if noise not in get_args(Noise):
-        raise UserError(f"{resumed.path} was trained with noise {noise!r}, which this version lacks; use a newer one")
-    if noise == "ziggurat":
-        info("this run began with an earlier version: its noise stays the same, and is made by the data workers")
-    return noise
+def require_noise(resumed: Checkpoint | None) -> None:
+    """Raise unless the run that is resumed makes its noise as this version does."""
+    if resumed is not None and (noise := resumed.facts.get("noise")) != NOISE:
+        made = "the noise of an earlier version" if noise is None else f"noise {noise!r:.80}"
+        raise UserError(
+            f"{resumed.path} was trained with {made}, which this version cannot make; use the version that wrote it, "
+            "or start again with --restart"
+        )
 
 
 def keep_position_table(start: WeightsStart, resumed: Checkpoint | None) -> WeightsStart:
@@ -193,8 +192,8 @@ def with_model_values(config: TrainConfig, resumed: Checkpoint | None) -> TrainC
     """Return the config with the shift and `uncond_text` in use: given, of the resumed run, or of continued weights."""
     model = with_base_values(config.model)
     if resumed is not None:
-        kept = _first_facts(resumed).keep_values(config.model)
-        differing = [f"model.shift = {kept.shift or 1.0:g}"] if (kept.shift or 1.0) != (model.shift or 1.0) else []
+        kept = ModelFacts.of(resumed).keep_values(config.model)
+        differing = [_shift_of(kept)] if _shift_of(kept) != _shift_of(model) else []
         differing += [f'model.uncond_text = "{kept.uncond_text}"'] if kept.uncond_text != model.uncond_text else []
         if differing:
             info(f"using the checkpoint's {', '.join(differing)}: a run keeps the values that it began with")
@@ -202,19 +201,12 @@ def with_model_values(config: TrainConfig, resumed: Checkpoint | None) -> TrainC
     return config.model_copy(update={"model": model})
 
 
-def _first_facts(resumed: Checkpoint) -> ModelFacts:
-    """Return the facts of a run; values that its checkpoints do not hold are those of its `config.toml`."""
-    facts = ModelFacts.of(resumed)
-    if "shift" in resumed.facts.get("model", {}):
-        return facts
-    table, _ = read_toml(resumed.path.parent.parent / "config.toml")
-    model = (table or {}).get("model", {})
-    shift, text = model.get("shift"), model.get("uncond_text")
-    if isinstance(shift, float):
-        facts = replace(facts, shift=shift)
-    if text in ("zero", "empty"):
-        facts = replace(facts, uncond_text=text)
-    return facts
+def _shift_of(model: ModelConfig) -> str:
+    """Return the timestep shift of a [model] table as a line of TOML."""
+    for name in ("flux_shift", "sqrt_shift"):
+        if getattr(model, name):
+            return f"model.{name} = true"
+    return f"model.shift = {model.shift or 1.0:g}"
 
 
 def changed_keys(loaded: LoadedConfig, resumed: Checkpoint | None) -> list[str]:

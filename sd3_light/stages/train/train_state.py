@@ -5,28 +5,28 @@ from dataclasses import dataclass
 from sd3_light.budget.graph_choice import why_no_graphs
 from sd3_light.config import AdapterConfig
 from sd3_light.core.cost import Cost, Layout
+from sd3_light.core.model import StepDropout
+from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
+from sd3_light.core.training import Preparer
 from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter_layers import AdapterDropout
-from sd3_light.model.layers import compile_blocks
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext
 from sd3_light.training.blocks import Blocks, choose_blocks
 from sd3_light.training.exports import Saver
-from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.sd3 import LightSD3Pipeline
 from sd3_light.training.trainable import choose_what_trains
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """The parts of a run that hold or use weights. ``saver`` exports them."""
+    """The parts of a run that hold or use weights. ``saver`` exports them, ``preparer`` makes the batches."""
 
-    pipeline: LightSD3Pipeline
-    module: SD3TrainingModule
+    preparer: Preparer
+    dropout: StepDropout | None
     engine: Engine
     averages: Averages
     saver: Saver
@@ -35,24 +35,25 @@ class TrainState:
 def make_train_state(context: RunContext) -> TrainState:
     """Build the model with its starting weights and wrap it in the engine; all processes call it together."""
     config, launch, device, start = context.config, context.launch, context.device, context.start
-    pipeline = LightSD3Pipeline(config.model, config.seed, context.data.empty_text(), start, context.noise)
-    choose_what_trains(pipeline.transformer, config, device)
-    saver = Saver.of(config, pipeline.transformer, context.folder.path / "exports", start, context.model_facts)
-    blocks = choose_blocks(
-        config, context.cost, pipeline.transformer, launch, device, context.groups, context.by_deepspeed
-    )
+    family = family_of(config.model)
+    denoiser = family.weights.load(start, config.seed)
+    choose_what_trains(denoiser, config, device)
+    saver = Saver.of(config, denoiser, context.folder.path / "exports", start, context.model_facts)
+    blocks = choose_blocks(config, context.cost, denoiser, launch, device, context.groups, context.by_deepspeed)
+    module = family.training.model(denoiser, config, blocks.kind == "fast")
     if blocks.kind == "compiled":
-        compile_blocks(pipeline.transformer)
-    module = SD3TrainingModule(pipeline.transformer, config, blocks.kind == "fast")
+        for block in module.blocks():
+            block.compile()  # in place; blocks of the same shape share compiled code
     if config.adapter is not None and config.adapter.dropout > 0:
-        module.dropout = AdapterDropout(pipeline.transformer, config.seed, launch.rank)
+        module.dropout = AdapterDropout(denoiser, config.seed, launch.rank)
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
     engine: Engine = make(module, config, launch, device, context.groups.writers)
     if isinstance(engine, TorchEngine) and device.type == "cuda":
         _choose_graphs(engine, context, blocks)
     apply_timeout(context.groups, config.dist_timeout_sec)
     saver.live = lambda: engine.gather(engine.weights)
-    return TrainState(pipeline, module, engine, Averages(engine.weights, config.ema), saver)
+    preparer = family.training.preparer(config, start.size, context.data.empty_text())
+    return TrainState(preparer, module.dropout, engine, Averages(engine.weights, config.ema), saver)
 
 
 def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> None:

@@ -61,7 +61,7 @@ class Recorder:
         return self.recordings[-1]
 
     def _addresses(self) -> list[int]:
-        weights = list(self.engine.module.transformer.parameters())
+        weights = list(self.engine.module.denoiser.parameters())
         return [tensor.data_ptr() for weight in weights for tensor in (weight, weight.grad)]
 
 

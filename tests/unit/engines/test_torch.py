@@ -1,7 +1,7 @@
 """The torch engine in one process: accumulation, clipping, skipped steps, and a state that resumes bit for bit."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.core.batch import Batch
+from sd3_light.core.model import TrainedModel
+from sd3_light.core.objective import Prediction
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.flow.objectives import FlowMatching
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.training.module import SD3TrainingModule
 
@@ -32,19 +35,17 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
     return TrainConfig.model_validate(table, context={"base": folder})
 
 
-class Line(nn.Module):
+class Line(TrainedModel):
     """y = W x + b with a mean squared loss: every gradient has a closed form."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.transformer = nn.Linear(3, 2)
-        nn.init.constant_(self.transformer.weight, 0.5)
-        nn.init.zeros_(self.transformer.bias)
+        layer = nn.Linear(3, 2)
+        nn.init.constant_(layer.weight, 0.5)
+        nn.init.zeros_(layer.bias)
+        super().__init__(layer, FlowMatching())
 
-    def forward(self, batch: Batch) -> dict[str, Tensor]:
-        each = ((self.transformer(batch["noisy"]) - batch["target"]) ** 2).mean(1)
-        loss = each.mean()
-        return {"loss": loss, "flow": loss.detach(), "each": each.detach()}
+    def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        return Prediction(self.denoiser(batch["noisy"]))
 
 
 def line_batch(seed: int = 0, count: int = 8) -> Batch:
@@ -72,7 +73,7 @@ def fill(engine: TorchEngine, state: dict[str, Tensor]) -> None:
 
 
 def gradients(engine: TorchEngine) -> dict[str, Tensor]:
-    named = engine.module.transformer.named_parameters()
+    named = engine.module.denoiser.named_parameters()
     return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
 
 
@@ -237,7 +238,7 @@ def test_a_non_finite_loss_skips_the_step_and_changes_nothing(
 def test_a_non_finite_gradient_skips_the_step(make: Callable[..., TorchEngine]) -> None:
     engine = make()
     before = snapshot(engine)
-    engine.module.transformer.weight.register_hook(lambda gradient: gradient * float("inf"))
+    engine.module.denoiser.weight.register_hook(lambda gradient: gradient * float("inf"))
     result = engine.train_step([line_batch()], 1e-2).read()
     assert math.isfinite(result.losses["loss"])
     assert not math.isfinite(result.grad_norm)
@@ -303,7 +304,7 @@ def test_pieces_share_memory_with_the_weights(make: Callable[..., TorchEngine]) 
     engine = make()
     (piece,) = [piece for piece in engine.pieces() if piece.name == "param/bias"]
     piece.values.fill_(3.0)
-    assert engine.module.transformer.bias.tolist() == [3.0, 3.0]
+    assert engine.module.denoiser.bias.tolist() == [3.0, 3.0]
     assert engine.weights["bias"].tolist() == [3.0, 3.0]
 
 
@@ -333,11 +334,11 @@ def test_weights_must_be_float32(tmp_path: Path) -> None:
 
 def test_frozen_weights_are_neither_trained_nor_listed(tmp_path: Path) -> None:
     module = Line()
-    module.transformer.bias.requires_grad_(False)
+    module.denoiser.bias.requires_grad_(False)
     engine = TorchEngine(module, config(tmp_path), Launch(), CPU)
     assert set(engine.weights) == {"weight"}
     engine.train_step([line_batch()], 1e-2)
-    assert not module.transformer.bias.any()
+    assert not module.denoiser.bias.any()
 
 
 def test_weights_have_the_stock_names(tmp_path: Path) -> None:
@@ -365,7 +366,7 @@ def test_padding_has_no_weight_in_evaluation(make: Callable[..., TorchEngine]) -
 def test_a_weight_without_gradient_is_named(make: Callable[..., TorchEngine]) -> None:
     """Some engines would decay it anyway."""
     engine = make()
-    engine.module.transformer.bias.requires_grad_(False)
+    engine.module.denoiser.bias.requires_grad_(False)
     with pytest.raises(AssertionError, match=r"no gradient reached ..bias"):
         engine.train_step([line_batch()], 1e-2)
 

@@ -13,16 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd3_light.config import SIZES, AdapterConfig
+from sd3_light.core.registry import family_named
 from sd3_light.export import adapter_folder as export_adapter
 from sd3_light.export import adapter_proof, proof, proof_process
 from sd3_light.export.adapter_folder import adapter_modules, read_adapter, write_adapter
 from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import AdapterSpec, ExportError
-from sd3_light.export.proof import ProofError, fixed_inputs, run_clean_process
+from sd3_light.export.proof import ProofError, run_clean_process
 from sd3_light.model.adapter_layers import LycorisModule, add_adapter, is_adapter_name
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.random_weights import new_transformer
 
+SD3 = family_named("sd3")
 TINY = SIZES["tiny2"].transformer_config()
 KINDS: list[dict[str, Any]] = [
     {"type": "lora", "alpha": 2.0, "use_rslora": True},
@@ -66,9 +68,8 @@ def trained(base: Path, config: AdapterConfig) -> dict[str, Tensor]:
 
 def spec_of(base: Path, dtype: torch.dtype = torch.float32, **keys: Any) -> AdapterSpec:
     config = AdapterConfig.model_validate({"rank": 4, "target_modules": ["attn.to_q", "norm1.linear"], **keys})
-    return AdapterSpec(
-        base, TINY, dtype, facts={"weights": "ema", "step": 7}, files={"config.toml": "x"}, adapter=config
-    )
+    facts = {"weights": "ema", "step": 7}
+    return AdapterSpec(base, TINY, dtype, facts=facts, files={"config.toml": "x"}, adapter=config, family=SD3)
 
 
 SLOW = ("loha", "lora-dora")  # each proof starts a process
@@ -167,7 +168,7 @@ def test_the_proof_updates_one_layer_at_a_time(base: Path, monkeypatch: pytest.M
         wide.append([name for name, parameter in stored.named_parameters() if parameter.dtype == torch.float32])
         return 2 * weight
 
-    inputs = fixed_inputs(TINY, real_text=False)
+    inputs = SD3.files.denoiser_inputs(TINY)
     updated = proof_process.denoise(stored, inputs, dict.fromkeys(layers, update))
     assert wide == [[f"{layer}.weight", f"{layer}.bias"] for layer in layers]
     assert {name: parameter.data_ptr() for name, parameter in stored.named_parameters()} == pointers

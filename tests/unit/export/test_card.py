@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import ModelCard
 
 from sd3_light.config import SIZES
+from sd3_light.core.registry import family_named
 from sd3_light.export.card import licence_file, model_card
 from sd3_light.export.export_spec import ExportSpec
 
@@ -18,7 +19,7 @@ TEXT = {"text_tokens": "padded", "uncond_text": "empty", "t5_max_length": 16}
 
 
 def spec(base: Path, **text: str) -> ExportSpec:
-    return ExportSpec(base, CONFIG, torch.float16, 3.0, text={**TEXT, **text})
+    return ExportSpec(base, CONFIG, torch.float16, 3.0, text={**TEXT, **text}, family=family_named("sd3"))
 
 
 def card(base: Path, about: dict[str, Any] | None = None, **text: str) -> str:

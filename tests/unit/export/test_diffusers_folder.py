@@ -16,18 +16,21 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd3_light.config import SIZES, ModelConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.registry import family_named
 from sd3_light.export import diffusers_folder, proof_process, real_pipeline
 from sd3_light.export import diffusers_folder as folder_module
 from sd3_light.export import proof as proof_module
 from sd3_light.export.diffusers_folder import checked_copy, read_facts, write_folder
-from sd3_light.export.export_spec import FROZEN, ExportError, ExportSpec
+from sd3_light.export.export_spec import ExportError, ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof import ProofError, combined_digest, prove
+from sd3_light.model.pipeline_folder import FROZEN
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.system import machine
 from sd3_light.training.exports import model_spec
@@ -63,7 +66,7 @@ def state(trained: State) -> State:
 
 def spec(base: Path, **keys: Any) -> ExportSpec:
     defaults = {"save_dtype": torch.float16, "shift": 3.0, "text": TEXT, "facts": {"weights": "ema", "step": 5}}
-    return ExportSpec(base, CONFIG, **{**defaults, **keys})
+    return ExportSpec(base, CONFIG, family=family_named("sd3"), **{**defaults, **keys})
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +291,7 @@ def test_a_full_disk_keeps_the_earlier_export(
     def disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(folder_module.SD3Transformer2DModel, "save_pretrained", disk_full)
+    monkeypatch.setattr(SD3Transformer2DModel, "save_pretrained", disk_full)
     with pytest.raises(OSError, match="No space left"):
         write_folder(tmp_path / "out", {name: tensor + 1 for name, tensor in state.items()}, spec(demo_parts))
     assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from sd3_light.assets import DEMO
+from sd3_light.core.registry import family_named
 from sd3_light.export.open_pipeline import read_text_policy
 from sd3_light.model.part_configs import FACTS_FILE
+
+SD3 = family_named("sd3")
 
 
 @pytest.mark.parametrize(("limit", "length"), [(512, 256), (16, 16), (1e30, 256), (None, 256)])
@@ -17,10 +20,10 @@ def test_a_folder_without_facts_is_read_up_to_the_limit_of_its_tokenizer(
     if limit is not None:
         (tmp_path / "tokenizer_3").mkdir()
         (tmp_path / "tokenizer_3" / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
-    assert read_text_policy(tmp_path).t5_max_length == length
+    assert read_text_policy(tmp_path, SD3).t5_max_length == length
     (tmp_path / FACTS_FILE).write_text(json.dumps({"text": {"t5_max_length": 77}}))
-    assert read_text_policy(tmp_path).t5_max_length == 77
+    assert read_text_policy(tmp_path, SD3).t5_max_length == 77
 
 
 def test_the_shipped_model_is_drawn_with_the_tokens_that_it_was_trained_on() -> None:
-    assert read_text_policy(DEMO).t5_max_length == 16
+    assert read_text_policy(DEMO, SD3).t5_max_length == 16

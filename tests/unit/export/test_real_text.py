@@ -13,6 +13,7 @@ from diffusers import DiffusionPipeline, StableDiffusion3Pipeline
 from PIL import Image
 
 from sd3_light.config import DEFAULT_GUIDANCE, SIZES
+from sd3_light.core.registry import family_named
 from sd3_light.export import diffusers_folder as folder_module
 from sd3_light.export import real_pipeline
 from sd3_light.export.diffusers_folder import write_folder
@@ -41,7 +42,7 @@ def live_weights() -> dict[str, torch.Tensor]:
 
 def spec(base: Path, tokens: str, uncond: str) -> ExportSpec:
     text = {"text_tokens": tokens, "uncond_text": uncond, "t5_max_length": 16}
-    return ExportSpec(base, CONFIG, torch.float32, text=text)
+    return ExportSpec(base, CONFIG, torch.float32, text=text, family=family_named("sd3"))
 
 
 @pytest.fixture(scope="module")

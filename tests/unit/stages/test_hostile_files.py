@@ -29,6 +29,7 @@ from sd3_light.export import open_pipeline as open_pipeline_module
 from sd3_light.export import proof_process
 from sd3_light.export.lora_file import write_lora
 from sd3_light.model.lora_layers import LoraModule
+from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS
 from sd3_light.sampling.texts import TextPolicy
 from tests.hostile import Outcome, run_cli
 from tests.project import Project
@@ -310,10 +311,10 @@ def test_every_reader_of_a_model_refuses_pickles(model: Path, monkeypatch: pytes
         lambda: load_vae(model, CPU, torch.float32),
         lambda: load_text_model("clip_l", model, CPU, torch.float32),
         lambda: family_named("sd3").weights.load(start, 0),
-        lambda: open_pipeline_module._load(model, TextPolicy(16, "empty", "padded")),
-        lambda: open_pipeline_module._load(model, TextPolicy(16, "empty", "real")),
-        lambda: proof_process.load_pipeline(model, torch.float32, real_text=False),
-        lambda: proof_process.load_base(str(model / "transformer"), torch.float32),
+        lambda: open_pipeline_module._load(model, family_named("sd3"), TextPolicy(16, "empty", "padded")),
+        lambda: open_pipeline_module._load(model, family_named("sd3"), TextPolicy(16, "empty", "real")),
+        lambda: proof_process.load_pipeline(model, torch.float32, False, list(TEXT_ENCODER_FOLDERS)),
+        lambda: proof_process.load_base("SD3Transformer2DModel", str(model / "transformer"), torch.float32),
     ]
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("a pickle was opened"))
     for read in readers:

@@ -12,10 +12,11 @@ import torch
 from diffusers import SD3Transformer2DModel
 
 from sd3_light.checkpoint.reading import open_checkpoint
-from sd3_light.config import SIZES, ModelConfig
+from sd3_light.config import SIZES
+from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.stages import check, evaluate, train
-from sd3_light.stages.train import Resume, resume
+from sd3_light.stages.train import Resume
 from sd3_light.training.model_facts import ModelFacts
 from sd3_light.training.samples import Sampler
 from sd3_light.world import write_dataset
@@ -133,52 +134,29 @@ def test_a_resumed_run_keeps_its_values(tuning: Project, capfd: pytest.CaptureFi
     assert (facts.shift, facts.uncond_text) == (2.0, "empty")
 
 
-def test_a_run_of_an_earlier_version_continues_without_a_shift(
-    tuning: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Its checkpoint names neither value."""
+@pytest.mark.parametrize("key", ["flux_shift", "sqrt_shift"])
+def test_a_resumed_run_keeps_its_kind_of_shift(tuning: Project, key: str, capfd: pytest.CaptureFixture[str]) -> None:
+    train.run(tuning.load("max_steps=2", f"model.{key}=true"))
+    whole = tuning.copy(tuning.folder.with_name("whole"), without=["run"])
+    train.run(whole.load("max_steps=4", f"model.{key}=true"))
+    capfd.readouterr()
+    train.run(tuning.load("max_steps=4"), resume=Resume())
+    assert f"using the checkpoint's model.{key} = true: a run keeps the values" in capfd.readouterr().err
+    assert tuning.losses() == whole.losses()
 
-    def earlier(model: ModelConfig) -> ModelConfig:
-        return model.model_copy(update={"uncond_text": model.uncond_text or "zero"})
+
+def test_a_run_of_an_earlier_version_is_refused(tuning: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its checkpoints do not name the values that it began with."""
 
     def earlier_facts(facts: ModelFacts) -> dict[str, Any]:
         return {key: value for key, value in asdict(facts).items() if key in ("position_step", "trained_at")}
 
     with monkeypatch.context() as patch:
-        patch.setattr(resume, "with_base_values", earlier)
         patch.setattr(ModelFacts, "as_dict", earlier_facts)
         train.run(tuning.load("max_steps=2"))
-    whole = tuning.copy(tuning.folder.with_name("whole"), without=["run"])
-    with monkeypatch.context() as patch:
-        patch.setattr(resume, "with_base_values", earlier)
-        train.run(whole.load("max_steps=4"))
-    capfd.readouterr()
-    train.run(tuning.load("max_steps=4"), resume=Resume())
-    kept = 'model.shift = 1, model.uncond_text = "zero": a run keeps the values that it began with'
-    printed = capfd.readouterr().err
-    assert f"using the checkpoint's {kept}" in printed
-    assert "the config has changed since the checkpoint: max_steps = 4 (was 2)\n" in printed
-    assert tuning.losses() == whole.losses()
-    assert (exported(tuning, 4)[0]["shift"], exported(tuning, 4)[1]) == (1.0, "zero")
-    assert "shift" not in model_table(tuning)
-    assert model_table(tuning)["uncond_text"] == "zero"
-
-
-def test_a_run_of_an_earlier_version_keeps_the_values_that_its_config_named(
-    tuning: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Its checkpoint names none; the user has removed them meanwhile."""
-
-    def earlier_facts(facts: ModelFacts) -> dict[str, Any]:
-        return {key: value for key, value in asdict(facts).items() if key in ("position_step", "trained_at")}
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ModelFacts, "as_dict", earlier_facts)
-        train.run(tuning.load("max_steps=2", "model.shift=2.0", "model.uncond_text='zero'"))
-    capfd.readouterr()
-    train.run(tuning.load("max_steps=4"), resume=Resume())
-    assert "using the checkpoint's model.shift = 2" in capfd.readouterr().err
-    assert (exported(tuning, 4)[0]["shift"], exported(tuning, 4)[1]) == (2.0, "zero")
+    with pytest.raises(UserError, match=r"was written by an earlier version, .* start again with --restart"):
+        train.run(tuning.load("max_steps=4"), resume=Resume())
+    train.run(tuning.load("max_steps=3"), resume=Resume(restart=True))
 
 
 def test_validation_of_a_model_uses_the_same_shift(tuning: Project) -> None:

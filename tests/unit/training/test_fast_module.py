@@ -71,7 +71,7 @@ def run(config: TrainConfig, batch: Batch, fast: bool) -> tuple[dict[str, Tensor
     module = SD3TrainingModule(transformer(), config, fast)
     losses = module(batch)
     losses["loss"].backward()
-    grads = {name: p.grad for name, p in module.transformer.named_parameters() if p.grad is not None}
+    grads = {name: p.grad for name, p in module.denoiser.named_parameters() if p.grad is not None}
     assert len(grads) == len(list(module.parameters()))
     return losses, grads
 
@@ -130,7 +130,7 @@ def test_changed_weights_are_used(config: Config) -> None:
         for parameter in module.parameters():
             parameter.data.mul_(0.5)
         after = module.denoise(batch)
-        stock = SD3TrainingModule(module.transformer, config()).denoise(batch)
+        stock = SD3TrainingModule(module.denoiser, config()).denoise(batch)
     torch.testing.assert_close(after, stock, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(before, after, rtol=1e-2)
 
@@ -138,7 +138,7 @@ def test_changed_weights_are_used(config: Config) -> None:
 def test_no_parameter_is_added(config: Config) -> None:
     module = SD3TrainingModule(transformer(), config(), fast=True)
     module(prepared(False))
-    assert list(module.state_dict()) == [f"transformer.{name}" for name in module.transformer.state_dict()]
+    assert list(module.state_dict()) == [f"denoiser.{name}" for name in module.denoiser.state_dict()]
 
 
 def test_fp8_products_follow_the_config(config: Config) -> None:

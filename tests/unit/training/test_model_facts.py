@@ -65,25 +65,34 @@ def saved(folder: Path, **facts: Any) -> Checkpoint:
 def test_facts_are_read_back(tmp_path: Path) -> None:
     facts = ModelFacts(1 / 12, (128, 96))
     assert ModelFacts.of(saved(tmp_path, model=facts.as_dict())) == facts
-    assert ModelFacts.of(saved(tmp_path / "earlier")) == ModelFacts()
+    for number, earlier in enumerate(({}, {"model": {"position_step": None, "trained_at": None}})):
+        with pytest.raises(UserError, match="was written by an earlier version"):
+            ModelFacts.of(saved(tmp_path / str(number), **earlier))
 
 
 DAMAGED_STEPS = ({"position_step": 0.0}, {"position_step": "1"}, {"position_step": 9.0})
 DAMAGED_SIZES = ({"trained_at": [64]}, {"trained_at": [64, -1]}, {"trained_at": 64})
 
 
-@pytest.mark.parametrize("model", [7, *DAMAGED_STEPS, *DAMAGED_SIZES])
-def test_damaged_facts_are_refused(tmp_path: Path, model: Any) -> None:
-    with pytest.raises(UserError, match="its model is not a table"):
-        ModelFacts.of(saved(tmp_path, model=model))
+DAMAGED_VALUES = ({"shift": 0.0}, {"shift": 3}, {"flux_shift": 1}, {"sqrt_shift": None}, {"uncond_text": ["zero"]})
+
+
+@pytest.mark.parametrize("values", [*DAMAGED_STEPS, *DAMAGED_SIZES, *DAMAGED_VALUES])
+def test_damaged_facts_are_refused(tmp_path: Path, values: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(values))} of its model is not a valid value"):
+        ModelFacts.of(saved(tmp_path, model={**ModelFacts().as_dict(), **values}))
+
+
+def test_facts_that_are_no_table_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is damaged"):
+        ModelFacts.of(saved(tmp_path, model=7))
 
 
 def test_a_resumed_run_keeps_its_table(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The checkpoint decides; one of an earlier version has the table that diffusers builds from `sample_size`."""
+    """The checkpoint decides."""
     resumed = saved(tmp_path, model=ModelFacts(0.5).as_dict())
     assert keep_position_table(RANDOM, resumed).size.position_step == 0.5
     assert "using the checkpoint's model.position_step = 0.5" in capfd.readouterr().err
-    assert keep_position_table(RANDOM, saved(tmp_path / "earlier")).size.position_step == 1 / 4
     assert keep_position_table(RANDOM, None) == RANDOM
     weights = replace(RANDOM, kind="folder", folder=tmp_path)
     assert keep_position_table(weights, resumed) == weights, "its table is in the weights"

@@ -97,8 +97,8 @@ def test_no_parameter_is_named_twice_and_all_names_are_stock(config: Config) -> 
     """Layers share the transformer's modules; if registered too, they would be trained and saved twice."""
     model = transformer()
     module = SD3TrainingModule(model, config())
-    assert [name for name, _ in module.named_parameters()] == [f"transformer.{n}" for n, _ in model.named_parameters()]
-    assert list(module.state_dict()) == [f"transformer.{name}" for name in model.state_dict()]
+    assert [name for name, _ in module.named_parameters()] == [f"denoiser.{n}" for n, _ in model.named_parameters()]
+    assert list(module.state_dict()) == [f"denoiser.{name}" for name in model.state_dict()]
 
 
 def gradients(config: TrainConfig) -> dict[str, Tensor]:
@@ -300,7 +300,7 @@ def test_training_batches_are_routed_and_cropped_and_others_are_not(config: Conf
     assert torch.equal(module.denoise(batch), plain.denoise(batch))
     trained = module(batch.with_values({"kept": KEPT, "corners": CORNERS}))["each"]
     assert not torch.allclose(trained, whole, rtol=1e-3)
-    centre = torch.tensor([[(module.transformer.config.pos_embed_max_size - side) // 2 for side in (2, 3)]] * 2)
+    centre = torch.tensor([[(module.denoiser.config.pos_embed_max_size - side) // 2 for side in (2, 3)]] * 2)
     everything = torch.arange(6).expand(2, 6)
     neutral = batch.with_values({"kept": everything, "corners": centre})
     torch.testing.assert_close(module(neutral)["each"], whole, rtol=1e-5, atol=1e-6)

@@ -69,8 +69,8 @@ def place(cached_project: Project) -> Place:
             data.store.__class__ = RemoteStore
         order: Order = make_order(data, loaded, Launch())
         groups = groups or ProcessGroups()
-        process = TrainingProcess(Launch(), device, groups)
-        return place_cache(data, order, loaded.train, cost_of(loaded), process, keys.get("noise") == "ziggurat")
+        process = TrainingProcess(keys.get("launch", Launch()), device, groups)
+        return place_cache(data, order, loaded.train, cost_of(loaded), process)
 
     return placed
 
@@ -117,7 +117,7 @@ def test_auto_streams_on_a_cpu_from_a_url_and_for_less_than_an_epoch(place: Plac
 
 
 def test_auto_keeps_the_cache_from_the_gpu_where_batches_come_from_the_host(place: Place, gpu: dict[str, int]) -> None:
-    assert where(place(noise="ziggurat")) == "host"
+    assert where(place("pipeline_stages=2", launch=Launch(0, 0, 2))) == "host"
 
 
 def test_all_ranks_choose_alike(place: Place, gpu: dict[str, int]) -> None:

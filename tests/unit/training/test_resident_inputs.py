@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import ModelConfig
-from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.resident import ResidentCache
@@ -17,8 +16,8 @@ from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 from sd3_light.encoders.vae import LatentScale
-from sd3_light.training.data import _divide_work
-from sd3_light.training.resident_inputs import GatheringPreparer, IndexPreparer, ResidentInputs
+from sd3_light.training.prepare import GatheringPreparer, IndexPreparer
+from sd3_light.training.resident_inputs import ResidentInputs
 from sd3_light.training.sd3 import InputPreparer
 from tests.unit.data.conftest import toy_content, toy_shard
 
@@ -125,18 +124,3 @@ def test_inputs_in_used_memory_are_the_same(model: Model, data: CachedDataset) -
     assert_same(in_place, gathering.prepare_inputs(picks))
     assert any(in_place["moments"] is buffer for buffer in buffers)
     assert any(in_place["prompt"] is buffer for buffer in buffers)
-
-
-class OnGpu:
-    """A cache that only says where it is."""
-
-    device = torch.device("cuda")
-
-
-def test_noise_of_an_earlier_version_needs_a_cache_on_the_host(model: Model, data: CachedDataset) -> None:
-    preparer = InputPreparer(SEED, model(), LatentScale(1.5, 0.06), None, "ziggurat")
-    gathering, finish = _divide_work(preparer, ResidentCache(data, CPU), 0, CPU)
-    assert isinstance(gathering, GatheringPreparer)
-    assert (gathering.adds_noise, finish) == (True, None)
-    with pytest.raises(UserError, match='write cache_residence = "host" or "stream"'):
-        _divide_work(preparer, OnGpu(), 0, CPU)  # type: ignore[arg-type]

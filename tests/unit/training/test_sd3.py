@@ -20,7 +20,7 @@ from sd3_light.flow.conditioning import draw_drops
 from sd3_light.flow.image_draws import draw_corners, draw_kept
 from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.randomness import occurrence_words, stream
+from sd3_light.randomness import occurrence_words
 from sd3_light.training.sd3 import (
     InputPreparer,
     LightSD3Pipeline,
@@ -146,16 +146,6 @@ def test_noise_added_later_gives_the_same_inputs(
     assert clean["words"].dtype == torch.int32
     expected, late = prepare.prepare_inputs(cached), prepare.noise_adder(torch.device("cpu"))(clean)
     assert all(same(row(late, at), row(expected, at)) for at in range(4))
-
-
-def test_a_run_of_an_earlier_version_keeps_its_noise(model: Model, batch: MakeBatch) -> None:
-    cached = batch([7], epoch=1, repeats=[2])
-    old = replace(preparer(model), noise="ziggurat")
-    expected = stream(0, "noise", 1, 2, 7).standard_normal((16, 4, 6), dtype=np.float32)
-    torch.testing.assert_close(undo(old.prepare_inputs(cached))[1][0], torch.from_numpy(expected), atol=1e-5, rtol=0)
-    fixed = stream(0, "eval-noise", 0, 0, 7).standard_normal((16, 4, 6), dtype=np.float32)
-    drawn = undo(old.prepare_inputs(cached, 0.4))[1][0]
-    torch.testing.assert_close(drawn, torch.from_numpy(fixed), atol=1e-5, rtol=0)
 
 
 # --- the flow ----------------------------------------------------------------------------------

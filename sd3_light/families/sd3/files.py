@@ -1,0 +1,188 @@
+"""SD3's files: folders with an optional pipeline of their own, adapter names of both namings, single files."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sd3_light.config.faults import UserError
+from sd3_light.core.files import (
+    AdapterNames,
+    CardTexts,
+    Contents,
+    Conversion,
+    CustomPipeline,
+    Files,
+    Layers,
+    Padding,
+    Ranks,
+    SingleFiles,
+    Value,
+)
+from sd3_light.export import lora_fusing, lora_names, single_file
+from sd3_light.export.file_metadata import adapter_metadata
+from sd3_light.export.proof_process import sample_image
+from sd3_light.export.real_pipeline import RealTextPipeline
+from sd3_light.families.sd3.card import card_texts
+from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
+from sd3_light.model.part_configs import FACTS_FILE
+from sd3_light.model.pipeline_folder import missing_parts, tokenizer_length, vae_shape
+from sd3_light.sampling.texts import TextPolicy
+
+_STEPS = 2
+_GUIDANCE = 3.0
+_MAX_SIDE = 16  # latent pixels of the denoiser's input; the image has half of them
+_TEXT_ROWS = 8
+_REAL_ROWS = [3, 8]  # of the negative prompt and the prompt
+_T5_LENGTH = 256  # of diffusers
+_CHOICES: dict[str, tuple[str, ...]] = {"uncond_text": ("zero", "empty"), "text_tokens": ("padded", "real")}
+
+
+class SD3AdapterNames(AdapterNames):
+    """See `AdapterNames`. Files may have single-file names, which fuse q, k and v."""
+
+    def find_layers(self, name: str) -> Layers | None:
+        """See `AdapterNames.find_layers`."""
+        return lora_names.find_layers(name)
+
+    def fused(self, modules: Mapping[str, Any]) -> tuple[dict[str, Any], Ranks]:
+        """See `AdapterNames.fused`."""
+        fused, ranks = lora_fusing.to_single_layers(modules)
+        return dict(fused), ranks
+
+    def split(self, layers: Layers, module: Any, ranks: Mapping[str, list[int]]) -> dict[str, Any]:
+        """See `AdapterNames.split`."""
+        return dict(lora_fusing.from_single_layers(layers, module, ranks))
+
+    def pad(self, modules: Mapping[str, Value], padding: Padding) -> dict[str, Value]:
+        """See `AdapterNames.pad`."""
+        return lora_fusing.pad_names(modules, padding)
+
+    def unpad(self, modules: Mapping[str, Value], padding: Padding) -> dict[str, Value]:
+        """See `AdapterNames.unpad`."""
+        return lora_fusing.unpad_names(modules, padding)
+
+    def metadata(self, modules: Mapping[str, Any], layout: str, facts: Mapping[str, Any]) -> dict[str, str]:
+        """See `AdapterNames.metadata`."""
+        return adapter_metadata(modules, layout, facts)
+
+
+class SD3SingleFiles(SingleFiles):
+    """See `SingleFiles`."""
+
+    def write(self, folder: Path, out: Path, contents: Contents) -> Conversion:
+        """See `SingleFiles.write`."""
+        return single_file.write_single_file(folder, out, *contents)
+
+    def read(self, path: Path, base: Path | None, out: Path, keep_pads: bool = False) -> Conversion:
+        """See `SingleFiles.read`."""
+        return single_file.read_single_file(path, base, out, keep_pads)
+
+    def write_denoiser(self, path: Path, folder: Path) -> Path:
+        """See `SingleFiles.write_denoiser`."""
+        return single_file.write_denoiser(path, folder)
+
+    def padding_of(self, path: Path) -> Padding | None:
+        """See `SingleFiles.padding_of`."""
+        return single_file.padding_of(path)
+
+    def needed_padding(self, config: Mapping[str, Any]) -> Padding | None:
+        """See `SingleFiles.needed_padding`."""
+        return lora_fusing.reader_padding(config)
+
+
+class SD3Files(Files):
+    """See `Files`. A model of real text tokens has a pipeline of its own."""
+
+    pipeline_settings = ("t5_max_length", "uncond_text")
+
+    @cached_property
+    def adapters(self) -> AdapterNames:
+        """See `Files.adapters`."""
+        return SD3AdapterNames("an SD3 denoiser", comfyui=True)
+
+    @cached_property
+    def single(self) -> SingleFiles:
+        """See `Files.single`."""
+        return SD3SingleFiles()
+
+    def missing(self, folder: Path, denoiser: bool) -> tuple[str, ...]:
+        """See `Files.missing`."""
+        return missing_parts(folder, transformer=denoiser)
+
+    def text_policy(self, folder: Path, text: Mapping[str, Any]) -> TextPolicy:
+        """See `Files.text_policy`. By default there are no more T5 tokens than the folder's tokenizer accepts."""
+        length = min(_T5_LENGTH, tokenizer_length(folder / "tokenizer_3") or _T5_LENGTH)
+        values = {"t5_max_length": length, "uncond_text": "empty", "text_tokens": "padded", **text}
+        invalid = [key for key, choices in _CHOICES.items() if values[key] not in choices]
+        if type(values["t5_max_length"]) is not int or values["t5_max_length"] < 1:
+            invalid.append("t5_max_length")
+        if invalid:
+            value = values[invalid[0]]
+            raise UserError(
+                f"{folder / FACTS_FILE}: {invalid[0]} has the invalid value {value!r}; export the folder again"
+            )
+        return TextPolicy(values["t5_max_length"], values["uncond_text"], values["text_tokens"])
+
+    def custom_pipeline(self, text: Mapping[str, Any]) -> CustomPipeline | None:
+        """See `Files.custom_pipeline`."""
+        if text.get("text_tokens") != "real":
+            return None
+        return CustomPipeline(RealTextPipeline, {key: text[key] for key in self.pipeline_settings})
+
+    def denoiser_inputs(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Files.denoiser_inputs`."""
+        latent, text, pooled, *_ = _draws(config)
+        return {
+            "hidden_states": latent,
+            "timestep": torch.tensor([500.0]),
+            "encoder_hidden_states": text,
+            "pooled_projections": pooled,
+        }
+
+    def pipeline_inputs(self, folder: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Files.pipeline_inputs`. With real text tokens the two texts have different lengths."""
+        latent, rows, pooled, negative_rows, negative_pooled = _draws(config)
+        _, pixels = vae_shape(folder)
+        side = max(2, latent.shape[-1] // 4 * 2) * pixels  # of whole patches
+        inputs = {
+            "prompt_embeds": rows,
+            "pooled_prompt_embeds": pooled,
+            "negative_prompt_embeds": negative_rows,
+            "negative_pooled_prompt_embeds": negative_pooled,
+            "width": side,
+            "height": side,
+            "num_inference_steps": _STEPS,
+            "guidance_scale": _GUIDANCE,
+        }
+        if self.custom_pipeline(text) is not None:
+            inputs["joint_attention_kwargs"] = {"text_lengths": torch.tensor(_REAL_ROWS)}
+        return inputs
+
+    def reference_image(self, pipe: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """See `Files.reference_image`. Real text tokens are masked as in training, without `pipeline.py`."""
+        if "joint_attention_kwargs" not in inputs:
+            return sample_image(pipe, inputs)
+        lengths = inputs["joint_attention_kwargs"]["text_lengths"]
+        patch = pipe.vae_scale_factor * pipe.transformer.config.patch_size
+        num_image = (inputs["width"] // patch) * (inputs["height"] // patch)
+        mask = real_text_mask(lengths, inputs["prompt_embeds"].shape[1], num_image)
+        with use_masked_attention(pipe.transformer):
+            return sample_image(pipe, {**inputs, "joint_attention_kwargs": {"attention_mask": mask}})
+
+    def card(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> CardTexts:
+        """See `Files.card`."""
+        return card_texts(config, text)
+
+
+def _draws(config: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return a latent, text rows and a pooled vector, and those of a negative prompt."""
+    generator = torch.Generator().manual_seed(0)
+    side = min(config["sample_size"], _MAX_SIDE)
+    latent = (1, config["in_channels"], side, side)
+    text = (1, _TEXT_ROWS, config["joint_attention_dim"])
+    pooled = (1, config["pooled_projection_dim"])
+    return tuple(torch.randn(shape, generator=generator) for shape in (latent, text, pooled, text, pooled))

@@ -1,0 +1,213 @@
+"""Exports of a family other than SD3: a tiny Flux with its folder, its adapters and their proofs."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from sd3_light.config import SIZES, AdapterConfig, ModelConfig, ModelSize, UserError
+from sd3_light.core import registry
+from sd3_light.core.family import Family, Weights
+from sd3_light.core.start import WeightsStart
+from sd3_light.export.adapter_folder import write_adapter
+from sd3_light.export.diffusers_folder import write_folder
+from sd3_light.export.export_spec import AdapterSpec, ExportSpec
+from sd3_light.export.lora_file import read_lora, write_lora
+from sd3_light.export.lora_merge import denoiser_state, merge_loras
+from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.families.diffusers_files import DiffusersFiles
+from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
+from sd3_light.model.loading import assign_weights
+from sd3_light.model.lora_layers import LoraModule
+from sd3_light.stages import convert, lora
+from sd3_light.training.exports import model_config
+from tests.families import make_denoiser, save_pipeline
+
+CPU = torch.device("cpu")
+NAMED = registry.family_named
+TEXT_ROWS, SIDE = 6, 4  # tokens of a text; image tokens in each direction
+WEIGHT = "transformer_blocks.0.attn.to_q.weight"
+
+
+@dataclass(frozen=True)
+class FluxText:
+    t5_max_length: int = 512
+
+
+class FluxFiles(DiffusersFiles):
+    pipeline = "FluxPipeline"
+
+    def text_policy(self, folder: Path, text: Mapping[str, Any]) -> FluxText:
+        return FluxText(**text)
+
+    def denoiser_inputs(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        axes = [torch.arange(size) for size in (1, SIDE, SIDE)]
+        return {
+            "hidden_states": draw(1, SIDE**2, config["in_channels"]),
+            "encoder_hidden_states": draw(1, TEXT_ROWS, config["joint_attention_dim"]),
+            "pooled_projections": draw(1, config["pooled_projection_dim"]),
+            "timestep": torch.tensor([0.5]),
+            "guidance": torch.tensor([1.0]) if config["guidance_embeds"] else None,
+            "img_ids": torch.cartesian_prod(*axes).float(),
+            "txt_ids": torch.zeros(TEXT_ROWS, 3),
+        }
+
+    def pipeline_inputs(self, folder: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "prompt_embeds": draw(1, TEXT_ROWS, config["joint_attention_dim"]),
+            "pooled_prompt_embeds": draw(1, config["pooled_projection_dim"]),
+            "width": 64,
+            "height": 64,
+            "num_inference_steps": 2,
+            "guidance_scale": 1.0,
+        }
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+class FluxWeights(Weights):
+    def start(self, model: ModelConfig) -> WeightsStart:
+        raise NotImplementedError
+
+    def folder_size(self, folder: Path) -> ModelSize:
+        return SIZES["tiny2"]  # of any folder: exports only ask whether it is valid
+
+    def load(self, start: WeightsStart, seed: int) -> nn.Module:
+        raise NotImplementedError
+
+    def empty(self, config: Mapping[str, Any]) -> nn.Module:
+        with torch.device("meta"):
+            denoiser: nn.Module = FluxTransformer2DModel(**config)
+        return denoiser
+
+    def from_state(self, config: Mapping[str, Any], state: Mapping[str, Tensor]) -> nn.Module:
+        denoiser = self.empty(config)
+        assign_weights(denoiser, state)
+        return denoiser.eval()
+
+
+class Flux(Family):
+    name, title = "flux", "Flux"
+    pipeline, denoiser = "FluxPipeline", "FluxTransformer2DModel"
+    weights, files = FluxWeights(), FluxFiles()
+
+
+Flux.__abstractmethods__ = frozenset()  # exports need no other part of a family
+
+
+@pytest.fixture(scope="module")
+def flux() -> Iterator[Family]:
+    """The family, known to the registry."""
+    family = Flux()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "family_named", lambda name: family if name == "flux" else NAMED(name))
+        patch.setitem(registry._CLASSES, "FluxPipeline", "flux")
+        patch.setitem(registry._CLASSES, "FluxTransformer2DModel", "flux")
+        yield family
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_pipeline("flux", tmp_path_factory.mktemp("flux") / "model")
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    return dict(make_denoiser("flux").state_dict())
+
+
+@pytest.fixture(scope="module")
+def exported(flux: Family, base: Path, trained: dict[str, Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export with its proof. Read only."""
+    return write_folder(tmp_path_factory.mktemp("exports") / "step-5", trained, spec(flux, base))
+
+
+def spec(family: Family, base: Path) -> ExportSpec:
+    config = model_config(make_denoiser("flux"))
+    return ExportSpec(base, config, torch.bfloat16, text={"t5_max_length": 48}, flux_shift=True, family=family)
+
+
+def test_a_folder_is_exported_and_proven_by_its_stock_pipeline(exported: Path, trained: dict[str, Tensor]) -> None:
+    proof = json.loads((exported / "proof.json").read_text())
+    assert (proof["pipeline"], proof["tensors"]) == ("FluxPipeline", len(trained))
+    assert proof["max_difference"] < 1e-5
+    assert proof["picture_max_difference"] < 1 / 255
+    pipe = FluxPipeline.from_pretrained(exported, dtype=torch.float32)
+    for name, tensor in pipe.transformer.state_dict().items():
+        assert torch.equal(tensor, trained[name].bfloat16().float()), name
+    assert pipe.scheduler.config.use_dynamic_shifting
+    assert pipe("a red circle", height=64, width=64, num_inference_steps=1).images[0].size == (64, 64)
+    card = (exported / "README.md").read_text()
+    assert "FluxPipeline.from_pretrained" in card
+    assert "StableDiffusion3Pipeline" not in card
+    assert "- flux\n" in card
+
+
+def test_frozen_parts_are_those_of_the_index(flux: Family, exported: Path, base: Path) -> None:
+    parts = {path.name for path in exported.iterdir() if path.is_dir()}
+    frozen = {"vae", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"}
+    assert parts == {"transformer", "scheduler", *frozen}
+    for part in frozen:
+        assert (exported / part / "config.json").is_file() or (exported / part / "tokenizer.json").is_file()
+    assert flux.files.missing(base, denoiser=True) == ()
+    assert flux.files.missing(base / "vae", denoiser=True) == ("model_index.json",)
+
+
+def test_an_incomplete_base_is_named(flux: Family, base: Path, trained: dict[str, Tensor], tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_bytes((base / "model_index.json").read_bytes())
+    with pytest.raises(UserError, match=r"lacks text_encoder/config.json, text_encoder/model.safetensors"):
+        write_folder(tmp_path / "out", trained, spec(flux, tmp_path))
+
+
+def test_an_export_is_opened(exported: Path, flux: Family) -> None:
+    pipe, policy = open_pipeline(exported, CPU)
+    assert type(pipe) is FluxPipeline
+    assert policy == FluxText(48)
+
+
+def test_a_lora_is_exported_proven_and_merged(
+    flux: Family, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    denoiser = FluxTransformer2DModel.from_pretrained(base / "transformer")
+    config = AdapterConfig.model_validate({"rank": 2, "alpha": 4.0, "target_modules": ["attn.to_q", "proj_mlp"]})
+    add_adapter(denoiser, config, 0)
+    state = {name: torch.ones_like(weight) for name, weight in denoiser.named_parameters() if is_adapter_name(name)}
+    arguments = model_config(make_denoiser("flux"))
+    spec = AdapterSpec(base / "transformer", arguments, torch.float32, adapter=config, family=flux)
+    folder = write_adapter(tmp_path / "out", state, spec)
+    proof = json.loads((folder / "proof.json").read_text())
+    assert proof["change_of_output"] > 0
+    assert proof["layers"] == 6
+    assert "FluxPipeline" in (folder / "README.md").read_text()
+    assert "ComfyUI" not in (folder / "README.md").read_text()
+    names = flux.files.adapters
+    file = next(folder.glob("*.safetensors"))
+    modules = read_lora(file, names=names).modules
+    assert set(modules) == {name.partition(".lora_A.")[0] for name in state if ".lora_A." in name}
+    merged = merge_loras(base, [(modules, 1.0)])
+    plain = denoiser_state(base)
+    assert merged.keys() == plain.keys()
+    torch.testing.assert_close(merged[WEIGHT], plain[WEIGHT] + 4.0)
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    out = lora.merge(base, [lora.Lora(file)], tmp_path / "merged")
+    written = load_file(next((out / "transformer").glob("*.safetensors")))
+    assert torch.equal(written[WEIGHT], merged[WEIGHT])
+
+
+def test_what_only_sd3_has_is_refused_in_one_line(flux: Family, base: Path, tmp_path: Path) -> None:
+    expected = r"Flux has no single file, only SD3 does; use the diffusers folder"
+    with pytest.raises(UserError, match=expected):
+        convert.run(base, tmp_path / "flux.safetensors")
+    modules = {WEIGHT.removesuffix(".weight"): LoraModule(torch.ones(2, 32), torch.ones(32, 2))}
+    with pytest.raises(UserError, match=r'layout "kohya" is not known'):
+        write_lora(tmp_path / "a.safetensors", modules, layout="kohya", names=flux.files.adapters)
