@@ -68,7 +68,7 @@ def write_small_shard(folder: Path, text_tokens: str) -> tuple[int, int]:
     with FrozenParts(
         DEMO, torch.device("cpu"), text_dtype=torch.float32, t5_max_length=16, text_tokens=text_tokens, batch_size=4
     ) as parts:
-        moments, text = parts.encode_images(pixels, flip=False), parts.encode_captions(captions)
+        moments, text = parts.encode_images(pixels, flip=False)["moments"], parts.encode_captions(captions)
         parts.synchronize()
     count = torch.arange(len(captions))
     content = ShardContent(count, moments, torch.arange(len(captions) + 1), count.clone(), text)

@@ -42,9 +42,9 @@ from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.stream import MicroBatches
+from sd3_light.encoders import frozen_parts
 from sd3_light.engines import Launch
 from sd3_light.stages import cache
-from sd3_light.stages.cache import local_builder
 from sd3_light.training.data import make_order, open_cache
 
 SAMPLES_PER_TAR = 10_000
@@ -125,10 +125,10 @@ class ZeroEncoders:
     def reconstruct(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return pixels
 
-    def encode_images(self, pixels: NDArray[np.uint8], flip: bool) -> Tensor:
+    def encode_images(self, pixels: NDArray[np.uint8], flip: bool) -> dict[str, Tensor]:
         count, height, width, _ = pixels.shape
         shape = (count, 1 + flip, 2 * self.latent_channels, height // 8, width // 8)
-        return torch.zeros(shape, dtype=torch.float16)
+        return {"moments": torch.zeros(shape, dtype=torch.float16)}
 
     def tokenize(self, captions: Sequence[str]) -> int:
         return len(captions)
@@ -171,7 +171,7 @@ def run_part(part: str, folder: Path) -> None:
     elif part.startswith("read"):
         read(loaded, int(part.removeprefix("read")))
     else:
-        local_builder.FrozenParts = ZeroEncoders  # type: ignore[assignment, misc]
+        frozen_parts.FrozenParts = ZeroEncoders  # type: ignore[assignment, misc]
         cache.run(loaded, options=cache.CacheOptions(dry_run=part == "stale"))
 
 

@@ -28,8 +28,9 @@ import memory
 import ray
 
 from sd3_light.config import LoadedConfig, load_config
+from sd3_light.encoders import frozen_parts
 from sd3_light.engines import Launch
-from sd3_light.stages.cache import CacheOptions, local_builder, ray_builder
+from sd3_light.stages.cache import CacheOptions, ray_builder
 from sd3_light.stages.cache.dataset_build import DatasetBuild
 from sd3_light.stages.cache.ray_builder import RayBuilder
 from sd3_light.stages.cache.ray_encoder import EncoderSettings, ShardEncoder
@@ -45,7 +46,7 @@ class ZeroEncoder(ShardEncoder):
     """An actor whose encoders return zeros."""
 
     def __init__(self, settings: EncoderSettings) -> None:
-        local_builder.FrozenParts = memory.ZeroEncoders  # type: ignore[assignment, misc]
+        frozen_parts.FrozenParts = memory.ZeroEncoders  # type: ignore[assignment, misc]
         super().__init__(settings)
 
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sd3_light.config import ModelConfig, ModelSize
 from sd3_light.core.checks import ModelChecks
 from sd3_light.core.cost import Cost
+from sd3_light.core.encoding import Encoding
 from sd3_light.core.fast_blocks import FastBlocks
 from sd3_light.core.files import Files
+from sd3_light.core.sampling import Sampling
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import TrainingParts
 
@@ -68,6 +70,16 @@ class Family(ABC):
 
     @property
     @abstractmethod
+    def encoding(self) -> Encoding:
+        """The frozen networks that encode images and captions."""
+
+    @property
+    @abstractmethod
+    def sampling(self) -> Sampling:
+        """How images are drawn with the denoiser that trains."""
+
+    @property
+    @abstractmethod
     def training(self) -> TrainingParts:
         """What a run needs beside the weights."""
 
@@ -84,7 +96,3 @@ class Family(ABC):
     @abstractmethod
     def cost(self, start: WeightsStart, model: ModelConfig) -> Cost:
         """Return the cost of training the denoiser of ``start``."""
-
-    @abstractmethod
-    def image_tokens(self, width: int, height: int) -> int:
-        """Return the tokens of an image of ``width`` x ``height`` pixels."""

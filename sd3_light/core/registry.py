@@ -28,7 +28,10 @@ def family_of_folder(folder: Path) -> Family:
     Raises UserError if its class belongs to no known family.
     """
     for path in (folder / name for name in _CONFIGS):
-        config = read_json_file(path) if path.is_file() else None
+        try:
+            config = read_json_file(path) if path.is_file() else None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}); download or write the folder again") from error
         kind = config.get("_class_name") if isinstance(config, dict) else None
         if isinstance(kind, str) and kind in _CLASSES:
             return family_named(_CLASSES[kind])

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from sd3_light.files import atomic_unsynced_file
 from sd3_light.inputs import open_regular, read_json_file
 from sd3_light.model.part_configs import read_config
 
-ENCODER_FOLDERS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 # scale and shift are applied on read: changing them does not invalidate a cache
 _VAE_ON_READ = ("scaling_factor", "shift_factor")
 # a file modified this recently may change again without a new modification time: its hash is not remembered
@@ -21,14 +21,14 @@ Hashes = dict[str, str]
 """File path, size and modification time -> hash."""
 
 
-def parts_fingerprint(diffusers_path: Path, memo: Path | None = None) -> dict[str, str]:
+def parts_fingerprint(diffusers_path: Path, folders: Iterable[str], memo: Path | None = None) -> dict[str, str]:
     """Return subfolder -> hash of the names and bytes of its configs, tokenizer files and weights.
 
     ``memo`` is a JSON file of known hashes: weights with the same path, size and modification time are not read again.
     """
     known = _read_memo(memo)
     used: Hashes = {}
-    fingerprints = {name: _hash_folder(diffusers_path / name, known, used) for name in ENCODER_FOLDERS}
+    fingerprints = {name: _hash_folder(diffusers_path / name, known, used) for name in folders}
     if memo is not None and not used.items() <= known.items():
         _write_memo(memo, known | used)
     return fingerprints

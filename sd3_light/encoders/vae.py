@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -53,6 +53,41 @@ def load_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> 
     """Load the VAE of a diffusers folder, frozen."""
     vae: AutoencoderKL = load_diffusers_model(AutoencoderKL, diffusers_path / "vae", dtype)
     return vae.to(device).eval().requires_grad_(False)
+
+
+class VaeDecoder:
+    """Decodes normalised latents with the VAE of a diffusers folder, in float32 and one image at a time.
+
+    The weights are on the host; inside the context a copy of them is on the device.
+    """
+
+    def __init__(self, diffusers_path: Path, device: torch.device) -> None:
+        self.vae = load_vae(diffusers_path, torch.device("cpu"), torch.float32)
+        self.vae.enable_slicing()  # one image at a time: its activations are the largest of all
+        self._scale = LatentScale.of_folder(diffusers_path)
+        self._device = device
+        self._host: list[Tensor] = []
+
+    def __enter__(self) -> Self:
+        tensors = self._tensors()
+        self._host = [tensor.data for tensor in tensors]
+        for tensor in tensors:
+            tensor.data = tensor.data.to(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for tensor, host in zip(self._tensors(), self._host, strict=True):
+            tensor.data = host
+        self._host = []
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.vae.parameters(), *self.vae.buffers()]
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Return the pixels [B, 3, H, W] from 0 to 1."""
+        images: Tensor = self.vae.decode(self._scale.denormalise(latents), return_dict=False)[0]
+        return (images * 0.5 + 0.5).clamp(0, 1)
 
 
 def raw_moments(vae: AutoencoderKL, pixels_BHWC: Tensor, flip: bool = False) -> Tensor:

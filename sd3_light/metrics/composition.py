@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate
+from sd3_light.core.sampling import ImageRequest, PipelineInputs
+from sd3_light.sampling.generate import generate
 from sd3_light.sampling.grid import make_grid
 from sd3_light.world import Prompt
 from sd3_light.world.judge import Verdict
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusion3Pipeline
+    from diffusers import DiffusionPipeline
 
 # "all" means that everything in a prompt is right; the others are its parts, as in `Verdict`.
 DEMANDS: tuple[str, ...] = ("all", "colour", "shape", "count", "relation", "background", "size")
@@ -65,9 +66,9 @@ class CompositionScore:
 
 
 def score(
-    pipe: "StableDiffusion3Pipeline",
+    pipe: "DiffusionPipeline",
     prompts: Sequence[Prompt],
-    policy: TextPolicy,
+    policy: PipelineInputs,
     steps: int,
     guidance: float,
     seed: int,

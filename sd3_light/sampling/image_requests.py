@@ -1,4 +1,4 @@
-"""Requests for images, and prompt files whose rows (`PromptRow`) leave missing values to the command.
+"""Prompt files, whose rows (`PromptRow`) leave missing values to the command.
 
 A text file has one prompt per line. A CSV file has a header and the columns of `COLUMNS`; an empty cell means the
 command's value.
@@ -17,22 +17,6 @@ from sd3_light.inputs import read_limited
 
 _FAULTS_SHOWN = 10
 _MAX_STEPS = 1000  # models have 1000 timesteps
-
-
-@dataclass(frozen=True)
-class ImageRequest:
-    """One image to generate; sides in pixels. The negative prompt is used only with `uncond_text` "empty".
-
-    None for `steps` or `guidance` means the value passed to the generating function.
-    """
-
-    prompt: str
-    seed: int
-    width: int
-    height: int
-    negative_prompt: str = ""
-    steps: int | None = None
-    guidance: float | None = None
 
 
 @dataclass(frozen=True)

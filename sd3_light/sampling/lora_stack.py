@@ -14,7 +14,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.inputs import path_problem, require_regular
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusion3Pipeline
+    from diffusers import DiffusionPipeline
 
 _LONGEST_SHOWN = 100  # characters of a path that is not valid
 _LORA_PARTS = ("transformer", "text_encoder", "text_encoder_2")
@@ -64,7 +64,7 @@ def adapter_file(folder: Path) -> Path | None:
     return files[0] if len(files) == 1 else None
 
 
-def add_loras(pipe: "StableDiffusion3Pipeline", loras: Sequence[Lora], read: Reader) -> None:
+def add_loras(pipe: "DiffusionPipeline", loras: Sequence[Lora], read: Reader) -> None:
     """Apply the files together, each with its strength. A file that does not fit the model is a UserError.
 
     ``read`` returns a file's tensors by diffusers' names; diffusers itself reads files that change text encoders.
@@ -84,7 +84,7 @@ def add_loras(pipe: "StableDiffusion3Pipeline", loras: Sequence[Lora], read: Rea
     pipe.set_adapters(names, [lora.strength for lora in loras])
 
 
-def _tensors(pipe: "StableDiffusion3Pipeline", file: Path, read: Reader) -> Mapping[str, Tensor]:
+def _tensors(pipe: "DiffusionPipeline", file: Path, read: Reader) -> Mapping[str, Tensor]:
     require_regular(file)
     with safe_open(file, framework="pt") as opened:
         has_encoders = any(key.startswith(_ENCODER_PREFIXES) for key in opened.keys())  # noqa: SIM118 - not a dict
@@ -94,10 +94,10 @@ def _tensors(pipe: "StableDiffusion3Pipeline", file: Path, read: Reader) -> Mapp
     return tensors
 
 
-def _check(pipe: "StableDiffusion3Pipeline", tensors: Mapping[str, Tensor]) -> None:
+def _check(pipe: "DiffusionPipeline", tensors: Mapping[str, Tensor]) -> None:
     """Raise a ValueError for layers that the model lacks: diffusers would only warn and ignore them."""
     layers = list(dict.fromkeys(_LEAF.sub("", key) for key in tensors))
-    parts = {part: getattr(pipe, part) for part in _LORA_PARTS}
+    parts = {part: getattr(pipe, part, None) for part in _LORA_PARTS}
     known = {f"{part}.{name}" for part, module in parts.items() if module for name, _ in module.named_modules()}
     unknown = [layer for layer in layers if layer not in known]
     if len(unknown) == len(layers):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from sd3_light.config.faults import UserError
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusion3Pipeline
+    from diffusers import DiffusionPipeline
 
 SAMPLE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -22,7 +22,7 @@ def check_dtype(name: str) -> torch.dtype:
     return SAMPLE_DTYPES[name]
 
 
-def compute_in(pipe: "StableDiffusion3Pipeline", dtype: torch.dtype) -> None:
+def compute_in(pipe: "DiffusionPipeline", dtype: torch.dtype) -> None:
     """Permanently cast the denoiser and text encoders of a float32 pipeline to ``dtype``.
 
     Noise, sampler steps and the VAE stay in float32, so an image starts from the same noise as in float32. (A stock
@@ -30,8 +30,8 @@ def compute_in(pipe: "StableDiffusion3Pipeline", dtype: torch.dtype) -> None:
     """
     if dtype == torch.float32:
         return
-    for part in (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
-        if part is not None:
+    for name, part in pipe.components.items():
+        if isinstance(part, nn.Module) and name != "vae":
             part.to(dtype)
     pipe.transformer.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
     pipe.transformer.register_forward_hook(_cast_outputs)
@@ -40,7 +40,7 @@ def compute_in(pipe: "StableDiffusion3Pipeline", dtype: torch.dtype) -> None:
 def _cast_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, kwargs | {name: kwargs[name].to(module.dtype) for name in _TENSORS}
+    return args, kwargs | {name: kwargs[name].to(module.dtype) for name in _TENSORS if name in kwargs}
 
 
 def _cast_outputs(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import CacheLocation
+from sd3_light.core.encoding import Encoders
+from sd3_light.core.registry import family_of
 from sd3_light.data.store.protocols import RemoteNotFound, remote_filesystem
-from sd3_light.encoders.frozen_parts import FrozenParts
-from sd3_light.encoders.text import TEXT_ENCODERS
 from sd3_light.files import write_atomically
 from sd3_light.inputs import parse_json, read_limited
 from sd3_light.tensor_file import read_header
@@ -31,12 +31,13 @@ PROMPTS_FOLDER = "prompts"
 PromptFeatures = dict[str, Tensor]
 
 _FORMAT = 1
-_RECIPE = ("text_tokens", "t5_max_length", *(folder for folders in TEXT_ENCODERS.values() for folder in folders))
+_OF_IMAGES = ("format", "preprocess", "vae", "vae_dtype")  # keys of a recipe that do not decide a text
 
 
 def prompt_file(prompt: str, recipe: Mapping[str, Any]) -> str:
     """Return the name of a prompt's file in `PROMPTS_FOLDER`, given the cache's recipe."""
-    inputs = {"format": _FORMAT, "prompt": prompt, **{key: recipe[key] for key in _RECIPE}}
+    of_texts = {key: value for key, value in recipe.items() if key not in _OF_IMAGES}
+    inputs = {"format": _FORMAT, "prompt": prompt, **of_texts}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
     return f"{digest.hexdigest()[:32]}.safetensors"
 
@@ -74,35 +75,34 @@ def _values_sha256(data: bytes) -> str:
     return hashlib.sha256(data[read_header(BytesIO(data)).start :]).hexdigest()
 
 
-def encode_prompts(
-    parts: FrozenParts, prompts: Sequence[str], encoders: Iterable[str] = TEXT_ENCODERS
-) -> list[PromptFeatures]:
-    """Encode prompts with the named encoders, as captions are encoded for the cache."""
-    tokens = [parts.tokenize([prompt]) for prompt in prompts]
+def encode_prompts(encoders: Encoders, prompts: Sequence[str], names: Iterable[str]) -> list[PromptFeatures]:
+    """Encode prompts with the named text encoders, as captions are encoded for the cache."""
+    tokens = [encoders.tokenize([prompt]) for prompt in prompts]
     results: list[PromptFeatures] = [{} for _ in prompts]
-    for name in encoders:  # in the outer loop: perhaps only one of them fits on the device
+    for name in names:  # in the outer loop: perhaps only one of them fits on the device
         for features, ids in zip(results, tokens, strict=True):
-            encoded = parts.encode_text(name, ids[name])
-            features[name] = encoded[f"{name}.tokens"]
-            if f"{name}.pooled" in encoded:
-                features[f"{name}.pooled"] = encoded[f"{name}.pooled"]
-    parts.synchronize()
-    return [{name: tensor[0] if name.endswith(".pooled") else tensor for name, tensor in f.items()} for f in results]
+            features |= encoders.encode_text(name, ids[name])
+    encoders.synchronize()
+    return [_of_one_caption(features) for features in results]
+
+
+def _of_one_caption(features: Mapping[str, Tensor]) -> PromptFeatures:
+    """Return the values of the only caption in the text tensors of a shard."""
+    values: PromptFeatures = {}
+    for name, tensor in features.items():
+        if name.endswith(".tokens"):
+            values[name.removesuffix(".tokens")] = tensor
+        elif not name.endswith(".start"):
+            values[name] = tensor[0]
+    return values
 
 
 def encode_prompts_one_by_one(model: ModelConfig, prompts: Sequence[str], device: torch.device) -> list[PromptFeatures]:
     """Like `encode_prompts`, but each encoder is loaded, used and freed before the next."""
+    encoding = family_of(model).encoding
     results: list[PromptFeatures] = [{} for _ in prompts]
-    for name in TEXT_ENCODERS:
-        with FrozenParts(
-            model.diffusers_path,
-            device,
-            text_dtype=getattr(torch, model.dtype),
-            t5_max_length=model.t5_max_length,
-            text_tokens=model.text_tokens,
-            batch_size=1,
-            one_at_a_time=False,
-        ) as parts:
-            for features, encoded in zip(results, encode_prompts(parts, prompts, [name]), strict=True):
+    for name in encoding.text_encoders:
+        with encoding.encoders(model, device, 1, one_at_a_time=False) as encoders:
+            for features, encoded in zip(results, encode_prompts(encoders, prompts, [name]), strict=True):
                 features |= encoded
     return results

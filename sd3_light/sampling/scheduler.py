@@ -4,7 +4,7 @@ All are diffusers' schedulers. Their timesteps differ slightly: Euler and Heun g
 0.999 in equal steps, rounded down to thousandths for the model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
@@ -12,7 +12,8 @@ from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteSchedul
 from sd3_light.config.faults import UserError
 
 if TYPE_CHECKING:
-    from diffusers import StableDiffusion3Pipeline
+    import torch
+    from diffusers import DiffusionPipeline
 
 SAMPLERS = {"euler": "Euler", "heun": "Heun", "dpm++": "DPM++ 2M"}
 """Our name of each sampler -> the name in other programs."""
@@ -35,13 +36,30 @@ def flow_scheduler(
     return FlowMatchEulerDiscreteScheduler(shift=shift or 1.0, use_dynamic_shifting=flux_shift)
 
 
+def set_timesteps(
+    scheduler: Any, steps: int, tokens: int, device: "torch.device", sigmas: Sequence[float] | None = None
+) -> None:
+    """Set a scheduler's timesteps as stock pipelines do; a dynamic shift depends on the number of image ``tokens``.
+
+    ``sigmas`` are those of a pipeline that has its own, before the shift.
+    """
+    config = scheduler.config
+    options: dict[str, Any] = {}
+    if config.use_dynamic_shifting:
+        slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+        options["mu"] = tokens * slope + (config.base_shift - slope * config.base_image_seq_len)
+    if sigmas is not None:
+        options["sigmas"] = sigmas
+    scheduler.set_timesteps(steps, device=device, **options)
+
+
 def check_sampler(name: str) -> None:
     """Raise a UserError with the choices for an unknown sampler."""
     if name not in SAMPLERS:
         raise UserError(f"--sampler {name}: unknown sampler; choose one of {', '.join(SAMPLERS)}")
 
 
-def use_sampler(pipe: "StableDiffusion3Pipeline", name: str) -> None:
+def use_sampler(pipe: "DiffusionPipeline", name: str) -> None:
     """Replace a pipeline's scheduler with this sampler, with the same shift."""
     check_sampler(name)
     scheduler = pipe.scheduler

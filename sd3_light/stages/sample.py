@@ -16,27 +16,27 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import StableDiffusion3Pipeline
+from diffusers import DiffusionPipeline
 from PIL import Image
 
 from sd3_light import __version__
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
-from sd3_light.encoders.caption_lengths import cut_prompts
+from sd3_light.core.caption_lengths import cut_prompts
+from sd3_light.core.sampling import ImageRequest, PipelineInputs
 from sd3_light.engines import Launch
 from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.files import sweep_files, write_errors
 from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
-from sd3_light.sampling.generate import size_fault, stream_images
+from sd3_light.sampling.generate import stream_images
 from sd3_light.sampling.grid import make_grid
-from sd3_light.sampling.image_requests import ImageRequest, PromptRow
+from sd3_light.sampling.image_requests import PromptRow
 from sd3_light.sampling.lora_stack import Lora
 from sd3_light.sampling.png import PNG_FACTS, parameters, read_png_facts, save_new_png, save_png
 from sd3_light.sampling.precision import check_dtype, compute_in
 from sd3_light.sampling.scheduler import SAMPLERS, check_sampler, use_sampler
-from sd3_light.sampling.texts import TextPolicy
 from sd3_light.training.chosen_model import ChosenModel, choose_model
 
 GRID = "grid.png"
@@ -154,20 +154,20 @@ def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
 class OpenModel:
     """A loaded model with its adapters; ``options`` are those of the images to draw next."""
 
-    pipe: StableDiffusion3Pipeline
-    policy: TextPolicy
+    pipe: DiffusionPipeline
+    policy: PipelineInputs
     chosen: ChosenModel
     options: SampleOptions
 
     def request(self, row: PromptRow, seed: int) -> ImageRequest:
         """Return the complete request of a row; an error names the row's file and line."""
-        pipe, options = self.pipe, self.options
-        default = pipe.transformer.config.sample_size * pipe.vae_scale_factor
-        width, height = row.width or options.width or default, row.height or options.height or default
+        options = self.options
+        default_width, default_height = self.policy.default_size(self.pipe)
+        width, height = row.width or options.width or default_width, row.height or options.height or default_height
         negative = options.negative_prompt if row.negative_prompt is None else row.negative_prompt
-        fault = size_fault(pipe, width, height)
-        if negative and self.policy.uncond_text == "zero":
-            fault = 'the model was trained with uncond_text = "zero" and takes no negative prompt; leave it out'
+        fault = self.policy.size_fault(self.pipe, width, height)
+        if negative:
+            fault = self.policy.negative_fault() or fault
         if fault:
             raise UserError(f"{row.where}: {fault}" if row.where else fault)
         steps = options.steps if row.steps is None else row.steps
@@ -177,7 +177,7 @@ class OpenModel:
     def cut_prompts(self, requests: Iterable[ImageRequest]) -> list[str]:
         """Return one line per prompt or negative prompt that the text encoders cut."""
         texts = [text for request in requests for text in (request.prompt, request.negative_prompt)]
-        return cut_prompts(texts, self.chosen.folder, self.policy.t5_max_length)
+        return cut_prompts(texts, self.policy.text_limits(self.chosen.folder))
 
     def draw(
         self,
@@ -214,7 +214,7 @@ class OpenModel:
 
     def _common_facts(self) -> dict[str, Any]:
         """Return the metadata that all images share."""
-        scheduler, options, policy = self.pipe.scheduler.config, self.options, self.policy
+        scheduler, options = self.pipe.scheduler.config, self.options
         shift = scheduler.get("flow_shift", scheduler.get("shift"))
         loras = (*self.chosen.loras, *options.loras)
         return {
@@ -224,9 +224,7 @@ class OpenModel:
             "device": self.pipe.device.type,
             "model": self.chosen.folder.resolve().name,
             "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in loras],
-            "t5_max_length": policy.t5_max_length,
-            "uncond_text": policy.uncond_text,
-            "text_tokens": policy.text_tokens,
+            **self.policy.facts(),
             "made_by": f"sd3-light {__version__}, diffusers {diffusers.__version__}, torch {torch.__version__}",
         }
 

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import MetricsConfig
+from sd3_light.core.sampling import ImageRequest
 from sd3_light.encoders.judge import Judge, load_judge
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.metrics.comparison import Comparison, Scores, image_features, text_features
 from sd3_light.metrics.truths import Truth
 from sd3_light.runlog import info
-from sd3_light.sampling.image_requests import ImageRequest
+from sd3_light.sampling.loop import Denoise
 from sd3_light.training.best import BestMeasurement
-from sd3_light.training.samples import Denoise, Sampler
+from sd3_light.training.samples import Sampler
 
 
 @dataclass(frozen=True)

@@ -5,43 +5,35 @@ loaded: the features of the prompts come from the cache.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 from PIL import Image
 from torch import Tensor
 
 from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.schema_tables import SampleImage, SamplingConfig
-from sd3_light.core.batch import Batch
+from sd3_light.core.caption_lengths import cut_prompts
 from sd3_light.core.registry import family_of
+from sd3_light.core.sampling import Decoder, EncodedText, ImageRequest, Sampling
 from sd3_light.data.shard_table import BucketShards
 from sd3_light.data.stream import CachedDataset
-from sd3_light.encoders.caption_lengths import cut_prompts
-from sd3_light.encoders.vae import load_vae
 from sd3_light.engines import Launch
-from sd3_light.flow.timesteps import constant_shift
-from sd3_light.model.base_values import kept_scheduler
-from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 from sd3_light.pages.formats import plural
 from sd3_light.runlog import info
-from sd3_light.sampling.generate import ImageRequest, run_pipeline, save_png
+from sd3_light.sampling.generate import not_finite, to_images
 from sd3_light.sampling.grid import make_grid
+from sd3_light.sampling.loop import Denoise, draw_latents, starting_noise
+from sd3_light.sampling.png import save_png
 from sd3_light.sampling.prompt_features import encode_prompts_one_by_one, read_prompt
-from sd3_light.sampling.scheduler import flow_scheduler
-from sd3_light.sampling.texts import EncodedText, batch_texts, join_features, unconditional_text
 from sd3_light.training.model_facts import bucket_size
-
-Denoise = Callable[[Batch], Tensor]
-"""A batch of noisy, t, prompt and pooled -> velocity: `Engine.denoise`."""
 
 _MAX_BATCH = 16
 _GRID_SIDE = 128  # small images are enlarged to about this
@@ -49,23 +41,24 @@ _GRID_SIDE = 128  # small images are enlarged to about this
 
 @dataclass
 class Sampler:
-    """Draws the grids of a run. Built once on every rank; the VAE is loaded with the first grid and stays loaded.
+    """Draws the grids of a run. Built once on every rank; the VAE is loaded with the first grid and stays on the host.
 
     ``requests`` are the images of the whole grid in order: all seeds of the first prompt, then of the next. An image
     depends on its own request alone, except for rounding: up to 1/255 with another number of ranks. ``negative`` is the
-    text of requests without a negative prompt. A batch has at most ``batch_size`` images of ``batch_pixels`` pixels.
+    text of requests without a negative prompt, None if guidance needs none. A batch has at most ``batch_size`` images
+    of ``batch_pixels`` pixels.
     """
 
     config: TrainConfig
     requests: tuple[ImageRequest, ...]
     texts: Mapping[str, EncodedText]
-    negative: EncodedText
+    negative: EncodedText | None
     batch_size: int
     batch_pixels: int
     launch: Launch
     device: torch.device
     stages: int = 1
-    _vae: AutoencoderKL | None = field(default=None, repr=False)
+    _decoder: Decoder | None = field(default=None, repr=False)
     _fault: str | None = None
 
     @staticmethod
@@ -100,11 +93,11 @@ class Sampler:
     ) -> "Sampler":
         """Return the sampler of these images, which have steps and guidance; see `of_config`."""
         assert requests, "nothing to draw"
-        empty = join_features(data.empty_text())
-        negative = empty if config.model.uncond_text == "empty" else unconditional_text(empty, config.model.text_tokens)
+        family = family_of(config.model).sampling
+        negative = family.negative_text(family.text(data.empty_text()), config.model)
         micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
         # the denoiser gets no more samples than a micro-batch has, so it needs no more memory than training
-        guided = any(request.guidance > 1 for request in requests if request.guidance is not None)
+        guided = any(_is_guided(request, negative) for request in requests)
         batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if guided else 1)))
         pixels = math.prod(bucket_size(bucket))
         sampler = Sampler(config, requests, {}, negative, batch_size, pixels, launch, device, stages)
@@ -150,18 +143,49 @@ class Sampler:
         Values that are not finite raise no error, as other ranks would wait; see `_first_fault`.
         """
         self._fault = None
-        drawn: list[tuple[int, Image.Image]] = []
+        latents: list[tuple[list[int], Tensor]] = []
         for share in self._share(self.launch.rank):
             first = self.requests[share[0]]
-            pipe = self._pipeline(first.width, first.height)
             batch_size = max(
                 1, self.batch_size * self.batch_pixels // max(self.batch_pixels, first.width * first.height)
             )
             for start in range(0, len(share), batch_size):
                 indices = share[start : start + batch_size]
-                images, fault = self._draw_batch(pipe, denoise, indices)
-                self._fault = self._fault or fault
-                drawn += zip(indices, images, strict=True)
+                latents.append((indices, self._draw_latents(denoise, [self.requests[index] for index in indices])))
+        return self._decode(latents)
+
+    @property
+    def _family(self) -> Sampling:
+        return family_of(self.config.model).sampling
+
+    def _draw_latents(self, denoise: Denoise, batch: Sequence[ImageRequest]) -> Tensor:
+        """Draw requests of one group."""
+        family, model, first = self._family, self.config.model, batch[0]
+        assert first.steps is not None and first.guidance is not None
+        texts = [self.texts[request.prompt] for request in batch]
+        guide = None
+        if self.negative is not None and _is_guided(first, self.negative):
+            negatives = [request.negative_prompt for request in batch]
+            texts = [self.texts[negative] if negative else self.negative for negative in negatives] + texts
+            guide = partial(family.guide, guidance=first.guidance)
+        size = (first.width, first.height)
+        noise = starting_noise([request.seed for request in batch], family.latent_shape(model, size), self.device)
+        scheduler = family.scheduler(model, size, first.steps, self.device)
+        inputs = family.batch(texts, model, first.guidance).to(self.device)
+        latents = draw_latents(denoise, scheduler, noise, inputs, guide)
+        self._fault = self._fault or not_finite({"text encoder": inputs.tensors(), "denoiser": [latents]})
+        return latents
+
+    def _decode(self, latents: Sequence[tuple[list[int], Tensor]]) -> list[tuple[int, Image.Image]]:
+        """Return the images of batches of latents, with the numbers of their requests."""
+        if self._decoder is None:
+            self._decoder = self._family.decoder(self.config.model, self.device)
+        drawn: list[tuple[int, Image.Image]] = []
+        with self._decoder:
+            for indices, batch in latents:
+                pixels = self._decoder.decode(batch)
+                self._fault = self._fault or not_finite({"VAE": [pixels]})
+                drawn += zip(indices, to_images(pixels), strict=True)
         return drawn
 
     @property
@@ -191,38 +215,6 @@ class Sampler:
             [numbers[turn] for turn in assigned(len(numbers), data_launch.rank, data_launch.world)]
             for numbers in groups.values()
         ]
-
-    def _draw_batch(
-        self, pipe: StableDiffusion3Pipeline, denoise: Denoise, indices: Sequence[int]
-    ) -> tuple[list[Image.Image], str | None]:
-        """Draw requests of one group."""
-        batch = [self.requests[index] for index in indices]
-        steps, guidance = batch[0].steps, batch[0].guidance
-        assert steps is not None and guidance is not None
-        texts = [self.texts[request.prompt] for request in batch]
-        if guidance > 1:
-            negatives = [request.negative_prompt for request in batch]
-            texts = [self.texts[negative] if negative else self.negative for negative in negatives] + texts
-        text = batch_texts(texts, self.device, torch.float32)
-        pipe.transformer.denoise = denoise
-        if self.config.model.text_tokens == "real":
-            pipe.transformer.host = {"prompt.length": text.lengths}
-        return run_pipeline(pipe, batch, text, steps, guidance)
-
-    def _pipeline(self, width: int, height: int) -> StableDiffusion3Pipeline:
-        """Return the stock pipeline for images of this size, without text encoders, around the denoiser that trains."""
-        model = self.config.model
-        shift = constant_shift(model, family_of(model).image_tokens(width, height))
-        if self._vae is None:
-            self._vae = load_vae(model.diffusers_path, self.device, torch.float32)
-            self._vae.enable_slicing()  # one image at a time: its activations are the largest of all
-        scheduler = flow_scheduler(shift, model.flux_shift, kept_scheduler(model))
-        return StableDiffusion3Pipeline(
-            transformer=_DenoiserAdapter(self._vae.config.latent_channels, scheduler),
-            scheduler=scheduler,
-            vae=self._vae,
-            **dict.fromkeys((*TEXT_ENCODER_FOLDERS, *TOKENIZER_FOLDERS)),
-        )
 
     def _gather(
         self, drawn: Sequence[tuple[int, Image.Image]], group: dist.ProcessGroup | None
@@ -263,30 +255,9 @@ def _request(image: SampleImage, seed: int, settings: SamplingConfig, size: tupl
     return ImageRequest(image.prompt, seed, *(image.size or size), **values)
 
 
-class _DenoiserAdapter:
-    """The denoiser that trains, as the stock pipeline calls it."""
-
-    denoise: Denoise
-
-    def __init__(self, channels: int, scheduler: Any) -> None:
-        self.config = SimpleNamespace(in_channels=channels, patch_size=2, sample_size=128)
-        self.host: dict[str, Tensor] = {}
-        self._scheduler = scheduler
-
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        timestep: Tensor,
-        encoder_hidden_states: Tensor,
-        pooled_projections: Tensor,
-        **_: object,
-    ) -> tuple[Tensor]:
-        # not timestep / 1000, which has other bits
-        step = (self._scheduler.timesteps.to(timestep.device) == timestep[0]).nonzero()[0]
-        t = self._scheduler.sigmas.to(timestep)[step].expand(len(hidden_states))
-        values = {"noisy": hidden_states, "t": t, "prompt": encoder_hidden_states, "pooled": pooled_projections}
-        # always in float32: the scheduler's result gets this dtype
-        return (self.denoise(Batch(len(hidden_states), values, self.host)).float(),)
+def _is_guided(request: ImageRequest, negative: EncodedText | None) -> bool:
+    """Return whether the denoiser also runs on a negative text."""
+    return negative is not None and request.guidance is not None and request.guidance > 1
 
 
 def assigned(count: int, rank: int, world: int) -> list[int]:
@@ -306,7 +277,8 @@ def _texts(
     missing = [prompt for prompt, features in cached.items() if features is None]
     if missing:
         info(f"train: not in the cache, encoding now: {plural(len(missing), 'prompt')}")
-        for line in cut_prompts(missing, model.diffusers_path, model.t5_max_length):
+        for line in cut_prompts(missing, family_of(model).encoding.model_limits(model)):
             info(f"train: warning: {line}")
         cached |= dict(zip(missing, encode_prompts_one_by_one(model, missing, device), strict=True))
-    return {prompt: join_features(features) for prompt, features in cached.items() if features is not None}
+    text = family_of(model).sampling.text
+    return {prompt: text(features) for prompt, features in cached.items() if features is not None}

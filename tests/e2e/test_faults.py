@@ -19,12 +19,12 @@ import torch
 from sd3_light.checkpoint.store import incomplete_checkpoints
 from sd3_light.cli.process import run_guarded
 from sd3_light.config.faults import UserError
+from sd3_light.encoders import frozen_parts
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.export import diffusers_folder
 from sd3_light.export.export_spec import SAMPLES_FILE
 from sd3_light.stages import train
-from sd3_light.stages.cache import local_builder
 from sd3_light.stages.train import Resume
 from sd3_light.training.requests import RunRequests
 from tests.faults import ERRORS, Call, faulty_disk
@@ -122,7 +122,7 @@ def _fast() -> Iterator[None]:
         return nullcontext(parts[0])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_builder, "FrozenParts", load)
+        patch.setattr(frozen_parts, "FrozenParts", load)
         patch.setattr(diffusers_folder, "prove", lambda folder, spec, weights: {"tensors": len(weights)})
         yield
 

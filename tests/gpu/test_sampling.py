@@ -10,6 +10,7 @@ import torch
 
 from sd3_light.assets import DEMO
 from sd3_light.core.registry import family_named
+from sd3_light.encoders.vae import VaeDecoder
 from sd3_light.export.diffusers_folder import read_facts, write_folder
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
@@ -91,3 +92,17 @@ def test_weights_on_the_gpu_are_exported_and_proven(tmp_path: Path, exact: np.nd
     largest, mean = differences(images_of(out, torch.float32, 1), exact)
     print(f"the export in {dtype}, sampled on the GPU: largest {largest}, mean {mean:.6f} of 255")
     assert mean <= (0.001 if dtype == torch.float32 else 2)
+
+
+def test_the_vae_is_on_the_device_only_while_it_decodes() -> None:
+    latents = torch.randn(2, 16, 8, 8, generator=torch.Generator().manual_seed(0))
+    on_host = VaeDecoder(DEMO, torch.device("cpu"))
+    decoder = VaeDecoder(DEMO, CUDA)
+    before = [weight.data_ptr() for weight in decoder.vae.parameters()]
+    for _ in range(2):
+        with decoder:
+            assert all(weight.is_cuda for weight in decoder.vae.parameters())
+            pixels = decoder.decode(latents.to(CUDA))
+        assert [weight.data_ptr() for weight in decoder.vae.parameters()] == before, "nothing is copied back"
+        assert pixels.is_cuda
+        torch.testing.assert_close(pixels.cpu(), on_host.decode(latents), rtol=0, atol=5e-3)

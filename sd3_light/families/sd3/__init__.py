@@ -10,8 +10,10 @@ from sd3_light.core.start import WeightsStart
 if TYPE_CHECKING:
     from sd3_light.families.sd3.checks import SD3Checks
     from sd3_light.families.sd3.cost import SD3Cost
+    from sd3_light.families.sd3.encoding import SD3Encoding
     from sd3_light.families.sd3.fast_blocks import SD3FastBlocks
     from sd3_light.families.sd3.files import SD3Files
+    from sd3_light.families.sd3.sampling import SD3Sampling
     from sd3_light.families.sd3.training import SD3Training
     from sd3_light.families.sd3.weights import SD3Weights
 
@@ -39,6 +41,20 @@ class SD3(Family):
         return SD3Files()
 
     @cached_property
+    def encoding(self) -> "SD3Encoding":
+        """The frozen networks."""
+        from sd3_light.families.sd3.encoding import SD3Encoding
+
+        return SD3Encoding()
+
+    @cached_property
+    def sampling(self) -> "SD3Sampling":
+        """Images of the denoiser that trains."""
+        from sd3_light.families.sd3.sampling import SD3Sampling
+
+        return SD3Sampling()
+
+    @cached_property
     def training(self) -> "SD3Training":
         """What a run needs beside the weights."""
         from sd3_light.families.sd3.training import SD3Training
@@ -64,9 +80,3 @@ class SD3(Family):
         from sd3_light.families.sd3.cost import SD3Cost
 
         return SD3Cost(start.size, model, model.route(start.size.num_layers))
-
-    def image_tokens(self, width: int, height: int) -> int:
-        """See `Family.image_tokens`."""
-        from sd3_light.budget.flops import image_tokens
-
-        return image_tokens(width, height)

@@ -14,13 +14,14 @@ import numpy as np
 from sd3_light.budget.amount import format_bytes
 from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels
 from sd3_light.config import ModelConfig
+from sd3_light.core.caption_lengths import MAX_CAPTIONS, count_cut_captions, cut_prompts
+from sd3_light.core.encoding import Encoders
+from sd3_light.core.registry import family_of
 from sd3_light.data.buckets import plan as plan_resize
 from sd3_light.data.building.cache_plan import CachePlan, Member, Unit, decode_task
 from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.manifest import SHARDS
 from sd3_light.data.preprocess import Pixels
-from sd3_light.encoders.caption_lengths import MAX_CAPTIONS, count_cut_captions, cut_prompts
-from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.encoders.vae import LOW_PSNR, psnr
 from sd3_light.model.pipeline_folder import text_shape, vae_shape
 from sd3_light.runlog import info
@@ -33,14 +34,14 @@ _RECONSTRUCTED = {"cuda": 16, "cpu": 8}  # images by device: decoding one takes 
 def warn_of_cut_captions(title: str, plan: CachePlan, model: ModelConfig) -> None:
     """Print how many captions are longer than the text encoders read."""
     captions = dict.fromkeys(caption for _, member in _spread(plan, MAX_CAPTIONS) for caption in member.captions)
-    cut = count_cut_captions(captions, model.diffusers_path, model.t5_max_length)
+    cut = count_cut_captions(captions, family_of(model).encoding.model_limits(model))
     if cut is not None and (sentence := cut.sentence()):
         info(f"{title}: warning: {sentence}")
 
 
 def warn_of_cut_prompts(title: str, prompts: Sequence[str], model: ModelConfig) -> None:
     """Print which prompts of [sampling] are longer than the text encoders read."""
-    for line in cut_prompts(prompts, model.diffusers_path, model.t5_max_length):
+    for line in cut_prompts(prompts, family_of(model).encoding.model_limits(model)):
         info(f"{title}: warning: {line}")
 
 
@@ -102,11 +103,11 @@ def _decode_few(plan: CachePlan, builder: Builder) -> dict[str, Pixels]:
     return {key: image.pixels for key, image in images.items() if image.pixels is not None}
 
 
-def _reconstruction_scores(parts: FrozenParts, images: Mapping[str, Pixels]) -> dict[str, float]:
+def _reconstruction_scores(encoders: Encoders, images: Mapping[str, Pixels]) -> dict[str, float]:
     """Return the PSNR of each image."""
     scores: dict[str, float] = {}
     for key, pixels in images.items():
-        (reconstruction,) = parts.reconstruct(pixels[np.newaxis])
+        (reconstruction,) = encoders.reconstruct(pixels[np.newaxis])
         scores[key] = psnr(pixels, reconstruction)
     return scores
 

@@ -8,6 +8,7 @@ from typing import Any
 from sd3_light.config import DatasetConfig, TrainConfig
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
+from sd3_light.core.registry import family_of
 from sd3_light.data.building.cache_plan import CachePlan, Unit, make_cache_plan
 from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
 from sd3_light.data.building.claims import Claims
@@ -202,7 +203,8 @@ class DatasetBuild:
             return
         todo = list(dict.fromkeys(prompts)) if self._options.regenerate else missing_prompts(folder, prompts, recipe)
         warn_of_cut_prompts(title, todo, self._train.model)
-        cache_prompts(folder, todo, recipe, lambda prompts: self._builder.call(encode_prompts, prompts), title)
+        names = family_of(self._train.model).encoding.text_encoders
+        cache_prompts(folder, todo, recipe, lambda prompts: self._builder.call(encode_prompts, prompts, names), title)
 
     def _finish(
         self,

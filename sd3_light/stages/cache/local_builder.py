@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-import torch
-
-from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.config import TrainConfig
 from sd3_light.config.base import DataLocation
+from sd3_light.core.encoding import Encoders
+from sd3_light.core.registry import family_of
 from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import (
@@ -23,7 +23,6 @@ from sd3_light.data.building.decode import (
 from sd3_light.data.building.workers import BatchPool, WorkerPool
 from sd3_light.data.manifest import SHARDS
 from sd3_light.data.store.build_folder import BuildFolder
-from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.runlog import Bar
 from sd3_light.stages.cache.shard_builder import ShardBuilder
@@ -64,24 +63,11 @@ class Builder(Protocol):
 
     def call(
         self,
-        function: Callable[Concatenate[FrozenParts, _Params], _Result],
+        function: Callable[Concatenate[Encoders, _Params], _Result],
         *args: _Params.args,
         **kwargs: _Params.kwargs,
     ) -> _Result:
         """Return the result of a function of the encoders, which must be complete when it returns."""
-
-
-def open_parts(model: ModelConfig, device: torch.device, batch_size: int) -> FrozenParts:
-    """Return the encoders, in the config's dtypes on GPUs and in float32 elsewhere."""
-    return FrozenParts(
-        model.diffusers_path,
-        device,
-        text_dtype=getattr(torch, model.dtype),
-        t5_max_length=model.t5_max_length,
-        text_tokens=model.text_tokens,
-        batch_size=batch_size,
-        vae_dtype=model.vae_dtype,
-    )
 
 
 class LocalBuilder:
@@ -90,14 +76,14 @@ class LocalBuilder:
     def __init__(self, train: TrainConfig, launch: Launch) -> None:
         self._train, self._launch = train, launch
         self._resources = ExitStack()
-        self._parts: FrozenParts | None = None
+        self._encoders: Encoders | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._resources.close()
-        self._parts = None
+        self._encoders = None
         gc.collect()
 
     @property
@@ -106,13 +92,14 @@ class LocalBuilder:
         return self._launch.device(self._train.caching_device).type
 
     @property
-    def parts(self) -> FrozenParts:
+    def encoders(self) -> Encoders:
         """The encoders on this process's device."""
-        if self._parts is None:
+        if self._encoders is None:
+            model = self._train.model
             device = self._launch.device(self._train.caching_device)
-            parts = open_parts(self._train.model, device, self._train.caching_batch_size)
-            self._parts = self._resources.enter_context(parts)
-        return self._parts
+            encoders = family_of(model).encoding.encoders(model, device, self._train.caching_batch_size)
+            self._encoders = self._resources.enter_context(encoders)
+        return self._encoders
 
     def probe_pool(self, roots: Sequence[DataLocation]) -> None:
         """Probe with processes of this machine."""
@@ -124,15 +111,15 @@ class LocalBuilder:
     def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> int:
         """Build the units together with other processes. Return the number of samples that this process encoded."""
         shards, push = job.place.folder / SHARDS, job.place.push_unit
-        builder = ShardBuilder(job.plan, shards, job.claims, self.parts, bar, self._train, job.regenerate, push)
+        builder = ShardBuilder(job.plan, shards, job.claims, self.encoders, bar, self._train, job.regenerate, push)
         builder.build(units, (self._launch.rank, self._launch.world))
         return builder.encoded
 
     def call(
         self,
-        function: Callable[Concatenate[FrozenParts, _Params], _Result],
+        function: Callable[Concatenate[Encoders, _Params], _Result],
         *args: _Params.args,
         **kwargs: _Params.kwargs,
     ) -> _Result:
         """Call a function with the encoders of this process."""
-        return function(self.parts, *args, **kwargs)
+        return function(self.encoders, *args, **kwargs)

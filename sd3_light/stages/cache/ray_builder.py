@@ -21,6 +21,7 @@ import sd3_light
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
+from sd3_light.core.encoding import Encoders
 from sd3_light.data.building.cache_plan import Unit
 from sd3_light.data.building.decode import (
     CRASHED_DECODE,
@@ -36,7 +37,6 @@ from sd3_light.data.manifest import SHARDS, damaged_mark, read_entry
 from sd3_light.data.rejects import reject_line
 from sd3_light.data.store import private_temp_folder
 from sd3_light.data.store.build_folder import UnitFiles
-from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.runlog import Bar, info
 from sd3_light.stages.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
 from sd3_light.stages.cache.local_builder import BuildJob
@@ -299,7 +299,7 @@ class RayBuilder:
 
     def call(
         self,
-        function: Callable[Concatenate[FrozenParts, _Params], _Result],
+        function: Callable[Concatenate[Encoders, _Params], _Result],
         *args: _Params.args,
         **kwargs: _Params.kwargs,
     ) -> _Result:

@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import CacheLocation, DataLocation
 from sd3_light.config.faults import UserError
+from sd3_light.core.encoding import Encoders
+from sd3_light.core.registry import family_of
 from sd3_light.data.building.cache_plan import Member, Unit
 from sd3_light.data.building.decode import CRASHED_DECODE, Decoded, DecodeTask, NodeError, decode_images
 from sd3_light.data.building.workers import BatchPool
 from sd3_light.data.manifest import SHARDS
 from sd3_light.data.store import private_temp_folder
 from sd3_light.data.store.build_folder import UnitFiles, open_unit_folder
-from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.files import disk_error
 from sd3_light.runlog import quiet_libraries
-from sd3_light.stages.cache.local_builder import open_parts
 from sd3_light.stages.cache.ray_tasks import TaskPool, error_line
 from sd3_light.stages.cache.recipe import recipe_of
 from sd3_light.stages.cache.unit_builder import UnitInProgress, decode_batches, distinct_captions, write_unit
@@ -67,7 +67,7 @@ class ShardEncoder:
     def __init__(self, settings: EncoderSettings) -> None:
         quiet_libraries()
         self._settings, self._node = settings, socket.gethostname()
-        self._prepared: tuple[FrozenParts, Path] | None = None
+        self._prepared: tuple[Encoders, Path] | None = None
         self._preparing, self._device = threading.Lock(), threading.Lock()
         self._tokenizer = ThreadPoolExecutor(1, "tokens")
 
@@ -86,22 +86,23 @@ class ShardEncoder:
                 raise UserError(f"cannot load the encoders: {error_line(error)}; {hint}") from error
             return self._node
 
-    def _prepare(self) -> tuple[FrozenParts, Path]:
+    def _prepare(self) -> tuple[Encoders, Path]:
         """Return the encoders, checked once, and the folder for files of units that are being built."""
         with self._preparing:
             if self._prepared is None:
                 settings, folder = self._settings, self._settings.work_folder or private_temp_folder("ray")
                 _require_same_encoders(settings, folder / "parts.json")
-                parts = open_parts(settings.model, Launch().device(settings.device_type), settings.batch_size)
-                self._prepared = parts, _new_scratch(folder)
+                encoding, device = family_of(settings.model).encoding, Launch().device(settings.device_type)
+                encoders = encoding.encoders(settings.model, device, settings.batch_size)
+                self._prepared = encoders, _new_scratch(folder)
             return self._prepared
 
     def call(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """Return the result of a function of the encoders."""
         with self._named_errors():
-            parts, _ = self._prepare()
+            encoders, _ = self._prepare()
             with self._device:
-                return function(parts, *args, **kwargs)
+                return function(encoders, *args, **kwargs)
 
     def build(self, task: UnitTask) -> tuple[int, UnitFiles]:
         """Build a unit in the cache. Return the number of its samples and what the store has of it now."""
@@ -109,17 +110,17 @@ class ShardEncoder:
             return self._build(task)
 
     def _build(self, task: UnitTask) -> tuple[int, UnitFiles]:
-        parts, scratch = self._prepare()
-        tokens = self._tokenizer.submit(parts.tokenize, list(distinct_captions(task.members)))
+        encoders, scratch = self._prepare()
+        tokens = self._tokenizer.submit(encoders.tokenize, list(distinct_captions(task.members)))
         current = UnitInProgress(task.unit, list(task.members), tokens)
         batches = decode_batches(task.members, task.root, task.unit, self._settings.batch_size)
         images = self._decoder(task).map(batches)
         first = next(images)  # decoding starts now, even if the device is busy
         with self._device:
             for batch in chain([first], images):
-                current.add(batch, parts)
-            current.encode_text(parts)
-            wait = parts.waiter()
+                current.add(batch, encoders)
+            current.encode_text(encoders)
+            wait = encoders.waiter()
         wait()
         with open_unit_folder(task.location, task.stored, scratch) as place:
             write_unit(place.folder / SHARDS, current, task.root)

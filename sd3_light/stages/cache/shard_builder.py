@@ -8,13 +8,13 @@ from pathlib import Path
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.encoding import Encoders
 from sd3_light.data.building.cache_plan import CachePlan, Unit
 from sd3_light.data.building.catalogue import rotate_to_share
 from sd3_light.data.building.claims import POLL_SECONDS, Claims
 from sd3_light.data.building.decode import CRASHED_DECODE, Decoded, DecodeTask, decode_images
 from sd3_light.data.building.workers import WorkerPool
 from sd3_light.data.manifest import damaged_mark
-from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.runlog import Bar
 from sd3_light.stages.cache.unit_builder import UnitInProgress, decode_batches, distinct_captions, is_done, write_unit
 
@@ -40,13 +40,13 @@ class ShardBuilder:
         plan: CachePlan,
         shards: Path,
         claims: Claims,
-        parts: FrozenParts,
+        encoders: Encoders,
         bar: Bar,
         train: TrainConfig,
         regenerate: bool = False,
         on_written: Callable[[str], None] = lambda file: None,
     ) -> None:
-        self._plan, self._shards, self._claims, self._parts, self._bar = plan, shards, claims, parts, bar
+        self._plan, self._shards, self._claims, self._encoders, self._bar = plan, shards, claims, encoders, bar
         self._train, self._regenerate, self._on_written = train, regenerate, on_written
         self.encoded = 0
 
@@ -75,13 +75,13 @@ class ShardBuilder:
         with ThreadPoolExecutor(1, "tokens") as tokenizer, ThreadPoolExecutor(WRITERS, "writer") as writer:
             writes: deque[Future[None]] = deque()
             for images in pool.map(self._tasks(units, queue, claimed, tokenizer)):
-                queue[0].add(images, self._parts)
+                queue[0].add(images, self._encoders)
                 if queue[0].is_decoded:
                     current = queue.popleft()
-                    current.encode_text(self._parts)
+                    current.encode_text(self._encoders)
                     if len(writes) == WRITERS:
                         writes.popleft().result()
-                    writes.append(writer.submit(self._write, current, self._parts.waiter()))
+                    writes.append(writer.submit(self._write, current, self._encoders.waiter()))
                     self.encoded += len(current.accepted)
                     self._bar.advance(current.unit.count)
             for write in writes:
@@ -103,7 +103,7 @@ class ShardBuilder:
             else:
                 members, root = self._plan.members(unit), self._plan.source(unit).root
                 captions = list(distinct_captions(members))
-                queue.append(UnitInProgress(unit, members, tokenizer.submit(self._parts.tokenize, captions)))
+                queue.append(UnitInProgress(unit, members, tokenizer.submit(self._encoders.tokenize, captions)))
                 yield from decode_batches(members, root, unit, self._train.caching_batch_size)
 
     def _is_built(self, unit: Unit) -> bool:

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
+from sd3_light.core.encoding import Encoders, Tokens
 from sd3_light.data.building.cache_plan import Member, Unit, decode_task
 from sd3_light.data.building.decode import Decoded, DecodeTask
 from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.rejects import reject_line
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.sources.access import exists
-from sd3_light.encoders.frozen_parts import CaptionTokens, FrozenParts
 from sd3_light.files import write_atomically
 
 
@@ -37,7 +37,7 @@ class UnitInProgress:
 
     unit: Unit
     members: list[Member]
-    tokens: Future[CaptionTokens]
+    tokens: Future[Tokens]
     num_decoded: int = 0
     accepted: list[Member] = field(default_factory=list)
     moments: list[Tensor] = field(default_factory=list)
@@ -46,7 +46,7 @@ class UnitInProgress:
     rejected: list[dict[str, str]] = field(default_factory=list)
     vae_dtype: str = "float32"
 
-    def add(self, images: Sequence[Decoded], parts: FrozenParts) -> None:
+    def add(self, images: Sequence[Decoded], parts: Encoders) -> None:
         """Encode the next images; record the rejected ones."""
         batch = self.members[self.num_decoded : self.num_decoded + len(images)]
         self.num_decoded += len(images)
@@ -60,7 +60,7 @@ class UnitInProgress:
             self.masks.append(None if image.mask is None else image.mask.copy())
             pixels.append(image.pixels)
         if pixels:
-            self.moments.append(parts.encode_images(np.stack(pixels), self.unit.flip))
+            self.moments.append(parts.encode_images(np.stack(pixels), self.unit.flip)["moments"])
             self.vae_dtype = str(parts.vae_dtype).removeprefix("torch.")
 
     @property
@@ -68,7 +68,7 @@ class UnitInProgress:
         """Whether all images were added."""
         return self.num_decoded == len(self.members)
 
-    def encode_text(self, parts: FrozenParts) -> None:
+    def encode_text(self, parts: Encoders) -> None:
         """Encode the captions of the samples that were not rejected."""
         if not self.accepted:
             return
@@ -145,7 +145,7 @@ def write_empty_unit(shards: Path, unit: Unit) -> None:
     (shards / unit.file).unlink(missing_ok=True)
 
 
-def empty_content(parts: FrozenParts) -> ShardContent:
+def empty_content(parts: Encoders) -> ShardContent:
     """Return the features of the empty caption, stored like a sample with one blank latent pixel."""
     text = parts.encode_captions([""])
     parts.synchronize()

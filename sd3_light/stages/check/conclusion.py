@@ -9,8 +9,9 @@ from sd3_light.budget.residence import FROM_HOST, LARGEST_SHARE, Room, choose_re
 from sd3_light.budget.throughput import cpu_assumption, cpu_seconds, measured_speed, training_seconds
 from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import config_warnings
+from sd3_light.core.caption_lengths import cut_prompts
+from sd3_light.core.registry import family_of
 from sd3_light.data.manifest import MANIFEST
-from sd3_light.encoders.caption_lengths import cut_prompts
 from sd3_light.model.base_values import other_shift, with_base_values
 from sd3_light.pages.formats import duration, plural
 from sd3_light.stages.check.estimate import RunEstimate
@@ -129,7 +130,7 @@ def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
 
 
 def _cut_prompts(train: TrainConfig) -> list[str]:
-    return cut_prompts(train.sampling.texts, train.model.diffusers_path, train.model.t5_max_length)
+    return cut_prompts(train.sampling.texts, family_of(train.model).encoding.model_limits(train.model))
 
 
 # --- disk ---------------------------------------------------------------------------------------

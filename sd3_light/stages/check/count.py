@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Resolution
+from sd3_light.core.caption_lengths import CaptionSample
 from sd3_light.data.buckets import Bucket, fits, misfit
 from sd3_light.data.building.catalogue import InputRow, Source, make_sources, read_last_listing
 from sd3_light.data.building.decode import SampleLocation, probe_images
@@ -19,7 +20,6 @@ from sd3_light.data.sources.records import Rejected
 from sd3_light.data.sources.scan import scan
 from sd3_light.data.sources.selection import matches_size
 from sd3_light.data.store.remote import load_remote_manifest
-from sd3_light.encoders.caption_lengths import CaptionSample
 from sd3_light.runlog import progress
 
 

@@ -29,6 +29,7 @@ from sd3_light.config import (
     TrainConfig,
     batch_size_for,
 )
+from sd3_light.core.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.core.checks import ModelFact
 from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.registry import family_of
@@ -38,7 +39,6 @@ from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.data.rejects import Rejects
 from sd3_light.data.store.remote import download_bytes
-from sd3_light.encoders.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.model.pipeline_folder import text_shape
 from sd3_light.model.text_shape import TextShape
 from sd3_light.stages.check.count import BucketCount, SampleCounts, count_samples
@@ -221,7 +221,9 @@ class _Estimator:
             index=resident_index_bytes(images, captions),
             shapes=shapes,
             extremes=counts.extremes,
-            cut=count_cut_captions(counts.captions.captions(), self.train.model.diffusers_path, self.text.t5_tokens),
+            cut=count_cut_captions(
+                counts.captions.captions(), family_of(self.train.model).encoding.model_limits(self.train.model)
+            ),
         )
 
     def row(

@@ -15,11 +15,12 @@ import numpy as np
 import pyarrow as pa
 from safetensors import SafetensorError, safe_open
 
+from sd3_light.core.caption_lengths import CaptionSample, CutCaptions, count_cut_captions
+from sd3_light.core.registry import family_of_folder
 from sd3_light.data.manifest import REJECTED, SHARDS, Manifest, ShardEntry
 from sd3_light.data.preprocess import REASONS
 from sd3_light.data.shard_table import column
 from sd3_light.data.shards import read_origins
-from sd3_light.encoders.caption_lengths import CaptionSample, CutCaptions, count_cut_captions
 from sd3_light.randomness import stream
 from sd3_light.tensor_file import check_header
 
@@ -134,10 +135,11 @@ def shard_order(manifest: Manifest, seed: int) -> Iterator[ShardEntry]:
 
 def _count_cut(manifest: Manifest, stats: ShardStats) -> CutCaptions | None:
     """Count the captions that were cut, if the tokenizers of the cache are still where they were."""
-    folder, length = Path(manifest.places.get("diffusers_path", "")), manifest.recipe.get("t5_max_length")
-    if not (folder / "tokenizer").is_dir() or not isinstance(length, int):
+    folder = Path(manifest.places.get("diffusers_path", ""))
+    if not (folder / "tokenizer").is_dir():
         return None
-    return count_cut_captions(stats.captions.captions(), folder, length)
+    limits = family_of_folder(folder).encoding.text_limits(folder, manifest.recipe)
+    return count_cut_captions(stats.captions.captions(), limits)
 
 
 def draw_samples(shards: Sequence[ShardEntry], number: int, seed: int) -> list[SampleRef]:

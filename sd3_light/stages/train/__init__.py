@@ -22,6 +22,7 @@ from sd3_light.engines.cpu_threads import use_training_threads
 from sd3_light.metrics.truths import load_truths
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import info
+from sd3_light.sampling.loop import Denoise
 from sd3_light.stages.train.context import RunContext, open_context
 from sd3_light.stages.train.folder import RunFolder
 from sd3_light.stages.train.resume import (
@@ -48,7 +49,7 @@ from sd3_light.training.loop import Run, every
 from sd3_light.training.measurement import Measurer, caption_requests
 from sd3_light.training.meter import Meter
 from sd3_light.training.requests import RunRequests
-from sd3_light.training.samples import Denoise, Sampler
+from sd3_light.training.samples import Sampler
 
 __all__ = ["OnSample", "Resume", "order_review", "require_start", "run"]
 

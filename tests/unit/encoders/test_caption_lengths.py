@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from sd3_light.assets import DEMO
-from sd3_light.encoders.caption_lengths import CaptionSample, count_cut_captions, cut_prompts
+from sd3_light.core.caption_lengths import CaptionSample, count_cut_captions, cut_prompts
+from sd3_light.encoders.caption_lengths import text_limits
 from sd3_light.encoders.text import load_tokenizer
 
 CAPTIONS = ["", "a red star", "Don't  stop:\n12 green stars, 3 é!", "白色背景上有一个大的红色圆形", "a red star " * 30]
@@ -36,7 +37,7 @@ def test_lengths_are_those_of_the_encoders_tokenizers(folder: Path) -> None:
     """A caption is cut exactly if it is longer than the limit."""
     for caption, (clip, t5) in zip(CAPTIONS, lengths(DEMO, CAPTIONS), strict=True):
         for limit, is_cut in ((t5 - 1, True), (t5, False)):
-            result = count_cut_captions([caption], folder, limit)
+            result = count_cut_captions([caption], text_limits(folder, limit))
             assert result is not None
             assert result.cut["T5"] == is_cut
         assert result.cut["CLIP"] == (clip > 16)
@@ -45,42 +46,42 @@ def test_lengths_are_those_of_the_encoders_tokenizers(folder: Path) -> None:
 
 
 def test_the_sentence_counts_by_encoder_and_shows_the_longest(folder: Path) -> None:
-    result = count_cut_captions(CAPTIONS, folder, 512)
+    result = count_cut_captions(CAPTIONS, text_limits(folder, 512))
     assert result is not None
     text, num_cut = result.sentence(), sum(clip > 16 for clip, _ in lengths(DEMO, CAPTIONS))
     assert text.startswith(f"of 5 captions {num_cut} exceed CLIP's 16 tokens: the rest of each is cut (T5 still reads")
     assert text.endswith("...")
     assert len(text) < 350
-    assert count_cut_captions(CAPTIONS[:2], folder, 512).sentence() == ""  # type: ignore[union-attr]
+    assert count_cut_captions(CAPTIONS[:2], text_limits(folder, 512)).sentence() == ""  # type: ignore[union-attr]
 
 
 def test_a_cut_prompt_is_named_with_the_tokens_it_loses(folder: Path) -> None:
     prompt = "a red star " * 8
     ((clip, t5),) = lengths(DEMO, [prompt])
-    (line,) = cut_prompts(["a red star", prompt, prompt], folder, t5 - 3)
+    (line,) = cut_prompts(["a red star", prompt, prompt], text_limits(folder, t5 - 3))
     assert line == (
         f"the prompt {prompt!r} is cut: CLIP reads 16 of its {clip} tokens (loses {clip - 16}), "
         f"T5 reads {t5 - 3} of its {t5} tokens (loses 3); shorten it"
     )
-    (line,) = cut_prompts([prompt], folder, t5)
+    (line,) = cut_prompts([prompt], text_limits(folder, t5))
     assert line.endswith(f"CLIP reads 16 of its {clip} tokens (loses {clip - 16}); T5 reads it completely")
-    assert cut_prompts(["", "a red star"], folder, t5) == []
-    assert cut_prompts([prompt], folder / "elsewhere", t5) == []
+    assert cut_prompts(["", "a red star"], text_limits(folder, t5)) == []
+    assert cut_prompts([prompt], text_limits(folder / "elsewhere", t5)) == []
 
 
 def test_many_cut_prompts_are_counted(folder: Path) -> None:
-    lines = cut_prompts([f"{'a red star ' * 30}{number}" for number in range(8)], folder, 512)
+    lines = cut_prompts([f"{'a red star ' * 30}{number}" for number in range(8)], text_limits(folder, 512))
     assert len(lines) == 6
     assert lines[-1] == "3 more prompts are cut"
 
 
 def test_tokenizers_that_cannot_be_read_are_not_counted(folder: Path, tmp_path: Path) -> None:
     """Encoding reports them."""
-    assert count_cut_captions(CAPTIONS, tmp_path / "elsewhere", 12) is None
+    assert count_cut_captions(CAPTIONS, text_limits(tmp_path / "elsewhere", 12)) is None
     (folder / "tokenizer" / "tokenizer.json").write_text('{"model": 3}')
-    result = count_cut_captions(CAPTIONS, folder, 12)
+    result = count_cut_captions(CAPTIONS, text_limits(folder, 12))
     assert result is not None
-    assert result.limits == {"T5": 12}
+    assert result.titles == {"T5": "t5_max_length = 12"}
 
 
 def test_a_sample_of_captions_is_bounded_and_independent_of_the_order() -> None:
@@ -110,6 +111,6 @@ def test_a_length_is_not_to_be_raised_above_its_maximum(
     path = tmp_path / "tokenizer_3" / "tokenizer_config.json"
     config = {**json.loads(path.read_text()), "model_max_length": maximum}
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    result = count_cut_captions(["a red star " * 300], tmp_path, limit)
+    result = count_cut_captions(["a red star " * 300], text_limits(tmp_path, limit))
     assert result is not None
     assert f": the rest of each is cut ({remedy}); the longest has " in result.sentence()

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from sd3_light.encoders.fingerprint import ENCODER_FOLDERS, parts_fingerprint
+from sd3_light.encoders.fingerprint import parts_fingerprint
+from sd3_light.families.sd3.encoding import SD3Encoding
+
+FOLDERS = SD3Encoding.folders
 
 
 @pytest.fixture
@@ -18,13 +21,13 @@ def parts(tmp_path: Path, demo_parts: Path) -> Path:
 
 
 def changed(before: dict[str, str], folder: Path) -> set[str]:
-    after = parts_fingerprint(folder)
-    assert set(after) == set(ENCODER_FOLDERS)
-    return {part for part in ENCODER_FOLDERS if before[part] != after[part]}
+    after = parts_fingerprint(folder, FOLDERS)
+    assert set(after) == set(FOLDERS)
+    return {part for part in FOLDERS if before[part] != after[part]}
 
 
 def test_a_copy_has_the_same_fingerprint(parts: Path, demo_parts: Path) -> None:
-    assert parts_fingerprint(parts) == parts_fingerprint(demo_parts)
+    assert parts_fingerprint(parts, FOLDERS) == parts_fingerprint(demo_parts, FOLDERS)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,7 @@ def test_a_copy_has_the_same_fingerprint(parts: Path, demo_parts: Path) -> None:
     ],
 )
 def test_one_changed_byte_changes_only_its_folder(parts: Path, part: str, file: str) -> None:
-    before = parts_fingerprint(parts)
+    before = parts_fingerprint(parts, FOLDERS)
     path = parts / part / file
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -46,7 +49,7 @@ def test_one_changed_byte_changes_only_its_folder(parts: Path, part: str, file: 
 
 
 def test_scale_and_shift_do_not_change_the_fingerprint(parts: Path) -> None:
-    before = parts_fingerprint(parts)
+    before = parts_fingerprint(parts, FOLDERS)
     path = parts / "vae" / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "scaling_factor": 9.0, "shift_factor": 1.0, "_name": "x"}))
@@ -60,16 +63,16 @@ def test_index_and_all_files_of_sharded_weights_are_hashed(parts: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"more")
     (folder / "model.safetensors.index.json").write_text("{}")
-    before = parts_fingerprint(parts)
+    before = parts_fingerprint(parts, FOLDERS)
     (folder / "model-00002-of-00002.safetensors").write_bytes(b"less")
     assert changed(before, parts) == {"text_encoder_3"}
-    before = parts_fingerprint(parts)
+    before = parts_fingerprint(parts, FOLDERS)
     (folder / "model.safetensors.index.json").write_text("{ }")
     assert changed(before, parts) == {"text_encoder_3"}
 
 
 def test_files_that_are_not_loaded_are_not_hashed(parts: Path) -> None:
-    before = parts_fingerprint(parts)
+    before = parts_fingerprint(parts, FOLDERS)
     (parts / "vae" / "README.md").write_text("hello")
     assert changed(before, parts) == set()
 
@@ -108,10 +111,10 @@ WEIGHTS = ["vae", "text_encoder", "text_encoder_2", "text_encoder_3"]
 
 def test_weights_are_read_once(settled: Path, tmp_path: Path, hashed: list[str]) -> None:
     memo = tmp_path / "new" / "hashes.json"
-    first = parts_fingerprint(settled, memo)
-    assert first == parts_fingerprint(settled)
+    first = parts_fingerprint(settled, FOLDERS, memo)
+    assert first == parts_fingerprint(settled, FOLDERS)
     assert hashed == WEIGHTS * 2
-    assert parts_fingerprint(settled, memo) == first
+    assert parts_fingerprint(settled, FOLDERS, memo) == first
     assert hashed == WEIGHTS * 2
     assert [path.name for path in memo.parent.iterdir()] == ["hashes.json"], "no temporary file is left"
 
@@ -119,19 +122,19 @@ def test_weights_are_read_once(settled: Path, tmp_path: Path, hashed: list[str])
 @pytest.mark.parametrize("change", ["time", "size", "path"])
 def test_changed_weights_are_read_again(settled: Path, tmp_path: Path, hashed: list[str], change: str) -> None:
     memo = tmp_path / "hashes.json"
-    before = parts_fingerprint(settled, memo)
+    before = parts_fingerprint(settled, FOLDERS, memo)
     hashed.clear()
     path = settled / "vae" / "diffusion_pytorch_model.safetensors"
     if change == "path":
-        assert parts_fingerprint(Path(shutil.copytree(settled, tmp_path / "copy")), memo) == before
+        assert parts_fingerprint(Path(shutil.copytree(settled, tmp_path / "copy")), FOLDERS, memo) == before
         assert hashed == WEIGHTS
         return
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data + b"0" * (change == "size"))
     os.utime(path, ns=(10**18, 10**18 + (change == "time")))
-    after = parts_fingerprint(settled, memo)
-    assert {part for part in ENCODER_FOLDERS if before[part] != after[part]} == {"vae"}
+    after = parts_fingerprint(settled, FOLDERS, memo)
+    assert {part for part in FOLDERS if before[part] != after[part]} == {"vae"}
     assert hashed == ["vae"]
 
 
@@ -141,8 +144,8 @@ def test_the_hash_of_a_recently_modified_file_is_not_remembered(
 ) -> None:
     """A second change within one tick of the file system's clock would go unnoticed."""
     monkeypatch.setattr("time.time_ns", lambda: MODIFIED_NS + age_seconds * 10**9)
-    parts_fingerprint(settled, tmp_path / "hashes.json")
-    parts_fingerprint(settled, tmp_path / "hashes.json")
+    parts_fingerprint(settled, FOLDERS, tmp_path / "hashes.json")
+    parts_fingerprint(settled, FOLDERS, tmp_path / "hashes.json")
     assert hashed == WEIGHTS * reads
 
 
@@ -150,11 +153,11 @@ def test_the_hash_of_a_recently_modified_file_is_not_remembered(
 def test_an_invalid_memo_is_ignored_and_rewritten(settled: Path, tmp_path: Path, hashed: list[str], text: str) -> None:
     memo = tmp_path / "hashes.json"
     memo.write_bytes(text.encode("utf-8", "surrogatepass"))
-    first = parts_fingerprint(settled, memo)
-    assert parts_fingerprint(settled, memo) == first == parts_fingerprint(settled)
+    first = parts_fingerprint(settled, FOLDERS, memo)
+    assert parts_fingerprint(settled, FOLDERS, memo) == first == parts_fingerprint(settled, FOLDERS)
     assert hashed == WEIGHTS * 2
 
 
 def test_an_unwritable_memo_is_ignored(settled: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert parts_fingerprint(settled, tmp_path / "file" / "hashes.json") == parts_fingerprint(settled)
+    assert parts_fingerprint(settled, FOLDERS, tmp_path / "file" / "hashes.json") == parts_fingerprint(settled, FOLDERS)

@@ -23,7 +23,8 @@ from sd3_light.export.proof import ProofError, prove
 from sd3_light.export.real_pipeline import RealTextAttention, RealTextPipeline
 from sd3_light.model.masked_attention import MaskedJointAttention, real_text_mask
 from sd3_light.model.random_weights import new_transformer
-from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate
+from sd3_light.sampling.generate import ImageRequest, generate
+from sd3_light.sampling.texts import TextPolicy
 
 CONFIG = SIZES["tiny2"].transformer_config()
 PROMPTS = ["a red circle", "two small green stars left of a large blue square on a white background"]

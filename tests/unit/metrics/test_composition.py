@@ -10,7 +10,8 @@ from PIL import Image
 
 from sd3_light.metrics import composition
 from sd3_light.metrics.composition import DEMANDS, judge_images, score
-from sd3_light.sampling.generate import ImageRequest, TextPolicy
+from sd3_light.sampling.generate import ImageRequest
+from sd3_light.sampling.texts import TextPolicy
 from sd3_light.world import draw_prompts, render_scene
 from sd3_light.world.dataset import IMAGE_SIZES
 

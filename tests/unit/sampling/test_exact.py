@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from sd3_light.sampling import generate as module
-from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate, stream_images
+from sd3_light.sampling.generate import ImageRequest, generate, stream_images
 from sd3_light.sampling.scheduler import SAMPLERS, use_sampler
+from sd3_light.sampling.texts import TextPolicy
 from tests.cases import combinations
 from tests.waiting import HANG_SECONDS
 
@@ -116,13 +117,13 @@ def test_an_error_stops_the_work(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_text_is_encoded_once_and_the_oldest_are_dropped(pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_CACHED_TEXTS", 2)
     encoded: list[str] = []
-    encode = module.encode
+    encode = TextPolicy.encode
 
-    def spy(pipe: Any, texts: Any, policy: Any) -> Any:
+    def spy(policy: Any, pipe: Any, texts: Any) -> Any:
         encoded.extend(texts)
-        return encode(pipe, texts, policy)
+        return encode(policy, pipe, texts)
 
-    monkeypatch.setattr(module, "encode", spy)
+    monkeypatch.setattr(TextPolicy, "encode", spy)
     requests = [ImageRequest(prompt, 0, 32, 32) for prompt in ("a", "a", "two", "red", "a")]
     generate(pipe, requests, TextPolicy(12, "zero", "padded"), 1, batch_size=1, exact=True)
     assert encoded == ["a", "two", "red", "a"]

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.sampling.generate import Cancelled, ImageRequest, TextPolicy, generate, save_png, stream_images
-from sd3_light.sampling.texts import encode
+from sd3_light.sampling.generate import Cancelled, ImageRequest, generate, save_png, stream_images
+from sd3_light.sampling.texts import TextPolicy
 
 POLICY = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="padded")
 ZERO = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
@@ -129,10 +129,10 @@ def test_without_guidance_a_single_real_text_needs_no_mask(pipe: Any) -> None:
     """Nothing is padded: the stock call with these tokens gives the same image."""
     request = REQUESTS[1]
     with torch.no_grad():
-        (text,) = encode(pipe, [request.prompt], REAL)
+        (text,) = REAL.encode(pipe, [request.prompt])
     expected = pipe(
-        prompt_embeds=text.tokens[None],
-        pooled_prompt_embeds=text.pooled[None],
+        prompt_embeds=text["prompt"][None],
+        pooled_prompt_embeds=text["pooled"][None],
         generator=torch.Generator("cpu").manual_seed(request.seed),
         num_inference_steps=STEPS,
         guidance_scale=1.0,

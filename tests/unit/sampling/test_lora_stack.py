@@ -11,8 +11,9 @@ from safetensors.torch import save_file
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import diffusers_tensors
-from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate
+from sd3_light.sampling.generate import ImageRequest, generate
 from sd3_light.sampling.lora_stack import Lora, add_loras
+from sd3_light.sampling.texts import TextPolicy
 
 LAYERS = (
     "transformer_blocks.0.attn.to_q",

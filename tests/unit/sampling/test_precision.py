@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.sampling.generate import ImageRequest, TextPolicy, generate
+from sd3_light.sampling.generate import ImageRequest, generate
 from sd3_light.sampling.precision import check_dtype, compute_in
+from sd3_light.sampling.texts import TextPolicy
 
 REQUESTS = [ImageRequest("a red star", 3, 48, 32), ImageRequest("two blue squares", 4, 48, 32)]
 

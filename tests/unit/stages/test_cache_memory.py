@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from sd3_light.data.building import cache_plan, catalogue
+from sd3_light.encoders import frozen_parts
 from sd3_light.stages import cache
-from sd3_light.stages.cache import dataset_build, local_builder
+from sd3_light.stages.cache import dataset_build
 from sd3_light.stages.cache.number_set import NumberSet
 from tests.modules import load_module
 
@@ -47,7 +48,7 @@ def peaks(memory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Itera
         for module in (catalogue, cache_plan):
             patch.setattr(module, "PART_ROWS", ROWS)
         patch.setattr(cache_plan, "_UNITS_PER_BATCH", 2)
-        patch.setattr(local_builder, "FrozenParts", memory.ZeroEncoders)
+        patch.setattr(frozen_parts, "FrozenParts", memory.ZeroEncoders)
         # hashing the encoders uses a buffer that would hide the memory of planning
         for module in (cache, dataset_build):
             patch.setattr(module, "make_recipe", lambda *_: {"text_tokens": "real"})

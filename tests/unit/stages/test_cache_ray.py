@@ -15,6 +15,7 @@ import pytest
 import sd3_light
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
+from sd3_light.families.sd3.encoding import SD3Encoding
 from sd3_light.stages import cache
 from tests import fake_ray
 from tests.fake_ray import FakeRay
@@ -271,12 +272,10 @@ def test_a_node_without_the_sources_is_named(
 def test_any_error_of_a_start_names_the_node(
     fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd3_light.stages.cache import ray_encoder
-
     def fail(*_: Any) -> Any:
         raise RuntimeError("CUDA driver version\nis insufficient")
 
-    monkeypatch.setattr(ray_encoder, "open_parts", fail)
+    monkeypatch.setattr(SD3Encoding, "encoders", fail)
     with pytest.raises(UserError, match=r"RuntimeError: CUDA driver version is insufficient.* \(on the node \S+\)$"):
         build(fresh_project)
 

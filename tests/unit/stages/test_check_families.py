@@ -69,9 +69,6 @@ class TinyFlux(Family):
     def cost(self, start: WeightsStart, model: ModelConfig) -> Cost:
         return COST
 
-    def image_tokens(self, width: int, height: int) -> int:
-        return COST.image_tokens(width, height)
-
 
 TinyFlux.__abstractmethods__ = frozenset()  # other parts are not asked for here
 

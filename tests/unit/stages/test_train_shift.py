@@ -15,10 +15,10 @@ from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
+from sd3_light.families.sd3.sampling import SD3Sampling
 from sd3_light.stages import check, evaluate, train
 from sd3_light.stages.train import Resume
 from sd3_light.training.model_facts import ModelFacts
-from sd3_light.training.samples import Sampler
 from sd3_light.world import write_dataset
 from tests.project import Project
 
@@ -76,14 +76,14 @@ def test_fine_tuning_has_the_shift_of_its_model(
     tuning: Project, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     drawn: list[float] = []
-    pipeline = Sampler._pipeline
+    make = SD3Sampling.scheduler
 
-    def spy(sampler: Sampler, *size: int) -> Any:
-        pipe = pipeline(sampler, *size)
-        drawn.append(pipe.scheduler.config.shift)
-        return pipe
+    def spy(*arguments: Any) -> Any:
+        scheduler = make(*arguments)
+        drawn.append(scheduler.config.shift)
+        return scheduler
 
-    monkeypatch.setattr(Sampler, "_pipeline", spy)
+    monkeypatch.setattr(SD3Sampling, "scheduler", spy)
     assert shift_line(tuning) is None
     train.run(tuning.load("max_steps=2"))
     assert "shift:" not in capfd.readouterr().err

@@ -17,12 +17,13 @@ from sd3_light.config import SIZES
 from sd3_light.core.batch import Batch
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
+from sd3_light.encoders import vae as vae_module
 from sd3_light.encoders.frozen_parts import FrozenParts
+from sd3_light.encoders.vae import VaeDecoder
 from sd3_light.engines import Launch
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.sampling.scheduler import flow_scheduler
-from sd3_light.sampling.texts import TextPolicy, encode, join_features
-from sd3_light.training import samples as samples_module
+from sd3_light.sampling.texts import TextPolicy, join_features
 from sd3_light.training.module import SD3TrainingModule
 from sd3_light.training.samples import Sampler, assigned
 from tests.cases import combinations
@@ -193,12 +194,12 @@ def test_a_finished_model_encodes_real_tokens_as_the_cache_does(
     drawing = sampler(caches["real"], *overrides(text_tokens="real"))
     pipe = stock_pipeline(caches["real"], transformer)
     with torch.no_grad():
-        texts = encode(pipe, PROMPTS, TextPolicy(16, "empty", "real"))
+        texts = TextPolicy(16, "empty", "real").encode(pipe, PROMPTS)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         cached = drawing.texts[prompt]
-        assert text.tokens.shape == cached.tokens.shape
-        torch.testing.assert_close(text.tokens, cached.tokens.float(), rtol=1e-2, atol=1e-3)
-        torch.testing.assert_close(text.pooled, cached.pooled.float(), rtol=1e-2, atol=1e-3)
+        assert text["prompt"].shape == cached["prompt"].shape
+        torch.testing.assert_close(text["prompt"], cached["prompt"].float(), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(text["pooled"], cached["pooled"].float(), rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
@@ -265,8 +266,8 @@ def test_prompts_missing_from_the_cache_are_encoded_once_at_the_start(
     assert "not in the cache, encoding now: 3 prompts" in capsys.readouterr().err
     cached = sampler(caches["padded"], *overrides())
     for prompt in PROMPTS:
-        assert torch.equal(drawing.texts[prompt].tokens, cached.texts[prompt].tokens)
-        assert torch.equal(drawing.texts[prompt].pooled, cached.texts[prompt].pooled)
+        assert torch.equal(drawing.texts[prompt]["prompt"], cached.texts[prompt]["prompt"])
+        assert torch.equal(drawing.texts[prompt]["pooled"], cached.texts[prompt]["pooled"])
     loaded.clear()
     module = SD3TrainingModule(transformer, cached_project.load(*overrides()).train)
     drawing.draw(module.denoise)
@@ -309,15 +310,15 @@ def test_the_vae_is_loaded_with_the_first_grid_and_once(
         loads.append(arguments[2])
         return load(*arguments)
 
-    load = samples_module.load_vae
-    monkeypatch.setattr(samples_module, "load_vae", load_vae)
+    load = vae_module.load_vae
+    monkeypatch.setattr(vae_module, "load_vae", load_vae)
     drawing = sampler(caches["padded"], *overrides())
     assert loads == []
     for _ in range(2):
         drawing.draw(lambda batch: torch.zeros_like(batch["noisy"]))
     assert loads == [torch.float32]
-    assert drawing._vae is not None
-    assert drawing._vae.use_slicing, "images are decoded one at a time"
+    assert isinstance(drawing._decoder, VaeDecoder)
+    assert drawing._decoder.vae.use_slicing, "images are decoded one at a time"
 
 
 def test_sampling_needs_no_gradients_and_no_global_generator(
@@ -353,9 +354,9 @@ def test_a_caption_is_joined_as_in_sd3(caches: dict[str, Project]) -> None:
     features = data.empty_text()
     clip = torch.cat([features["clip_l"], features["clip_g"]], dim=-1)
     clip = torch.nn.functional.pad(clip, (0, features["t5"].shape[-1] - clip.shape[-1]))
-    assert torch.equal(join_features(features).tokens, torch.cat([clip, features["t5"]]))
+    assert torch.equal(join_features(features)["prompt"], torch.cat([clip, features["t5"]]))
     assert torch.equal(
-        join_features(features).pooled, torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]])
+        join_features(features)["pooled"], torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]])
     )
 
 

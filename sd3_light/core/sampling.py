@@ -1,0 +1,124 @@
+"""How a family's images are generated: with the denoiser that trains, and with its stock pipeline."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from sd3_light.config import ModelConfig
+from sd3_light.core.caption_lengths import TextLimit
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from sd3_light.core.batch import Batch
+
+EncodedText = Mapping[str, "Tensor"]
+"""One text as a denoiser takes it: name of a `Batch`'s value -> tensor without the dimension of samples."""
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """One image to generate; sides in pixels. The negative prompt is used only where the model takes one.
+
+    None for `steps` or `guidance` means the value passed to the generating function.
+    """
+
+    prompt: str
+    seed: int
+    width: int
+    height: int
+    negative_prompt: str = ""
+    steps: int | None = None
+    guidance: float | None = None
+
+
+class Decoder(Protocol):
+    """Decodes latents; inside its context, the VAE is on the device."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def decode(self, latents: "Tensor") -> "Tensor":
+        """Return the pixels [B, 3, H, W] from 0 to 1."""
+
+
+class Sampling(ABC):
+    """How images are drawn with the denoiser that trains, by `sampling.loop`; no text encoder is loaded."""
+
+    @abstractmethod
+    def text(self, features: "Mapping[str, Tensor]") -> EncodedText:
+        """Return one caption's features of the cache as the denoiser takes them."""
+
+    @abstractmethod
+    def negative_text(self, empty: EncodedText, model: ModelConfig) -> EncodedText | None:
+        """Return the text of guidance without a negative prompt, given the encoded empty caption.
+
+        None: the denoiser takes guidance as a number, or takes none, and runs once per step.
+        """
+
+    @abstractmethod
+    def batch(self, texts: Sequence[EncodedText], model: ModelConfig, guidance: float) -> "Batch":
+        """Return what the denoiser takes beside ``noisy`` and ``t``, in float32 on the host."""
+
+    @abstractmethod
+    def latent_shape(self, model: ModelConfig, size: tuple[int, int]) -> tuple[int, ...]:
+        """Return the shape of one image's latents; ``size`` is the image's width and height."""
+
+    @abstractmethod
+    def scheduler(self, model: ModelConfig, size: tuple[int, int], steps: int, device: "torch.device") -> Any:
+        """Return a new scheduler of diffusers with its timesteps set, as the stock pipeline sets them."""
+
+    @abstractmethod
+    def decoder(self, model: ModelConfig, device: "torch.device") -> Decoder:
+        """Load the VAE on the host and return its decoder in float32."""
+
+    def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
+        """Return the guided velocity."""
+        return negative + guidance * (positive - negative)
+
+
+class PipelineInputs(ABC):
+    """How a model's stock pipeline must be called, so that it gets the inputs that the model was trained with."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """Return the settings, for the metadata of an image."""
+
+    @abstractmethod
+    def negative_fault(self) -> str | None:
+        """Return why the model takes no negative prompt, and what to do; None if it takes one."""
+
+    @abstractmethod
+    def size_fault(self, pipe: Any, width: int, height: int) -> str | None:
+        """Return why the model cannot generate an image of this size; None if it can."""
+
+    @abstractmethod
+    def text_limits(self, folder: Path) -> list[TextLimit]:
+        """Return how much of a prompt the text encoders of the model's folder read."""
+
+    @abstractmethod
+    def encode(self, pipe: Any, texts: Sequence[str]) -> list[EncodedText]:
+        """Encode texts with the pipeline's encoders, on their device."""
+
+    @abstractmethod
+    def arguments(
+        self, pipe: Any, batch: Sequence[ImageRequest], encode: Callable[[Sequence[str]], list[EncodedText]]
+    ) -> dict[str, Any]:
+        """Return the arguments of the pipeline's call for texts and guidance, for requests of one size and guidance.
+
+        ``encode`` returns what `encode` of this class does, perhaps from memory.
+        """
+
+    def default_size(self, pipe: Any) -> tuple[int, int]:
+        """Return the width and height of an image whose request names none."""
+        side = pipe.default_sample_size * pipe.vae_scale_factor
+        return side, side
+
+    def prepared(self, pipe: Any) -> AbstractContextManager[None]:
+        """Return a context in which the pipeline computes as in training."""
+        return nullcontext()
