@@ -12,12 +12,13 @@ from functools import cache
 from pathlib import Path
 
 from sd3_light.budget.amount import GIB
-from sd3_light.budget.flops import Tokens, image_tokens
+from sd3_light.budget.flops import image_tokens
 from sd3_light.budget.gpu_memory import gpu_memory
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.sizes import ModelSize
-from sd3_light.model.fast.choice import why_stock_by_config
+from sd3_light.core.cost import Layout, Tokens
+from sd3_light.families.sd3.cost import SD3Cost
 
 GPUS = 8
 TEXT_TOKENS = 77 + 256
@@ -51,13 +52,14 @@ def setup_of(layout: str, size: ModelSize, tokens: Tokens, batch: int) -> Traini
     keys = {"parallel": parallel, "pipeline_stages": stages, "activation_checkpointing": True, **_NAMES}
     keys |= {} if zero is None else {"zero_stage": zero}
     config = TrainConfig.model_validate(keys, context={"base": Path()})
+    cost = SD3Cost(size)
     return TrainingSetup(
-        size,
+        cost,
         tokens,
         batch,
         ema_tracks=1,
         checkpointing=True,
-        fast=why_stock_by_config(config, size, GPUS, zero is not None) is None,
+        fast=cost.why_stock(config, Layout(GPUS, zero is not None)) is None,
         accumulation=4 * stages if stages > 1 else 1,
         world=GPUS,
         parallel=parallel,

@@ -1,5 +1,6 @@
 """Settings, random batches and training steps that step.py measures."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,8 +10,11 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from sd3_light.budget.flops import image_tokens, step_flops
+from sd3_light.budget.flops import image_tokens
+from sd3_light.budget.training_flops import step_flops
 from sd3_light.config import ModelSize
+from sd3_light.core.cost import Tokens
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.flow.objective import flow_loss
 from sd3_light.model.fast.block import BlockOptions
 from sd3_light.model.fast.forward import FastDenoiser
@@ -79,7 +83,8 @@ def batches(row: Row, size: ModelSize, device: torch.device) -> list[Batch]:
 def flops(row: Row, size: ModelSize, batch: Batch) -> int:
     """Return the FLOPs of a step on this batch."""
     height, width = batch.target.shape[-2:]
-    return step_flops(size, image_tokens(8 * width, 8 * height), batch.text_tokens())
+    tokens = (Tokens(image_tokens(8 * width, 8 * height), text) for text in batch.text_tokens())
+    return step_flops(SD3Cost(size), Counter(tokens))
 
 
 # --- steps -------------------------------------------------------------------------------------

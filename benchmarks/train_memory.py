@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,13 +26,16 @@ from torch import Tensor
 
 from sd3_light.budget.amount import GIB
 from sd3_light.budget.device_peaks import peak_flops
-from sd3_light.budget.flops import Tokens, image_tokens, step_flops
+from sd3_light.budget.flops import image_tokens
 from sd3_light.budget.gpu_memory import gpu_memory
+from sd3_light.budget.training_flops import step_flops
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize, TrainConfig
 from sd3_light.core.batch import Batch
+from sd3_light.core.cost import Tokens
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.model.layers import compile_blocks
 from sd3_light.optim.ema import Averages
 from sd3_light.training.module import SD3TrainingModule
@@ -108,7 +112,7 @@ def config_of(setup: Setup) -> TrainConfig:
 def setup_of(setup: Setup) -> TrainingSetup:
     """Return the setup for the memory estimate, as in `check`."""
     return TrainingSetup(
-        SIZES[setup.size],
+        SD3Cost(SIZES[setup.size]),
         Tokens(image_tokens(setup.pixels, setup.pixels), setup.text),
         setup.batch,
         ema_tracks=setup.tracks,
@@ -218,7 +222,7 @@ def measure(setup: Setup, device: torch.device, steps: int) -> dict[str, Any]:
     except torch.OutOfMemoryError as error:
         row["error"] = str(error).split(".")[0]
     else:
-        row |= speed(setup, case.size, case.tokens.image, row["seconds"], device)
+        row |= speed(setup, SIZES[setup.size], case.tokens.image, row["seconds"], device)
     if "process" in row:
         row |= {"ratio": row["predicted"] / row["process"], "ratio_torch": row["predicted_torch"] / row["allocated"]}
     return row
@@ -227,7 +231,7 @@ def measure(setup: Setup, device: torch.device, steps: int) -> dict[str, Any]:
 def speed(setup: Setup, size: ModelSize, image: int, seconds: float, device: torch.device) -> dict[str, float]:
     """Return images per second, and the share of the device's peak if known."""
     lengths = lengths_of(setup).tolist()
-    rate = setup.accumulation * step_flops(size, image, lengths) / seconds
+    rate = setup.accumulation * step_flops(SD3Cost(size), Counter(Tokens(image, text) for text in lengths)) / seconds
     results = {"images_per_second": setup.accumulation * setup.batch / seconds, "tflops": rate / 1e12}
     peak = peak_flops(device_name(device), "bfloat16")
     return results if peak is None else {**results, "mfu": rate / peak}

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from sd3_light.budget.amount import GIB
-from sd3_light.budget.flops import Tokens, image_tokens
+from sd3_light.budget.flops import image_tokens
 from sd3_light.budget.gpu_memory import gpu_memory
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize
+from sd3_light.core.cost import Tokens
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
+from sd3_light.families.sd3.cost import SD3Cost
 
 SAMPLES_PER_SHARD = 128
 IMAGES = "images"
@@ -184,7 +186,7 @@ def prepare_folder(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     data = f'resolutions = [{shape.pixels}]\n[[directory]]\npath = "{IMAGES}"\n'
     (folder / "data.toml").write_text(data, encoding="utf-8")
     case = TrainingSetup(
-        size,
+        SD3Cost(size),
         Tokens(image_tokens(shape.pixels, shape.pixels), shape.clip_tokens + shape.t5_tokens),
         args.batch,
         ema_tracks=1,

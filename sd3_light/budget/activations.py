@@ -5,8 +5,8 @@ Pure arithmetic on a `ModelSize`; `budget/gpu_memory.py` sums it up.
 
 from dataclasses import dataclass
 
-from sd3_light.budget.flops import Tokens
 from sd3_light.config import ModelSize
+from sd3_light.core.cost import Compute, Tokens
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class ActivationBytes:
     def total(self, size: ModelSize, tokens: Tokens, blocks: range | None = None) -> int:
         """Return the bytes of ``blocks`` (None: all) for one sample."""
         blocks = range(size.num_layers) if blocks is None else blocks
-        dual, is_last = len(set(size.dual_attention_layers) & set(blocks)), size.num_layers - 1 in blocks
+        dual = len(set(size.dual_attention_layers) & set(blocks))
+        is_last = size.num_layers - 1 in blocks
         image = len(blocks) * self.per_token(size) + dual * self._dual(size)
         text = len(blocks) * self.per_token(size) - is_last * (self.block - self.last_text)
         return (image * tokens.image + text * tokens.text) * size.width
@@ -73,3 +74,19 @@ SELECTIVE = ActivationBytes(block=22, last_text=10, dual=10, norm=0, norm_dual=0
 # 2, out 2, before and after GELU 8 + 8, down 2. Selective leaves out norms, q, k, v, the result's rows and GELU.
 FAST = ActivationBytes(block=44, last_text=18, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=16)
 FAST_SELECTIVE = ActivationBytes(block=24, last_text=10, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=24)
+
+
+def held_activations(compute: Compute) -> ActivationBytes:
+    """Return what a block holds while it is computed."""
+    is_float32 = compute.dtype == "float32"
+    if compute.kind == "stock":
+        return FLOAT32 if is_float32 else BFLOAT16
+    # float32 saves the same tensors as bf16, twice as wide
+    held = FAST if compute.kind == "fast" else COMPILED
+    return held.doubled() if is_float32 else held
+
+
+def kept_activations(compute: Compute) -> ActivationBytes:
+    """Return what a block saves until its backward pass with selective checkpointing."""
+    kept = FAST_SELECTIVE if compute.kind == "fast" else SELECTIVE
+    return kept.doubled() if compute.dtype == "float32" else kept

@@ -1,29 +1,13 @@
-"""FLOPs of a training sample and of a step, with their formulas.
+"""FLOPs of SD3's forward pass and of the gradients that its inputs do not need.
 
 Pure arithmetic on a `ModelSize`. Letters in formulas: N image tokens, T text tokens, D width, L blocks.
 """
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sd3_light.budget.amount import Amount
 from sd3_light.config import ModelSize
-from sd3_light.config.base import Checkpointing
 from sd3_light.config.schema_blocks import TokenRoute
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """Tokens of one sample per stream."""
-
-    image: int
-    text: int
-
-    @property
-    def joint(self) -> int:
-        """Tokens that attend to each other."""
-        return self.image + self.text
+from sd3_light.core.cost import Tokens
 
 
 def image_tokens(width: int, height: int) -> int:
@@ -51,44 +35,14 @@ def _skipped_flops(size: ModelSize, tokens: Tokens, route: TokenRoute) -> int:
     return products + 4 * pairs * size.width
 
 
-def training_flops(
-    size: ModelSize,
-    tokens: Tokens,
-    checkpointing: Checkpointing = False,
-    adapter: bool = False,
-    route: TokenRoute | None = None,
-) -> Amount:
-    """Return the FLOPs of one training sample: the backward pass costs two forward passes, checkpointing one more.
-
-    With an ``adapter`` the frozen weights' gradients are not computed: one forward pass less. The adapter itself, a
-    few percent at usual ranks, is not counted. Tokens of a ``route`` skip some blocks.
-    """
-    passes = 3 + (checkpointing is True) - adapter
+def flops_formula(size: ModelSize, route: TokenRoute | None = None) -> str:
+    """Return the formula of `forward_flops`."""
     terms = "2·weights·tokens of each stream + 4·(N+T)²·D·L"
     if size.dual_attention_layers:
         terms += f" + 4·N²·D·{len(size.dual_attention_layers)}"
     if route is not None:
         terms += f" - {route.share:.4g}·N in blocks {route.first} to {route.last}"
-    value = passes * forward_flops(size, tokens, route) - _input_gradients(size, tokens)
-    return Amount(value, f"{passes}·({terms}) - inputs' gradients")
-
-
-def step_flops(
-    size: ModelSize,
-    image_tokens: int,
-    text_lengths: Iterable[int],
-    adapter: bool = False,
-    route: TokenRoute | None = None,
-) -> int:
-    """Return the FLOPs that a step needs, for utilisation: real tokens only, one text length per sample.
-
-    Recomputation that saves memory, and padding that `text_tokens = "real"` masks, are not counted.
-    """
-    samples = Counter(text_lengths)
-    costs = {
-        text: training_flops(size, Tokens(image_tokens, text), adapter=adapter, route=route).value for text in samples
-    }
-    return sum(count * costs[text] for text, count in samples.items())
+    return terms
 
 
 @dataclass(frozen=True)
@@ -102,7 +56,8 @@ class MatrixWeights:
 
 def matrix_weights(size: ModelSize) -> MatrixWeights:
     """Return the matrix weights of the whole denoiser."""
-    blocks, square = block_weights(size), size.width**2
+    blocks = block_weights(size)
+    square = size.width**2
     image = 2 * _patch(size) * size.width + blocks.image
     text = size.text_width * size.width + blocks.text
     # two layers each for time and pooled text; the last norm's modulation has two squares
@@ -112,7 +67,9 @@ def matrix_weights(size: ModelSize) -> MatrixWeights:
 
 def block_weights(size: ModelSize) -> MatrixWeights:
     """Return the matrix weights of the joint blocks alone."""
-    square, blocks, dual = size.width**2, size.num_layers, len(size.dual_attention_layers)
+    square = size.width**2
+    blocks = size.num_layers
+    dual = len(size.dual_attention_layers)
     image = _image_squares(blocks, dual)
     # the last block only reads its text: 3 squares
     text = 12 * (blocks - 1) + 3
@@ -126,7 +83,7 @@ def _image_squares(blocks: int, dual: int) -> int:
     return 12 * blocks + 4 * dual
 
 
-def _input_gradients(size: ModelSize, tokens: Tokens) -> int:
+def input_flops(size: ModelSize, tokens: Tokens) -> int:
     """Return the FLOPs of gradients that are never computed: those of images, text, time and pooled text."""
     weights = _patch(size) * tokens.image + size.text_width * tokens.text + 256 + size.pooled_width
     return 2 * weights * size.width

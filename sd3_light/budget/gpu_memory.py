@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from sd3_light.budget.amount import GIB, Amount, format_bytes
-from sd3_light.budget.flops import Tokens, block_weights
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config.optimizers import OPTIMIZERS
 
@@ -28,9 +27,6 @@ NCCL_BYTES = GIB // 2
 
 SLACK = 0.03
 """Share of a step's memory that the caching allocator loses to fragmentation."""
-
-FLASH_BACKWARD = 4
-"""Bytes per token and unit of width inside the backward kernel of attention: the queries' gradients in float32."""
 
 ZERO_BUCKET_BYTES = 4 * 50_000_000
 """ZeRO's reduce bucket. Tests compare it with `engines/deepspeed/runtime.py`."""
@@ -132,8 +128,7 @@ def _state_formula(setup: TrainingSetup, terms: Sequence[_Term]) -> str:
 
 def _optimizer_terms(setup: TrainingSetup) -> dict[str, float]:
     """Return label -> bytes per parameter, averaged over all parameters."""
-    blocks = block_weights(setup.size)
-    share = (blocks.image + blocks.text + blocks.sample) / setup.size.num_parameters()
+    share = setup.cost.block_matrices / setup.cost.parameters
     shares = {"all": 1, "block matrices": share, "other": 1 - share}
     return {term.label: term.bytes_per_parameter * shares[term.weights] for term in OPTIMIZERS[setup.optimizer].state}
 
@@ -162,37 +157,26 @@ def next_batch_bytes(setup: TrainingSetup) -> int:
 
 
 def _inputs(setup: TrainingSetup) -> int:
-    """Return the bytes of a sample before the first layer: text in bf16, noisy latent and target in float32."""
-    size, tokens = setup.size, setup.tokens
-    latent = 4 * tokens.image * size.patch_size**2 * size.latent_channels
-    return setup.is_first * (2 * tokens.text * size.text_width + latent) + setup.is_last * latent
+    """Return the bytes of a sample that arrive with its batch."""
+    return setup.is_first * setup.sample.features + setup.is_last * setup.sample.target
 
 
 def activation_bytes(setup: TrainingSetup) -> int:
     """Return the bytes that a micro-batch's forward pass saves for the backward pass, without copies of weights."""
+    blocks = [setup.sample.blocks[block] for block in setup.blocks]
     if setup.checkpointing is True:
-        saved = sum(_stream(setup, setup.tokens_in(block)) for block in setup.blocks)
+        saved = sum(block.inputs for block in blocks)
+    elif setup.checkpointing == "selective":
+        saved = sum(block.selective for block in blocks)
     else:
-        total, size = setup.saved_activations.total, setup.size
-        saved = sum(total(size, setup.tokens_in(block), range(block, block + 1)) for block in setup.blocks)
-    outputs = 0 if setup.is_last else _stream(setup)  # they wait for their gradients
+        saved = sum(block.saved for block in blocks)
+    outputs = 0 if setup.is_last else setup.sample.stream  # they wait for their gradients
     return setup.batch * (saved + outputs + _ends(setup))
-
-
-def _stream(setup: TrainingSetup, tokens: Tokens | None = None) -> int:
-    """Return the bytes of a sample between two blocks; ``tokens`` are those of its blocks, None: all."""
-    return setup.block_activations.stream * setup.size.width * (tokens or setup.tokens).joint
 
 
 def _ends(setup: TrainingSetup) -> int:
     """Return the bytes per sample outside the blocks: inputs, final norm, prediction and loss."""
-    size, tokens = setup.size, setup.tokens
-    # text arrives in bf16, is cast to float32, and again by autocast's linear layer; fast blocks gather its real rows
-    casts = 2 if setup.fast else 4 + (2 if setup.compute_dtype != "float32" else 0)
-    prompt = setup.is_first * tokens.text * size.text_width * casts
-    # noisy latent, target, prediction and error, all float32
-    latents = setup.is_last * 2 * 4 * tokens.image * size.patch_size**2 * size.latent_channels + _inputs(setup)
-    return prompt + latents + setup.is_last * setup.block_activations.output * size.width * tokens.image
+    return setup.is_first * setup.sample.before + setup.is_last * setup.sample.after + _inputs(setup)
 
 
 # --- the moments of a step ---------------------------------------------------------------------
@@ -200,17 +184,18 @@ def _ends(setup: TrainingSetup) -> int:
 
 def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
     """Return moment -> term -> bytes, for everything a step holds in addition to the state."""
-    size, block_activations, batch = setup.size, setup.block_activations, setup.batch
+    sample = setup.sample
+    batch = setup.batch
     saved = setup.in_flight * activation_bytes(setup)
-    work = batch * (block_activations.work + FLASH_BACKWARD) * size.width * setup.tokens.joint
-    one_block = batch * block_activations.largest(size, setup.tokens) + work if setup.blocks else work
+    work = batch * sample.work
+    one_block = batch * sample.largest.saved + work if setup.blocks else work
     # recomputed for one block when the backward pass starts
     recomputed = one_block if setup.checkpointing else work
     if setup.checkpointing == "selective":
-        recomputed -= batch * setup.saved_activations.largest(size, setup.tokens)
+        recomputed -= batch * sample.largest.selective
     gradients = _gradients(setup)
     # activations of one neighbouring stage, gradients of the other
-    exchanged = batch * ((not setup.is_first) + (not setup.is_last)) * _stream(setup)
+    exchanged = batch * ((not setup.is_first) + (not setup.is_last)) * sample.stream
     # before the last micro-batch; graphs add to zeros
     accumulated = _all_gradients(setup) if setup.accumulation > 1 or setup.graphs else 0
     all_copies, block_copies = _weight_copies(setup)
@@ -309,7 +294,7 @@ def _weight_copies(setup: TrainingSetup) -> tuple[int, int]:
 def _optimizer_step(setup: TrainingSetup) -> dict[str, int]:
     """Return the terms of the optimizer step: gradients and working memory. Fused AdamW works in place."""
     gradients = _all_gradients(setup)
-    work = OPTIMIZERS[setup.optimizer].step_bytes * setup.size.width**2
+    work = OPTIMIZERS[setup.optimizer].step_bytes * setup.cost.width**2
     if setup.uses_ddp:
         work = 4 * setup.trained_parameters  # after its first step DDP allocates new buckets beside the old ones
     elif setup.zero_stage == 0:  # flattened for the all-reduce

@@ -1,7 +1,7 @@
 """Decide whether a run replays CUDA graphs; `check` and training share these rules."""
 
-from sd3_light.config import ModelSize, TrainConfig
-from sd3_light.model.fast.choice import why_stock_by_config
+from sd3_light.config import TrainConfig
+from sd3_light.core.cost import Cost, Layout
 
 LAUNCH_BOUND_FLOPS = 1e12
 """FLOPs per block and micro-batch up to which a step is bound by launches: an H200 needs 2 to 3 ms for them, and the
@@ -12,16 +12,14 @@ MAX_GRAPHS = 16
 """Graphs per run, one per shape of a micro-batch. Micro-batches of further shapes run as usual."""
 
 
-def why_no_graphs(
-    config: TrainConfig, size: ModelSize, flops: float, world: int = 1, by_deepspeed: bool = False
-) -> str | None:
+def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout) -> str | None:
     """Return why a run on GPUs launches its kernels one by one, or None if it replays graphs.
 
     ``flops`` are those of its largest micro-batch.
     """
     if config.cuda_graphs is False:
         return "cuda_graphs = false"
-    if by_deepspeed or world > 1:
+    if layout.by_deepspeed or layout.world > 1:
         return "only one process with the torch engine records graphs"
     if config.model.text_tokens == "real":
         return 'text_tokens = "real" gives every batch another shape'
@@ -29,8 +27,8 @@ def why_no_graphs(
         return "an adapter is trained"
     if config.compile:
         return "compile = true"
-    if config.activation_checkpointing and why_stock_by_config(config, size, world, by_deepspeed) is not None:
+    if config.activation_checkpointing and cost.why_stock(config, layout) is not None:
         return "activation_checkpointing in stock blocks reads the state of the random generator"
-    if config.cuda_graphs == "auto" and flops > LAUNCH_BOUND_FLOPS * size.num_layers:
+    if config.cuda_graphs == "auto" and flops > LAUNCH_BOUND_FLOPS * cost.num_blocks:
         return "its kernels take longer than their launches"
     return None

@@ -3,20 +3,9 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from sd3_light.budget.activations import (
-    BFLOAT16,
-    COMPILED,
-    FAST,
-    FAST_SELECTIVE,
-    FLOAT32,
-    SELECTIVE,
-    ActivationBytes,
-)
-from sd3_light.budget.flops import Tokens, block_weights
 from sd3_light.budget.partition import stage_bounds
-from sd3_light.config import ModelSize
 from sd3_light.config.base import Checkpointing
-from sd3_light.config.schema_blocks import TokenRoute
+from sd3_light.core.cost import BlockKind, Compute, Cost, SampleBytes, Tokens
 
 
 @dataclass(frozen=True)
@@ -27,7 +16,7 @@ class TrainingSetup:
     ``stage``, whose layers follow from ``bounds`` (empty: as even in parameters as DeepSpeed makes them).
     """
 
-    size: ModelSize
+    cost: Cost
     tokens: Tokens
     batch: int
     ema_tracks: int = 0
@@ -45,7 +34,6 @@ class TrainingSetup:
     other_models: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
     cache: int = 0  # bytes of the training cache, if it is in GPU memory
     adapter: tuple[int, ...] | None = None  # trained parameters per layer; the denoiser's own are frozen then
-    route: TokenRoute | None = None  # blocks that image tokens skip
     base_bits: int = 16  # bits of a frozen weight in the matrices of the blocks; under 16, one GPU holds all of them
     deepspeed: bool = False
     zero: int = 1
@@ -89,8 +77,8 @@ class TrainingSetup:
         return min(self.accumulation, self.stages - self.stage)
 
     @property
-    def block_kind(self) -> str:
-        """The kind of the joint blocks on GPUs: fast, compiled or stock."""
+    def block_kind(self) -> BlockKind:
+        """The kind of the blocks on GPUs."""
         return "fast" if self.fast else "compiled" if self.compiled else "stock"
 
     # --- the layers of this stage --------------------------------------------------------------
@@ -98,19 +86,18 @@ class TrainingSetup:
     @cached_property
     def layer_bounds(self) -> tuple[int, ...]:
         """Bounds of the stages in the list of layers."""
-        weights = self.size.layer_parameters() if self.adapter is None else self.adapter
+        weights = self.cost.layer_parameters if self.adapter is None else self.adapter
         return self.bounds or stage_bounds(weights, self.stages, "parameters")
 
     @cached_property
     def layers(self) -> range:
-        """The layers of this stage, out of embed, blocks and output."""
+        """The layers of this stage."""
         return range(self.layer_bounds[self.stage], self.layer_bounds[self.stage + 1])
 
     @property
     def blocks(self) -> range:
-        """The joint blocks of this stage, counted from 0."""
-        last = self.size.num_layers
-        return range(max(self.layers.start - 1, 0), min(self.layers.stop - 1, last))
+        """The blocks of this stage, counted from 0."""
+        return range(max(self.layers.start - 1, 0), min(self.layers.stop - 1, self.cost.num_blocks))
 
     @property
     def is_first(self) -> bool:
@@ -120,12 +107,12 @@ class TrainingSetup:
     @property
     def is_last(self) -> bool:
         """Whether this stage computes the loss."""
-        return self.size.num_layers + 1 in self.layers
+        return self.cost.num_blocks + 1 in self.layers
 
     @cached_property
     def parameters(self) -> int:
         """All parameters of this stage, P."""
-        return sum(self.size.layer_parameters()[self.layers.start : self.layers.stop])
+        return sum(self.cost.layer_parameters[self.layers.start : self.layers.stop])
 
     @cached_property
     def trained_parameters(self) -> int:
@@ -137,7 +124,7 @@ class TrainingSetup:
         """Bytes of the frozen weights under an adapter: in their compute dtype, or quantized with their scales."""
         if self.adapter is None:
             return 0
-        quantized = sum(vars(block_weights(self.size)).values()) if self.base_bits < 16 else 0
+        quantized = self.cost.block_matrices if self.base_bits < 16 else 0
         scales = quantized / 64 * (1 + 4 / 256) if self.base_bits == 4 else 0  # 8-bit rows' scales are negligible
         width = 4 if self.compute_dtype == "float32" else 2
         return round((self.parameters - quantized) * width + quantized * self.base_bits / 8 + scales)
@@ -145,30 +132,9 @@ class TrainingSetup:
     @property
     def block_parameters(self) -> int:
         """Parameters of the largest block of this stage."""
-        return max((self.size.layer_parameters()[block + 1] for block in self.blocks), default=0)
+        return max((self.cost.layer_parameters[block + 1] for block in self.blocks), default=0)
 
-    def tokens_in(self, block: int) -> Tokens:
-        """Return the tokens of a sample in a block, counted from 0."""
-        if self.route is None:
-            return self.tokens
-        return Tokens(self.route.tokens_in(block + 1, self.tokens.image), self.tokens.text)
-
-    # --- activations ---------------------------------------------------------------------------
-
-    @property
-    def block_activations(self) -> ActivationBytes:
-        """Bytes that a block holds while it is computed."""
-        is_float32 = self.compute_dtype == "float32"
-        if not (self.fast or self.compiled):
-            return FLOAT32 if is_float32 else BFLOAT16
-        # float32 saves the same tensors as bf16, twice as wide
-        held = FAST if self.fast else COMPILED
-        return held.doubled() if is_float32 else held
-
-    @property
-    def saved_activations(self) -> ActivationBytes:
-        """Bytes that a block saves until its backward pass, unless whole blocks are checkpointed."""
-        if self.checkpointing != "selective":
-            return self.block_activations
-        saved = FAST_SELECTIVE if self.fast else SELECTIVE
-        return saved.doubled() if self.compute_dtype == "float32" else saved
+    @cached_property
+    def sample(self) -> SampleBytes:
+        """The memory of one sample."""
+        return self.cost.sample_bytes(self.tokens, Compute(self.block_kind, self.compute_dtype))

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, ModelSize
+from sd3_light.core.checks import ModelChecks
+from sd3_light.core.cost import Cost
 from sd3_light.core.encoding import Encoding
+from sd3_light.core.fast_blocks import FastBlocks
 from sd3_light.core.files import Files
 from sd3_light.core.sampling import Sampling
 from sd3_light.core.start import WeightsStart
@@ -79,3 +82,17 @@ class Family(ABC):
     @abstractmethod
     def training(self) -> TrainingParts:
         """What a run needs beside the weights."""
+
+    @property
+    @abstractmethod
+    def checks(self) -> ModelChecks:
+        """What `check` and `new` read in a model folder."""
+
+    @property
+    @abstractmethod
+    def fast_blocks(self) -> FastBlocks | None:
+        """The family's own kernels; None if it has none."""
+
+    @abstractmethod
+    def cost(self, start: WeightsStart, model: ModelConfig) -> Cost:
+        """Return the cost of training the denoiser of ``start``."""

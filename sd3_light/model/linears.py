@@ -34,11 +34,12 @@ def adapter_layer_parameters(size: ModelSize, adapter: AdapterConfig) -> tuple[i
     """Return the number of parameters that the adapter adds to each layer: embed, the joint blocks, output."""
     layers, parameters = size.linear_layers(), [0] * (size.num_layers + 2)
     for name in match_targets(layers, adapter.target_modules):
-        parameters[layer_index(name)] += _weights(layers[name], adapter)
+        parameters[layer_index(name)] += adapter_weights(layers[name], adapter)
     return tuple(parameters)
 
 
-def _weights(shape: Shape, adapter: AdapterConfig) -> int:
+def adapter_weights(shape: Shape, adapter: AdapterConfig) -> int:
+    """Return the number of parameters that the adapter adds to a linear layer."""
     inputs, outputs = shape
     if adapter.type == "lora":
         return adapter.rank * (inputs + outputs) + (outputs if adapter.use_dora else 0)

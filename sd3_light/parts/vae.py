@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import SD3_LATENTS, tf32_convolutions
-from sd3_light.model.fast.self_check import why_not_compiled
+from sd3_light.model.compiling import why_not_compiled
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.part_configs import read_config
 from sd3_light.parts.discriminator import Discriminator, frozen_call

@@ -1,50 +1,48 @@
-"""Which blocks a run uses: the fast ones, or the stock ones, compiled or not. All processes decide alike."""
+"""Which blocks a run uses: the family's fast ones, or the stock ones, compiled or not. All processes decide alike."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
-from diffusers import SD3Transformer2DModel
+from torch import nn
 
-from sd3_light.config import ModelSize, TrainConfig
+from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.cost import BlockKind, Cost, Layout
+from sd3_light.core.registry import family_of
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
-from sd3_light.model.fast.forward import why_stock
-from sd3_light.model.fast.self_check import KernelShape, kernel_problem, why_not_compiled
+from sd3_light.model.compiling import why_not_compiled
 from sd3_light.runlog import info
 
 
 class Blocks(NamedTuple):
     """The blocks of a run, and why they are not the fast ones."""
 
-    kind: Literal["fast", "compiled", "stock"]
+    kind: BlockKind
     why_stock: str | None = None
 
 
-def require_blocks(
-    config: TrainConfig, size: ModelSize, launch: Launch, device: torch.device, by_deepspeed: bool
-) -> None:
+def require_blocks(config: TrainConfig, cost: Cost, launch: Launch, device: torch.device, by_deepspeed: bool) -> None:
     """Raise a UserError if the config requires blocks that cannot run, as far as this is known without the model."""
-    reason = _why_stock(config, size, None, launch, device, by_deepspeed)
-    _require(config, reason, reason or why_no_fp8(size, _capability(device)))
+    reason = _why_stock(config, cost, None, Layout(launch.world, by_deepspeed), device)
+    _require(config, reason, reason or cost.why_no_fp8(_capability(device)))
 
 
 def choose_blocks(
     config: TrainConfig,
-    size: ModelSize,
-    transformer: SD3Transformer2DModel,
+    cost: Cost,
+    denoiser: nn.Module,
     launch: Launch,
     device: torch.device,
     groups: ProcessGroups,
     by_deepspeed: bool = False,
 ) -> Blocks:
     """Decide which blocks run, and print it on a GPU; raise a UserError if the config requires unavailable ones."""
-    blocks = decide_blocks(config, size, transformer, launch, device, groups, by_deepspeed)
+    blocks = decide_blocks(config, cost, denoiser, launch, device, groups, by_deepspeed)
     why_plain = blocks.why_stock
     if config.fp8:
-        reason = why_no_fp8(size, _capability(device))
-        why_plain = why_plain or groups.first_problem(reason or _kernel_problem(config, transformer, device, fp8=True))
+        reason = cost.why_no_fp8(_capability(device))
+        why_plain = why_plain or groups.first_problem(reason or _kernel_problem(config, denoiser, device, fp8=True))
     _require(config, blocks.why_stock, why_plain)
     if device.type == "cuda":
         kinds = {"fast": "fast kernels", "compiled": "stock, compiled", "stock": "stock"}
@@ -56,8 +54,8 @@ def choose_blocks(
 
 def decide_blocks(
     config: TrainConfig,
-    size: ModelSize,
-    transformer: SD3Transformer2DModel,
+    cost: Cost,
+    denoiser: nn.Module,
     launch: Launch,
     device: torch.device,
     groups: ProcessGroups,
@@ -67,10 +65,11 @@ def decide_blocks(
 
     A GPU whose kernels fail their self-check runs the stock blocks compiled, if they can be.
     """
-    reason = groups.first_problem(_why_stock(config, size, transformer, launch, device, by_deepspeed))
+    layout = Layout(launch.world, by_deepspeed)
+    reason = groups.first_problem(_why_stock(config, cost, denoiser, layout, device))
     if reason is not None:
         return Blocks("compiled" if config.compile else "stock", reason)
-    broken = groups.first_problem(_kernel_problem(config, transformer, device))
+    broken = groups.first_problem(_kernel_problem(config, denoiser, device))
     if broken is None:
         return Blocks("fast")
     why_not = "activation_checkpointing = 'selective'" if config.activation_checkpointing == "selective" else None
@@ -78,26 +77,19 @@ def decide_blocks(
 
 
 def _why_stock(
-    config: TrainConfig,
-    size: ModelSize,
-    transformer: SD3Transformer2DModel | None,
-    launch: Launch,
-    device: torch.device,
-    by_deepspeed: bool,
+    config: TrainConfig, cost: Cost, denoiser: nn.Module | None, layout: Layout, device: torch.device
 ) -> str | None:
-    reason = why_stock_by_config(config, size, launch.world, by_deepspeed) or why_stock_on_device(config, device.type)
-    return reason or (why_stock(transformer) if transformer is not None else None)
+    family = family_of(config.model)
+    if family.fast_blocks is None:
+        return f"{family.title} has no fast blocks"
+    return cost.why_stock(config, layout) or family.fast_blocks.why_not(config, device, denoiser)
 
 
-def _kernel_problem(
-    config: TrainConfig, transformer: SD3Transformer2DModel, device: torch.device, fp8: bool = False
-) -> str | None:
-    """Return what is wrong with the kernels on this process's GPU; a CPU runs their reference."""
-    if device.type != "cuda":
-        return None
-    model = transformer.config
-    shape = KernelShape(model.num_attention_heads, model.attention_head_dim, config.model.transformer_dtype, fp8)
-    return kernel_problem(shape, device)
+def _kernel_problem(config: TrainConfig, denoiser: nn.Module, device: torch.device, fp8: bool = False) -> str | None:
+    """Return what is wrong with the kernels on this process's device."""
+    fast = family_of(config.model).fast_blocks
+    assert fast is not None, "a family without fast blocks runs the stock ones"
+    return fast.kernel_problem(config, device, denoiser, fp8)
 
 
 def _require(config: TrainConfig, why_stock: str | None, why_no_fp8: str | None) -> None:

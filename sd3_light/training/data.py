@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from sd3_light.budget.flops import image_tokens, step_flops
-from sd3_light.config import DatasetConfig, LoadedConfig, ModelSize, TrainConfig, batch_size_for
-from sd3_light.config.schema_blocks import TokenRoute
+from sd3_light.budget.training_flops import step_flops
+from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.core.batch import Batch
+from sd3_light.core.cost import Cost
 from sd3_light.core.training import Preparer
 from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
@@ -177,23 +177,15 @@ def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> Step
         yield [placeholder_batch(order.batch_size(step) // world // micro)] * micro
 
 
-def flops_counter(
-    size: ModelSize, world: int, adapter: bool = False, route: TokenRoute | None = None
-) -> Callable[[Sequence[Batch]], int]:
+def flops_counter(cost: Cost, world: int, adapter: bool = False) -> Callable[[Sequence[Batch]], int]:
     """Return a function that counts the FLOPs of a step over all processes, from the tokens in its micro-batches.
 
     It returns 0 for placeholder batches.
     """
 
     def flops(batches: Sequence[Batch]) -> int:
-        total = 0
-        for batch in batches:
-            if not batch.values:
-                return 0
-            height, width = (8 * side for side in batch["noisy"].shape[-2:])
-            prompt, lengths = batch["prompt"], batch.lengths("prompt")
-            counts = [prompt.shape[1]] * len(prompt) if lengths is None else lengths.tolist()
-            total += step_flops(size, image_tokens(width, height), counts, adapter, route)
-        return total * world
+        if not all(batch.values for batch in batches):
+            return 0
+        return world * sum(step_flops(cost, cost.batch_tokens(batch), adapter) for batch in batches)
 
     return flops

@@ -72,7 +72,7 @@ def _checkpoint_bytes(setup: TrainingSetup) -> int:
 
 def _export_bytes(train: TrainConfig, setup: TrainingSetup) -> int:
     """Return the size of an export without the parts that are links to the base model's."""
-    trained = setup.size.num_parameters() if setup.adapter is None else sum(setup.adapter)
+    trained = setup.cost.parameters if setup.adapter is None else sum(setup.adapter)
     return trained * _DTYPE_BYTES[train.save_dtype]
 
 

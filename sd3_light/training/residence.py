@@ -2,60 +2,66 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from sd3_light.budget.flops import Tokens, image_tokens
 from sd3_light.budget.gpu_memory import CONTEXT_BYTES, gpu_memory
 from sd3_light.budget.residence import FROM_HOST, ResidenceChoice, Room, choose_residence
-from sd3_light.config import ModelSize, TrainConfig, batch_size_for
+from sd3_light.config import TrainConfig, batch_size_for
+from sd3_light.core.cost import Cost, Layout
 from sd3_light.data.order import Order
 from sd3_light.data.resident import CacheTooLarge, ResidentCache
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.model.pipeline_folder import text_shape
 from sd3_light.runlog import info
 from sd3_light.system import available_memory
 from sd3_light.training.data import load_cache
 from sd3_light.training.model_facts import bucket_size
-from sd3_light.training.run_setup import run_setup
+from sd3_light.training.run_setup import BatchPlan, run_setup
 
 _PLACES = {"stream": "streamed from its shards", "host": "in host memory", "device": "in GPU memory"}
 
 
+@dataclass(frozen=True)
+class TrainingProcess:
+    """A process of a run: its rank, its device, the groups it belongs to, and whether DeepSpeed trains."""
+
+    launch: Launch
+    device: torch.device
+    groups: ProcessGroups
+    by_deepspeed: bool = False
+
+
 def place_cache(
-    data: CachedDataset,
-    order: Order,
-    config: TrainConfig,
-    size: ModelSize,
-    launch: Launch,
-    device: torch.device,
-    by_deepspeed: bool,
-    groups: ProcessGroups,
+    data: CachedDataset, order: Order, config: TrainConfig, cost: Cost, process: TrainingProcess
 ) -> ResidentCache | None:
     """Read the cache into the memory of host or device, as the config says or as fits; None if it is streamed.
 
     A cache that was chosen to be in memory and does not fit after all is streamed by all ranks.
     """
+    launch = process.launch
+    device = process.device
     reads_data = launch.reads_data(config.pipeline_stages)
     if config.residence != "auto":
         return load_cache(data, config, launch, device) if reads_data else None
-    room = room_for_cache(data, config, size, launch, device, by_deepspeed)
-    choice = _choose(data, order, config, groups.gathered(room))
+    room = room_for_cache(data, config, cost, process)
+    choice = _choose(data, order, config, process.groups.gathered(room))
     info(f'cache: {_PLACES[choice.residence]} (cache_residence = "auto": {choice.reason})')
     if choice.residence == "stream":
         return None
     chosen = config.model_copy(update={"cache_residence": choice.residence})
-    resident, problem = None, None
+    resident = None
+    problem = None
     try:
         resident = load_cache(data, chosen, launch, device) if reads_data else None
     except (CacheTooLarge, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
         problem = str(error).partition("\n")[0]
-    problem = groups.first_problem(problem)
+    problem = process.groups.first_problem(problem)
     if problem is None:
         return resident
     info(f"cache: {_PLACES['stream']}, because it could not be loaded ({problem})")
@@ -71,28 +77,19 @@ def _is_out_of_memory(error: Exception) -> bool:
     return is_full or "can't allocate memory" in str(error)
 
 
-def room_for_cache(
-    data: CachedDataset,
-    config: TrainConfig,
-    size: ModelSize,
-    launch: Launch,
-    device: torch.device,
-    by_deepspeed: bool,
-) -> Room:
+def room_for_cache(data: CachedDataset, config: TrainConfig, cost: Cost, process: TrainingProcess) -> Room:
     """Return the memory of this process: what it has, and what training takes of it by the formula of `check`."""
-    if device.type != "cuda":
+    launch = process.launch
+    if process.device.type != "cuda":
         return Room(None, 0, available_memory(), launch.local_world)
-    free, total = torch.cuda.mem_get_info(device)
-    text = text_shape(config.model.diffusers_path, config.model.t5_max_length, config.model.text_tokens == "real")
-    setups = [
-        run_setup(
-            *(config, size, Tokens(image_tokens(*bucket_size(bucket)), text.tokens)),
-            *(batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution), launch.world, by_deepspeed),
-            accumulation=config.gradient_accumulation_steps,
-            shapes=len(data.buckets),
-        )
-        for bucket in data.buckets
-    ]
+    free, total = torch.cuda.mem_get_info(process.device)
+    layout = Layout(launch.world, process.by_deepspeed)
+    accumulation = config.gradient_accumulation_steps
+    setups = []
+    for bucket in data.buckets:
+        samples = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
+        plan = BatchPlan(cost.tokens(*bucket_size(bucket)), samples, accumulation, len(data.buckets))
+        setups.append(run_setup(config, cost, layout, plan))
     training = max(gpu_memory(setup).total for setup in setups)
     # other processes may use the GPU; the context of this one is part of the estimate
     return Room(min(total, free + CONTEXT_BYTES), training, available_memory(), launch.local_world)

@@ -15,13 +15,14 @@ import pytest
 import torch
 from PIL import Image
 
-from sd3_light.budget.flops import Tokens
 from sd3_light.budget.gpu_memory import checkpoint_copy_bytes, state_bytes
 from sd3_light.budget.partition import stage_bounds
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import SIZES
+from sd3_light.core.cost import Tokens
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.stages.train import Resume
 from sd3_light.world import write_dataset
@@ -311,7 +312,9 @@ def test_memory_per_process_matches_the_formula(trained: Project, layout: Layout
 
 def require_expected_memory(trained: Project, layout: Layout) -> None:
     """Compare the formula with the weights, moments and averages of each rank and with the size of its checkpoint."""
-    setup = TrainingSetup(SIZES["tiny2"], Tokens(16, 16), 1, ema_tracks=1, world=layout.world, parallel=layout.parallel)
+    setup = TrainingSetup(
+        SD3Cost(SIZES["tiny2"]), Tokens(16, 16), 1, ema_tracks=1, world=layout.world, parallel=layout.parallel
+    )
     setup = replace(setup, deepspeed=layout.deepspeed, zero=layout.zero, stages=layout.stages)
     for rank in range(layout.world):
         case = replace(setup, stage=rank // setup.replicas)

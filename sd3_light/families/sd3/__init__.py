@@ -3,10 +3,15 @@
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from sd3_light.config import ModelConfig
 from sd3_light.core.family import Family
+from sd3_light.core.start import WeightsStart
 
 if TYPE_CHECKING:
+    from sd3_light.families.sd3.checks import SD3Checks
+    from sd3_light.families.sd3.cost import SD3Cost
     from sd3_light.families.sd3.encoding import SD3Encoding
+    from sd3_light.families.sd3.fast_blocks import SD3FastBlocks
     from sd3_light.families.sd3.files import SD3Files
     from sd3_light.families.sd3.sampling import SD3Sampling
     from sd3_light.families.sd3.training import SD3Training
@@ -55,3 +60,23 @@ class SD3(Family):
         from sd3_light.families.sd3.training import SD3Training
 
         return SD3Training()
+
+    @cached_property
+    def checks(self) -> "SD3Checks":
+        """What `check` and `new` read in a model folder."""
+        from sd3_light.families.sd3.checks import SD3Checks
+
+        return SD3Checks()
+
+    @cached_property
+    def fast_blocks(self) -> "SD3FastBlocks":
+        """The kernels of `model/fast`."""
+        from sd3_light.families.sd3.fast_blocks import SD3FastBlocks
+
+        return SD3FastBlocks()
+
+    def cost(self, start: WeightsStart, model: ModelConfig) -> "SD3Cost":
+        """See `Family.cost`."""
+        from sd3_light.families.sd3.cost import SD3Cost
+
+        return SD3Cost(start.size, model, model.route(start.size.num_layers))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_config
 from sd3_light.config.cross_checks import deepspeed_problem
+from sd3_light.core.cost import Layout
 from sd3_light.core.start import WeightsStart
-from sd3_light.model.fast.choice import why_no_fp8
 from sd3_light.stages.check.conclusion import Target, conclude, what_does_not_fit
 from sd3_light.stages.check.disk import PATH_HINT, check_disk, disk_faults
 from sd3_light.stages.check.estimate import RunEstimate, empty_faults, estimate_run
@@ -89,11 +89,12 @@ def run(loaded: LoadedConfig, world: int | None = None, by_deepspeed: bool = Fal
     """
     start = require(loaded)
     stages = loaded.train.pipeline_stages
-    world, by_deepspeed = world or stages, by_deepspeed or stages > 1
+    world = world or stages
+    by_deepspeed = by_deepspeed or stages > 1
     if by_deepspeed and (problem := deepspeed_problem(loaded.train, world)):
         raise UserError(problem)
-    estimate = estimate_run(loaded, start, world, by_deepspeed)
-    if loaded.train.fp8 and (reason := estimate.why_stock or why_no_fp8(start.size, None)):
+    estimate = estimate_run(loaded, start, Layout(world, by_deepspeed))
+    if loaded.train.fp8 and (reason := estimate.why_stock or estimate.setup.cost.why_no_fp8(None)):
         raise UserError(f"fp8 = true is not available: {reason}; write fp8 = false")
     faults = empty_faults(estimate)
     if faults:

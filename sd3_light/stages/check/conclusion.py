@@ -72,10 +72,11 @@ def first_line(estimate: RunEstimate, conclusion: Sequence[Line]) -> str:
 
 
 def _subject(estimate: RunEstimate) -> Iterator[Line]:
-    size, setup, data = estimate.start.size, estimate.setup, estimate.data
+    setup = estimate.setup
+    data = estimate.data
     trained = "" if setup.adapter is None else f"an adapter of {sum(setup.adapter):,} parameters on "
-    step = "" if estimate.position_step is None else f", position step {estimate.position_step:.3g}"
-    yield "trains", f"{trained}{estimate.start.sentence} ({size.num_parameters():,} parameters{step})"
+    facts = "".join(f", {fact.summary}" for fact in estimate.facts if fact.summary)
+    yield "trains", f"{trained}{estimate.start.sentence} ({setup.cost.parameters:,} parameters{facts})"
     batches = sorted({row.global_batch for row in data.rows})
     batch = f"{batches[0]:,}" if len(batches) == 1 else f"{batches[0]:,} to {batches[-1]:,}"
     epochs = estimate.total_steps / max(1, data.steps)
@@ -94,24 +95,25 @@ def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
 
 
 def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
-    setup, name = estimate.setup, "" if gpu is None else gpu.name
+    setup = estimate.setup
+    name = "" if gpu is None else gpu.name
     blocks = "fp8" if train.fp8 else setup.block_kind
     micro_batches = estimate.total_steps * setup.accumulation
-    layers = estimate.start.size.num_layers
-    seconds = training_seconds(name, blocks, estimate.run_flops.value, micro_batches, layers, setup.world)
+    num_blocks = setup.cost.num_blocks
+    seconds = training_seconds(name, blocks, estimate.run_flops.value, micro_batches, num_blocks, setup.world)
     speed = measured_speed(name, blocks)
     if seconds is None or speed is None:
         return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"
     several = "; several GPUs were not measured" if setup.world > 1 else ""
     share = f"{speed.share_of_peak:.0%} of its peak with {blocks} blocks"
-    at_most = "at most " if estimate.text.real else "about "
+    at_most = setup.cost.text.at_most or "about "
     return f"{at_most}{duration(seconds)} of training steps on {setup.world} x {name} ({share}, measured{several})"
 
 
 def _cpu_time(estimate: RunEstimate) -> str:
     cores = usable_cores()
     seconds = cpu_seconds(estimate.run_flops.value, cores)
-    at_most = "at most " if estimate.text.real else "about "
+    at_most = estimate.setup.cost.text.at_most or "about "
     return f"{at_most}{duration(seconds)} of training steps {cpu_assumption(cores)}"
 
 
@@ -137,9 +139,8 @@ def _cut_prompts(train: TrainConfig) -> list[str]:
 def _disk(train: TrainConfig, estimate: RunEstimate, target: Target) -> Iterator[Line]:
     caches = [data for data in (estimate.data, *estimate.evals) if isinstance(data.cache_dir, Path)]
     missing = sum(data.cache.value for data in caches if not (Path(data.cache_dir) / MANIFEST).is_file())
-    at_most = estimate.text.at_most
     if missing:
-        text = f"{at_most}{format_bytes(missing)}"
+        text = f"{estimate.setup.cost.text.at_most}{format_bytes(missing)}"
         yield "disk, cache", _fits(missing, Path(caches[0].cache_dir), text, target, CACHE_REMEDY)
     elif caches:
         yield "disk, cache", "the cache exists"
@@ -153,7 +154,8 @@ def _fits(needed: int, folder: Path, text: str, target: Target, remedy: str) -> 
 
 
 def _host_memory(estimate: RunEstimate, target: Target) -> str:
-    needed, free = estimate.host.value, available_memory()
+    needed = estimate.host.value
+    free = available_memory()
     text = f"{format_bytes(needed)} per process, without interpreters"
     if free is None or estimate.setup.world > 1 or target.elsewhere:
         return text
@@ -164,7 +166,8 @@ def _host_memory(estimate: RunEstimate, target: Target) -> str:
 
 def _residence(estimate: RunEstimate, target: Target) -> str:
     """Say where the cache is during training, and where else it would fit: "host" or, on GPUs, "device"."""
-    cache, free = estimate.data.cache.value, available_memory()
+    cache = estimate.data.cache.value
+    free = available_memory()
     options = [f'"host" takes {format_bytes(cache)} of host memory per process']
     if free is not None and not target.elsewhere:
         options[0] += f" ({_verdict(cache, int(LARGEST_SHARE * free))}: {format_bytes(free)} are free)"
@@ -180,7 +183,9 @@ def _residence(estimate: RunEstimate, target: Target) -> str:
 
 def _auto(estimate: RunEstimate, target: Target) -> str:
     """Say where `cache_residence = "auto"` puts the cache; all processes count as those of one machine."""
-    data, setup, gpu = estimate.data, estimate.setup, None if target.gpu is None else target.gpu.total_bytes
+    data = estimate.data
+    setup = estimate.setup
+    gpu = None if target.gpu is None else target.gpu.total_bytes
     if gpu is None and not target.on_cpu:
         return "auto, by the memory of the GPUs when training starts"
     room = Room(gpu, estimate.gpu.total, None if target.elsewhere else available_memory(), setup.world)

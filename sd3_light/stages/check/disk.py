@@ -1,32 +1,28 @@
 """Check a config against the disk, the second pass of law 7."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, ModelSize, UserError
+from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, UserError
 from sd3_light.config.base import DataLocation
-from sd3_light.config.cross_checks import negative_prompts, text_recon_problem, token_problems
+from sd3_light.config.cross_checks import negative_prompts
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
-from sd3_light.core.registry import starting_weights
+from sd3_light.core.registry import family_of, starting_weights
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
-from sd3_light.data.buckets import SIDE_STEP, buckets_for
+from sd3_light.data.buckets import buckets_for
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.sources.access import CONTAINERS, exists
 from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.model import pipeline_folder
 from sd3_light.model.base_values import with_base_values
-from sd3_light.model.linears import match_targets
-from sd3_light.model.positions import start_position_step
-from sd3_light.model.start import configured_size, differences
 from sd3_light.runlog import missing_trackers
 
 PATH_HINT = "relative paths start at the folder of the TOML"
-_STEP_TOLERANCE = 0.01  # of a step that is read from a table in bfloat16
 
 
 def disk_faults(loaded: LoadedConfig, caching: bool = False, with_size: bool = True) -> list[Fault]:
@@ -44,23 +40,23 @@ def check_disk(
     checks = _DiskChecks(loaded)
     if not caching:
         checks.libraries()
-    checks.folder()
+        checks.fast_blocks()
+    checks.add_all(checks.family.checks.folder_faults(checks.model))
     checks.init()
     start = checks.start() if with_size else None
-    checks.encoders()
+    checks.add_all(checks.family.checks.encoder_faults(checks.model, start))
     if start is not None:
-        checks.encoder_widths(start)
-        checks.size(start)
+        checks.add_all(checks.family.checks.key_faults(checks.model, start))
         checks.adapter(start)
-        checks.sampling(start.size)
+        checks.sampling(start)
         checks.continued_values()
-    checks.metrics(None if start is None else start.size)
+    checks.metrics(start)
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
         # training uses a cache at a URL as it is: its machines need not have the images
         if caching or isinstance(dataset.cache_dir, Path):
             checks.sources(dataset)
         if start is not None:
-            checks.buckets(dataset, start.size)
+            checks.buckets(dataset, start)
     checks.outputs()
     checks.memory()
     return start, list(dict.fromkeys(checks.faults))
@@ -70,7 +66,10 @@ class _DiskChecks:
     """Collects the faults of a config that the disk shows."""
 
     def __init__(self, loaded: LoadedConfig) -> None:
-        self.loaded, self.train, self.model = loaded, loaded.train, loaded.train.model
+        self.loaded = loaded
+        self.train = loaded.train
+        self.model = loaded.train.model
+        self.family = family_of(self.model)
         self.faults: list[Fault] = []
 
     def add(self, key: str, problem: str, value: object = None, hint: str | None = None, **more: str) -> None:
@@ -78,6 +77,10 @@ class _DiskChecks:
         self.faults.append(
             Fault(**{"file": str(self.loaded.path), **more}, key=key, problem=problem, value=text, hint=hint)
         )
+
+    def add_all(self, faults: Iterable[Fault]) -> None:
+        """Add faults of this config."""
+        self.faults += [replace(fault, file=str(self.loaded.path)) for fault in faults]
 
     @contextmanager
     def user_errors_of(self, key: str, value: object = None, hint: str | None = None) -> Iterator[None]:
@@ -101,21 +104,13 @@ class _DiskChecks:
 
     # --- the model ----------------------------------------------------------------------------
 
-    def folder(self) -> None:
-        """Check that `diffusers_path` is complete; a denoiser is needed only if weights start there."""
-        folder, key = self.model.diffusers_path, "model.diffusers_path"
-        if not folder.is_dir():
-            hint = "give the diffusers folder of an SD3, or create one with `sd3-light init`"
-            self.add(key, "no such folder", folder, hint)
+    def fast_blocks(self) -> None:
+        """Check that the family has the kernels that the config requires."""
+        if self.family.fast_blocks is not None:
             return
-        with self.user_errors_of(key):
-            if pipeline_folder.is_unfinished(folder):
-                self.add(key, "the folder is unfinished", folder, f"run `sd3-light parts DATA {folder}` again")
-                return
-            for part in pipeline_folder.missing_parts(folder, transformer=start_source(self.model) == folder):
-                self.add(key, f"the folder lacks {part}", folder, "download or copy the whole folder")
-        with self.user_errors_of(key, folder):
-            pipeline_folder.check_configs(folder)
+        for key, remedy in (("fast", 'write fast = "auto"'), ("fp8", "write fp8 = false")):
+            if getattr(self.train, key) is True:
+                self.add(key, f"{self.family.title} has no fast blocks", "true", remedy)
 
     def init(self) -> None:
         """Check that the folder in `init` contains a denoiser; the content of a file is checked with its size."""
@@ -126,56 +121,22 @@ class _DiskChecks:
             self.add(key, "no such folder", init, 'give a folder with a denoiser, a single file, or "random"')
             return
         folder = denoiser_folder(init)
+        hint = f"give an export, a folder of {self.family.title} or its transformer folder"
         with self.user_errors_of(key):
             for part in pipeline_folder.missing_denoiser(folder):
                 problem = f"the folder has no complete denoiser: {folder.relative_to(init) / part} is missing"
-                self.add(key, problem, init, "give an export, an SD3 folder or its transformer folder")
+                self.add(key, problem, init, hint)
 
     def start(self) -> WeightsStart | None:
         """Return the initial weights, or None; other checks report missing files."""
+        if not self.family.checks.has_size(self.model):
+            return None
         source = start_source(self.model)
-        if source is not None and not source.is_file() and not (denoiser_folder(source) / "config.json").is_file():
-            return None
-        if self.model.shape is not None and not self._has_encoders():
-            return None
         key = "model.size" if source is None else "model.init" if self.model.init else "model.diffusers_path"
         start = None
         with self.user_errors_of(key):
             start = starting_weights(self.model)
         return start
-
-    def size(self, start: WeightsStart) -> None:
-        """Check the keys that describe the denoiser against its weights and its number of layers."""
-        model, actual = self.model, start.size
-        if model.text_recon_gamma > 0 and model.text_recon_target_layer > actual.num_layers - 2:
-            value, key = model.text_recon_target_layer, "model.text_recon_target_layer"
-            self.add(key, value=value, **text_recon_problem(actual.num_layers))
-        if start.source is None:
-            return
-        for key, fields in token_problems(model, actual.num_layers, actual.pos_embed_max_size).items():
-            self.add(key, **fields)
-        weights, hint = f"the weights in {start.source}", 'remove the key, or give init = "random"'
-        if model.num_layers is not None and model.num_layers != actual.num_layers:
-            self.add("model.num_layers", f"{weights} have {actual.num_layers} layers", model.num_layers, hint)
-        if model.qk_norm is not None and model.qk_norm != actual.qk_norm:
-            problem = f"{weights} {'have' if actual.qk_norm else 'have no'} qk-norm"
-            self.add("model.qk_norm", problem, str(model.qk_norm).lower(), hint)
-        if model.position_step is not None:
-            with self.user_errors_of("model.position_step"):
-                step = start_position_step(start)
-                if step is None or abs(step / model.position_step - 1) > _STEP_TOLERANCE:
-                    table = "another position table" if step is None else f"a position table of step {step:.3g}"
-                    self.add("model.position_step", f"{weights} contain {table}", model.position_step, hint)
-        if model.size is not None or model.shape is not None:
-            # the keys above are checked on their own
-            expected = configured_size(model).with_overrides(
-                None if model.num_layers is None else actual.num_layers,
-                None if model.qk_norm is None else actual.qk_norm,
-            )
-            if names := differences(expected, actual):
-                values = ", ".join(f"{name} {getattr(actual, name)} (not {getattr(expected, name)})" for name in names)
-                chosen = ("model.size", f'"{model.size}"') if model.shape is None else ("model.shape", None)
-                self.add(chosen[0], f"{weights} have {values}", chosen[1], hint)
 
     def adapter(self, start: WeightsStart) -> None:
         """Check that an adapter has trained weights below it, matching layers and a file to start from."""
@@ -189,37 +150,7 @@ class _DiskChecks:
         if existing is not None and not existing.exists():
             self.add("adapter.init_from_existing", "no such file or folder", existing)
         with self.user_errors_of("adapter.target_modules", hint="see docs/finetune.md for names and patterns"):
-            match_targets(start.size.linear_layers(), adapter.target_modules)
-
-    def encoders(self) -> None:
-        """Check that encoders and VAE are those of an SD3; other checks report missing files."""
-        folder, length, key = self.model.diffusers_path, self.model.t5_max_length, "model.diffusers_path"
-        if not self._has_encoders():
-            return
-        with self.user_errors_of(key, folder):
-            for problem in (*_latent_problems(folder), *_text_problems(folder, length)):
-                self.add(key, problem, folder)
-            longest = pipeline_folder.tokenizer_length(folder / "tokenizer_3")
-            if longest is not None and length > longest:
-                problem, allowed = f"tokenizer_3 accepts at most {longest} tokens", f"1 to {longest}"
-                self.add("model.t5_max_length", problem, length, allowed=allowed)
-
-    def encoder_widths(self, start: WeightsStart) -> None:
-        """Check that the denoiser accepts what encoders and VAE return."""
-        folder, hint = self.model.diffusers_path, None
-        if start.source is None:
-            hint = (
-                "write [model.shape] instead of a size: it takes the widths of the folder, as in `sd3-light new icons`"
-            )
-        if self._has_encoders():
-            with suppress(UserError):  # reported with the encoders
-                for problem in _width_problems(folder, self.model.t5_max_length, start.size):
-                    self.add("model.diffusers_path", problem, folder, hint)
-
-    def _has_encoders(self) -> bool:
-        """Whether the configs of VAE and text encoders exist."""
-        parts = ("vae", *pipeline_folder.TEXT_ENCODER_FOLDERS)
-        return all((self.model.diffusers_path / part / "config.json").is_file() for part in parts)
+            self.family.cost(start, self.model).adapter_parameters(adapter)
 
     # --- the data -----------------------------------------------------------------------------
 
@@ -229,9 +160,11 @@ class _DiskChecks:
             for key, problem, path in _path_problems(directory):
                 self.add(f"directory[{index}].{key}", problem, path, PATH_HINT, file=str(dataset.path))
 
-    def buckets(self, dataset: DatasetConfig, size: ModelSize) -> None:
+    def buckets(self, dataset: DatasetConfig, start: WeightsStart) -> None:
         """Check that no bucket is larger than the denoiser's position table."""
-        limit = size.pos_embed_max_size * SIDE_STEP
+        limit = self.family.checks.largest_side(start)
+        if limit is None:
+            return
         problem = f"the denoiser's position table ends at {limit} px"
         hint = "choose smaller resolutions, or narrower ratios (min_ar, max_ar)"
         for index, directory in enumerate(dataset.directories):
@@ -248,18 +181,19 @@ class _DiskChecks:
         with self.user_errors_of(key):
             text = with_base_values(self.model).uncond_text
             faults = negative_prompts(self.train, text or "zero") if self.model.uncond_text is None else ()
-            self.faults += [replace(fault, file=str(self.loaded.path)) for fault in faults]
+            self.add_all(faults)
 
-    def sampling(self, size: ModelSize) -> None:
+    def sampling(self, start: WeightsStart) -> None:
         """Check that no sample image is larger than the denoiser's position table."""
-        settings, limit = self.train.sampling, size.pos_embed_max_size * SIDE_STEP
+        settings = self.train.sampling
+        limit = self.family.checks.largest_side(start)
         sizes = {"sampling.size": settings.size}
         sizes |= {f"sampling.image[{index}].size": image.size for index, image in enumerate(settings.image)}
         for key, sides in sizes.items():
-            if sides is not None and max(sides) > limit:
+            if limit is not None and sides is not None and max(sides) > limit:
                 self.add(key, f"the denoiser's position table ends at {limit} px", list(sides), "choose a smaller size")
 
-    def metrics(self, size: ModelSize | None) -> None:
+    def metrics(self, start: WeightsStart | None) -> None:
         """Check the dataset TOML and the folder of [metrics]."""
         table = self.train.metrics
         if table is None:
@@ -274,8 +208,8 @@ class _DiskChecks:
         self.faults += faults
         dataset = DatasetConfig(table.dataset, table.dataset.with_suffix(".cache"), directories)
         self.sources(dataset)
-        if size is not None:
-            self.buckets(dataset, size)
+        if start is not None:
+            self.buckets(dataset, start)
 
     # --- outputs and memory -------------------------------------------------------------------
 
@@ -308,32 +242,6 @@ class _DiskChecks:
         with suppress(UserError):  # a missing or damaged manifest is reported elsewhere
             if problem := Manifest.load(folder).too_large():
                 self.add(key, problem, value)
-
-
-def _latent_problems(folder: Path) -> Iterator[str]:
-    _, shrink = pipeline_folder.vae_shape(folder)
-    if shrink * ModelSize.patch_size != SIDE_STEP:
-        yield f"its VAE shrinks images {shrink} times, an SD3 VAE {SIDE_STEP // ModelSize.patch_size} times"
-
-
-def _text_problems(folder: Path, t5_max_length: int) -> Iterator[str]:
-    text, positions = pipeline_folder.text_shape(folder, t5_max_length), pipeline_folder.clip_positions(folder)
-    if text.clip_tokens > positions:
-        yield f"its tokenizer produces {text.clip_tokens} tokens and its CLIP encoders accept at most {positions}"
-    if text.clip_width > text.t5_width:
-        widths = f"{text.clip_l_width} + {text.clip_g_width}"
-        yield f"its CLIP encoders together ({widths}) are wider than T5 ({text.t5_width})"
-
-
-def _width_problems(folder: Path, t5_max_length: int, size: ModelSize) -> Iterator[str]:
-    """Yield what encoders and VAE return in another width than the denoiser needs."""
-    text, (channels, _) = pipeline_folder.text_shape(folder, t5_max_length), pipeline_folder.vae_shape(folder)
-    if channels != size.latent_channels:
-        yield f"its VAE has {channels} latent channels and the denoiser ({size.name}) needs {size.latent_channels}"
-    if text.t5_width != size.text_width:
-        yield f"its T5 is {text.t5_width} wide and the denoiser ({size.name}) needs {size.text_width}"
-    if text.pooled_width != size.pooled_width:
-        yield f"its pooled text is {text.pooled_width} wide and the denoiser ({size.name}) needs {size.pooled_width}"
 
 
 def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataLocation]]:

@@ -15,8 +15,8 @@ from sd3_light.budget.data_bytes import (
     resident_index_bytes,
     sample_bytes,
 )
-from sd3_light.budget.flops import Tokens, image_tokens, training_flops
 from sd3_light.budget.gpu_memory import GpuMemory, checkpoint_copy_bytes, gpu_memory
+from sd3_light.budget.training_flops import training_flops
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import (
     BatchSize,
@@ -29,8 +29,9 @@ from sd3_light.config import (
     TrainConfig,
     batch_size_for,
 )
-from sd3_light.config.schema_blocks import TokenRoute
 from sd3_light.core.caption_lengths import CutCaptions, count_cut_captions
+from sd3_light.core.checks import ModelFact
+from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.data.buckets import Bucket
@@ -38,12 +39,10 @@ from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.data.rejects import Rejects
 from sd3_light.data.store.remote import download_bytes
-from sd3_light.model.fast.choice import why_stock_by_config
 from sd3_light.model.pipeline_folder import text_shape
-from sd3_light.model.positions import start_position_step
 from sd3_light.model.text_shape import TextShape
 from sd3_light.stages.check.count import BucketCount, SampleCounts, count_samples
-from sd3_light.training.run_setup import run_setup
+from sd3_light.training.run_setup import BatchPlan, run_setup
 
 
 @dataclass(frozen=True)
@@ -98,14 +97,14 @@ class RunEstimate:
     """The numbers of a run; memory is that of the costliest bucket. ``why_stock``: why GPUs run stock blocks.
 
     With ``residence`` "auto" memory does not contain the cache, which is in memory only if it fits beside the rest.
-    ``position_step`` is None if the weights contain a position table of another kind.
+    ``facts`` are shown about the weights.
     """
 
     path: Path
     setup: TrainingSetup
     why_stock: str | None
     start: WeightsStart
-    position_step: float | None
+    facts: tuple[ModelFact, ...]
     text: TextShape
     data: DatasetEstimate
     evals: tuple[DatasetEstimate, ...]
@@ -116,13 +115,16 @@ class RunEstimate:
     residence: str
 
 
-def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_deepspeed: bool = False) -> RunEstimate:
-    """Scan the data and estimate a run on ``world`` GPUs of a config without disk faults."""
+def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> RunEstimate:
+    """Scan the data and estimate a run of a config without disk faults."""
     train = loaded.train
-    assert world % train.pipeline_stages == 0, "only whole pipelines train"
+    family = family_of(train.model)
+    assert layout.world % train.pipeline_stages == 0, "only whole pipelines train"
     text = text_shape(train.model.diffusers_path, train.model.t5_max_length, train.model.text_tokens == "real")
-    by_deepspeed = by_deepspeed or train.pipeline_stages > 1
-    estimator = _Estimator(train, start, text, world, by_deepspeed, train.gradient_accumulation_steps)
+    layout = layout._replace(by_deepspeed=layout.by_deepspeed or train.pipeline_stages > 1)
+    cost = family.cost(start, train.model)
+    channels = start.size.latent_channels
+    estimator = _Estimator(train, cost, text, channels, layout, train.gradient_accumulation_steps)
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
     resident = data.cache.value if train.residence == "device" else 0
@@ -134,9 +136,9 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, world: int = 1, by_d
     return RunEstimate(
         path=loaded.path,
         setup=setup,
-        why_stock=estimator.why_stock,
+        why_stock=cost.why_stock(train, layout),
         start=start,
-        position_step=start_position_step(start),
+        facts=family.checks.facts(start),
         text=text,
         data=data,
         evals=evals,
@@ -171,10 +173,11 @@ class _Estimator:
     """Estimates datasets for one model."""
 
     train: TrainConfig
-    start: WeightsStart
+    cost: Cost
     text: TextShape
-    world: int
-    by_deepspeed: bool
+    channels: int
+    """Latent channels."""
+    layout: Layout
     accumulation: int
     resident: int = 0
     """Bytes of the cache in GPU memory."""
@@ -184,30 +187,20 @@ class _Estimator:
     @property
     def replicas(self) -> int:
         """Data-parallel replicas; the processes of one pipeline count as one."""
-        return self.world // self.train.pipeline_stages
-
-    @property
-    def why_stock(self) -> str | None:
-        """The reason why GPUs would run the stock blocks."""
-        return why_stock_by_config(self.train, self.start.size, self.world, self.by_deepspeed)
-
-    @property
-    def route(self) -> TokenRoute | None:
-        """The blocks that image tokens skip."""
-        return self.train.model.route(self.start.size.num_layers)
+        return self.layout.world // self.train.pipeline_stages
 
     def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetEstimate:
         """Estimate an evaluation set: each sample once, without accumulation."""
         once = replace(self, accumulation=1)
-        batch, repeats = self.train.eval_micro_batch_size_per_gpu, [1.0] * len(dataset.directories)
-        return once.dataset(name, dataset, batch, repeats, streams=True)
+        repeats = [1.0] * len(dataset.directories)
+        return once.dataset(name, dataset, self.train.eval_micro_batch_size_per_gpu, repeats, streams=True)
 
     def dataset(
         self, name: str, dataset: DatasetConfig, batch: BatchSize, repeats: Sequence[float], streams: bool = False
     ) -> DatasetEstimate:
         """Estimate a dataset; an evaluation set always ``streams``."""
         counts = count_samples(dataset, self.train.seed)
-        cache = _cache(counts, dataset.directories, self.text, self.start.size.latent_channels)
+        cache = _cache(counts, dataset.directories, self.text, self.channels)
         on_device = self.train.residence == "device" and not streams
         shapes = sum(map(_num_shapes, counts.buckets.values()))
         estimator = replace(self, resident=cache.value if on_device else 0, shapes=shapes)
@@ -246,12 +239,11 @@ class _Estimator:
         drop = self.train.small_buckets == "drop"
         order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
         pixels = latent_pixels(bucket.width, bucket.height)
-        tokens = Tokens(image_tokens(bucket.width, bucket.height), self.text.tokens)
+        tokens = self.cost.tokens(bucket.width, bucket.height)
         adapter = self.train.adapter is not None
-        checkpointing, route = self.train.activation_checkpointing, self.route
-        flops = training_flops(self.start.size, tokens, checkpointing, adapter, route)
-        samples, masked = sum(count.samples for count in counts), any(count.masked for count in counts)
-        channels = self.start.size.latent_channels
+        flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter)
+        samples = sum(count.samples for count in counts)
+        masked = any(count.masked for count in counts)
         return BucketEstimate(
             bucket=bucket,
             resolution=resolution,
@@ -263,20 +255,16 @@ class _Estimator:
             steps=order.num_batches,
             padding=order.padding,
             tokens=tokens,
-            step_flops=Amount(order.batch * flops.value, f"{self.text.at_most}samples per step·{flops.formula}"),
+            step_flops=Amount(order.batch * flops.value, f"{self.cost.text.at_most}samples per step·{flops.formula}"),
             gpu=gpu_memory(self.setup(tokens, micro_batch)),
-            prepared=batch_bytes(pixels, self.text, micro_batch, masked, channels),
-            latents=latent_bytes(pixels, micro_batch, masked, channels),
-            read=micro_batch * sample_bytes(pixels, self.text, mask=masked, channels=channels).value,
+            prepared=batch_bytes(pixels, self.text, micro_batch, masked, self.channels),
+            latents=latent_bytes(pixels, micro_batch, masked, self.channels),
+            read=micro_batch * sample_bytes(pixels, self.text, mask=masked, channels=self.channels).value,
         )
 
     def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
-        return run_setup(
-            *(self.train, self.start.size, tokens, micro_batch, self.world, self.by_deepspeed),
-            accumulation=self.accumulation,
-            shapes=self.shapes,
-            cache=self.resident,
-        )
+        plan = BatchPlan(tokens, micro_batch, self.accumulation, self.shapes)
+        return run_setup(self.train, self.cost, self.layout, plan, self.resident)
 
 
 def _num_shapes(directories: Mapping[int, BucketCount]) -> int:

@@ -9,7 +9,6 @@ from rich.text import Text
 from sd3_light.budget.amount import format_bytes, format_flops
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.data.manifest import REJECTS_FILE
-from sd3_light.model.text_shape import TextShape
 from sd3_light.pages.formats import plural
 from sd3_light.runlog import ResultTable
 from sd3_light.stages.check.conclusion import Line, first_line
@@ -57,22 +56,23 @@ def _table(lines: Iterable[Sequence[str]]) -> ResultTable:
 
 
 def _lines(estimate: RunEstimate, on_cpu: bool) -> list[tuple[str, str, str]]:
-    size, text, gpu, data = estimate.start.size, estimate.text, estimate.gpu, estimate.data
-    parameters = size.num_parameters()
+    setup = estimate.setup
+    cost = setup.cost
+    text = cost.text
+    gpu = estimate.gpu
+    data = estimate.data
     images = sorted({row.tokens.image for row in data.rows})
-    shape = f"{size.name}: {size.num_layers} layers, {size.num_heads} heads·{size.head_dim}"
-    setup, replicas = estimate.setup, estimate.setup.replicas
     unit = "pipeline" if setup.stages > 1 else "process" if on_cpu else "GPU"
-    batch = f"micro-batch·{setup.accumulation} accumulation·{plural(replicas, unit)}"
+    batch = f"micro-batch·{setup.accumulation} accumulation·{plural(setup.replicas, unit)}"
     batches = sorted({row.global_batch for row in data.rows})
-    fast, why_stock = ("fast kernels", "if they pass their self-check there, else stock"), estimate.why_stock
-    blocks = fast if why_stock is None else ("stock", f"because {why_stock}")
+    fast = ("fast kernels", "if they pass their self-check there, else stock")
+    blocks = fast if estimate.why_stock is None else ("stock", f"because {estimate.why_stock}")
     costliest = max(data.rows, key=lambda row: row.step_flops.value, default=None)
     lines = [
         ("weights start", estimate.start.kind, estimate.start.sentence),
-        ("parameters", f"{parameters:,}", shape),
-        ("position step", *_position_step(estimate)),
-        ("text tokens", f"{text.tokens}", _text_tokens(text)),
+        ("parameters", f"{cost.parameters:,}", cost.description),
+        *((fact.name, fact.value, fact.meaning) for fact in estimate.facts),
+        ("text tokens", f"{text.most}", text.formula),
         ("image tokens", _span(images), "width/16·height/16, by bucket"),
         ("processes", f"{setup.world:,}", layout_text(setup)),
         *([] if on_cpu else [("blocks on GPUs", *blocks)]),
@@ -81,7 +81,7 @@ def _lines(estimate: RunEstimate, on_cpu: bool) -> list[tuple[str, str, str]]:
         ("steps", f"{estimate.total_steps:,}", "max_steps or epochs·steps per epoch, whichever is lower"),
     ]
     if setup.adapter is not None:
-        share = f"{sum(setup.adapter) / parameters:.2%} of the parameters train; the rest is frozen"
+        share = f"{sum(setup.adapter) / cost.parameters:.2%} of the parameters train; the rest is frozen"
         lines.insert(2, ("adapter", f"{sum(setup.adapter):,}", share))
     if costliest is not None:
         flops = costliest.step_flops
@@ -121,20 +121,6 @@ def layout_text(setup: TrainingSetup) -> str:
     return f"{text}, {pipelines} of {setup.stages} stages: layers {layers}"
 
 
-def _text_tokens(text: TextShape) -> str:
-    tokens = f"{text.at_most}CLIP {text.clip_tokens} + T5 {text.t5_tokens}"
-    if text.real:
-        return f"{tokens}; real tokens: memory, cache and FLOPs below are for the longest captions"
-    return f"{tokens}, padded"
-
-
-def _position_step(estimate: RunEstimate) -> tuple[str, str]:
-    origin = "of the size" if estimate.start.source is None else "in the weights"
-    if estimate.position_step is None:
-        return "unknown", f"the position table {origin} is not a table of sines and cosines"
-    return f"{estimate.position_step:.4g}", f"radians between neighbouring tokens of the position table {origin}"
-
-
 def _span(numbers: list[int]) -> str:
     if not numbers:
         return "none"
@@ -152,6 +138,7 @@ def _buckets(data: DatasetEstimate) -> ResultTable:
         resolution = f"{row.resolution[0]}x{row.resolution[1]}"
         table.add_row(str(row.bucket), resolution, *cells, f"{row.cropped:.0%}")
     if rest := rows[MAX_ROWS:]:
-        samples, steps = sum(row.samples for row in rest), sum(row.steps for row in rest)
+        samples = sum(row.samples for row in rest)
+        steps = sum(row.steps for row in rest)
         table.add_row(f"{len(rest)} more", "", f"{samples:,}", "", f"{steps:,}", "", "", "")
     return table

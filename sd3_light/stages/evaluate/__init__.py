@@ -62,10 +62,10 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
         torch.cuda.set_device(device)  # kernels run on the current device
     groups = start_process_group(launch, device, config.dist_timeout_sec)
     family = family_of(config.model)
-    size = family.weights.start(config.model).size
-    blocks = decide_blocks(config, size, denoiser, launch, device, groups)
+    start = family.weights.start(config.model)
+    blocks = decide_blocks(config, family.cost(start, config.model), denoiser, launch, device, groups)
     engine = TorchEngine(family.training.model(denoiser, config, blocks.kind == "fast"), config, launch, device)
-    preparer = family.training.preparer(config, size, None)
+    preparer = family.training.preparer(config, start.size, None)
     with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):
         return dict(Evaluator(loaded, launch, engine, preparer).losses())
 

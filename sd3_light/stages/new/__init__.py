@@ -16,13 +16,11 @@ from sd3_light.config import ConfigFaults, LoadedConfig
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import SCHEME, parse_hub_id
-from sd3_light.core.start import denoiser_folder
+from sd3_light.core.registry import family_of_folder
 from sd3_light.data.sources.records import Rejected
 from sd3_light.data.sources.scan import scan
 from sd3_light.files import write_atomically
 from sd3_light.model.part_configs import read_config
-from sd3_light.model.pipeline_folder import tokenizer_length
-from sd3_light.model.start import folder_size
 from sd3_light.stages import check
 from sd3_light.stages.new.kinds import KINDS, Kind
 from sd3_light.stages.new.memory_plan import MemoryPlan, plan_memory
@@ -35,7 +33,6 @@ _PROMPTS = 4
 _SCANNED = 200  # samples that are read for prompts
 _FEWEST = 100  # steps on a CPU, however slow it is
 _SMALLEST = 16  # a resolution that every model accepts
-_LATENT_PIXELS = 8  # image pixels per latent pixel
 
 
 @dataclass(frozen=True)
@@ -107,8 +104,9 @@ def _step_seconds(estimate: check.RunEstimate, plan: MemoryPlan, gpus: tuple[Gpu
     flops = plan.samples_per_step * epoch_flops / images
     if not gpus:
         return cpu_seconds(flops, usable_cores())
-    layers = estimate.start.size.num_layers
-    return training_seconds(gpus[0].name, estimate.setup.block_kind, flops, plan.accumulation, layers, plan.processes)
+    setup = estimate.setup
+    blocks = setup.cost.num_blocks
+    return training_seconds(gpus[0].name, setup.block_kind, flops, plan.accumulation, blocks, plan.processes)
 
 
 def _located(value: str) -> str:
@@ -146,11 +144,11 @@ def _about_options(error: ConfigFaults) -> ConfigFaults:
 
 def _fitted(values: TextValues, model: Path, kind: Kind, resolution: int | None) -> TextValues:
     """Return values that fit a model: the length of its T5 input, its shift, and the size it was trained at."""
-    t5_length = min(kind.t5_length, tokenizer_length(model / "tokenizer_3") or kind.t5_length)
+    checks = family_of_folder(model).checks
+    t5_length = min(kind.t5_length, checks.text_limit(model) or kind.t5_length)
     shift = float(read_config(model / "scheduler", "scheduler").get("shift", 1.0))
     if resolution is None and kind.continues:
-        trained = folder_size(denoiser_folder(model)).sample_size * _LATENT_PIXELS
-        resolution = min(kind.resolution, trained)
+        resolution = min(kind.resolution, checks.trained_side(model))
     return replace(values, t5_length=t5_length, shift=shift, resolution=resolution or kind.resolution)
 
 

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sd3_light.budget.flops import step_flops
 from sd3_light.budget.gpu_memory import gpu_memory
 from sd3_light.budget.graph_choice import why_no_graphs
 from sd3_light.budget.residence import USABLE
+from sd3_light.budget.training_flops import training_flops
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import Checkpointing
+from sd3_light.core.cost import Layout
 from sd3_light.stages.check import RunEstimate
 from sd3_light.stages.new.kinds import Kind
 from sd3_light.system import Gpu
@@ -67,15 +68,16 @@ def _fitting(
 ) -> MemoryPlan:
     """Return the plan with the largest micro-batch that fits, at most ``micro_batch``, or with one sample."""
     costliest = max(estimate.data.rows, key=lambda row: row.tokens.image)
-    size, tokens = estimate.start.size, costliest.tokens
+    tokens = costliest.tokens
+    cost = estimate.setup.cost
+    flops = training_flops(cost.unrouted, tokens).value
     config = train.model_copy(update={"activation_checkpointing": level})
     while True:
         accumulation = max(1, batch // (micro_batch * processes))
-        flops = step_flops(size, tokens.image, [tokens.text] * micro_batch)
         setup = replace(
             estimate.setup,
             tokens=tokens,
-            graphs=why_no_graphs(config, size, flops, processes) is None,
+            graphs=why_no_graphs(config, cost, micro_batch * flops, Layout(processes)) is None,
             batch=micro_batch,
             accumulation=accumulation,
             checkpointing=level,

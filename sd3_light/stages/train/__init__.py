@@ -14,7 +14,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped
-from sd3_light.core.registry import starting_weights
+from sd3_light.core.registry import family_of, starting_weights
 from sd3_light.data.loader import LoadTimes
 from sd3_light.data.order import Order
 from sd3_light.engines import Engine, Launch, deepspeed
@@ -80,7 +80,8 @@ def run(
     deepspeed.require(loaded.train, launch, by_deepspeed)
     start = starting_weights(loaded.train.model)
     device = launch.device()
-    require_blocks(loaded.train, start.size, launch, device, by_deepspeed)  # raises before anything is opened
+    cost = family_of(loaded.train.model).cost(start, loaded.train.model)
+    require_blocks(loaded.train, cost, launch, device, by_deepspeed)  # raises before anything is opened
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with RunFolder(loaded, launch.is_main) as folder, explain_runtime_errors(_OUT_OF_MEMORY):
@@ -99,7 +100,9 @@ def run(
             if launch.is_main:
                 restore_best(folder.path / FOLDERS[EXPORT], measurer.best)
         training = _make_run(context, state, progress, window)
-        context.announce(describe_start(context.start, context.config.adapter), progress, training.total_steps)
+        context.announce(
+            describe_start(context.start, context.cost, context.config.adapter), progress, training.total_steps
+        )
         driver = Driver(
             run=training,
             launch=launch,
@@ -169,7 +172,6 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         watch_updates(engine, gaps)
     dropout = state.dropout
     reads_data = launch.reads_data(context.stages)
-    size = context.start.size
     return Run(
         engine=engine,
         steps=training_steps(
@@ -186,7 +188,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         log=context.folder.log,
         meter=Meter(launch.world, peak, window, gaps, times),
         requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
-        flops_in=flops_counter(size, share.world, config.adapter is not None, config.model.route(size.num_layers)),
+        flops_in=flops_counter(context.cost, share.world, config.adapter is not None),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
-from sd3_light.budget.flops import Tokens, image_tokens, step_flops
 from sd3_light.budget.residence import Residence
+from sd3_light.budget.training_flops import training_flops
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config import LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.config.cross_checks import config_warnings
+from sd3_light.core.cost import Cost, Layout, Tokens
+from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.data.order import Order
 from sd3_light.data.resident import ResidentCache
@@ -19,7 +21,6 @@ from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.base_values import other_shift
-from sd3_light.model.pipeline_folder import CLIP_TOKENS
 from sd3_light.pages.formats import plural
 from sd3_light.runlog import info
 from sd3_light.stages.train.folder import RunFolder
@@ -36,21 +37,22 @@ from sd3_light.stages.train.resume import (
 from sd3_light.training.data import make_order, open_cache
 from sd3_light.training.disk_space import DOES_NOT_FIT, RUN_REMEDY, RunSteps, compare_with_free, run_disk
 from sd3_light.training.model_facts import ModelFacts, bucket_size, commonest_bucket
-from sd3_light.training.residence import place_cache
-from sd3_light.training.run_setup import run_setup
+from sd3_light.training.residence import TrainingProcess, place_cache
+from sd3_light.training.run_setup import BatchPlan, run_setup
 
 
 @dataclass(frozen=True)
 class RunContext:
     """What the parts of a run share. Some settings of ``config`` may be those of the checkpoint that it resumes from.
 
-    ``start`` names the weights to start from, ``resident`` the cache if it is in memory. ``by_segment``: ranks get the
-    samples of different shards, so that each machine reads few of them.
+    ``start`` names the weights to start from, ``cost`` is that of training them, ``resident`` the cache if it is in
+    memory. ``by_segment``: ranks get the samples of different shards, so that each machine reads few of them.
     """
 
     loaded: LoadedConfig
     config: TrainConfig
     start: WeightsStart
+    cost: Cost
     launch: Launch
     device: torch.device
     by_deepspeed: bool
@@ -99,10 +101,11 @@ class RunContext:
     @property
     def largest_flops(self) -> int:
         """The FLOPs of the largest micro-batch, with padded text."""
-        text, sizes = CLIP_TOKENS + self.config.model.t5_max_length, self.config.micro_batch_size_per_gpu
+        cost = self.cost.unrouted
+        sizes = self.config.micro_batch_size_per_gpu
         batches = {bucket.resolution: batch_size_for(sizes, bucket.resolution) for bucket in self.data.buckets}
-        size = self.start.size
-        return max(step_flops(size, image_tokens(*sides), [text] * count) for sides, count in batches.items())
+        tokens = {sides: Tokens(cost.image_tokens(*sides), cost.longest_text) for sides in batches}
+        return max(samples * training_flops(cost, tokens[sides]).value for sides, samples in batches.items())
 
     def announce(self, trains: str, progress: Progress, total: int) -> None:
         """Open the log; print and log what is about to be trained."""
@@ -135,11 +138,10 @@ class RunContext:
 
     def _warn_of_full_disk(self, total: int) -> None:
         """Print that the run's saves do not fit on the disk, with the numbers of `check`."""
-        order, config = self.order, self.config
-        no_tokens, accumulation = Tokens(0, 0), config.gradient_accumulation_steps
-        setup = run_setup(
-            config, self.start.size, no_tokens, 0, self.stages, self.by_deepspeed, accumulation=accumulation
-        )
+        order = self.order
+        config = self.config
+        plan = BatchPlan(Tokens(0, 0), 0, config.gradient_accumulation_steps)
+        setup = run_setup(config, self.cost, Layout(self.stages, self.by_deepspeed), plan)
         samples = max(bucket.batch for bucket in order.buckets)
         needed, text = run_disk(config, setup, RunSteps(total, order.steps_per_epoch, samples))
         verdict = compare_with_free(needed, self.folder.path, text, RUN_REMEDY)
@@ -180,11 +182,25 @@ def open_context(
     order = make_order(data, loaded, share)
     # one machine keeps the order in which earlier versions distributed samples
     by_segment: bool = groups.decide_on_rank_0(lambda: launch.spans_machines)
-    resident = place_cache(data, order, config, start.size, launch, device, by_deepspeed, groups)
+    cost = family_of(config.model).cost(start, config.model)
+    process = TrainingProcess(launch, device, groups, by_deepspeed)
+    resident = place_cache(data, order, config, cost, process)
     if reads_data and resident is None:
         micro, position = config.gradient_accumulation_steps, progress_in_force(resumed, resume).position
         MicroBatches(data, order, share.rank, share.world, micro, by_segment).prefetch_step(position)
     return RunContext(
-        *(loaded, config, start, launch, device, by_deepspeed, folder, groups, data, order, resumed, resident),
-        by_segment,
+        loaded=loaded,
+        config=config,
+        start=start,
+        cost=cost,
+        launch=launch,
+        device=device,
+        by_deepspeed=by_deepspeed,
+        folder=folder,
+        groups=groups,
+        data=data,
+        order=order,
+        resumed=resumed,
+        resident=resident,
+        by_segment=by_segment,
     )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from sd3_light.budget.graph_choice import why_no_graphs
 from sd3_light.config import AdapterConfig
+from sd3_light.core.cost import Cost, Layout
 from sd3_light.core.model import StepDropout
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
@@ -12,7 +13,6 @@ from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.model.adapter_layers import AdapterDropout
-from sd3_light.model.linears import adapter_layer_parameters
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.stages.train.context import RunContext
@@ -39,7 +39,7 @@ def make_train_state(context: RunContext) -> TrainState:
     denoiser = family.weights.load(start, config.seed)
     choose_what_trains(denoiser, config, device)
     saver = Saver.of(config, denoiser, context.folder.path / "exports", start, context.model_facts)
-    blocks = choose_blocks(config, start.size, denoiser, launch, device, context.groups, context.by_deepspeed)
+    blocks = choose_blocks(config, context.cost, denoiser, launch, device, context.groups, context.by_deepspeed)
     module = family.training.model(denoiser, config, blocks.kind == "fast")
     if blocks.kind == "compiled":
         for block in module.blocks():
@@ -58,8 +58,9 @@ def make_train_state(context: RunContext) -> TrainState:
 
 def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> None:
     """Let the engine replay CUDA graphs if the config allows it and they may help; print it."""
-    config, launch = context.config, context.launch
-    reason = why_no_graphs(config, context.start.size, context.largest_flops, launch.world, context.by_deepspeed)
+    config = context.config
+    layout = Layout(context.launch.world, context.by_deepspeed)
+    reason = why_no_graphs(config, context.cost, context.largest_flops, layout)
     if blocks.kind == "compiled":
         reason = reason or "the blocks are compiled"
     if reason is None:
@@ -69,10 +70,10 @@ def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> 
         info(f"cuda_graphs = true is not available: {reason}; kernels are launched one by one")
 
 
-def describe_start(start: WeightsStart, adapter: AdapterConfig | None) -> str:
+def describe_start(start: WeightsStart, cost: Cost, adapter: AdapterConfig | None) -> str:
     """Describe the weights to start from and what trains."""
     if adapter is None:
         return start.sentence
     kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[adapter.type]
-    count = sum(adapter_layer_parameters(start.size, adapter))
+    count = sum(cost.adapter_parameters(adapter))
     return f"a {kind} of rank {adapter.rank} ({count:,} weights) on the {start.sentence}"

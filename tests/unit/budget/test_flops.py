@@ -6,9 +6,12 @@ from diffusers import SD3Transformer2DModel
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sd3_light.budget.flops import Tokens, block_weights, forward_flops, image_tokens, step_flops, training_flops
+from sd3_light.budget.flops import block_weights, forward_flops, image_tokens
+from sd3_light.budget.training_flops import step_flops, training_flops
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.config.schema_blocks import TokenRoute
+from sd3_light.core.cost import Tokens
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.model.layers import build_layers, run_layers
 from sd3_light.optim.groups import WeightKinds
@@ -39,7 +42,7 @@ def test_flops_match_torchs_count(size: ModelSize, height: int, width: int, text
     forward, backward = counted(size, height, width, text)
     tokens = Tokens(image_tokens(8 * width, 8 * height), text)
     assert BATCH * forward_flops(size, tokens) == forward
-    assert BATCH * training_flops(size, tokens).value == pytest.approx(forward + backward, rel=0.001)
+    assert BATCH * training_flops(SD3Cost(size), tokens).value == pytest.approx(forward + backward, rel=0.001)
 
 
 @pytest.mark.parametrize("size", [small(), small(dual=(0, 1))], ids=["plain", "dual"])
@@ -55,27 +58,30 @@ def test_routed_flops_match_torchs_count(size: ModelSize) -> None:
         with FlopCounterMode(display=False) as backward:
             patches.sum().backward()
     assert BATCH * forward_flops(size, Tokens(16, 7), route) == forward.get_total_flops()
-    routed = training_flops(size, Tokens(16, 7), route=route)
+    cost = SD3Cost(size, route=route)
+    routed = training_flops(cost, Tokens(16, 7))
     total = forward.get_total_flops() + backward.get_total_flops()
     assert BATCH * routed.value == pytest.approx(total, rel=0.001)
-    assert step_flops(size, 16, [7], route=route) == routed.value
+    assert step_flops(cost, {Tokens(16, 7): 1}) == routed.value
     assert "0.75·N in blocks 2 to 2" in routed.formula
 
 
 def test_checkpointing_costs_one_more_forward_which_utilisation_does_not_count() -> None:
     size, tokens = SIZES["sd3.5_medium"], Tokens(256, 333)
-    plain, checkpointed = (training_flops(size, tokens, checkpointing) for checkpointing in (False, True))
+    cost = SD3Cost(size)
+    plain, checkpointed = (training_flops(cost, tokens, checkpointing) for checkpointing in (False, True))
     assert checkpointed.value - plain.value == forward_flops(size, tokens)
-    assert training_flops(size, tokens, "selective") == plain, "it recomputes no product"
-    assert step_flops(size, 256, [333]) == plain.value
+    assert training_flops(cost, tokens, "selective") == plain, "it recomputes no product"
+    assert step_flops(cost, {tokens: 1}) == plain.value
     assert "4·N²·D·13" in plain.formula
 
 
 def test_a_step_counts_each_samples_own_tokens() -> None:
-    size = SIZES["sd3_light"]
-    padded, real = step_flops(size, 256, [333] * 3), step_flops(size, 256, [20, 45, 20])
-    assert padded == 3 * training_flops(size, Tokens(256, 333)).value
-    assert real == sum(training_flops(size, Tokens(256, text)).value for text in (20, 45, 20))
+    cost = SD3Cost(SIZES["sd3_light"])
+    padded = step_flops(cost, {Tokens(256, 333): 3})
+    real = step_flops(cost, {Tokens(256, 20): 2, Tokens(256, 45): 1})
+    assert padded == 3 * training_flops(cost, Tokens(256, 333)).value
+    assert real == sum(training_flops(cost, Tokens(256, text)).value for text in (20, 45, 20))
     assert real < 0.6 * padded
 
 

@@ -14,10 +14,9 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from sd3_light.budget.activations import held_activations, kept_activations
 from sd3_light.budget.amount import format_bytes
-from sd3_light.budget.flops import Tokens
 from sd3_light.budget.gpu_memory import (
-    FLASH_BACKWARD,
     SLACK,
     activation_bytes,
     checkpoint_copy_bytes,
@@ -29,6 +28,8 @@ from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.config.base import Checkpointing
 from sd3_light.config.schema_blocks import BlockPair, TokenRoute
+from sd3_light.core.cost import FLASH_BACKWARD, Compute, Tokens
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.flow.objective import alignment_loss, flow_loss
 from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.model.fast.block import BlockOptions, Keep
@@ -37,7 +38,7 @@ from sd3_light.model.layers import build_layers, run_layers, unpatchify
 from sd3_light.optim.groups import WeightKinds
 from tests.cases import combinations
 
-LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 64)
+LIGHT = TrainingSetup(SD3Cost(SIZES["sd3_light"]), Tokens(256, 333), 64)
 
 
 def small(qk_norm: bool = True, dual: tuple[int, ...] = (), layers: int = 4) -> ModelSize:
@@ -93,12 +94,14 @@ def allocated_in_a_step(setup: TrainingSetup, pair: BlockPair | None = None) -> 
 
     Fake tensors have the storage sizes of real ones and compute nothing: bf16 is very slow on many CPUs.
     """
+    cost: Any = setup.cost
+    size = cost.size
     with FakeTensorMode():
-        transformer = SD3Transformer2DModel(**setup.size.transformer_config()).train()
+        transformer = SD3Transformer2DModel(**size.transformer_config()).train()
         side = 2 * round(setup.tokens.image**0.5)
         noisy, target = torch.randn(2, setup.batch, 16, side, side)
-        prompt = torch.randn(setup.batch, setup.tokens.text, setup.size.text_width, dtype=torch.bfloat16)
-        features = [noisy, torch.rand(setup.batch), prompt, torch.randn(setup.batch, setup.size.pooled_width)]
+        prompt = torch.randn(setup.batch, setup.tokens.text, size.text_width, dtype=torch.bfloat16)
+        features = [noisy, torch.rand(setup.batch), prompt, torch.randn(setup.batch, size.pooled_width)]
         with Allocations() as memory:
             for tensor in (*features, target):
                 memory.count(tensor)
@@ -106,8 +109,10 @@ def allocated_in_a_step(setup: TrainingSetup, pair: BlockPair | None = None) -> 
                 memory._known.add(parameter.untyped_storage()._cdata)
             with torch.autocast("cpu", torch.bfloat16, enabled=setup.compute_dtype != "float32"):
                 inputs = [feature.float() for feature in features]
-                kept = None if setup.route is None else torch.zeros(setup.batch, setup.tokens_in(1).image).int()
-                between = BetweenBlocks(BetweenPlan(setup.route, pair), kept, alignment_loss)
+                kept = None
+                if cost.route is not None:
+                    kept = torch.zeros(setup.batch, cost.route.tokens_in(2, setup.tokens.image)).int()
+                between = BetweenBlocks(BetweenPlan(cost.route, pair), kept, alignment_loss)
                 patches = run_layers(build_layers(transformer), inputs, setup.checkpointing, between)[0]
             loss = flow_loss(unpatchify(patches, side, side), target).mean()
             (loss if between.compared is None else loss + between.compared.mean()).backward()
@@ -130,9 +135,9 @@ DUAL = (0, 1, 2, 3)
 def test_a_step_in_bf16_allocates_what_the_formula_says(
     norms_as_on_gpus: None, checkpointing: Checkpointing, dual: tuple[int, ...], batch: int
 ) -> None:
-    setup = TrainingSetup(small(dual=dual), Tokens(256, 100), batch, checkpointing=checkpointing)
+    setup = TrainingSetup(SD3Cost(small(dual=dual)), Tokens(256, 100), batch, checkpointing=checkpointing)
     formula = gpu_memory(setup).step.value / (1 + SLACK) - next_batch_bytes(setup)
-    inside_kernels = batch * FLASH_BACKWARD * setup.size.width * setup.tokens.joint
+    inside_kernels = batch * FLASH_BACKWARD * setup.cost.width * setup.tokens.joint
     assert formula - inside_kernels == pytest.approx(allocated_in_a_step(setup), rel=0.06)
 
 
@@ -151,9 +156,10 @@ ROUTE, PAIR = TokenRoute(0.5, 2, 5), BlockPair(2, 4)
 def test_routing_and_alignment_allocate_what_the_formula_says(
     norms_as_on_gpus: None, checkpointing: Checkpointing, route: TokenRoute | None, pair: BlockPair | None
 ) -> None:
-    setup = TrainingSetup(small(layers=7), Tokens(256, 40), 12, checkpointing=checkpointing, route=route)
+    cost = SD3Cost(small(layers=7), route=route)
+    setup = TrainingSetup(cost, Tokens(256, 40), 12, checkpointing=checkpointing)
     formula = gpu_memory(setup).step.value / (1 + SLACK) - next_batch_bytes(setup)
-    inside_kernels = 12 * FLASH_BACKWARD * setup.size.width * setup.tokens.joint
+    inside_kernels = 12 * FLASH_BACKWARD * setup.cost.width * setup.tokens.joint
     assert formula - inside_kernels == pytest.approx(allocated_in_a_step(setup, pair), rel=0.06)
 
 
@@ -170,7 +176,7 @@ MEASURED_FAST = [
 
 @pytest.mark.parametrize(("measured", "image", "text", "batch"), MEASURED_FAST)
 def test_fast_blocks_need_what_was_measured(measured: float, image: int, text: int, batch: int) -> None:
-    memory = gpu_memory(TrainingSetup(SIZES["sd3_light"], Tokens(image, text), batch, fast=True))
+    memory = gpu_memory(TrainingSetup(SD3Cost(SIZES["sd3_light"]), Tokens(image, text), batch, fast=True))
     allocated = memory.total - memory.context.value
     assert allocated / 2**30 == pytest.approx(measured, rel=0.05)
 
@@ -178,14 +184,14 @@ def test_fast_blocks_need_what_was_measured(measured: float, image: int, text: i
 @pytest.mark.parametrize(("keep", "checkpointing"), [("all", False), ("products", "selective"), ("inputs", True)])
 def test_fast_blocks_save_what_the_formula_counts(keep: Keep, checkpointing: Checkpointing) -> None:
     """In float32 on a CPU, by the rows that blocks hold between forward and backward."""
-    setup = TrainingSetup(small(), Tokens(64, 40), 2, checkpointing=checkpointing, compute_dtype="float32", fast=True)
-    transformer = SD3Transformer2DModel(**setup.size.transformer_config())
-    pooled = torch.randn(2, setup.size.pooled_width)
-    features = (torch.randn(2, 16, 16, 16), torch.rand(2), torch.randn(2, 40, setup.size.text_width), pooled)
+    size, tokens, compute = small(), Tokens(64, 40), Compute("fast", "float32")
+    transformer = SD3Transformer2DModel(**size.transformer_config())
+    pooled = torch.randn(2, size.pooled_width)
+    features = (torch.randn(2, 16, 16, 16), torch.rand(2), torch.randn(2, 40, size.text_width), pooled)
     patches = FastDenoiser(transformer, torch.float32, BlockOptions(keep=keep))(features)
-    size, tokens = setup.size, setup.tokens
-    of_inputs = size.num_layers * setup.block_activations.stream * size.width * tokens.joint
-    expected = 2 * (of_inputs if keep == "inputs" else setup.saved_activations.total(size, tokens))
+    saved = {False: held_activations(compute), "selective": kept_activations(compute)}
+    of_inputs = size.num_layers * held_activations(compute).stream * size.width * tokens.joint
+    expected = 2 * (of_inputs if checkpointing is True else saved[checkpointing].total(size, tokens))
     # less: the first block has nothing pending, and the output layer holds the last block's result
     few = 2 * 4 * size.width * (tokens.joint + tokens.image)
     assert expected - few <= held_rows(patches) <= expected
@@ -250,8 +256,8 @@ class SavedTensors:
 @pytest.mark.parametrize("dual", [(), (0, 1)])
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_activations_in_float32_are_what_autograd_saves(qk_norm: bool, dual: tuple[int, ...]) -> None:
-    setup = TrainingSetup(small(qk_norm, dual), Tokens(256, 40), 2, compute_dtype="float32")
-    saved = saved_bytes(setup.size, 32, setup.tokens.text, setup.batch)
+    setup = TrainingSetup(SD3Cost(small(qk_norm, dual)), Tokens(256, 40), 2, compute_dtype="float32")
+    saved = saved_bytes(small(qk_norm, dual), 32, setup.tokens.text, setup.batch)
     # on top of it the formula counts target, loss and the incoming bf16 text
     assert saved == pytest.approx(activation_bytes(setup), rel=0.02)
 
@@ -271,7 +277,7 @@ def test_a_compiled_block_saves_what_the_formula_says(norms_as_on_gpus: None, du
     # copies of weights are a separate term; a tensor without tokens in its shape is one of them, or small
     counts = {batch * count for count in (tokens.image, tokens.text)} | {tokens.image, tokens.text, tokens.joint}
     measured = sum(tensor.untyped_storage().nbytes() for tensor in saved.tensors if counts & set(tensor.shape))
-    activations = TrainingSetup(size, tokens, batch, compiled=True).block_activations
+    activations = held_activations(Compute("compiled", "bfloat16"))
     assert measured == pytest.approx(batch * activations.largest(size, tokens), rel=0.02)
 
 
@@ -315,7 +321,7 @@ def test_state_depends_on_the_optimizer() -> None:
     assert state_bytes(replace(LIGHT, optimizer="prodigy")).value == 20 * count
     kinds = WeightKinds(denoiser)
     matrices = sum(weight.numel() for weight in denoiser.parameters() if kinds.is_block_matrix(weight))
-    muon = state_bytes(replace(LIGHT, size=small(), optimizer="muon")).value
+    muon = state_bytes(replace(LIGHT, cost=SD3Cost(small()), optimizer="muon")).value
     assert muon == 4 * matrices + 12 * small().num_parameters() - 4 * matrices - 4 * matrices
 
 
@@ -349,7 +355,7 @@ def test_the_total_is_the_sum_of_its_parts() -> None:
 
 def test_parameters_of_a_block() -> None:
     block = SD3Transformer2DModel(**small().transformer_config()).transformer_blocks[0]
-    setup = replace(LIGHT, size=small())
+    setup = replace(LIGHT, cost=SD3Cost(small()))
     assert setup.block_parameters == sum(p.numel() for p in block.parameters())
 
 

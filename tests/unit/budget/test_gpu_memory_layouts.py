@@ -11,7 +11,6 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
-from sd3_light.budget.flops import Tokens
 from sd3_light.budget.gpu_memory import (
     ZERO3_LIVE_BYTES,
     ZERO_BUCKET_BYTES,
@@ -23,11 +22,13 @@ from sd3_light.budget.gpu_memory import (
 )
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize
+from sd3_light.core.cost import Tokens
 from sd3_light.engines.deepspeed.runtime import BUCKET, MAX_LIVE
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.model.layers import build_layers, run_layers
 
 SMALL = ModelSize("small", 4, 2, 64, 128, 64, 32, 32, 0.5, True)
-LIGHT = TrainingSetup(SIZES["sd3_light"], Tokens(256, 333), 8, ema_tracks=1, world=8, deepspeed=True)
+LIGHT = TrainingSetup(SD3Cost(SIZES["sd3_light"]), Tokens(256, 333), 8, ema_tracks=1, world=8, deepspeed=True)
 
 
 def saved_by(layers: list[Any], inputs: tuple[Tensor, ...]) -> tuple[int, tuple[Tensor, ...]]:
@@ -49,7 +50,7 @@ def test_a_stage_saves_what_its_layers_save() -> None:
     """First, middle and last stage, in float32; the last one's target and error belong to the loss."""
     torch.manual_seed(0)
     batch, keys = 2, {"world": 3, "deepspeed": True, "stages": 3, "bounds": (0, 2, 4, 6)}
-    setup = TrainingSetup(SMALL, Tokens(256, 100), batch, compute_dtype="float32", **keys)  # type: ignore[arg-type]
+    setup = TrainingSetup(SD3Cost(SMALL), Tokens(256, 100), batch, compute_dtype="float32", **keys)  # type: ignore[arg-type]
     layers = build_layers(SD3Transformer2DModel(**SMALL.transformer_config()).train())
     pooled = torch.randn(batch, SMALL.pooled_width)
     state: tuple[Tensor, ...] = (

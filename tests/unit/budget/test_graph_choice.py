@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 
 from sd3_light.budget.amount import format_bytes
-from sd3_light.budget.flops import Tokens, training_flops
 from sd3_light.budget.gpu_memory import gpu_memory, next_batch_bytes
 from sd3_light.budget.graph_choice import why_no_graphs
+from sd3_light.budget.training_flops import training_flops
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, TrainConfig
+from sd3_light.core.cost import Layout, Tokens
+from sd3_light.families.sd3.cost import SD3Cost
 
+DEMO = SD3Cost(SIZES["demo"])
+LIGHT = SD3Cost(SIZES["sd3_light"])
 MODEL: dict[str, Any] = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "demo"}
 
 
@@ -22,18 +26,18 @@ def config(model: dict[str, Any] | None = None, **keys: Any) -> TrainConfig:
 
 
 def reason(train: TrainConfig, flops: float = 1e12, **keys: Any) -> str | None:
-    return why_no_graphs(train, SIZES["demo"], flops, **keys)
+    return why_no_graphs(train, DEMO, flops, Layout(**keys))
 
 
-def flops(size: str, tokens: Tokens, batch: int) -> float:
-    return float(batch * training_flops(SIZES[size], tokens).value)
+def flops(cost: SD3Cost, tokens: Tokens, batch: int) -> float:
+    return float(batch * training_flops(cost, tokens).value)
 
 
 def test_small_steps_are_recorded_and_large_ones_only_on_request() -> None:
-    assert why_no_graphs(config(), SIZES["demo"], flops("demo", Tokens(16, 32), 1024)) is None
-    large = flops("sd3_light", Tokens(256, 333), 128)
-    assert why_no_graphs(config(), SIZES["sd3_light"], large) == "its kernels take longer than their launches"
-    assert why_no_graphs(config(cuda_graphs=True), SIZES["sd3_light"], large) is None
+    assert why_no_graphs(config(), DEMO, flops(DEMO, Tokens(16, 32), 1024), Layout()) is None
+    large = flops(LIGHT, Tokens(256, 333), 128)
+    assert why_no_graphs(config(), LIGHT, large, Layout()) == "its kernels take longer than their launches"
+    assert why_no_graphs(config(cuda_graphs=True), LIGHT, large, Layout()) is None
 
 
 @pytest.mark.parametrize("cuda_graphs", ["auto", True])
@@ -66,7 +70,7 @@ def test_fast_blocks_recompute_activations_in_graphs() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_memory_of_a_recorded_step_stays_allocated(checkpointing: bool) -> None:
-    plain = TrainingSetup(SIZES["demo"], Tokens(16, 32), 1024, fast=True, evaluates=True, checkpointing=checkpointing)
+    plain = TrainingSetup(DEMO, Tokens(16, 32), 1024, fast=True, evaluates=True, checkpointing=checkpointing)
     recorded = replace(plain, graphs=True)
     step, both = gpu_memory(plain).step.value, gpu_memory(recorded).step.value
     assert 1.8 * step < both < 2.3 * step
@@ -75,14 +79,14 @@ def test_the_memory_of_a_recorded_step_stays_allocated(checkpointing: bool) -> N
 
 
 def test_every_recorded_shape_has_its_own_inputs() -> None:
-    setup = TrainingSetup(SIZES["demo"], Tokens(16, 32), 1024, fast=True, graphs=True)
+    setup = TrainingSetup(DEMO, Tokens(16, 32), 1024, fast=True, graphs=True)
     one, ten = (gpu_memory(replace(setup, graph_shapes=shapes)).step.value for shapes in (1, 10))
     assert ten - one == pytest.approx(9 * next_batch_bytes(setup), rel=0.04), "and slack"
 
 
 def test_graphs_add_to_gradients_that_exist_from_the_start() -> None:
     """Also in a step of one micro-batch, where plain gradients appear in the backward pass."""
-    plain = TrainingSetup(SIZES["demo"], Tokens(16, 32), 1024, fast=True)
+    plain = TrainingSetup(DEMO, Tokens(16, 32), 1024, fast=True)
     term = f"accumulated gradients {format_bytes(4 * plain.parameters)}"
     for setup, counted in (
         (plain, False),

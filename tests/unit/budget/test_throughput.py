@@ -2,9 +2,11 @@
 
 import pytest
 
-from sd3_light.budget.flops import Tokens, training_flops
 from sd3_light.budget.throughput import measured_speed, training_seconds
+from sd3_light.budget.training_flops import training_flops
 from sd3_light.config import SIZES, ModelSize
+from sd3_light.core.cost import Tokens
+from sd3_light.families.sd3.cost import SD3Cost
 
 H200 = "NVIDIA H200"
 LIGHT = SIZES["sd3_light"]
@@ -26,7 +28,7 @@ MEASURED = [  # blocks, batch, tokens per image, recomputation, seconds per step
 def test_estimates_are_within_a_fifth_of_what_was_measured(
     blocks: str, size: ModelSize, batch: int, tokens: Tokens, recomputed: bool, seconds: float
 ) -> None:
-    flops = 1000 * batch * training_flops(size, tokens, recomputed).value
+    flops = 1000 * batch * training_flops(SD3Cost(size), tokens, recomputed).value
     estimate = training_seconds(H200, blocks, flops, 1000, size.num_layers)
     assert estimate == pytest.approx(1000 * seconds, rel=0.2)
 

@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sd3_light.budget.flops import Tokens
 from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
+from sd3_light.core.cost import Tokens
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.model import quantized
 from sd3_light.model.adapter_layers import add_adapter, cast_frozen, is_adapter_name
 from sd3_light.model.quantized import quantize_base
@@ -41,7 +42,7 @@ def held_bytes(model: nn.Module) -> int:
 def test_the_base_shrinks_to_the_estimated_bytes(bits: int) -> None:
     model = stock()
     assert quantize_base(model, bits) == 25
-    full = TrainingSetup(SIZES["tiny2"], Tokens(16, 5), 1, compute_dtype="float32", adapter=(0, 1, 1, 0))
+    full = TrainingSetup(SD3Cost(SIZES["tiny2"]), Tokens(16, 5), 1, compute_dtype="float32", adapter=(0, 1, 1, 0))
     setup = replace(full, base_bits=bits)
     assert held_bytes(model) == pytest.approx(setup.frozen_bytes, rel=1e-3)
     assert setup.frozen_bytes < 0.6 * full.frozen_bytes

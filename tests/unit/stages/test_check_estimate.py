@@ -12,9 +12,11 @@ from safetensors.torch import save_file
 
 from sd3_light.budget.amount import format_bytes, format_flops
 from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels, resident_index_bytes
-from sd3_light.budget.flops import Tokens, training_flops
+from sd3_light.budget.training_flops import training_flops
 from sd3_light.config import SIZES, ConfigFaults, LoadedConfig, UserError
+from sd3_light.core.cost import Layout, Tokens
 from sd3_light.core.registry import starting_weights
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.model.positions import position_table
 from sd3_light.stages import check
 from sd3_light.stages.check import RunEstimate, estimate_run, render
@@ -28,7 +30,7 @@ BUCKETED = 'resolutions = [64]\nenable_ar_bucket = true\nar_buckets = [1.0, 2.0]
 
 
 def estimated(loaded: LoadedConfig, world: int = 1) -> RunEstimate:
-    return estimate_run(loaded, starting_weights(loaded.train.model), world)
+    return estimate_run(loaded, starting_weights(loaded.train.model), Layout(world))
 
 
 def shown(estimate: RunEstimate) -> str:
@@ -98,7 +100,7 @@ def test_costs_match_the_formulas(files: Any) -> None:
     (row,) = estimate.data.rows
     assert (estimate.text.clip_tokens, estimate.text.t5_tokens) == (20, 12)
     assert row.tokens == Tokens(16, 32)
-    assert row.step_flops.value == 2 * training_flops(SIZES["demo"], Tokens(16, 32)).value
+    assert row.step_flops.value == 2 * training_flops(SD3Cost(SIZES["demo"]), Tokens(16, 32)).value
     assert estimate.start.size.num_parameters() == SIZES["demo"].num_parameters()
     pixels = latent_pixels(row.bucket.width, row.bucket.height)
     image, caption = image_bytes(pixels, variants=2), caption_bytes(estimate.text)
@@ -118,7 +120,7 @@ def test_the_position_step_is_shown(files: Any) -> None:
     files.image("one.png", 64, 64)
     line = next(line for line in shown(estimated(files.load())).splitlines() if "position step" in line)
     assert re.search(" 1 +radians between neighbouring tokens of the position table of the size", line)
-    assert estimated(files.load(model=f"{PRETRAIN}\nposition_step = 0.25")).position_step == 0.25
+    assert estimated(files.load(model=f"{PRETRAIN}\nposition_step = 0.25")).facts[0].value == "0.25"
     folder = files.denoiser("trained")
     table = {"pos_embed.pos_embed": position_table(256, 16, 0.5).bfloat16()}
     save_file(table, folder / "diffusion_pytorch_model.safetensors")

@@ -8,6 +8,7 @@ import pytest
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.stages.train import memory_hint
 from sd3_light.stages.train.train_state import _choose_graphs
 from sd3_light.training.blocks import Blocks
@@ -27,8 +28,8 @@ def choose(blocks: Blocks = FAST, flops: float = 1e12, **keys: Any) -> bool:
     model = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "demo"}
     table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
     config = TrainConfig.model_validate(table, context={"base": Path()})
-    start = SimpleNamespace(size=SIZES["demo"])
-    context: Any = SimpleNamespace(config=config, start=start, launch=Launch(), by_deepspeed=False, largest_flops=flops)
+    cost = SD3Cost(SIZES["demo"])
+    context: Any = SimpleNamespace(config=config, cost=cost, launch=Launch(), by_deepspeed=False, largest_flops=flops)
     engine: Any = Engine()
     _choose_graphs(engine, context, blocks)
     return bool(engine.records)

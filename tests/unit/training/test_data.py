@@ -4,11 +4,14 @@ from typing import Any
 
 import torch
 
-from sd3_light.budget.flops import image_tokens, step_flops
+from sd3_light.budget.flops import image_tokens
+from sd3_light.budget.training_flops import step_flops
 from sd3_light.config import SIZES
 from sd3_light.core.batch import Batch
+from sd3_light.core.cost import Tokens
 from sd3_light.data.order import Segment, build_order
 from sd3_light.engines import Launch
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.training.data import flops_counter, training_steps
 
 
@@ -29,13 +32,13 @@ def test_a_process_without_data_opens_nothing() -> None:
         assert not any(batch.values for batch in batches)
     assert {2} in sizes
     assert {4} in sizes
-    assert flops_counter(SIZES["tiny2"], 2)(next(steps)) == 0
+    assert flops_counter(SD3Cost(SIZES["tiny2"]), 2)(next(steps)) == 0
 
 
 def test_the_flops_of_a_step_are_those_of_all_processes() -> None:
     """The meter divides them by the number of processes: MFU is per GPU."""
-    size, samples, tokens = SIZES["tiny2"], 3, 5
+    cost, samples, tokens = SD3Cost(SIZES["tiny2"]), 3, 5
     values = {"noisy": torch.zeros(samples, 16, 4, 6), "prompt": torch.zeros(samples, tokens, 8)}
     batches = [Batch(samples, values)] * 2
-    own = 2 * step_flops(size, image_tokens(48, 32), [tokens] * samples)
-    assert [flops_counter(size, world)(batches) for world in (1, 4)] == [own, 4 * own]
+    own = 2 * step_flops(cost, {Tokens(image_tokens(48, 32), tokens): samples})
+    assert [flops_counter(cost, world)(batches) for world in (1, 4)] == [own, 4 * own]

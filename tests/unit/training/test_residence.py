@@ -8,7 +8,8 @@ import torch
 
 from sd3_light.budget.gpu_memory import CONTEXT_BYTES
 from sd3_light.budget.residence import Room
-from sd3_light.core.registry import starting_weights
+from sd3_light.core.cost import Cost
+from sd3_light.core.registry import family_of, starting_weights
 from sd3_light.data.order import Order
 from sd3_light.data.resident import CacheTooLarge, ResidentCache
 from sd3_light.data.store import RemoteStore
@@ -17,7 +18,7 @@ from sd3_light.engines.processes import ProcessGroups
 from sd3_light.stages import check
 from sd3_light.training import residence
 from sd3_light.training.data import make_order, open_cache
-from sd3_light.training.residence import place_cache, room_for_cache
+from sd3_light.training.residence import TrainingProcess, place_cache, room_for_cache
 from tests.project import Project
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -63,16 +64,20 @@ def place(cached_project: Project) -> Place:
 
     def placed(*settings: str, device: torch.device = CUDA, groups: Any = None, **keys: Any) -> ResidentCache | None:
         loaded = cached_project.load("max_steps=1000", *settings)
-        size = starting_weights(loaded.train.model).size
         data = open_cache(loaded.dataset, loaded.train, Launch())
         if keys.get("remote"):
             data.store.__class__ = RemoteStore
         order: Order = make_order(data, loaded, Launch())
         groups = groups or ProcessGroups()
-        launch = keys.get("launch", Launch())
-        return place_cache(data, order, loaded.train, size, launch, device, False, groups)
+        process = TrainingProcess(keys.get("launch", Launch()), device, groups)
+        return place_cache(data, order, loaded.train, cost_of(loaded), process)
 
     return placed
+
+
+def cost_of(loaded: Any) -> Cost:
+    model = loaded.train.model
+    return family_of(model).cost(starting_weights(model), model)
 
 
 def where(cache: ResidentCache | None) -> str:
@@ -82,10 +87,11 @@ def where(cache: ResidentCache | None) -> str:
 def test_training_takes_what_check_estimates(cached_project: Project, gpu: dict[str, int]) -> None:
     loaded = cached_project.load()
     data = open_cache(loaded.dataset, loaded.train, Launch())
-    room = room_for_cache(data, loaded.train, starting_weights(loaded.train.model).size, Launch(), CUDA, False)
+    process = TrainingProcess(Launch(), CUDA, ProcessGroups())
+    room = room_for_cache(data, loaded.train, cost_of(loaded), process)
     assert room == (20 * GIB, check.run(loaded).gpu.total, 64 * GIB, 1)
     gpu["free"] = 5 * GIB
-    room = room_for_cache(data, loaded.train, starting_weights(loaded.train.model).size, Launch(), CUDA, False)
+    room = room_for_cache(data, loaded.train, cost_of(loaded), process)
     assert room.gpu == 5 * GIB + CONTEXT_BYTES, "other processes use the rest"
 
 

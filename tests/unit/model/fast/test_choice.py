@@ -12,12 +12,16 @@ from sd3_light.config.cross_checks import run_cross_checks
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
+from sd3_light.families.sd3 import fast_blocks
+from sd3_light.families.sd3.cost import SD3Cost
+from sd3_light.model.fast import self_check
 from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
 from sd3_light.model.random_weights import new_transformer
 from sd3_light.training import blocks as chosen
 from sd3_light.training.blocks import Blocks, choose_blocks, require_blocks
 
 SIZE = SIZES["tiny2"]
+COST = SD3Cost(SIZE)
 
 
 def train_config(**keys: Any) -> TrainConfig:
@@ -61,7 +65,7 @@ def transformer() -> Any:
 
 
 def choose(config: TrainConfig, transformer: Any, device: torch.device = CPU, by_deepspeed: bool = False) -> Blocks:
-    return choose_blocks(config, SIZE, transformer, Launch(), device, ProcessGroups(), by_deepspeed)
+    return choose_blocks(config, COST, transformer, Launch(), device, ProcessGroups(), by_deepspeed)
 
 
 def test_unavailable_fast_blocks_are_an_error(transformer: Any) -> None:
@@ -71,18 +75,18 @@ def test_unavailable_fast_blocks_are_an_error(transformer: Any) -> None:
     assert choose(train_config(compile=True), transformer) == ("compiled", "compile = true")
     with pytest.raises(UserError, match=r'fast = true is not available: ZeRO-3.*write fast = "auto"'):
         choose(train_config(fast=True, zero_stage=3), transformer, by_deepspeed=True)
-    require_blocks(train_config(fast=True), SIZE, Launch(), CPU, by_deepspeed=True)
+    require_blocks(train_config(fast=True), COST, Launch(), CPU, by_deepspeed=True)
     for keys in ({"fast": True}, {"fp8": True}):
         with pytest.raises(UserError, match="ZeRO-3"):
-            require_blocks(train_config(zero_stage=3, **keys), SIZE, Launch(), CPU, by_deepspeed=True)
+            require_blocks(train_config(zero_stage=3, **keys), COST, Launch(), CPU, by_deepspeed=True)
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """A GPU as the decision sees it: the problems of its kernels, plain and in fp8, and of torch.compile."""
     problems: dict[str, str | None] = {"plain": None, "fp8": None, "compile": None}
-    monkeypatch.setattr(chosen, "why_stock_on_device", lambda config, device: None)
-    monkeypatch.setattr(chosen, "kernel_problem", lambda shape, device: problems["fp8" if shape.fp8 else "plain"])
+    monkeypatch.setattr(fast_blocks, "why_stock_on_device", lambda config, device: None)
+    monkeypatch.setattr(self_check, "kernel_problem", lambda shape, device: problems["fp8" if shape.fp8 else "plain"])
     monkeypatch.setattr(chosen, "why_not_compiled", lambda device: problems["compile"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     return problems
