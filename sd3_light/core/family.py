@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sd3_light.config import ModelConfig, ModelSize
+from sd3_light.config import ModelConfig
 from sd3_light.core.checks import ModelChecks
 from sd3_light.core.cost import Cost
 from sd3_light.core.encoding import Encoding
@@ -31,8 +31,8 @@ class Weights(ABC):
         """Return the initial weights of a [model] table. Raises UserError if its folder or file has no denoiser."""
 
     @abstractmethod
-    def folder_size(self, folder: Path) -> ModelSize:
-        """Return the size of the denoiser in ``folder``. Raises UserError for another family's."""
+    def require(self, folder: Path) -> None:
+        """Raise UserError unless ``folder`` has the config of a denoiser of this family."""
 
     @abstractmethod
     def load(self, start: WeightsStart, seed: int) -> "nn.Module":

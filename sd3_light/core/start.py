@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from sd3_light.config import ModelConfig, ModelSize
+from sd3_light.config import ModelConfig
 
 MARKER = "sd3_light_init.json"
 """The file that marks a folder written by `sd3-light init`."""
@@ -12,11 +12,14 @@ MARKER = "sd3_light_init.json"
 
 @dataclass(frozen=True)
 class WeightsStart:
-    """The denoiser's initial weights: in a ``folder`` with its ``config.json``, in a single ``file``, or random."""
+    """The denoiser's initial weights: in a ``folder`` with its ``config.json``, in a single ``file``, or random.
+
+    ``size`` is the family's own description of the denoiser; all of them have a ``name`` and a `transformer_config`.
+    """
 
     kind: Literal["random", "folder", "file"]
     folder: Path | None
-    size: ModelSize
+    size: Any
     sentence: str
     file: Path | None = None
 

@@ -4,7 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sd3_light.config import ModelSize, TrainConfig
+from sd3_light.config import TrainConfig
+from sd3_light.core.start import WeightsStart
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,7 @@ class TrainingParts(ABC):
     """What a run of the family needs beside its weights."""
 
     @abstractmethod
-    def preparer(self, config: TrainConfig, size: ModelSize, empty_text: "dict[str, Tensor] | None") -> Preparer:
+    def preparer(self, config: TrainConfig, start: WeightsStart, empty_text: "dict[str, Tensor] | None") -> Preparer:
         """Return what turns cached rows into batches; ``empty_text`` are the features of the empty caption."""
 
     @abstractmethod

@@ -82,7 +82,7 @@ def _merge_into(transformer: nn.Module, modules: AdapterModules, strength: float
 def denoiser_state(folder: Path) -> dict[str, Tensor]:
     """Load a diffusers folder's denoiser in float32; missing or non-finite tensors are a UserError."""
     path, family = denoiser_folder(folder), family_of_folder(folder)
-    family.weights.folder_size(path)  # reports an invalid config
+    family.weights.require(path)
     _, stored = read_denoiser(path, family)
     state = {name: tensor.load().float() for name, tensor in stored.items()}
     not_finite = [name for name, tensor in state.items() if not is_finite(tensor)]

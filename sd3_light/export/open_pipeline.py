@@ -28,7 +28,7 @@ def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = 
     family = family_of_folder(folder)
     policy = read_text_policy(text_facts or folder, family)
     check_configs(folder)
-    family.weights.folder_size(folder / "transformer")  # reports an invalid config
+    family.weights.require(folder / "transformer")
     read_denoiser(folder / "transformer", family)  # reports missing or wrong weights
     try:
         pipe = _load(folder, family, policy)

@@ -39,7 +39,7 @@ def set_position_step(transformer: "SD3Transformer2DModel", step: float) -> None
 def start_position_step(start: WeightsStart) -> float | None:
     """Return the step of the table that training starts with; None if the weights' table is not of this kind."""
     if start.source is None:
-        return start.size.position_step
+        return float(start.size.position_step)
     files = [start.source] if start.source.is_file() else sorted(start.source.glob(f"{WEIGHTS_STEM}*.safetensors"))
     tables = [table for path in files for table in _stored_tables(path)]
     return _step_of(tables[0]) if tables else None

@@ -79,7 +79,7 @@ class SD3Checks(ModelChecks):
 
     def largest_side(self, start: WeightsStart) -> int:
         """See `ModelChecks.largest_side`."""
-        return start.size.pos_embed_max_size * SIDE_STEP
+        return int(start.size.pos_embed_max_size) * SIDE_STEP
 
     def facts(self, start: WeightsStart) -> tuple[ModelFact, ...]:
         """See `ModelChecks.facts`."""

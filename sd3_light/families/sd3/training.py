@@ -3,7 +3,8 @@
 from diffusers import SD3Transformer2DModel
 from torch import nn
 
-from sd3_light.config import ModelSize, TrainConfig
+from sd3_light.config import TrainConfig
+from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import TrainingParts
 from sd3_light.data.shards import CaptionFeatures
 from sd3_light.encoders.vae import LatentScale
@@ -14,12 +15,12 @@ from sd3_light.training.sd3 import InputPreparer
 class SD3Training(TrainingParts):
     """See `TrainingParts`."""
 
-    def preparer(self, config: TrainConfig, size: ModelSize, empty_text: CaptionFeatures | None) -> InputPreparer:
+    def preparer(self, config: TrainConfig, start: WeightsStart, empty_text: CaptionFeatures | None) -> InputPreparer:
         """See `TrainingParts.preparer`."""
         model = config.model
         used = empty_text if model.uncond_text == "empty" else None
         scale = LatentScale.of_folder(model.diffusers_path)
-        return InputPreparer(config.seed, model, scale, used, size.pos_embed_max_size)
+        return InputPreparer(config.seed, model, scale, used, start.size.pos_embed_max_size)
 
     def model(self, denoiser: nn.Module, config: TrainConfig, fast: bool) -> SD3TrainingModule:
         """See `TrainingParts.model`."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd3_light.config import ModelConfig, ModelSize, UserError
+from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.family import Weights
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source, why_source
 from sd3_light.model.part_configs import LOCAL_WEIGHTS, check_files
@@ -33,9 +33,9 @@ class SD3Weights(Weights):
         size = folder_size(folder)
         return WeightsStart("folder", folder, size, f"weights of {folder} ({why_source(model)})")
 
-    def folder_size(self, folder: Path) -> ModelSize:
-        """See `Weights.folder_size`."""
-        return folder_size(folder)
+    def require(self, folder: Path) -> None:
+        """See `Weights.require`."""
+        folder_size(folder)
 
     def load(self, start: WeightsStart, seed: int) -> "SD3Transformer2DModel":
         """See `Weights.load`."""

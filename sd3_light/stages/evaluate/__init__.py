@@ -65,7 +65,7 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     start = family.weights.start(config.model)
     blocks = decide_blocks(config, family.cost(start, config.model), denoiser, launch, device, groups)
     engine = TorchEngine(family.training.model(denoiser, config, blocks.kind == "fast"), config, launch, device)
-    preparer = family.training.preparer(config, start.size, None)
+    preparer = family.training.preparer(config, start, None)
     with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):
         return dict(Evaluator(loaded, launch, engine, preparer).losses())
 

@@ -174,7 +174,7 @@ def keep_position_table(start: WeightsStart, resumed: Checkpoint | None) -> Weig
     if resumed is None:
         return start
     kept = ModelFacts.of(resumed).keep_table(start)
-    if kept.size.position_step != start.size.position_step:
+    if kept != start:
         info(f"using the checkpoint's model.position_step = {kept.size.position_step:.4g}: a run keeps its table")
     return kept
 

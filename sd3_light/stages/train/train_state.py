@@ -52,7 +52,7 @@ def make_train_state(context: RunContext) -> TrainState:
         _choose_graphs(engine, context, blocks)
     apply_timeout(context.groups, config.dist_timeout_sec)
     saver.live = lambda: engine.gather(engine.weights)
-    preparer = family.training.preparer(config, start.size, context.data.empty_text())
+    preparer = family.training.preparer(config, start, context.data.empty_text())
     return TrainState(preparer, module.dropout, engine, Averages(engine.weights, config.ema), saver)
 
 

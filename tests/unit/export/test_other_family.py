@@ -12,7 +12,7 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sd3_light.config import SIZES, AdapterConfig, ModelConfig, ModelSize, UserError
+from sd3_light.config import AdapterConfig, ModelConfig, UserError
 from sd3_light.core import registry
 from sd3_light.core.family import Family, Weights
 from sd3_light.core.start import WeightsStart
@@ -82,8 +82,8 @@ class FluxWeights(Weights):
     def start(self, model: ModelConfig) -> WeightsStart:
         raise NotImplementedError
 
-    def folder_size(self, folder: Path) -> ModelSize:
-        return SIZES["tiny2"]  # of any folder: exports only ask whether it is valid
+    def require(self, folder: Path) -> None:
+        assert (folder / "config.json").is_file()
 
     def load(self, start: WeightsStart, seed: int) -> nn.Module:
         raise NotImplementedError
