@@ -4,7 +4,7 @@ The cache stores raw moments; they are normalised on read, so that changing the 
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sd3_light.model.device_copy import to_device
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.part_configs import read_config
 
@@ -25,24 +26,64 @@ LOW_PSNR = 20.0
 
 @dataclass(frozen=True)
 class LatentScale:
-    """The VAE's scale and shift: normalised = (raw - shift) x scale."""
+    """How a VAE's latents [B, C, ...] are normalised: (raw - shift) x scale, or by mean and deviation of each channel.
+
+    A VAE without a distribution gives latents in place of moments.
+    """
 
     scale: float
     shift: float
+    means: tuple[float, ...] = ()
+    deviations: tuple[float, ...] = ()
+    has_distribution: bool = True
 
     @staticmethod
     def of_folder(diffusers_path: Path) -> "LatentScale":
-        """Read scale and shift from the VAE config of a diffusers folder."""
-        config = read_config(diffusers_path / "vae", "vae")
-        return LatentScale(float(config["scaling_factor"]), float(config.get("shift_factor") or 0.0))
+        """Read the numbers from the VAE config of a diffusers folder."""
+        return LatentScale.of_config(read_config(diffusers_path / "vae", "vae"))
+
+    @staticmethod
+    def of_config(config: Mapping[str, Any]) -> "LatentScale":
+        """Read the numbers from a VAE's config; one with none leaves latents as they are."""
+        means = tuple(config.get("latents_mean") or ())
+        deviations = tuple(config.get("latents_std") or ())
+        scale = float(config.get("scaling_factor") or 1.0)
+        shift = float(config.get("shift_factor") or 0.0)
+        is_plain = config.get("_class_name") in _WITHOUT_DISTRIBUTION
+        if means and deviations:
+            return LatentScale(scale, 0.0, means, deviations, not is_plain)
+        return LatentScale(scale, shift, has_distribution=not is_plain)
+
+    def latent_shape(self, moments: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of one latent [C, ...] for moments [B, ...]."""
+        channels, *sides = moments[1:]
+        return (channels // 2 if self.has_distribution else channels, *sides)
+
+    def draw(self, moments: Tensor, noise: Tensor | None) -> Tensor:
+        """Return normalised latents: of the posterior's mean, or of a sample drawn with standard normal ``noise``."""
+        raw = draw_latent(moments, noise) if self.has_distribution else moments.float()
+        return self.normalise(raw)
 
     def normalise(self, raw: Tensor) -> Tensor:
         """Return the latents as the denoiser expects them."""
+        if self.means:
+            return (raw - _channels(self.means, raw)) / _channels(self.deviations, raw) * self.scale
         return (raw - self.shift) * self.scale
 
     def denormalise(self, latents: Tensor) -> Tensor:
-        """Return the latents as the VAE's decoder expects them."""
+        """Return the latents as the VAE's decoder expects them, with the bits of the stock pipelines."""
+        if self.means:
+            return latents / self.scale / (1.0 / _channels(self.deviations, latents)) + _channels(self.means, latents)
         return latents / self.scale + self.shift
+
+
+_WITHOUT_DISTRIBUTION = ("AutoencoderDC",)
+
+
+def _channels(values: Sequence[float], like: Tensor) -> Tensor:
+    """Return numbers per channel in the shape of latents [B, C, ...]."""
+    channels = torch.tensor(values, dtype=like.dtype).view(1, -1, *[1] * (like.dim() - 2))
+    return to_device(channels, like.device)
 
 
 SD3_LATENTS = LatentScale(1.5305, 0.0609)

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.encoders.vae import LatentScale
-from sd3_light.model.device_copy import to_device
 from sd3_light.tasks.units import Draw, PipelineUnit, Values
 
 
@@ -94,13 +93,8 @@ def normalise_latent(raw: Tensor, config: Any) -> Tensor:
     """Return a latent [C, ...] normalised by ``latents_mean`` and ``latents_std`` of the VAE's config, if it has them,
     or by ``scaling_factor`` and ``shift_factor``; a config with neither leaves it as it is.
     """
-    mean, std = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
-    if mean is not None and std is not None:
-        columns = (torch.as_tensor(values).to(raw.dtype).view(-1, *[1] * (raw.dim() - 1)) for values in (mean, std))
-        mean_C, std_C = (to_device(column, raw.device) for column in columns)
-        return (raw - mean_C) / std_C * (getattr(config, "scaling_factor", None) or 1.0)
-    shift = getattr(config, "shift_factor", None) or 0.0
-    return LatentScale(getattr(config, "scaling_factor", None) or 1.0, shift).normalise(raw)
+    names = ("latents_mean", "latents_std", "scaling_factor", "shift_factor")
+    return LatentScale.of_config({name: getattr(config, name, None) for name in names}).normalise(raw[None])[0]
 
 
 def pack_latents(latents_BCHW: Tensor, patch_size: int = 2) -> Tensor:

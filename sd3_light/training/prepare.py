@@ -22,7 +22,7 @@ from sd3_light.data.order import Picks
 from sd3_light.data.resident import ResidentCache
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedBatch
-from sd3_light.encoders.vae import LatentScale, draw_latent
+from sd3_light.encoders.vae import LatentScale
 from sd3_light.flow.noise import DeviceNoise
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import open_interval, times_from_quantiles
@@ -139,9 +139,10 @@ class FlowPreparer(Preparer, ABC):
     def _noisy(self, clean: Batch, noise: Draw, posterior: Draw | None) -> Batch:
         moments = clean["moments"]
         mask = clean.get("mask")
-        shape = (moments.shape[1] // 2, *moments.shape[2:])
+        shape = self.scale.latent_shape(moments.shape)
         drawn = noise(shape)
-        latent = self.scale.normalise(draw_latent(moments, None if posterior is None else posterior(shape)))
+        sample = posterior if self.scale.has_distribution else None
+        latent = self.scale.draw(moments, None if sample is None else sample(shape))
         rest = clean.with_values({}, without=("moments", "words", "mask"))
         values = {"noisy": interpolate(latent, drawn, clean["t"]), **rest.values, "target": velocity(latent, drawn)}
         return replace(clean, values=values).with_values({"mask": None if mask is None else _mask_weights(mask)})
