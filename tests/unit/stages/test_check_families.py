@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ class TinyFlux(Family):
     fast_blocks = None
     checks = Checks()
     weights: Any = Weights()
+    encoding: Any = SimpleNamespace(model_limits=lambda model: [])
 
     def cost(self, start: WeightsStart, model: ModelConfig) -> Cost:
         return COST
