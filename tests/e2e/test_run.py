@@ -394,10 +394,10 @@ def test_masks_change_the_loss(fresh_project: Project, unproven: None) -> None:
 
 
 def test_non_finite_losses_stop_the_run(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd3_light.training import module
+    from sd3_light.flow import objectives
 
-    real = module.flow_loss
-    monkeypatch.setattr(module, "flow_loss", lambda *args: real(*args) * float("nan"))
+    real = objectives.flow_loss
+    monkeypatch.setattr(objectives, "flow_loss", lambda *args: real(*args) * float("nan"))
     with pytest.raises(UserError, match=r"not finite in 3 steps in a row .*then resume"):
         project.train("max_steps=10", "max_nonfinite_steps=2")
     assert [event["step"] for event in project.events("skip")] == [1, 2, 3]
@@ -406,10 +406,10 @@ def test_non_finite_losses_stop_the_run(project: Project, monkeypatch: pytest.Mo
 
 
 def test_a_run_without_a_finite_step_fails(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd3_light.training import module
+    from sd3_light.flow import objectives
 
-    real = module.flow_loss
-    monkeypatch.setattr(module, "flow_loss", lambda *args: real(*args) * float("nan"))
+    real = objectives.flow_loss
+    monkeypatch.setattr(objectives, "flow_loss", lambda *args: real(*args) * float("nan"))
     with pytest.raises(UserError, match="none of 2 steps was taken"):
         project.train("max_steps=2")
     assert project.events("export") == []
