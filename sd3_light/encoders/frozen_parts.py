@@ -116,8 +116,8 @@ class FrozenParts:
 
     # --- images ---------------------------------------------------------------------------------
 
-    def encode_images(self, pixels: NDArray[np.uint8] | Tensor, flip: bool) -> Tensor:
-        """Encode uint8 pixels [B, H, W, 3] to fp16 moments [B, v, 2C, h, w] on the CPU; ``flip`` adds mirrored ones."""
+    def encode_images(self, pixels: NDArray[np.uint8] | Tensor, flip: bool) -> dict[str, Tensor]:
+        """Encode uint8 pixels [B, H, W, 3] to fp16 ``moments`` [B, v, 2C, h, w]; ``flip`` adds mirrored ones."""
         source = torch.as_tensor(pixels)
         batches = image_batches(len(source), source.shape[1], source.shape[2], self.batch_size)
         vae = self.part("vae")
@@ -131,11 +131,11 @@ class FrozenParts:
                     encoded = torch.empty(len(source), 1 + flip, *moments.shape[1:], dtype=moments.dtype)
                 self._copies.submit(moments, encoded[rows, variant].copy_, self._describe("vae", self.vae_dtype))
         assert encoded is not None, "no images"
-        return encoded
+        return {"moments": encoded}
 
     def reconstruct(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return uint8 pixels [B, H, W, 3] as the VAE decodes them from the means of their moments."""
-        moments = self.encode_images(pixels, flip=False)
+        moments = self.encode_images(pixels, flip=False)["moments"]
         self.synchronize()
         return decode_moments(self.part("vae"), moments[:, 0])
 
