@@ -43,24 +43,27 @@ class _BatchLayout:
         return offset, dtype.itemsize * math.prod(shape[1:])
 
 
-def read_batch(rows: Sequence[BatchRow], order: Sequence[int], allocate: AllocateBytes) -> dict[str, Tensor]:
+def read_batch(
+    rows: Sequence[BatchRow], order: Sequence[int], lengths: bool, allocate: AllocateBytes
+) -> dict[str, Tensor]:
     """Read the tensors of a batch; files are read in the sequence ``order``.
 
-    Returns sample_id and the values of the columns by name. Those of ragged columns are padded with zeros to the
-    longest of the batch, and ``NAME.length`` are their rows. There is a mask if any shard has masks.
+    Returns sample_id and the values of the columns by name, those of ragged columns padded with zeros to the longest of
+    the batch, ``mask`` if any shard has masks, and with ``lengths`` the rows ``NAME.length`` of ragged columns.
     """
     counts = np.array([[count for _, count in row.offsets.ragged] for row in rows])
     ragged, masks = rows[0].reader.ragged, _mask_column(rows)
-    layout = _layout(rows, counts.max(axis=0).tolist(), masks)
+    layout = _layout(rows, counts.max(axis=0).tolist(), masks, lengths)
     memory = allocate(layout.nbytes)
     _read_rows(rows, order, layout, memory.numpy().data)
     batch = {name: carve(memory, *tensor) for name, tensor in layout.tensors.items()}
     batch["sample_id"].numpy()[:] = [row.sample_id for row in rows]
-    for column, lengths in zip(ragged, counts.T, strict=True):
+    for column, row_counts in zip(ragged, counts.T, strict=True):
         values = batch[column.name]
-        for number in np.flatnonzero(lengths < values.shape[1]).tolist():
-            values[number, int(lengths[number]) :] = 0
-        batch[column.name + LENGTH].numpy()[:] = lengths
+        for number in np.flatnonzero(row_counts < values.shape[1]).tolist():
+            values[number, int(row_counts[number]) :] = 0
+        if lengths:
+            batch[column.name + LENGTH].numpy()[:] = row_counts
     if masks is not None:
         _finish_masks(rows, batch[masks.name])
     return batch
@@ -70,14 +73,15 @@ def _mask_column(rows: Sequence[BatchRow]) -> Column | None:
     return next((row.reader.mask for row in rows if row.offsets.mask is not None), None)
 
 
-def _layout(rows: Sequence[BatchRow], longest: Sequence[int], masks: Column | None) -> _BatchLayout:
+def _layout(rows: Sequence[BatchRow], longest: Sequence[int], masks: Column | None, lengths: bool) -> _BatchLayout:
     count, first, layout = len(rows), rows[0].reader, _BatchLayout()
     layout.add("sample_id", torch.int64, count)
     for column in (*first.fixed, *(() if masks is None else (masks,))):
         layout.add(column.name, getattr(torch, column.dtype), count, *column.shape)
     for column, most in zip(first.ragged, longest, strict=True):
         layout.add(column.name, getattr(torch, column.dtype), count, most, *column.row_shape)
-        layout.add(column.name + LENGTH, torch.int64, count)
+        if lengths:
+            layout.add(column.name + LENGTH, torch.int64, count)
     return layout
 
 

@@ -84,6 +84,7 @@ class CachedDataset:
         self._columns: dict[str, Sequence[Column]] = {}
         self.caption_weights = {label: weights for label, weights in (caption_weights or {}).items() if weights}
         self.buckets = group_shards(self.manifest.shards)
+        self.has_lengths = self.manifest.recipe.get("text_tokens") != "padded"
         self.max_open = open_shards(WINDOW, len(self.buckets))
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
         self._prefetcher = ShardPrefetcher(self._prefetch, store.prefetch_threads)
@@ -118,7 +119,7 @@ class CachedDataset:
         return order
 
     def empty_text(self) -> CaptionFeatures:
-        """Return the features of the empty caption."""
+        """Return the features of the empty caption, without padding if the cache has real tokens."""
         return self.readers([self.manifest.empty])[0].caption(0, 0)
 
     # --- batches ------------------------------------------------------------------------------
@@ -126,11 +127,12 @@ class CachedDataset:
     def read(self, picks: Picks, seed: int, allocate: AllocateBytes = new_buffer) -> CachedBatch:
         """Read the picked samples as one batch; caption and flip are drawn per sample (law 1).
 
-        ``mask`` is None if no shard of the batch has one. See `read_batch` for the rest.
+        ``mask`` is None if no shard of the batch has one. See `read_batch` for the rest; a cache of padded text has no
+        lengths.
         """
         # in file order, so that the disk can read ahead
         order = np.lexsort((picks.index, picks.segment)).tolist()
-        tensors = read_batch(self._rows(picks, seed), order, allocate)
+        tensors = read_batch(self._rows(picks, seed), order, self.has_lengths, allocate)
         epoch = torch.full((len(picks.repeat),), picks.epoch)
         return {"mask": None, **tensors, "epoch": epoch, "repeat": torch.from_numpy(picks.repeat)}
 
