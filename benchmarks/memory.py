@@ -51,8 +51,8 @@ SAMPLES_PER_TAR = 10_000
 SIZES = ((16, 16), (32, 16), (16, 32))
 VARIANTS = 4
 PARTS = ("list", "look", "plan", "build", "again", "stale", "read0", "read2")
-WIDTHS = {"clip_l": 4, "clip_g": 4, "t5": 8}
-TOKENS = 2
+WIDTHS = {"clip_l": 96, "clip_g": 128, "t5": 256}  # the demo's
+TOKENS = 1
 TRAIN = f"""
 output_dir = "run"
 dataset = "data.toml"
@@ -125,10 +125,10 @@ class ZeroEncoders:
     def reconstruct(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return pixels
 
-    def encode_images(self, pixels: NDArray[np.uint8], flip: bool) -> Tensor:
+    def encode_images(self, pixels: NDArray[np.uint8], flip: bool) -> dict[str, Tensor]:
         count, height, width, _ = pixels.shape
         shape = (count, 1 + flip, 2 * self.latent_channels, height // 8, width // 8)
-        return torch.zeros(shape, dtype=torch.float16)
+        return {"moments": torch.zeros(shape, dtype=torch.float16)}
 
     def tokenize(self, captions: Sequence[str]) -> int:
         return len(captions)

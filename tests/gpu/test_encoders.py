@@ -23,7 +23,7 @@ def make(folder: Path, device: str, **settings: Any) -> FrozenParts:
 def encode(parts: FrozenParts) -> dict[str, torch.Tensor]:
     pixels = np.random.default_rng(0).integers(0, 256, (30, 64, 96, 3), dtype=np.uint8)
     with parts:
-        encoded = {"moments": parts.encode_images(pixels, True), **parts.encode_captions(CAPTIONS)}
+        encoded = {**parts.encode_images(pixels, True), **parts.encode_captions(CAPTIONS)}
         parts.synchronize()
     return encoded
 

@@ -53,7 +53,7 @@ def test_moments_repeat_and_match_the_cpu(demo_parts: Path, one_at_a_time: bool)
             parts.encode_images(pixels, True)
             if one_at_a_time:
                 parts.encode_captions(["a red circle"])  # the VAE leaves the device and comes back
-            moments = parts.encode_images(pixels, True)
+            moments = parts.encode_images(pixels, True)["moments"]
             parts.synchronize()
             return moments
 

@@ -173,7 +173,7 @@ def test_a_tokenizer_is_never_used_by_two_threads(demo_parts: Path, monkeypatch:
 def test_images_are_encoded_to_the_moments_of_each_variant(
     real: FrozenParts, demo_parts: Path, pixels: Any, flip: bool
 ) -> None:
-    encoded = real.encode_images(pixels, flip)
+    encoded = real.encode_images(pixels, flip)["moments"]
     real.synchronize()
     vae = load_vae(demo_parts, CPU, torch.float32)
     variants = [pixels, np.ascontiguousarray(pixels[:, :, ::-1])][: 1 + flip]
@@ -182,7 +182,8 @@ def test_images_are_encoded_to_the_moments_of_each_variant(
     for number, images in enumerate(variants):
         expected = raw_moments(vae, torch.from_numpy(images))
         assert torch.allclose(encoded[:, number].float(), expected.float(), atol=2e-3, rtol=2e-3)
-    assert torch.equal(encoded, real.encode_images(torch.from_numpy(pixels), flip)), "a tensor is accepted too"
+    again = real.encode_images(torch.from_numpy(pixels), flip)["moments"]
+    assert torch.equal(encoded, again), "a tensor is accepted too"
 
 
 def test_image_batches_depend_on_the_area(real: FrozenParts, pixels: Any, monkeypatch: Any) -> None:
@@ -191,11 +192,11 @@ def test_image_batches_depend_on_the_area(real: FrozenParts, pixels: Any, monkey
     monkeypatch.setattr(
         frozen_parts, "raw_moments", lambda vae, images, flip: sizes.append(len(images)) or raw(vae, images, flip)
     )
-    whole = real.encode_images(pixels, False)
+    whole = real.encode_images(pixels, False)["moments"]
     assert sizes == [4, 3]
     sizes.clear()
     monkeypatch.setattr("sd3_light.encoders.batching.REFERENCE_PIXELS", pixels.shape[1] * pixels.shape[2] // 2)
-    parts = real.encode_images(pixels, False)
+    parts = real.encode_images(pixels, False)["moments"]
     real.synchronize()
     assert sizes == [2, 2, 2, 1]
     assert torch.allclose(whole.float(), parts.float(), atol=2e-3, rtol=2e-3)
@@ -211,7 +212,7 @@ def test_encoders_are_loaded_on_first_use(demo_parts: Path, tmp_path: Path, pixe
         assert parts._modules is None
     (tmp_path / "vae").symlink_to(demo_parts / "vae")
     with make(tmp_path, one_at_a_time=False) as parts:
-        assert len(parts.encode_images(pixels, False)) == 7
+        assert len(parts.encode_images(pixels, False)["moments"]) == 7
 
 
 @pytest.mark.parametrize(("free", "one_at_a_time"), [(None, False), (6 << 30, False), (4 << 30, True)])
@@ -224,9 +225,9 @@ def test_free_memory_decides_between_all_and_one_at_a_time(
 
 
 def test_one_at_a_time_gives_the_same_results(demo_parts: Path, real: FrozenParts, pixels: Any) -> None:
-    expected = {"moments": real.encode_images(pixels, False), **real.encode_captions(CAPTIONS)}
+    expected = {**real.encode_images(pixels, False), **real.encode_captions(CAPTIONS)}
     with make(demo_parts, one_at_a_time=True) as parts:
-        encoded = {"moments": parts.encode_images(pixels, False), **parts.encode_captions(CAPTIONS)}
+        encoded = {**parts.encode_images(pixels, False), **parts.encode_captions(CAPTIONS)}
         assert list(parts._modules._modules) == ["t5"]
         parts.synchronize()
     assert all(torch.equal(encoded[name], expected[name]) for name in expected)
