@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from sd3_light.tensor_file import DTYPES
-
 CAPTION, MASK = "caption", "mask"
 ROWS, START = ".tokens", ".start"
 """Suffixes of a ragged column's tensors: the rows of all captions, and the first row of each."""
@@ -23,7 +21,13 @@ INDEX = ("sample_id", "caption_start", "caption")
 """The tensors of a shard that are not columns, int64: ids [n], each sample's first caption [n + 1], and which distinct
 caption each caption is [k]."""
 
-_ITEM_BYTES = {dtype.torch_name: dtype.itemsize for dtype in DTYPES.values()}
+_DTYPES = {
+    8: ("int64", "float64"),
+    4: ("int32", "float32"),
+    2: ("int16", "float16", "bfloat16"),
+    1: ("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"),
+}
+_ITEM_BYTES = {name: size for size, names in _DTYPES.items() for name in names}
 
 
 @dataclass(frozen=True, order=True)
