@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sd3_shards import sd3_content
 
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
@@ -51,12 +52,12 @@ def content(features: str, first: int, count: int) -> ShardContent:
         if name != "t5":
             text[f"{name}.pooled"] = noise(torch.bfloat16, count, width)
     moments = noise(torch.float16, count, 1, 32, side, side)
-    return ShardContent(torch.arange(first, first + count), moments, torch.arange(count + 1), torch.arange(count), text)
+    return sd3_content(torch.arange(first, first + count), moments, torch.arange(count + 1), text)
 
 
 def shard(folder: Path, name: str, content: ShardContent) -> ShardEntry:
     """Write one shard."""
-    side = 8 * content.moments.shape[-1]
+    side = 8 * content.values["moments"].shape[-1]
     bucket = "empty" if name == "empty" else f"{side}x{side}"
     entry = ShardEntry(f"{name}.safetensors", bucket, (side, side), LABEL, 0, 0, "", name)
     return write_shard(folder / SHARDS, entry, content, [Origin("key", "", side, side, ("",))] * len(content.sample_id))

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from sd3_shards import sd3_content
 
 from sd3_light.assets import DEMO
 from sd3_light.data.manifest import ShardEntry
-from sd3_light.data.shards import Origin, ShardContent, write_shard
+from sd3_light.data.shards import Origin, write_shard
 from sd3_light.encoders.frozen_parts import FrozenParts
 
 MB = 1e6
@@ -70,8 +71,7 @@ def write_small_shard(folder: Path, text_tokens: str) -> tuple[int, int]:
     ) as parts:
         moments, text = parts.encode_images(pixels, flip=False)["moments"], parts.encode_captions(captions)
         parts.synchronize()
-    count = torch.arange(len(captions))
-    content = ShardContent(count, moments, torch.arange(len(captions) + 1), count.clone(), text)
+    content = sd3_content(torch.arange(len(captions)), moments, torch.arange(len(captions) + 1), text)
     entry = ShardEntry("small.safetensors", "80x64", (80, 64), "demo#0", 0, 0, "", "")
     written = write_shard(folder, entry, content, [Origin(caption, "", 80, 64, (caption,)) for caption in captions])
     widths = Widths(*(text[f"{name}.tokens"].shape[1] for name in ("clip_l", "clip_g", "t5")), moments.shape[2] // 2)

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import SD3Transformer2DModel
+from sd3_shards import sd3_columns
 
-from sd3_light.budget.data_bytes import latent_pixels, open_shard_bytes, sample_bytes
+from sd3_light.budget.data_bytes import open_shard_bytes, sample_bytes
 from sd3_light.checkpoint.index import Index, Range, merge_entries
 from sd3_light.config import SIZES
 from sd3_light.config.sizes import ModelSize
@@ -34,7 +35,6 @@ from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Segment, build_order, rank_picks, rank_slice
 from sd3_light.data.shard_table import column, group_shards
 from sd3_light.engines.processes import num_sockets
-from sd3_light.model.text_shape import TextShape
 
 PER_MACHINE = 8
 MICRO = 64
@@ -236,10 +236,8 @@ def checkpoint_cost(size: ModelSize, world: int) -> CheckpointCost:
 
 def report_order(samples: int, worlds: list[int], window: int) -> None:
     """Print the cost of order and reading for several shard sizes and world sizes."""
-    text = TextShape(
-        clip_tokens=77, t5_tokens=256, clip_l_width=768, clip_g_width=1280, t5_width=4096, pooled_width=2048
-    )
-    each = sample_bytes(latent_pixels(256, 256), text).value
+    columns = sd3_columns((32, 32, 32), {"clip_l": (77, 768), "clip_g": (77, 1280), "t5": (256, 4096)})
+    each = sample_bytes(columns).value
     print(f"{samples:,} samples of {each / 1e6:.2f} MB: {samples * each / 1e15:.2f} PB")
     for most in (512, 4096, 16384):
         cost = order_cost(samples, most, worlds[-1], window)

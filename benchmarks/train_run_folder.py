@@ -3,12 +3,13 @@
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from sd3_shards import sd3_content
 from torch import Tensor
 
 from sd3_light.budget.amount import GIB
@@ -74,7 +75,7 @@ def content(shape: Shape, first: int, number: int, counts: Mapping[str, Tensor])
         if name != "t5":
             text[f"{name}.pooled"] = torch.randn(captions, width).to(torch.bfloat16)
     first_captions = torch.arange(number + 1) * (captions // number)
-    return ShardContent(torch.arange(first, first + number), moments, first_captions, torch.arange(captions), text)
+    return sd3_content(torch.arange(first, first + number), moments, first_captions, text)
 
 
 def write_cache(folder: Path, shape: Shape, samples: int, captions: int, real: bool) -> float:
@@ -89,7 +90,7 @@ def write_cache(folder: Path, shape: Shape, samples: int, captions: int, real: b
         part = {name: values[first * captions :][: number * captions] for name, values in counts.items()}
         entries.append(write(folder, shape, f"{first // SAMPLES_PER_SHARD:05d}", content(shape, first, number, part)))
     empty_counts = {name: values[:1].clamp(max=2) if real else values[:1] for name, values in counts.items()}
-    empty = write(folder, shape, "empty", content(shape, 0, 1, empty_counts))
+    empty = write(folder, shape, "empty", content(replace(shape, pixels=8), 0, 1, empty_counts))
     Manifest({"text_tokens": "real" if real else "padded"}, tuple(entries), empty, {"pictures": samples}).save(folder)
     return float((counts["clip_l"] + counts["t5"]).double().mean())
 

@@ -4,10 +4,10 @@
     python scripts/same.py compare FILE [--only NAME ...] [--keep FOLDER]
 
 Before a change that must not change results: `record`. After it: `compare`, which prints what differs and exits with 1.
-A case is a few commands in an empty project: caches (hashes of their shards) and trainings of five steps in every
-layout (losses, hashes of weights and averages, and of the exported files). It uses the command line only, so files and
-names inside the package may change. Two versions must run on the same machine with the same libraries: sums of
-floating-point numbers depend on both. All cases take about ten minutes on two free cores.
+A case is a few commands in an empty project: caches (hashes of their shards: of the header, and of the tensors' bytes)
+and trainings of five steps in every layout (losses, hashes of weights and averages, and of the exported files). It uses
+the command line only, so files and names inside the package may change. Two versions must run on the same machine with
+the same libraries: sums of floating-point numbers depend on both. All cases take about ten minutes on two free cores.
 """
 
 import argparse
@@ -128,7 +128,19 @@ CASES = {
 
 def sha256(path: Path) -> str:
     """Return the first half of a file's hash."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:32]
+    return short_hash(path.read_bytes())
+
+
+def short_hash(data: bytes) -> str:
+    """Return the first half of a hash."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def shard_facts(path: Path) -> dict[str, str]:
+    """Return the hashes of a safetensors file's header and of its tensors' bytes."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    return {"header": short_hash(data[:start]), "tensors": short_hash(data[start:])}
 
 
 def run(project: Path, words: Sequence[str], processes: int = 1) -> None:
@@ -183,7 +195,8 @@ def caches(project: Path) -> dict[str, Any]:
     facts = {}
     for name in builds:
         for path in sorted((project / name).rglob("*.safetensors")):
-            facts[f"{name}/{path.relative_to(project / name)}"] = sha256(path)
+            for part, digest in shard_facts(path).items():
+                facts[f"{name}/{path.relative_to(project / name)}: {part}"] = digest
     return facts
 
 

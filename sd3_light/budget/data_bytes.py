@@ -1,66 +1,66 @@
 """Bytes of samples: in the cache on disk, as prepared micro-batches, and in the loader's host memory (law 10).
 
-Pure arithmetic; each number comes with its formula. ``pixels`` are latent pixels, see `latent_pixels`.
+Pure arithmetic; each number comes with its formula. Bytes follow from the columns that a family declares, of its cache
+or of its prepared batches.
 """
 
+from collections.abc import Sequence
+
 from sd3_light.budget.amount import MIB, Amount
-from sd3_light.config import ModelSize
-from sd3_light.model.text_shape import TextShape
-
-CHANNELS = ModelSize.latent_channels
-"""Latent channels of SD3's VAE."""
-
-LATENT_STEP = 8
-"""Image pixels per latent pixel, in each direction."""
+from sd3_light.core.columns import MASK, Column
 
 MALLOC_CACHE_BYTES = 64 * MIB
 """Upper bound of the freed memory that the C library keeps in a process that builds batches: twice the 32 MiB above
 which an allocation always goes to the kernel."""
 
 
-def latent_pixels(width: int, height: int) -> int:
-    """Return the number of latent pixels of an image of ``width`` x ``height``."""
-    return (width // LATENT_STEP) * (height // LATENT_STEP)
+def image_bytes(columns: Sequence[Column], variants: int = 1, mask: bool = False) -> Amount:
+    """Return the bytes of one image, with ``mask`` also of its mask: all columns but those of captions."""
+    images = _bytes_of([column for column in columns if not column.per_caption and column.reads != MASK])
+    formula = f"{variants} variants·{images.formula}" if variants > 1 else images.formula
+    masks = _bytes_of([column for column in columns if mask and column.reads == MASK])
+    return Amount(variants * images.value + masks.value, f"{formula} + {masks.formula} mask" if mask else formula)
 
 
-def image_bytes(pixels: int, variants: int = 1, mask: bool = False, channels: int = CHANNELS) -> Amount:
-    """Return the cache bytes of one image: fp16 mean and log-variance per variant, one mask byte per pixel."""
-    value = variants * 2 * channels * pixels * 2 + (pixels if mask else 0)
-    formula = f"{variants} variant{'s' if variants > 1 else ''}·2·{channels}·h·w·2 B" + (" + h·w mask" if mask else "")
-    return Amount(value, formula)
+def caption_bytes(columns: Sequence[Column]) -> Amount:
+    """Return the bytes of one caption, the longest in ragged columns."""
+    return _bytes_of([column for column in columns if column.per_caption])
 
 
-def caption_bytes(text: TextShape) -> Amount:
-    """Return the cache bytes of one caption, tokens and pooled vectors in bf16; the longest one with real tokens."""
-    clip = f"{text.clip_tokens}·({text.clip_l_width}+{text.clip_g_width})"
-    tokens = f"{text.at_most}({clip} + {text.t5_tokens}·{text.t5_width} + {text.pooled_width} pooled)·2 B"
-    return Amount(2 * text.numbers, tokens)
+def _bytes_of(columns: Sequence[Column]) -> Amount:
+    """Return the bytes of one value of each column: `(77·768 + 256·4096 + 768)·2 B`."""
+    terms = []
+    for size in dict.fromkeys(column.item_bytes for column in columns):
+        shapes = ["·".join(map(str, column.shape)) for column in columns if column.item_bytes == size]
+        terms.append(f"({' + '.join(shapes)})·{size} B" if len(shapes) > 1 else f"{shapes[0]}·{size} B")
+    return Amount(sum(column.nbytes for column in columns), " + ".join(terms))
 
 
-def sample_bytes(
-    pixels: int, text: TextShape, captions: int = 1, variants: int = 1, mask: bool = False, channels: int = CHANNELS
-) -> Amount:
+def sample_bytes(columns: Sequence[Column], captions: int = 1, variants: int = 1, mask: bool = False) -> Amount:
     """Return the cache bytes of one sample, without its fingerprint in the Arrow file (a few hundred bytes)."""
-    image, caption = image_bytes(pixels, variants, mask, channels), caption_bytes(text)
+    image, caption = image_bytes(columns, variants, mask), caption_bytes(columns)
     value = image.value + captions * caption.value
     return Amount(value, f"{image.formula} + {captions} caption{'s' if captions != 1 else ''}·{caption.formula}")
 
 
-def latent_bytes(pixels: int, batch: int, mask: bool = False, channels: int = CHANNELS) -> int:
+def latent_bytes(prepared: Sequence[Column], batch: int, mask: bool = False) -> int:
     """Return the bytes of a prepared micro-batch's noisy latents, targets and masks."""
-    return batch * (2 * channels * pixels * 4 + (4 * pixels if mask else 0))
+    return batch * image_bytes(prepared, mask=mask).value
 
 
-def batch_bytes(pixels: int, text: TextShape, batch: int, mask: bool = False, channels: int = CHANNELS) -> Amount:
-    """Return the bytes of one prepared micro-batch, an upper bound for GPUs, which get moments in fp16 and add noise.
+def batch_bytes(prepared: Sequence[Column], batch: int, mask: bool = False) -> Amount:
+    """Return the bytes of one prepared micro-batch, an upper bound for GPUs, which get cached values and add noise.
 
-    Noisy latents and targets are fp32, joined text is bf16; samples add their time and, with real tokens, length.
+    Samples add their time and the lengths of ragged columns.
     """
-    prompt = 2 * (text.tokens * text.t5_width + text.pooled_width)
-    formula = f"{text.at_most}B·(2·{channels}·h·w·4 + " + ("4·h·w mask + " if mask else "")
-    formula += f"({text.tokens}·{text.t5_width} + {text.pooled_width})·2)"
-    value = latent_bytes(pixels, batch, mask, channels) + batch * (prompt + (4 + 8 if text.real else 4))
-    return Amount(value, formula)
+    image, caption = image_bytes(prepared, mask=mask), caption_bytes(prepared)
+    value = batch * (image.value + caption.value + 4 + 8 * sum(column.ragged for column in prepared))
+    return Amount(value, f"{at_most(prepared)}B·({image.formula} + {caption.formula})")
+
+
+def at_most(prepared: Sequence[Column]) -> str:
+    """Return the prefix of numbers that hold for the longest caption."""
+    return "at most " if any(column.ragged for column in prepared) else ""
 
 
 def open_shard_bytes(shard_size: int, captions: float = 1.0) -> int:

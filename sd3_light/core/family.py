@@ -5,12 +5,13 @@ worker no pipeline. Generic code gets a family from `core.registry` and imports 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.checks import ModelChecks
+from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.cost import Cost
 from sd3_light.core.encoding import Encoding
 from sd3_light.core.fast_blocks import FastBlocks
@@ -96,3 +97,18 @@ class Family(ABC):
     @abstractmethod
     def cost(self, start: WeightsStart, model: ModelConfig) -> Cost:
         """Return the cost of training the denoiser of ``start``."""
+
+    @abstractmethod
+    def columns(self, model: ModelConfig, folder: Path, bucket: Bucket) -> tuple[Column, ...]:
+        """Return what a cache stores of the images of a bucket and their captions, in the order of its shards.
+
+        Dtypes and shapes follow from the configs of the model ``folder``; no weight is read. A mask column is
+        declared, whether or not a dataset has masks.
+        """
+
+    @abstractmethod
+    def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
+        """Return the values of a sample in a prepared batch, with noise, for the ``columns`` of a cache.
+
+        Those of a caption are ragged if its length differs from that of others. Draws of a few bytes are left out.
+        """

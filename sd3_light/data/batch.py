@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sd3_light.core.batch import LENGTH
+from sd3_light.core.columns import Column
 from sd3_light.data.reader import RowOffsets, ShardReader
-from sd3_light.data.shards import POOLED, TOKENS
 from sd3_light.data.slots import AllocateBytes, aligned, carve
 
 
@@ -47,59 +48,60 @@ def read_batch(
 ) -> dict[str, Tensor]:
     """Read the tensors of a batch; files are read in the sequence ``order``.
 
-    Returns sample_id, moments, tokens padded with zeros to the longest caption, pooled vectors, ``mask`` if any shard
-    has masks, and with ``lengths`` ``ENCODER.length``.
+    Returns sample_id and the values of the columns by name, those of ragged columns padded with zeros to the longest of
+    the batch, ``mask`` if any shard has masks, and with ``lengths`` the rows ``NAME.length`` of ragged columns.
     """
-    counts = np.array([[count for _, count in row.offsets.tokens] for row in rows])
-    layout = _layout(rows, counts.max(axis=0).tolist(), lengths)
+    counts = np.array([[count for _, count in row.offsets.ragged] for row in rows])
+    ragged, masks = rows[0].reader.ragged, _mask_column(rows)
+    layout = _layout(rows, counts.max(axis=0).tolist(), masks, lengths)
     memory = allocate(layout.nbytes)
     _read_rows(rows, order, layout, memory.numpy().data)
     batch = {name: carve(memory, *tensor) for name, tensor in layout.tensors.items()}
     batch["sample_id"].numpy()[:] = [row.sample_id for row in rows]
-    for name, token_counts in zip(TOKENS, counts.T, strict=True):
-        for number in np.flatnonzero(token_counts < batch[name].shape[1]).tolist():
-            batch[name][number, int(token_counts[number]) :] = 0
+    for column, row_counts in zip(ragged, counts.T, strict=True):
+        values = batch[column.name]
+        for number in np.flatnonzero(row_counts < values.shape[1]).tolist():
+            values[number, int(row_counts[number]) :] = 0
         if lengths:
-            batch[f"{name}.length"].numpy()[:] = token_counts
-    if "mask" in batch:
-        _finish_masks(rows, batch["mask"])
+            batch[column.name + LENGTH].numpy()[:] = row_counts
+    if masks is not None:
+        _finish_masks(rows, batch[masks.name])
     return batch
 
 
-def _layout(rows: Sequence[BatchRow], longest: Sequence[int], lengths: bool) -> _BatchLayout:
+def _mask_column(rows: Sequence[BatchRow]) -> Column | None:
+    return next((row.reader.mask for row in rows if row.offsets.mask is not None), None)
+
+
+def _layout(rows: Sequence[BatchRow], longest: Sequence[int], masks: Column | None, lengths: bool) -> _BatchLayout:
     count, first, layout = len(rows), rows[0].reader, _BatchLayout()
     layout.add("sample_id", torch.int64, count)
-    layout.add("moments", torch.float16, count, *first.latent_shape)
-    if any(row.offsets.mask is not None for row in rows):
-        layout.add("mask", torch.uint8, count, *first.latent_shape[1:])
-    for name, max_tokens in zip(TOKENS, longest, strict=True):
-        layout.add(name, torch.bfloat16, count, max_tokens, first.width(f"{name}.tokens"))
+    for column in (*first.fixed, *(() if masks is None else (masks,))):
+        layout.add(column.name, getattr(torch, column.dtype), count, *column.shape)
+    for column, most in zip(first.ragged, longest, strict=True):
+        layout.add(column.name, getattr(torch, column.dtype), count, most, *column.row_shape)
         if lengths:
-            layout.add(f"{name}.length", torch.int64, count)
-    for name in POOLED:
-        layout.add(f"{name}.pooled", torch.bfloat16, count, first.width(f"{name}.pooled"))
+            layout.add(column.name + LENGTH, torch.int64, count)
     return layout
 
 
 def _read_rows(rows: Sequence[BatchRow], order: Sequence[int], layout: _BatchLayout, memory: memoryview) -> None:
     """Read all tensors that come from files."""
-    moments, moment_bytes = layout.row("moments")
-    mask, mask_bytes = layout.row("mask") if "mask" in layout.tensors else (0, 0)
-    tokens = [(*layout.row(name), 2 * layout.tensors[name][2][2]) for name in TOKENS]
-    pooled = [layout.row(f"{name}.pooled") for name in POOLED]
+    reader, masks = rows[0].reader, _mask_column(rows)
+    fixed = [layout.row(column.name) for column in reader.fixed]
+    ragged = [(*layout.row(c.name), math.prod(c.row_shape) * c.item_bytes) for c in reader.ragged]
+    mask, mask_bytes = (0, 0) if masks is None else layout.row(masks.name)
     for number in order:
         read, offsets = rows[number].reader.read, rows[number].offsets
-        start = moments + number * moment_bytes
-        read(memory[start : start + moment_bytes], offsets.moments)
+        for offset, (first, nbytes) in zip(offsets.fixed, fixed, strict=True):
+            start = first + number * nbytes
+            read(memory[start : start + nbytes], offset)
+        for (offset, count), (first, nbytes, row_bytes) in zip(offsets.ragged, ragged, strict=True):
+            start = first + number * nbytes
+            read(memory[start : start + count * row_bytes], offset)
         if offsets.mask is not None:
             start = mask + number * mask_bytes
             read(memory[start : start + mask_bytes], offsets.mask)
-        for (offset, num_tokens), (first, row_bytes, token_bytes) in zip(offsets.tokens, tokens, strict=True):
-            start = first + number * row_bytes
-            read(memory[start : start + num_tokens * token_bytes], offset)
-        for offset, (first, row_bytes) in zip(offsets.pooled, pooled, strict=True):
-            start = first + number * row_bytes
-            read(memory[start : start + row_bytes], offset)
 
 
 def _finish_masks(rows: Sequence[BatchRow], masks: Tensor) -> None:

@@ -11,27 +11,12 @@ from functools import lru_cache
 from itertools import product
 
 from sd3_light.config import DirectoryConfig
+from sd3_light.core.columns import Bucket as Bucket
 
 SIDE_STEP = 16
 """Sides are multiples of this: the VAE downsamples by 8, the denoiser has patches of 2 x 2."""
 
 Size = tuple[int, int]
-
-
-@dataclass(frozen=True, order=True)
-class Bucket:
-    """An image size in pixels that images are resized to; as text ``64x48`` (width x height)."""
-
-    width: int
-    height: int
-
-    def __str__(self) -> str:
-        return f"{self.width}x{self.height}"
-
-    @property
-    def area(self) -> int:
-        """Number of pixels."""
-        return self.width * self.height
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from sd3_light.files import atomic_file, file_sha256, scratch_file, write_atomic
 from sd3_light.inputs import INDEX_BYTES, TEXT_BYTES, is_inner_path, parse_json, read_limited
 from sd3_light.system import available_memory
 
-CACHE_FORMAT = 2
-TABLE_FORMAT = 3
-"""Format of a manifest whose shards are listed in a table; earlier versions reject it by its number."""
+CACHE_FORMAT = 4
+"""Format of manifests and shards. Formats 1 to 3 are of shards that do not declare their columns."""
 TABLE_SHARDS = 10_000
 """Most shards that `manifest.json` itself lists."""
 MANIFEST = "manifest.json"
@@ -78,7 +77,7 @@ class Manifest:
         """Write the manifest atomically into a cache folder; a table of its shards before it."""
         table = _write_table(folder, ShardTable.of(self.shards)) if len(self.shards) > TABLE_SHARDS else None
         content = {
-            "format": CACHE_FORMAT if table is None else TABLE_FORMAT,
+            "format": CACHE_FORMAT,
             "recipe": self.recipe,
             "shards": [asdict(shard) for shard in self.shards] if table is None else asdict(table),
             "empty": asdict(self.empty),
@@ -112,13 +111,13 @@ class Manifest:
         """Parse the bytes of the manifest file ``where``. ``open_table`` reads its table; None: the one beside it."""
         try:
             content = parse_json(data, object_hook=_as_entry)  # entries need less memory than millions of dicts
-            if content["format"] not in (CACHE_FORMAT, TABLE_FORMAT):
+            if content["format"] != CACHE_FORMAT:
                 raise UserError(
-                    f"{where} has format {content['format']}, this version reads {CACHE_FORMAT} and {TABLE_FORMAT}: "
-                    "rebuild it"
+                    f"{where} has format {content['format']}, this version reads {CACHE_FORMAT}; `sd3-light cache "
+                    "CONFIG` encodes it again"
                 )
             listed, empty = content["shards"], content["empty"]
-            if content["format"] == CACHE_FORMAT:
+            if isinstance(listed, list):
                 shards: Sequence[ShardEntry] = tuple(map(_require_entry, listed))
             else:
                 table = TableFile(**listed)

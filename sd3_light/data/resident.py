@@ -1,6 +1,8 @@
 """A whole cache in the memory of the host or of a GPU, from which batches are gathered by index."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,10 +13,11 @@ from torch.utils.data import Dataset
 
 from sd3_light.budget.residence import LARGEST_SHARE
 from sd3_light.config.faults import UserError
+from sd3_light.core.columns import MASK, Column
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Picks, rank_picks
 from sd3_light.data.reader import ShardReader
-from sd3_light.data.shards import POOLED, TOKENS, CaptionFeatures
+from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.stream import CachedDataset
 
 Indices = NDArray[np.int64]
@@ -24,16 +27,17 @@ Indices = NDArray[np.int64]
 class ResidentText:
     """The distinct captions of a bucket, numbered over its shards; number ``empty`` is the empty caption.
 
-    ``starts`` are the first token rows of each. The last row of every table is zeros.
+    ``tokens`` are the rows of ragged columns, ``starts`` the first row of each caption, ``fixed`` the other columns.
+    The last row of every table is zeros.
     """
 
     starts: Mapping[str, Indices]
     tokens: Mapping[str, Tensor]
-    pooled: Mapping[str, Tensor]
+    fixed: Mapping[str, Tensor]
     empty: int
 
     def zero_row(self, name: str) -> int:
-        """Return the row of zeros among an encoder's tokens."""
+        """Return the row of zeros of a ragged column."""
         return int(self.starts[name][-1])
 
 
@@ -41,8 +45,8 @@ class ResidentText:
 class ResidentBucket:
     """The samples of a bucket, in the order of its shards; arrays [N] and [N + 1] are on the host.
 
-    Sample n of segment s has number ``first_sample[s] + n``, the image rows from ``first_image`` and the captions from
-    ``first_caption``.
+    Sample n of segment s has number ``first_sample[s] + n``, the rows of ``images`` from ``first_image`` and the
+    captions from ``first_caption``. ``images`` are the columns of samples by name, apart from masks.
     """
 
     first_sample: Indices
@@ -51,7 +55,7 @@ class ResidentBucket:
     first_caption: Indices
     captions: Indices
     masked: NDArray[np.bool_]
-    moments: Tensor
+    images: Mapping[str, Tensor]
     masks: Tensor | None
     text: ResidentText
 
@@ -102,21 +106,23 @@ class ResidentPicks(Dataset[Picks]):
 
 
 class _Table:
-    """Rows of one field of several shards, read one after another."""
+    """Rows of one column of several shards, read one after another, then those of the empty caption and zeros."""
 
-    def __init__(self, rows: int, row_shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.values = torch.empty((rows, *row_shape), dtype=dtype, device=device)
+    def __init__(self, column: Column, rows: int, device: torch.device) -> None:
+        self.column = column
+        self.values = torch.empty((rows, *column.row_shape), dtype=getattr(torch, column.dtype), device=device)
         self._end = 0
 
-    def read(self, reader: ShardReader, field: str) -> None:
-        """Append a field of a shard."""
-        span = reader.fields[field]
-        rows = span.nbytes // max(1, self.values[:1].nbytes)
-        target = self._next(rows)
-        if not rows:
+    def read(self, reader: ShardReader) -> None:
+        """Append the rows of a shard; white masks if it has none."""
+        if self.column.tensors[0] not in reader.fields:
+            self._next(reader.entry.count).fill_(255)
+            return
+        target = self._next(_num_rows(reader, self.column))
+        if not target.numel():
             return
         memory = target if target.device.type == "cpu" else torch.empty(target.shape, dtype=target.dtype)
-        reader.read(memory.view(-1).view(torch.uint8).numpy().data, span.offset)
+        reader.read(memory.view(-1).view(torch.uint8).numpy().data, reader.fields[self.column.tensors[0]].offset)
         if memory is not target:
             target.copy_(memory)
 
@@ -129,44 +135,71 @@ class _Table:
         return self.values[self._end - rows : self._end]
 
 
+def _num_rows(reader: ShardReader, column: Column) -> int:
+    """Return the rows of a column in a shard: images of all variants, captions, or tokens of all captions."""
+    shape = reader.fields[column.tensors[0]].shape
+    return math.prod(shape[: len(shape) - len(column.row_shape)])
+
+
 def _load_bucket(
     data: CachedDataset, entries: Sequence[ShardEntry], empty: CaptionFeatures, device: torch.device
 ) -> ResidentBucket:
     """Read the shards of a bucket, verified; two passes, because only the files say how many rows they have."""
-    shapes = [{name: field.shape for name, field in data.readers([entry])[0].fields.items()} for entry in entries]
-    tables = _make_tables(shapes, empty, device)
-    counts = [shape["moments"][0] for shape in shapes]
-    variants = np.repeat([shape["moments"][1] for shape in shapes], counts)
-    index: dict[str, list[Indices]] = {name: [np.zeros(1, np.int64)] for name in ("caption_start", *_starts())}
+    shards = [_ShardSize(data.readers([entry])[0]) for entry in entries]
+    tables = _make_tables(shards, empty, device)
+    ragged = [table.column for table in tables.values() if table.column.ragged]
+    starting = ("caption_start", *(column.tensors[1] for column in ragged))
+    index: dict[str, list[Indices]] = {name: [np.zeros(1, np.int64)] for name in starting}
     ids: list[Indices] = []
     captions: list[Indices] = []
     num_captions = 0
     for entry in entries:
         (reader,) = data.readers([entry])
-        for name, table in tables.items():
-            _read_field(reader, name, table)
+        for table in tables.values():
+            table.read(reader)
         ids.append(reader.index["sample_id"])
         captions.append(reader.index["caption"] + num_captions)
-        num_captions += reader.fields["clip_l.pooled"].shape[0]
-        for name, starts in index.items():
-            starts.append(reader.index[name][1:] + starts[-1][-1])
-    text = _finish_text(tables, {name: np.concatenate(index[f"{name}.start"]) for name in TOKENS}, empty, num_captions)
-    masks = tables.get("mask")
+        num_captions += reader.num_distinct
+        for name, parts in index.items():
+            parts.append(reader.index[name][1:] + parts[-1][-1])
+    starts = {column.name: np.concatenate(index[column.tensors[1]]) for column in ragged}
+    counts = [shard.count for shard in shards]
+    masks = [table.values for table in tables.values() if table.column.reads == MASK]
     return ResidentBucket(
         first_sample=_offsets(counts),
         ids=np.concatenate(ids),
-        first_image=_offsets(variants),
+        first_image=_offsets(np.repeat([shard.variants for shard in shards], counts)),
         first_caption=np.concatenate(index["caption_start"]),
         captions=np.concatenate(captions),
-        masked=np.repeat(["mask" in shape for shape in shapes], counts),
-        moments=tables["moments"].values,
-        masks=None if masks is None else masks.values,
-        text=text,
+        masked=np.repeat([shard.has_mask for shard in shards], counts),
+        images=_values(tables, lambda column: not column.per_caption and column.reads != MASK),
+        masks=masks[0] if masks else None,
+        text=_finish_text(tables, starts, empty, num_captions),
     )
 
 
-def _starts() -> tuple[str, ...]:
-    return tuple(f"{name}.start" for name in TOKENS)
+class _ShardSize:
+    """The columns of a shard, and how many rows they have."""
+
+    def __init__(self, reader: ShardReader) -> None:
+        self.count, self.variants, self.has_mask = reader.entry.count, reader.num_variants, reader.mask is not None
+        self.rows = {column: _num_rows(reader, column) for column in reader.columns}
+
+
+def _make_tables(shards: Sequence[_ShardSize], empty: CaptionFeatures, device: torch.device) -> dict[str, _Table]:
+    """Allocate the tables of a bucket: with rows for the empty caption, and one of zeros."""
+    rows: Counter[str] = Counter()
+    columns: dict[str, Column] = {}
+    for shard in shards:
+        for column, count in shard.rows.items():
+            columns[column.name] = column
+            rows[column.name] += count
+    for column in columns.values():
+        if column.reads == MASK:
+            rows[column.name] = sum(shard.count for shard in shards)
+        elif column.per_caption:
+            rows[column.name] += (len(empty[column.name]) if column.ragged else 1) + 1
+    return {name: _Table(column, rows[name], device) for name, column in columns.items()}
 
 
 def _offsets(counts: Sequence[int] | Indices) -> Indices:
@@ -174,45 +207,24 @@ def _offsets(counts: Sequence[int] | Indices) -> Indices:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
 
 
-def _make_tables(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], empty: CaptionFeatures, device: torch.device
-) -> dict[str, _Table]:
-    """Allocate the tables of a bucket: with rows for the empty caption, and one of zeros."""
-    samples, first = sum(shape["moments"][0] for shape in shapes), shapes[0]
-    images = sum(shape["moments"][0] * shape["moments"][1] for shape in shapes)
-    tables = {"moments": _Table(images, first["moments"][2:], torch.float16, device)}
-    if any("mask" in shape for shape in shapes):
-        tables["mask"] = _Table(samples, first["moments"][3:], torch.uint8, device)
-    extra = {f"{name}.tokens": len(empty[name]) + 1 for name in TOKENS} | {f"{name}.pooled": 2 for name in POOLED}
-    for name, rows in extra.items():
-        total = sum(shape[name][0] for shape in shapes) + rows
-        tables[name] = _Table(total, first[name][1:], torch.bfloat16, device)
-    return tables
-
-
-def _read_field(reader: ShardReader, name: str, table: _Table) -> None:
-    if name in reader.fields:
-        table.read(reader, name)
-    else:  # a shard without masks
-        shape = (reader.entry.count, *reader.latent_shape[1:])
-        table.append(torch.full(shape, 255, dtype=torch.uint8))
+def _values(tables: Mapping[str, _Table], is_wanted: Callable[[Column], bool]) -> dict[str, Tensor]:
+    return {name: table.values for name, table in tables.items() if is_wanted(table.column)}
 
 
 def _finish_text(
     tables: Mapping[str, _Table], starts: dict[str, Indices], empty: CaptionFeatures, num_captions: int
 ) -> ResidentText:
-    for name in TOKENS:
-        tokens, table = empty[name], tables[f"{name}.tokens"]
-        table.append(tokens)
+    for name, table in tables.items():
+        if not table.column.per_caption:
+            continue
+        rows = empty[name] if table.column.ragged else empty[name][None]
+        table.append(rows)
         table.append(torch.zeros_like(table.values[:1]))
-        starts[name] = np.append(starts[name], starts[name][-1] + len(tokens))
-    for name in POOLED:
-        table = tables[f"{name}.pooled"]
-        table.append(empty[f"{name}.pooled"][None])
-        table.append(torch.zeros_like(table.values[:1]))
+        if table.column.ragged:
+            starts[name] = np.append(starts[name], starts[name][-1] + len(rows))
     return ResidentText(
         starts,
-        {name: tables[f"{name}.tokens"].values for name in TOKENS},
-        {name: tables[f"{name}.pooled"].values for name in POOLED},
+        _values(tables, lambda column: column.ragged),
+        _values(tables, lambda column: column.per_caption and not column.ragged),
         num_captions,
     )

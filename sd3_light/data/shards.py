@@ -1,22 +1,19 @@
 """The shard format of the cache: immutable, self-describing files with samples of one bucket (law 3).
 
-A shard is a safetensors file. With n samples, v variants per image (2 if flips are cached), k captions in total and d
-distinct ones:
+A shard is a safetensors file with the index of its samples and the tensors of its columns (`core.columns`). With n
+samples, k captions in total and d distinct ones the index is:
 
     sample_id        int64 [n]
-    moments          fp16  [n, v, 2C, h, w]  mean and log-variance of the VAE, not normalized
-    mask             uint8 [n, h, w]         present if any sample has one; 255 for samples without
     caption_start    int64 [n + 1]           index of each sample's first caption
     caption          int64 [k]               index of the distinct caption of each
-    ENCODER.tokens   bf16  [rows, width]     ENCODER.start  int64 [d + 1]      first row of each distinct caption
-    ENCODER.pooled   bf16  [d, width]        CLIP encoders only
 
-An Arrow file next to it has each sample's source key, fingerprint, original size, captions and image location; it is
-read only to find stale samples or to show the data. Files are written atomically: a file that exists is complete.
+Its metadata declares the columns. An Arrow file next to it has each sample's source key, fingerprint, original size,
+captions and image location; it is read only to find stale samples or to show the data. Files are written atomically: a
+file that exists is complete.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,35 +22,50 @@ import pyarrow as pa
 import pyarrow.feather as feather
 from safetensors import SafetensorError
 
+from sd3_light.core.columns import INDEX, MASK, Column
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.files import atomic_file, file_sha256, write_atomically
-from sd3_light.inputs import require_regular
+from sd3_light.inputs import parse_json, require_regular
+from sd3_light.tensor_file import DTYPES, StoredTensor
 
 if TYPE_CHECKING:  # origins are read without torch, whose import takes seconds
     from torch import Tensor
 
-TOKENS = ("clip_l", "clip_g", "t5")
-POOLED = ("clip_l", "clip_g")
-
 CaptionFeatures = dict[str, "Tensor"]
-"""The features of one caption: ENCODER -> tokens [rows, width], ENCODER.pooled -> [width]."""
+"""The features of one caption: the name of a column -> its value."""
 
 
 @dataclass(frozen=True)
 class ShardContent:
-    """The tensors of a shard; ``text`` contains those of the encoders, named as in the file."""
+    """The tensors of a shard; ``values`` are those of its columns, named as in the file. Masks may be absent."""
 
+    columns: Sequence[Column]
     sample_id: "Tensor"
-    moments: "Tensor"
     caption_start: "Tensor"
     caption: "Tensor"
-    text: "dict[str, Tensor]"
-    mask: "Tensor | None" = None
+    values: "dict[str, Tensor]"
+
+    @property
+    def present(self) -> list[Column]:
+        """The columns that the shard has: all but those of absent masks."""
+        return [column for column in self.columns if column.reads != MASK or column.name in self.values]
 
     def tensors(self) -> "dict[str, Tensor]":
-        """Return all tensors by their names in the file."""
-        values = {**vars(self), **self.text}
-        return {name: value.contiguous() for name, value in values.items() if name != "text" and value is not None}
+        """Return all tensors by their names in the file. They must be those of the columns."""
+        names = [name for column in self.present for name in column.tensors]
+        assert sorted(names) == sorted(self.values), (names, list(self.values))
+        for column in self.present:
+            self._check(column)
+        index = {name: getattr(self, name) for name in INDEX}
+        return {name: value.contiguous() for name, value in {**index, **self.values}.items()}
+
+    def _check(self, column: Column) -> None:
+        values = self.values[column.tensors[0]]
+        layout = str(values.dtype).removeprefix("torch."), tuple(values.shape[_leading_dimensions(column) :])
+        assert layout == (column.dtype, column.row_shape), (column, layout)
+        if column.ragged:
+            longest = int(self.values[column.tensors[1]].diff().max())
+            assert longest <= column.shape[0], (column, longest)
 
 
 @dataclass(frozen=True)
@@ -76,11 +88,60 @@ def write_shard(
     assert len(content.sample_id) == len(origins) > 0
     # a single entry: safetensors writes several in random order, and equal shards must have equal bytes
     precision = {} if vae_dtype == "float32" else {"vae_dtype": vae_dtype}
-    metadata = json.dumps({"bucket": entry.bucket, "fingerprint": entry.fingerprint, **precision})
+    declared = {column.name: column.described() for column in content.present}
+    about = {"bucket": entry.bucket, "fingerprint": entry.fingerprint, "columns": declared, **precision}
     columns = {name: [getattr(origin, name) for origin in origins] for name in Origin.__dataclass_fields__}
     rows = {**columns, "sample_id": content.sample_id.tolist(), "captions": list(map(list, columns["captions"]))}
     complete = asdict(replace(entry, count=len(origins)))
-    return ShardEntry(**write_files(folder / entry.file, content.tensors(), {"shard": metadata}, rows, complete))
+    metadata = {"shard": json.dumps(about)}
+    return ShardEntry(**write_files(folder / entry.file, content.tensors(), metadata, rows, complete))
+
+
+def stored_columns(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> list[Column]:
+    """Return the columns that a shard's metadata declares, with the dtypes and shapes of its tensors.
+
+    The first dimension of ragged columns is 0. Raises ValueError, TypeError or LookupError unless the tensors are the
+    index and those of the columns.
+    """
+    declared = dict(parse_json(metadata["shard"])["columns"])
+    columns = [_stored_column(name, tensors, **about) for name, about in declared.items()]
+    names = [*INDEX, *(name for column in columns for name in column.tensors)]
+    if unknown := sorted(tensors.keys() - set(names)):
+        raise ValueError(f"it contains an unknown tensor {unknown[0]!r}")
+    if len(set(names)) < len(names):
+        raise ValueError("two of its columns have the same tensor")
+    starts = [column.tensors[1] for column in columns if column.ragged]
+    for name in (*INDEX, *starts):
+        _require(tensors, name, lambda tensor: (tensor.dtype, len(tensor.shape)) == ("I64", 1))
+    return columns
+
+
+def _stored_column(name: str, tensors: Mapping[str, StoredTensor], reads: Any, ragged: Any = False) -> Column:
+    if not isinstance(reads, str) or not isinstance(ragged, bool):
+        raise TypeError(f"its metadata does not say what {name!r:.80} reads")
+    column = Column(name, reads, "uint8", (0, 0), (), ragged)
+    first = _leading_dimensions(column)
+    tensor = _require(tensors, column.tensors[0], lambda tensor: len(tensor.shape) >= first)
+    if reads == MASK:
+        _require(tensors, name, lambda tensor: (tensor.dtype, len(tensor.shape)) == ("U8", 3))
+    elif not column.per_caption:
+        _require(tensors, name, lambda tensor: tensor.shape[1] in (1, 2))  # variants
+    shape = ((0,) if ragged else ()) + tensor.shape[first:]
+    return replace(column, dtype=DTYPES[tensor.dtype].torch_name, shape=shape)
+
+
+def _require(tensors: Mapping[str, StoredTensor], name: str, condition: Callable[[StoredTensor], bool]) -> StoredTensor:
+    if name not in tensors:
+        raise ValueError(f"it has no {name}")
+    tensor = tensors[name]
+    if not condition(tensor):
+        raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}")
+    return tensor
+
+
+def _leading_dimensions(column: Column) -> int:
+    """Return how many dimensions of a column's tensor precede those of a row: samples and variants, or one."""
+    return 1 if column.per_caption or column.reads == MASK else 2
 
 
 def write_files(

@@ -1,48 +1,51 @@
 """The bytes of the largest prepared micro-batch of a cache, so that its memory is allocated and pinned once."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from sd3_light.data.manifest import ShardEntry
-from sd3_light.data.reader import ShardReader
-from sd3_light.data.shards import POOLED
-from sd3_light.data.store import LocalStore, open_shard
+from sd3_light.budget.data_bytes import caption_bytes, image_bytes
+from sd3_light.core.columns import MASK, Column
+from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 
 MAX_SURVEYED = 256
 """Shards whose captions are measured; a longer caption in another one lets slots grow."""
 
-_PER_SAMPLE = 64  # time, length, words of randomness, corner of a position crop
+_PER_SAMPLE = 64  # time, lengths, words of randomness, corner of a position crop, numbers of fixed rows
 _ALIGNMENT = 4096
 
+Prepared = Callable[[Sequence[Column]], Sequence[Column]]
+"""Columns of a cache -> those of a prepared batch: `Family.prepared_columns`."""
 
-def largest_batch_bytes(data: CachedDataset, batches: Sequence[int], only_indices: bool = False) -> int:
+
+def largest_batch_bytes(
+    data: CachedDataset, batches: Sequence[int], prepared: Prepared, only_indices: bool = False
+) -> int:
     """Return the bytes of the largest micro-batch without noise, for ``batches`` samples in each bucket.
 
-    0 if shards are at a URL: they are not fetched for it. ``only_indices``: see `training.resident_inputs`.
+    0 if shards are at a URL: they are not fetched for it. ``only_indices``: a batch of rows of a cache on a device.
     """
     if not isinstance(data.store, LocalStore):
         return 0
-    shards = data.manifest.shards
-    step = -(-len(shards) // MAX_SURVEYED) if data.has_lengths else len(shards)  # padded captions have one length
-    surveyed = [data.manifest.empty, *(shards[at] for at in range(0, len(shards), max(1, step)))]
-    tokens = max(_open(data, entry).longest_text() for entry in surveyed)
-    buckets = zip(data.buckets, batches, strict=True)
-    return max(
-        batch * _sample_bytes(_open(data, bucket.shards[0]), tokens, only_indices) + _ALIGNMENT
-        for bucket, batch in buckets
-    )
+    shards, empty = data.manifest.shards, data.manifest.empty
+    varies = any(column.ragged for column in prepared(data.new_reader(empty).columns))
+    step = -(-len(shards) // MAX_SURVEYED) if varies else len(shards)
+    surveyed = (empty, *(shards[at] for at in range(0, len(shards), max(1, step))))
+    text = max(_text_bytes(data.new_reader(entry).columns, prepared, only_indices) for entry in surveyed)
+    images = (_image_bytes(data.new_reader(bucket.shards[0]).columns, only_indices) for bucket in data.buckets)
+    return max(batch * (_PER_SAMPLE + image + text) for batch, image in zip(batches, images, strict=True)) + _ALIGNMENT
 
 
-def _open(data: CachedDataset, entry: ShardEntry) -> ShardReader:
-    return open_shard(data.store, entry, lambda path: ShardReader(path, entry))
+def _text_bytes(columns: Sequence[Column], prepared: Prepared, only_indices: bool) -> int:
+    captions = [column for column in prepared(columns) if column.per_caption]
+    if not only_indices:
+        return caption_bytes(captions).value
+    most = max((column.shape[0] for column in captions if len(column.shape) > 1), default=0)
+    return 4 * most * sum(column.ragged for column in columns)  # an int32 per row
 
 
-def _sample_bytes(reader: ShardReader, tokens: int, only_indices: bool) -> int:
-    channels, *sides = reader.latent_shape
-    pixels = math.prod(sides)
-    rows = _PER_SAMPLE + pixels  # the kept tokens of a route: at most one int32 per 2 x 2 pixels
-    if only_indices:
-        return rows + 3 * 4 * tokens
-    pooled = sum(reader.width(f"{name}.pooled") for name in POOLED)
-    return rows + pixels * (2 * channels + 1) + 2 * (tokens * reader.width("t5.tokens") + pooled)
+def _image_bytes(columns: Sequence[Column], only_indices: bool) -> int:
+    images = [column for column in columns if not column.per_caption and column.reads != MASK]
+    pixels = max(math.prod(column.shape[-2:]) for column in images)
+    # a mask, and the kept tokens of a route: at most one int32 per 2 x 2 pixels
+    return pixels if only_indices else 2 * pixels + image_bytes(images).value

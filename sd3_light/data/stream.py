@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.columns import Bucket, Column, named_bucket
 from sd3_light.data.batch import BatchRow, read_batch
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.order import (
@@ -67,7 +68,8 @@ class CachedDataset:
 
     A shard is hashed before it is first read (see `data.verify`). The number of open shards is bounded by the order's
     windows. ``launched``: this process is one of several that a launcher started. ``caption_weights`` are those of a
-    directory's caption columns, by its label.
+    directory's caption columns, by its label. All shards must have the same ``columns``: those that the family declares
+    for a bucket, or without a family those of the first shard that is opened.
     """
 
     def __init__(
@@ -75,11 +77,14 @@ class CachedDataset:
         store: ShardStore,
         launched: bool = False,
         caption_weights: Mapping[str, Sequence[float]] | None = None,
+        columns: Callable[[Bucket], Sequence[Column]] | None = None,
     ) -> None:
         self.store, self.manifest = store, store.manifest
+        self._declared = columns
+        self._columns: dict[str, Sequence[Column]] = {}
         self.caption_weights = {label: weights for label, weights in (caption_weights or {}).items() if weights}
         self.buckets = group_shards(self.manifest.shards)
-        self.has_lengths = self.manifest.recipe.get("text_tokens") == "real"
+        self.has_lengths = self.manifest.recipe.get("text_tokens") != "padded"
         self.max_open = open_shards(WINDOW, len(self.buckets))
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
         self._prefetcher = ShardPrefetcher(self._prefetch, store.prefetch_threads)
@@ -122,8 +127,8 @@ class CachedDataset:
     def read(self, picks: Picks, seed: int, allocate: AllocateBytes = new_buffer) -> CachedBatch:
         """Read the picked samples as one batch; caption and flip are drawn per sample (law 1).
 
-        ``mask`` is None if no shard of the batch has one. Text is padded with zeros to the longest caption of the
-        batch, and a cache of real tokens adds ``ENCODER.length``.
+        ``mask`` is None if no shard of the batch has one. See `read_batch` for the rest; a cache of padded text has no
+        lengths.
         """
         # in file order, so that the disk can read ahead
         order = np.lexsort((picks.index, picks.segment)).tolist()
@@ -186,14 +191,22 @@ class CachedDataset:
     def _new_verified_reader(self, entry: ShardEntry) -> ShardReader:
         """Open a verified shard; verify again what replaced it in between."""
         for _ in range(_OPEN_TRIES):
-            reader = self._new_reader(entry)
+            reader = self.new_reader(entry)
             if self._verifier.is_same(entry, reader.status()):
                 return reader
             self._verifier.require([(entry, self.store.path(entry))])
         raise UserError(f"shard {entry.file} changes while it is read; stop what writes to the cache, then resume")
 
-    def _new_reader(self, entry: ShardEntry) -> ShardReader:
-        return open_shard(self.store, entry, lambda path: ShardReader(path, entry))
+    def new_reader(self, entry: ShardEntry) -> ShardReader:
+        """Open a shard without hashing it. Raises a UserError if its columns are not those of the cache."""
+        reader = open_shard(self.store, entry, lambda path: ShardReader(path, entry))
+        known, bucket = self._columns, entry.bucket
+        if bucket not in known:
+            for columns in list(known.values())[:1]:
+                reader.require(columns, same_bucket=False)
+            known[bucket] = reader.columns if self._declared is None else self._declared(named_bucket(bucket))
+        reader.require(known[bucket])
+        return reader
 
     def prefetch(self, bucket: int, segments: Sequence[int]) -> None:
         """Fetch and hash shards in the background, in this order."""

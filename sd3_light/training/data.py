@@ -13,6 +13,7 @@ from sd3_light.budget.training_flops import step_flops
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Cost
+from sd3_light.core.registry import family_of
 from sd3_light.core.training import Preparer
 from sd3_light.data.building.catalogue import make_sources
 from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
@@ -34,7 +35,8 @@ def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch) -> C
     limit = int(config.stream_cache_gb * 1e9)
     store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
     weights = {source.label: source.directory.caption_weights for source in make_sources(dataset.directories)}
-    return CachedDataset(store, launch.world > 1, weights)
+    columns = partial(family_of(config.model).columns, config.model, config.model.diffusers_path)
+    return CachedDataset(store, launch.world > 1, weights, columns)
 
 
 def load_cache(data: CachedDataset, config: TrainConfig, launch: Launch, device: torch.device) -> ResidentCache | None:
@@ -141,7 +143,9 @@ def training_steps(
         if prefetch_to is None:
             return make_loader(config, dataset, engine, micro, in_workers, items, times=times).steps()
         batches = [batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution) for bucket in data.buckets]
-        largest = largest_batch_bytes(data, batches, isinstance(in_workers, IndexPreparer)) if finish else 0
+        prepared = partial(family_of(config.model).prepared_columns, config.model)
+        only_indices = isinstance(in_workers, IndexPreparer)
+        largest = largest_batch_bytes(data, batches, prepared, only_indices) if finish else 0
         loader = make_loader(config, dataset, engine, micro, in_workers, items, _pin_for(prefetch_to), times, largest)
         return prefetch_steps(iter(loader), micro, prefetch_to, finish, largest)
 

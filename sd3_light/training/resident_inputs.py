@@ -16,7 +16,6 @@ from torch import Tensor
 from sd3_light.core.batch import Batch
 from sd3_light.data.order import Picks
 from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentText
-from sd3_light.data.shards import POOLED, TOKENS
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.flow.conditioning import ENCODERS, draw_drops
 from sd3_light.randomness import choices, occurrence_words
@@ -24,6 +23,7 @@ from sd3_light.training.sd3 import InputPreparer
 
 Indices = NDArray[np.int64]
 _T5 = ENCODERS.index("t5")
+_POOLED = ("clip_l", "clip_g")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ResidentInputs:
             drops = np.array(draw_drops(self.preparer.seed, occurrences, model.uncond_text_dropout_prob, joint))
         distinct = bucket.captions[first_caption + caption]
         rows, lengths = self._text_rows(bucket.text, distinct, drops)
-        shape = bucket.moments.shape
+        shape = bucket.images["moments"].shape
         values = {"image_rows": _rows(first_image + variant), "t": self.preparer.times(occurrences, shape), **rows}
         values |= self.preparer.image_draws(occurrences, shape)
         values["words"] = torch.from_numpy(occurrences).view(torch.int32)
@@ -70,7 +70,7 @@ class ResidentInputs:
         dropped_all: NDArray[np.bool_] = np.logical_and.reduce(drops, axis=1)
         if self.preparer.empty_text is not None:
             distinct, zeroed = np.where(dropped_all, text.empty, distinct), drops & ~dropped_all[:, None]
-        counts = [text.starts[name][distinct + 1] - text.starts[name][distinct] for name in TOKENS]
+        counts = [text.starts[name][distinct + 1] - text.starts[name][distinct] for name in ENCODERS]
         if real:
             counts = [
                 np.where(zeroed[:, at], 0 if at == _T5 else np.where(dropped_all, 1, count), count)
@@ -80,14 +80,14 @@ class ResidentInputs:
         lengths = num_clip + counts[_T5]
         assert lengths.min() > 0, "every sample needs at least one text token"
         rows = {}
-        for at, name in enumerate(TOKENS):
+        for at, name in enumerate(ENCODERS):
             first = num_clip if at == _T5 else np.zeros_like(num_clip)
             longest = int((lengths if at == _T5 else num_clip).max())
             position = np.arange(longest) - first[:, None]
             is_token = (position >= 0) & (position < counts[at][:, None]) & ~zeroed[:, at, None]
             start = text.starts[name][distinct][:, None]
             rows[f"{name}_rows"] = _rows(np.where(is_token, start + position, text.zero_row(name)))
-        pooled = [np.where(zeroed[:, TOKENS.index(name)], text.empty + 1, distinct) for name in POOLED]
+        pooled = [np.where(zeroed[:, ENCODERS.index(name)], text.empty + 1, distinct) for name in _POOLED]
         rows["pooled_rows"] = _rows(np.stack(pooled))
         return rows, torch.from_numpy(lengths)
 
@@ -102,8 +102,9 @@ class ResidentInputs:
             # where one has tokens the other is zero, so the sum is a copy
             prompt[:, : rows.shape[1], first : first + tokens.shape[-1]] += tokens
             first += tokens.shape[-1]
-        pooled = [_select(text.pooled[name], rows) for name, rows in zip(POOLED, batch["pooled_rows"], strict=True)]
-        values = {"moments": _select(bucket.moments, batch["image_rows"], empty), "t": batch["t"]}
+        each = zip(_POOLED, batch["pooled_rows"], strict=True)
+        pooled = [_select(text.fixed[f"{name}.pooled"], rows) for name, rows in each]
+        values = {"moments": _select(bucket.images["moments"], batch["image_rows"], empty), "t": batch["t"]}
         values |= {"prompt": prompt, "pooled": torch.cat(pooled, dim=-1)}
         values |= batch.select(("kept", "corners", "words")).values
         mask_rows = batch.get("mask_rows")

@@ -1,9 +1,12 @@
 """SD3 and SD3.5."""
 
+from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sd3_light.config import ModelConfig
+from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.family import Family
 from sd3_light.core.start import WeightsStart
 
@@ -80,3 +83,15 @@ class SD3(Family):
         from sd3_light.families.sd3.cost import SD3Cost
 
         return SD3Cost(start.size, model, model.route(start.size.num_layers))
+
+    def columns(self, model: ModelConfig, folder: Path, bucket: Bucket) -> tuple[Column, ...]:
+        """See `Family.columns`."""
+        from sd3_light.families.sd3.columns import sd3_columns
+
+        return sd3_columns(model, folder, bucket)
+
+    def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
+        """See `Family.prepared_columns`."""
+        from sd3_light.families.sd3.columns import prepared_columns
+
+        return prepared_columns(model, columns)

@@ -12,9 +12,10 @@ from statistics import median
 import numpy as np
 
 from sd3_light.budget.amount import format_bytes
-from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels
+from sd3_light.budget.data_bytes import at_most, caption_bytes, image_bytes
 from sd3_light.config import ModelConfig
 from sd3_light.core.caption_lengths import MAX_CAPTIONS, count_cut_captions, cut_prompts
+from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.encoding import Encoders
 from sd3_light.core.registry import family_of
 from sd3_light.data.buckets import plan as plan_resize
@@ -23,7 +24,6 @@ from sd3_light.data.extreme_fits import ExtremeFits
 from sd3_light.data.manifest import SHARDS
 from sd3_light.data.preprocess import Pixels
 from sd3_light.encoders.vae import LOW_PSNR, psnr
-from sd3_light.model.pipeline_folder import text_shape, vae_shape
 from sd3_light.runlog import info
 from sd3_light.stages.cache.local_builder import Builder
 from sd3_light.training.disk_space import CACHE_REMEDY, DOES_NOT_FIT, compare_with_free
@@ -56,23 +56,23 @@ def warn_of_extreme_fits(title: str, plan: CachePlan) -> None:
 
 def warn_of_full_disk(title: str, folder: Path, plan: CachePlan, units: Sequence[Unit], model: ModelConfig) -> None:
     """Print that the shards to encode do not fit on the disk; files that they replace count as free."""
-    text = text_shape(model.diffusers_path, model.t5_max_length, model.text_tokens == "real")
-    channels, _ = vae_shape(model.diffusers_path)
     members = captions = 0
     masked = False
     for _, member in _spread(plan, MAX_CAPTIONS):
         members += 1
         captions += len(member.captions)
         masked = masked or bool(member.row.mask)
-    text_bytes = captions / members * caption_bytes(text).value
+    family, columns = family_of(model), dict[Bucket, tuple[Column, ...]]()
     needed = 0.0
     replaced = 0
     for unit in units:
-        pixels = latent_pixels(unit.bucket.width, unit.bucket.height)
-        needed += unit.count * (image_bytes(pixels, 2 if unit.flip else 1, masked, channels).value + text_bytes)
+        if unit.bucket not in columns:
+            columns[unit.bucket] = family.columns(model, model.diffusers_path, unit.bucket)
+        image = image_bytes(columns[unit.bucket], 2 if unit.flip else 1, masked)
+        needed += unit.count * (image.value + captions / members * caption_bytes(columns[unit.bucket]).value)
         path = folder / SHARDS / unit.file
         replaced += path.stat().st_size if path.is_file() else 0
-    size = f"{text.at_most}{format_bytes(round(needed))}"
+    size = f"{at_most(family.prepared_columns(model, columns[units[0].bucket]))}{format_bytes(round(needed))}"
     verdict = compare_with_free(round(needed), folder, size, CACHE_REMEDY, replaced)
     if verdict.startswith(DOES_NOT_FIT):
         info(f"{title}: warning: disk, cache: {verdict}")

@@ -186,7 +186,8 @@ class DatasetBuild:
             mark.touch()
         if existing is not None and not mark.exists():
             return existing
-        written = write_shard(shards, entry, self._builder.call(empty_content), [Origin("", "", 0, 0, ("",))])
+        content = self._builder.call(empty_content, self._train.model)
+        written = write_shard(shards, entry, content, [Origin("", "", 0, 0, ("",))])
         place.push_unit(entry.file)
         mark.unlink(missing_ok=True)
         return written

@@ -124,7 +124,7 @@ class ShardEncoder:
             wait = encoders.waiter()
         wait()
         with open_unit_folder(task.location, task.stored, scratch) as place:
-            write_unit(place.folder / SHARDS, current, task.root)
+            write_unit(place.folder / SHARDS, current, task.root, self._settings.model)
             place.push_unit(task.unit.file)
             return len(current.accepted), place.unit_files(task.unit.file)
 

@@ -114,7 +114,7 @@ class ShardBuilder:
 
     def _write(self, finished: UnitInProgress, wait: Callable[[], None]) -> None:
         wait()
-        write_unit(self._shards, finished, self._plan.source(finished.unit).root)
+        write_unit(self._shards, finished, self._plan.source(finished.unit).root, self._train.model)
         self._on_written(finished.unit.file)
         damaged_mark(self._shards / finished.unit.file).unlink(missing_ok=True)
         self._claims.release(finished.unit.file)

@@ -11,9 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
+from sd3_light.core.columns import MASK, SMALLEST, Bucket, Column
 from sd3_light.core.encoding import Encoders, Tokens
+from sd3_light.core.registry import family_of
 from sd3_light.data.building.cache_plan import Member, Unit, decode_task
 from sd3_light.data.building.decode import Decoded, DecodeTask
 from sd3_light.data.manifest import damaged_mark, read_entry
@@ -40,7 +43,7 @@ class UnitInProgress:
     tokens: Future[Tokens]
     num_decoded: int = 0
     accepted: list[Member] = field(default_factory=list)
-    moments: list[Tensor] = field(default_factory=list)
+    images: dict[str, list[Tensor]] = field(default_factory=dict)
     masks: list[NDArray[np.uint8] | None] = field(default_factory=list)
     text: dict[str, Tensor] = field(default_factory=dict)
     rejected: list[dict[str, str]] = field(default_factory=list)
@@ -60,7 +63,8 @@ class UnitInProgress:
             self.masks.append(None if image.mask is None else image.mask.copy())
             pixels.append(image.pixels)
         if pixels:
-            self.moments.append(parts.encode_images(np.stack(pixels), self.unit.flip)["moments"])
+            for name, values in parts.encode_images(np.stack(pixels), self.unit.flip).items():
+                self.images.setdefault(name, []).append(values)
             self.vae_dtype = str(parts.vae_dtype).removeprefix("torch.")
 
     @property
@@ -75,16 +79,18 @@ class UnitInProgress:
         distinct = distinct_captions(self.accepted)
         self.text = parts.encode_captions(parts.tokenize(list(distinct)) if self.rejected else self.tokens.result())
 
-    def content(self) -> ShardContent:
-        """Return the shard's tensors. The encoders' results must be complete."""
-        distinct = distinct_captions(self.accepted)
+    def content(self, columns: Sequence[Column]) -> ShardContent:
+        """Return the shard's tensors, which must be those of the columns. The encoders' results must be complete."""
+        distinct, masks = distinct_captions(self.accepted), _stack_masks(self.masks)
+        values = {name: torch.cat(parts) for name, parts in self.images.items()} | self.text
+        if masks is not None:
+            values |= {column.name: masks for column in columns if column.reads == MASK}
         return ShardContent(
+            columns,
             torch.tensor([member.identity for member in self.accepted], dtype=torch.int64),
-            torch.cat(self.moments),
             torch.tensor([0, *(len(member.captions) for member in self.accepted)]).cumsum(0),
             torch.tensor([distinct[c] for member in self.accepted for c in member.captions], dtype=torch.int64),
-            self.text,
-            _stack_masks(self.masks),
+            values,
         )
 
     def origins(self) -> list[Origin]:
@@ -115,7 +121,7 @@ def _stack_masks(masks: Sequence[NDArray[np.uint8] | None]) -> Tensor | None:
     return torch.from_numpy(np.stack([full if mask is None else mask for mask in masks]))
 
 
-def write_unit(shards: Path, finished: UnitInProgress, root: DataLocation) -> None:
+def write_unit(shards: Path, finished: UnitInProgress, root: DataLocation, model: ModelConfig) -> None:
     """Write the shard of a unit whose results are complete, and its rejects. ``root`` is the folder of its source."""
     if finished.rejected and not exists(root):
         raise UserError(
@@ -123,7 +129,8 @@ def write_unit(shards: Path, finished: UnitInProgress, root: DataLocation) -> No
         )
     write_rejects(shards, finished.unit, finished.rejected)
     if finished.accepted:
-        write_shard(shards, finished.unit.entry, finished.content(), finished.origins(), finished.vae_dtype)
+        content = finished.content(_columns(model, finished.unit.bucket))
+        write_shard(shards, finished.unit.entry, content, finished.origins(), finished.vae_dtype)
         (shards / finished.unit.file).with_suffix(".none").unlink(missing_ok=True)
     else:
         write_empty_unit(shards, finished.unit)
@@ -145,9 +152,15 @@ def write_empty_unit(shards: Path, unit: Unit) -> None:
     (shards / unit.file).unlink(missing_ok=True)
 
 
-def empty_content(parts: Encoders) -> ShardContent:
+def empty_content(parts: Encoders, model: ModelConfig) -> ShardContent:
     """Return the features of the empty caption, stored like a sample with one blank latent pixel."""
     text = parts.encode_captions([""])
     parts.synchronize()
-    moments = torch.zeros(1, 1, 2 * parts.latent_channels, 1, 1, dtype=torch.float16)
-    return ShardContent(torch.tensor([0]), moments, torch.tensor([0, 1]), torch.tensor([0]), text)
+    columns = _columns(model, SMALLEST)
+    images = [column for column in columns if not column.per_caption and column.reads != MASK]
+    blank = {column.name: torch.zeros(1, 1, *column.shape, dtype=getattr(torch, column.dtype)) for column in images}
+    return ShardContent(columns, torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([0]), blank | text)
+
+
+def _columns(model: ModelConfig, bucket: Bucket) -> tuple[Column, ...]:
+    return family_of(model).columns(model, model.diffusers_path, bucket)

@@ -10,7 +10,6 @@ from sd3_light.budget.data_bytes import (
     caption_bytes,
     image_bytes,
     latent_bytes,
-    latent_pixels,
     loader_bytes,
     resident_index_bytes,
     sample_bytes,
@@ -31,6 +30,7 @@ from sd3_light.config import (
 )
 from sd3_light.core.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.core.checks import ModelFact
+from sd3_light.core.columns import Column
 from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
@@ -200,7 +200,7 @@ class _Estimator:
     ) -> DatasetEstimate:
         """Estimate a dataset; an evaluation set always ``streams``."""
         counts = count_samples(dataset, self.train.seed)
-        cache = _cache(counts, dataset.directories, self.text, self.channels)
+        cache = self.cache(counts, dataset.directories)
         on_device = self.train.residence == "device" and not streams
         shapes = sum(map(_num_shapes, counts.buckets.values()))
         estimator = replace(self, resident=cache.value if on_device else 0, shapes=shapes)
@@ -238,12 +238,13 @@ class _Estimator:
         segments = tuple(Segment(count.samples, repeats[index]) for index, count in sorted(directories.items()))
         drop = self.train.small_buckets == "drop"
         order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
-        pixels = latent_pixels(bucket.width, bucket.height)
         tokens = self.cost.tokens(bucket.width, bucket.height)
         adapter = self.train.adapter is not None
         flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter)
         samples = sum(count.samples for count in counts)
         masked = any(count.masked for count in counts)
+        columns = self.columns(bucket)
+        prepared = family_of(self.train.model).prepared_columns(self.train.model, columns)
         return BucketEstimate(
             bucket=bucket,
             resolution=resolution,
@@ -257,10 +258,28 @@ class _Estimator:
             tokens=tokens,
             step_flops=Amount(order.batch * flops.value, f"{self.cost.text.at_most}samples per step·{flops.formula}"),
             gpu=gpu_memory(self.setup(tokens, micro_batch)),
-            prepared=batch_bytes(pixels, self.text, micro_batch, masked, self.channels),
-            latents=latent_bytes(pixels, micro_batch, masked, self.channels),
-            read=micro_batch * sample_bytes(pixels, self.text, mask=masked, channels=self.channels).value,
+            prepared=batch_bytes(prepared, micro_batch, masked),
+            latents=latent_bytes(prepared, micro_batch, masked),
+            read=micro_batch * sample_bytes(columns, mask=masked).value,
         )
+
+    def columns(self, bucket: Bucket) -> tuple[Column, ...]:
+        """Return the columns of the cache."""
+        return family_of(self.train.model).columns(self.train.model, self.train.model.diffusers_path, bucket)
+
+    def cache(self, counts: SampleCounts, directories: tuple[DirectoryConfig, ...]) -> Amount:
+        """Return the bytes of the cache's shards; each resolution has its own copy of the captions' features."""
+        total, formula = 0, "no images"
+        for (_, bucket), by_directory in counts.buckets.items():
+            columns = self.columns(bucket)
+            caption = caption_bytes(columns)
+            for index, count in by_directory.items():
+                variants = 2 if directories[index].flip else 1
+                total += count.samples * image_bytes(columns, variants, count.masked > 0).value
+                total += count.captions * caption.value
+            image = f"images·{image_bytes(columns).formula} at {bucket} (twice with flip, + masks)"
+            formula = f"{image} + captions·{self.text.at_most}{caption.formula}"
+        return Amount(total, formula)
 
     def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
         plan = BatchPlan(tokens, micro_batch, self.accumulation, self.shapes)
@@ -271,18 +290,6 @@ def _num_shapes(directories: Mapping[int, BucketCount]) -> int:
     """Return the shapes of a bucket's micro-batches: two if only some have masks."""
     masked, samples = (sum(getattr(count, name) for count in directories.values()) for name in ("masked", "samples"))
     return 2 if 0 < masked < samples else 1
-
-
-def _cache(counts: SampleCounts, directories: tuple[DirectoryConfig, ...], text: TextShape, channels: int) -> Amount:
-    """Return the bytes of the cache's shards; each resolution has its own copy of the captions' features."""
-    caption, total = caption_bytes(text), 0
-    for (_, bucket), by_directory in counts.buckets.items():
-        pixels = latent_pixels(bucket.width, bucket.height)
-        for index, count in by_directory.items():
-            variants = 2 if directories[index].flip else 1
-            total += count.samples * image_bytes(pixels, variants, count.masked > 0, channels).value
-            total += count.captions * caption.value
-    return Amount(total, f"images·2·{channels}·h·w·2 B (twice with flip, + h·w masked) + captions·{caption.formula}")
 
 
 def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEstimate], copies: Amount) -> Amount:

@@ -69,7 +69,8 @@ def _add_rejects(cache: Inspection, table: ResultTable) -> None:
 
 def _add_captions(cache: Inspection, table: ResultTable) -> None:
     stats = cache.stats
-    for name, lengths in (("words per caption", stats.words), ("T5 tokens per caption", stats.tokens)):
+    tokens = {f"{names} tokens per caption": lengths for names, lengths in stats.token_counts().items()}
+    for name, lengths in {"words per caption": stats.words, **tokens}.items():
         if lengths:
             text = f"median; 95th percentile {quantile(lengths, 0.95):,}, longest {max(lengths):,}"
             table.add_row(name, f"{quantile(lengths, 0.5):,}", text)

@@ -159,17 +159,19 @@ def _caption_summary(cache: Inspection) -> str:
     summary = f"{stats.words.total():,} captions of {samples}: {stats.mean_captions:,.3g} per sample."
     if cache.cut is not None and (sentence := cache.cut.sentence()):
         summary += f" Captions are cut: {sentence}."
-    if stats.tokens:
-        return summary
-    length = cache.manifest.recipe.get("t5_max_length")
-    return f"{summary} Text is padded to {length} T5 tokens, so token counts are not recorded."
+    padded = [f"{max(counts)} {name}" for name, counts in stats.tokens.items() if len(counts) == 1]
+    return f"{summary} Every caption has {', '.join(padded)} tokens." if padded else summary
 
 
 def _histograms(cache: Inspection) -> list[Histogram]:
-    stats, limit = cache.stats, cache.manifest.recipe.get("t5_max_length")
-    words = make_histogram("Words", "words", stats.words, "A Chinese or Japanese character counts as a word.")
-    if not stats.tokens:
-        return [words]
-    full = stats.tokens.get(limit, 0) / stats.tokens.total() if isinstance(limit, int) else 0
-    hint = f"{full:.1%} fill all {limit} tokens (t5_max_length) and may be cut."
-    return [words, make_histogram("T5 tokens", "T5 tokens", stats.tokens, hint)]
+    recipe = cache.manifest.recipe
+    charts = [make_histogram("Words", "words", cache.stats.words, "A Chinese or Japanese character counts as a word.")]
+    for names, counts in cache.stats.token_counts().items():
+        limits = {key: recipe.get(key) for key in (f"{name}_max_length" for name in names.split(", "))}
+        hints = [
+            f"{counts[limit] / counts.total():.1%} fill all {limit} tokens ({key}) and may be cut."
+            for key, limit in limits.items()
+            if isinstance(limit, int)
+        ]
+        charts.append(make_histogram(f"{names} tokens", f"{names} tokens", counts, " ".join(hints)))
+    return charts

@@ -4,7 +4,6 @@ The manifest is read in full. Arrow files and safetensors headers are read from 
 number of samples.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,22 +12,22 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from safetensors import SafetensorError, safe_open
+from numpy.typing import NDArray
 
 from sd3_light.core.caption_lengths import CaptionSample, CutCaptions, count_cut_captions
+from sd3_light.core.columns import CAPTION, MASK
 from sd3_light.core.registry import family_of_folder
 from sd3_light.data.manifest import REJECTED, SHARDS, Manifest, ShardEntry
 from sd3_light.data.preprocess import REASONS
 from sd3_light.data.shard_table import column
-from sd3_light.data.shards import read_origins
+from sd3_light.data.shards import read_origins, stored_columns
 from sd3_light.randomness import stream
-from sd3_light.tensor_file import check_header
+from sd3_light.tensor_file import StoredTensor, read_tensor_file
 
 # Han and kana are written without spaces: each such character counts as a word
 _NO_SPACES = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _WORD = re.compile(rf"[{_NO_SPACES}]|[^\W{_NO_SPACES}]+(?:['’-][^\W{_NO_SPACES}]+)*")
-_CONTENT_KINDS = {"moments": "images", "mask": "masks", "clip_l": "text", "clip_g": "text", "t5": "text"}
-_DTYPE_BYTES = {"I64": 8, "F16": 2, "BF16": 2, "U8": 1}
+_CONTENT_KINDS = {"image": "images", MASK: "masks", CAPTION: "text"}
 
 
 @dataclass(frozen=True)
@@ -41,10 +40,10 @@ class SampleRef:
 
 @dataclass
 class ShardStats:
-    """Statistics over some shards. ``tokens`` (of T5) is empty where all captions are padded to one length."""
+    """Statistics over some shards. ``tokens`` are the rows per caption in each ragged column."""
 
     words: Counter[int] = field(default_factory=Counter)
-    tokens: Counter[int] = field(default_factory=Counter)
+    tokens: dict[str, Counter[int]] = field(default_factory=dict)
     captions_per_sample: Counter[int] = field(default_factory=Counter)
     bytes_by_kind: Counter[str] = field(default_factory=Counter)
     examples: list[str] = field(default_factory=list)
@@ -61,6 +60,14 @@ class ShardStats:
     def mean_captions(self) -> float:
         """Captions per sample."""
         return self.words.total() / max(1, self.samples)
+
+    def token_counts(self) -> dict[str, Counter[int]]:
+        """Return the tokens per caption where captions differ; columns with equal counts together: `clip_l, clip_g`."""
+        names: dict[tuple[tuple[int, int], ...], list[str]] = {}
+        for name, counts in self.tokens.items():
+            if len(counts) > 1:
+                names.setdefault(tuple(sorted(counts.items())), []).append(name)
+        return {", ".join(columns): Counter(dict(counts)) for counts, columns in names.items()}
 
     def byte_shares(self, least: float = 0.005) -> str:
         """Return the share of each kind of content, the largest first: `images 96%, text 3%`."""
@@ -119,11 +126,10 @@ def inspect_cache(folder: Path, samples: int, seed: int) -> Inspection:
     """Read the manifest of a cache, and random shards until they hold ``samples`` samples."""
     manifest = Manifest.load(folder)
     stats = ShardStats()
-    real = manifest.recipe.get("text_tokens") == "real"
     for entry in shard_order(manifest, seed):
         if stats.samples >= samples:
             break
-        _add_shard(folder / SHARDS / entry.file, real, stats)
+        _add_shard(folder / SHARDS / entry.file, stats)
     return Inspection(folder, manifest, stats, _count_cut(manifest, stats))
 
 
@@ -196,12 +202,12 @@ def _totals(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
     return sums
 
 
-def _add_shard(path: Path, real: bool, stats: ShardStats) -> None:
+def _add_shard(path: Path, stats: ShardStats) -> None:
     try:
         origins = read_origins(path)
         captions = [origin.captions for origin in origins]
-        tokens, sizes = _read_header(path, real)
-    except (OSError, pa.ArrowException, SafetensorError, LookupError, ValueError, TypeError) as error:
+        tokens, sizes = _read_header(path)
+    except (OSError, pa.ArrowException, LookupError, ValueError, TypeError) as error:
         stats.unreadable.append(f"{path.name}: {error}")
         return
     stats.shards += 1
@@ -210,20 +216,23 @@ def _add_shard(path: Path, real: bool, stats: ShardStats) -> None:
     stats.examples += [texts[0] for texts in captions[:1] if texts]
     for origin in origins:
         stats.captions.add(origin.key, origin.captions)
-    stats.tokens.update(tokens)
+    for name, counts in tokens.items():
+        stats.tokens.setdefault(name, Counter()).update(counts)
     stats.bytes_by_kind.update(sizes)
 
 
-def _read_header(path: Path, real: bool) -> tuple[list[int], Counter[str]]:
-    """Return the T5 tokens of every caption where lengths differ, and bytes by kind; features are not read."""
-    tokens: list[int] = []
+def _read_header(path: Path) -> tuple[dict[str, list[int]], Counter[str]]:
+    """Return the tokens of every caption in each ragged column, and bytes by kind; values are not read."""
+    tensors, metadata = read_tensor_file(path)
+    columns = stored_columns(tensors, metadata)
+    kinds = {column.tensors[0]: _CONTENT_KINDS.get(column.reads, column.reads) for column in columns}
     sizes: Counter[str] = Counter()
-    check_header(path)
-    with safe_open(path, framework="numpy") as file:
-        if real:
-            tokens = np.diff(file.get_tensor("t5.start"))[file.get_tensor("caption")].tolist()
-        for name in file.keys():  # noqa: SIM118 (not a dict)
-            tensor = file.get_slice(name)
-            kind = _CONTENT_KINDS.get(name.split(".")[0], "index")
-            sizes[kind] += math.prod(tensor.get_shape()) * _DTYPE_BYTES[tensor.get_dtype()]
-    return tokens, sizes
+    for name, tensor in tensors.items():
+        sizes[kinds.get(name, "index")] += tensor.nbytes
+    captions = _numbers(tensors["caption"])
+    ragged = [column for column in columns if column.ragged]
+    return {column.name: np.diff(_numbers(tensors[column.tensors[1]]))[captions].tolist() for column in ragged}, sizes
+
+
+def _numbers(tensor: StoredTensor) -> NDArray[np.int64]:
+    return np.frombuffer(b"".join(tensor.chunks()), "<i8").astype(np.int64, copy=False)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.columns import MASK
 from sd3_light.data.buckets import Bucket, ResizePlan, plan
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.preprocess import Pixels, Reject, decode, fit
@@ -28,8 +29,8 @@ from sd3_light.stages.inspect.source_images import image_location, tint_masked
 _MOST_PIXELS = 1 << 20  # per decoded batch
 _MOST_SAMPLES = 16
 
-_CachedSample = tuple[SampleRef, Origin, Tensor, Tensor | None]
-"""A sample, its origin, its moments and its mask."""
+_CachedSample = tuple[SampleRef, Origin, dict[str, Tensor]]
+"""A sample, its origin, and its values that are not those of captions."""
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ def load_samples(
     with progress("inspect", len(refs), "samples") as bar:
         for batch in _batches(refs):
             samples = [sample for ref in batch if (sample := shards.read(ref)) is not None]
-            decoded = _decode([moments for _, _, moments, _ in samples], vae, notes)
-            for (ref, origin, _, mask), pixels in zip(samples, decoded, strict=True):
-                cards.append(_card(manifest.places, ref, origin, mask, pixels))
+            decoded = _decode([values for _, _, values in samples], vae, notes)
+            for (ref, origin, values), pixels in zip(samples, decoded, strict=True):
+                cards.append(_card(manifest.places, ref, origin, values.get(MASK), pixels))
             bar.advance(len(batch))
     return cards
 
@@ -128,7 +129,7 @@ class _Shards:
         if self._shard is None:
             return None
         reader, origins = self._shard
-        return ref, origins[ref.row], *reader.image(ref.row, 0)
+        return ref, origins[ref.row], reader.images(ref.row, 0)
 
     def _open(self, entry: ShardEntry) -> tuple[ShardReader, list[Origin]] | None:
         path = self.folder / entry.file
@@ -143,19 +144,24 @@ class _Shards:
         return reader, origins
 
 
-def _decode(moments: Sequence[Tensor], vae: AutoencoderKL | None, notes: list[str]) -> list[Pixels | None]:
-    """Decode the posterior mean of moments of one size, [2C, h, w] each, to [height, width, 3] each."""
-    if vae is None or not moments:
-        return [None] * len(moments)
-    if len(moments[0]) != 2 * vae.config.latent_channels:
+def _decode(
+    samples: Sequence[Mapping[str, Tensor]], vae: AutoencoderKL | None, notes: list[str]
+) -> list[Pixels | None]:
+    """Decode samples of one size to [height, width, 3] each: the posterior mean of their moments [2C, h, w]."""
+    if vae is None or not samples:
+        return [None] * len(samples)
+    latents = {name: len(value) for name, value in samples[0].items() if value.dim() == 3}
+    name = next((name for name, channels in latents.items() if channels == 2 * vae.config.latent_channels), None)
+    if name is None:
+        cached = " or ".join(str(channels // 2) for channels in latents.values()) or "none"
         note = (
-            f"The VAE has {vae.config.latent_channels} latent channels and the cache {len(moments[0]) // 2}; "
+            f"The VAE has {vae.config.latent_channels} latent channels and the cache {cached}; "
             "pass the folder of the VAE that built the cache with --vae FOLDER."
         )
         if note not in notes:
             notes.append(note)
-        return [None] * len(moments)
-    return list(decode_moments(vae, torch.stack(list(moments))))
+        return [None] * len(samples)
+    return list(decode_moments(vae, torch.stack([values[name] for values in samples])))
 
 
 def _card(

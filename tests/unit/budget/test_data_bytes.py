@@ -7,8 +7,10 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +23,13 @@ from sd3_light.budget.data_bytes import (
     caption_bytes,
     image_bytes,
     latent_bytes,
-    latent_pixels,
     loader_bytes,
     open_shard_bytes,
     sample_bytes,
 )
 from sd3_light.config import ModelConfig
-from sd3_light.data.buckets import Bucket
+from sd3_light.core.columns import Bucket, Column
+from sd3_light.core.registry import family_named
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.order import open_shards
@@ -38,11 +40,11 @@ from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.model.text_shape import TextShape
 from sd3_light.training.sd3 import InputPreparer
+from tests.shards import sd3_content
 
 TEXT = TextShape(clip_tokens=7, t5_tokens=5, clip_l_width=6, clip_g_width=10, t5_width=32, pooled_width=16)
 WIDE = TextShape(clip_tokens=77, t5_tokens=64, clip_l_width=256, clip_g_width=256, t5_width=1024, pooled_width=512)
 BUCKET = Bucket(64, 48)
-PIXELS = latent_pixels(64, 48)
 OPEN_SHARDS = open_shards(16, 1)
 
 
@@ -62,7 +64,7 @@ def content(
         features[f"{name}.start"] = torch.arange(total + 1) * tokens
         if name != "t5":
             features[f"{name}.pooled"] = torch.zeros(total, width, dtype=torch.bfloat16)
-    return ShardContent(
+    return sd3_content(
         torch.arange(count),
         torch.zeros(count, variants, 32, 6, 8, dtype=torch.float16),
         torch.arange(count + 1) * captions,
@@ -70,6 +72,12 @@ def content(
         features,
         torch.ones(count, 6, 8, dtype=torch.uint8) if mask else None,
     )
+
+
+def prepared(text: TextShape = TEXT, real: bool = False) -> Sequence[Column]:
+    """The columns of a prepared batch."""
+    model: Any = SimpleNamespace(text_tokens="real" if real else "padded")
+    return family_named("sd3").prepared_columns(model, content(1, text=text).columns)
 
 
 def written(folder: Path, content: ShardContent, name: str = "one") -> ShardEntry:
@@ -82,7 +90,7 @@ def written(folder: Path, content: ShardContent, name: str = "one") -> ShardEntr
 def test_sample_bytes_match_a_shard(captions: int, variants: int, mask: bool) -> None:
     tensors = content(1, captions, variants, mask).tensors()
     stored = sum(tensor.nbytes for tensor in tensors.values() if tensor.dtype != torch.int64)
-    assert sample_bytes(PIXELS, TEXT, captions, variants, mask).value == stored
+    assert sample_bytes(content(1).columns, captions, variants, mask).value == stored
 
 
 def test_an_open_shard_holds_ids_and_offsets(tmp_path: Path) -> None:
@@ -97,37 +105,43 @@ def test_a_prepared_batch_is_latents_in_fp32_and_text_in_bf16() -> None:
     prompt, pooled = torch.zeros(3, 12, 32, dtype=torch.bfloat16), torch.zeros(3, 16, dtype=torch.bfloat16)
     time, mask = torch.zeros(3), torch.zeros(3, 6, 8)
     weight = sum(tensor.nbytes for tensor in (latents, target, prompt, pooled, time))
-    assert batch_bytes(PIXELS, TEXT, 3).value == weight
-    assert batch_bytes(PIXELS, TEXT, 3, mask=True).value == weight + mask.nbytes
-    assert latent_bytes(PIXELS, 3) == latents.nbytes + target.nbytes
-    assert latent_bytes(PIXELS, 3, mask=True) == latents.nbytes + target.nbytes + mask.nbytes
-    longest = batch_bytes(PIXELS, replace(TEXT, real=True), 3)
+    assert batch_bytes(prepared(), 3).value == weight
+    assert batch_bytes(prepared(), 3, mask=True).value == weight + mask.nbytes
+    assert latent_bytes(prepared(), 3) == latents.nbytes + target.nbytes
+    assert latent_bytes(prepared(), 3, mask=True) == latents.nbytes + target.nbytes + mask.nbytes
+    longest = batch_bytes(prepared(real=True), 3)
     assert longest.value == weight + torch.zeros(3, dtype=torch.int64).nbytes, "lengths"
     assert longest.formula.startswith("at most B·")
 
 
 def test_the_loader_holds_prefetched_used_and_prepared_batches() -> None:
-    prepared = Amount(1000, "x")
+    batch = Amount(1000, "x")
     indices = OPEN_SHARDS * open_shard_bytes(512)
     malloc = MALLOC_CACHE_BYTES
     assert (
-        loader_bytes(prepared, workers=0, prefetch=4, shard_size=512, open_shards=OPEN_SHARDS).value
+        loader_bytes(batch, workers=0, prefetch=4, shard_size=512, open_shards=OPEN_SHARDS).value
         == 1000 + indices + malloc
     )
-    assert loader_bytes(prepared, workers=3, prefetch=2, shard_size=512, open_shards=OPEN_SHARDS).value == 8000 + 3 * (
+    assert loader_bytes(batch, workers=3, prefetch=2, shard_size=512, open_shards=OPEN_SHARDS).value == 8000 + 3 * (
         indices + malloc
     )
-    more = loader_bytes(prepared, 2, 1, 512, open_shards(4, 3), latents=10, read=70, in_use=4)
+    more = loader_bytes(batch, 2, 1, 512, open_shards(4, 3), latents=10, read=70, in_use=4)
     assert more.value == 7000 + 2 * (30 + 70 + malloc + 24 * open_shard_bytes(512))
-    remote = loader_bytes(prepared, 2, 1, 512, open_shards(4, 3), latents=10, read=70, in_use=4, downloads=5 << 20)
+    remote = loader_bytes(batch, 2, 1, 512, open_shards(4, 3), latents=10, read=70, in_use=4, downloads=5 << 20)
     assert remote.value - more.value == 10 << 20
     assert remote.formula.endswith(" + 5 MiB downloads)")
 
 
 def test_formulas_list_their_terms() -> None:
-    assert image_bytes(PIXELS, 2, True).formula == "2 variants·2·16·h·w·2 B + h·w mask"
-    assert caption_bytes(TEXT).formula == "(7·(6+10) + 5·32 + 16 pooled)·2 B"
-    assert caption_bytes(replace(TEXT, real=True)).formula == "at most (7·(6+10) + 5·32 + 16 pooled)·2 B"
+    columns = content(1).columns
+    assert image_bytes(columns, 2, True).formula == "2 variants·32·6·8·2 B + 6·8·1 B mask"
+    assert caption_bytes(columns).formula == "(7·6 + 7·10 + 5·32 + 6 + 10)·2 B"
+    assert sample_bytes(columns, 2).formula == "32·6·8·2 B + 2 captions·(7·6 + 7·10 + 5·32 + 6 + 10)·2 B"
+    formula = "at most B·((16·6·8 + 16·6·8)·4 B + 6·8·4 B mask + (12·32 + 16)·2 B)"
+    assert batch_bytes(prepared(real=True), 3, mask=True).formula == formula
+    mixed = [*columns, Column("score", "caption", "float32", (), ()), Column("depth", "image", "uint8", (6, 8), ())]
+    assert image_bytes(mixed).formula == "32·6·8·2 B + 6·8·1 B"
+    assert caption_bytes(mixed).value == caption_bytes(columns).value + 4
     formula = loader_bytes(Amount(1000, "x"), 2, 3, 512, OPEN_SHARDS, latents=1 << 19, read=1 << 20, in_use=4).formula
     batches = "(2 workers·3 prefetched + 4 in use + 1 in copy)·micro-batch"
     process = "3·0.5 MiB latents + 1.0 MiB read + 64 MiB malloc"
@@ -222,10 +236,10 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], 
 def test_the_loader_needs_no_more_memory_than_the_formula(
     measured: dict[tuple[int, ...], list[float]], workers: int, prefetch: int, accumulation: int
 ) -> None:
-    prepared = batch_bytes(PIXELS, WIDE, MICRO)
-    read = MICRO * sample_bytes(PIXELS, WIDE).value
-    keys = {"latents": latent_bytes(PIXELS, MICRO), "read": read, "in_use": accumulation}
-    formula = loader_bytes(prepared, workers, prefetch, SHARD_SIZE, OPEN_SHARDS, **keys)
+    batch = batch_bytes(prepared(WIDE), MICRO)
+    read = MICRO * sample_bytes(content(1, text=WIDE).columns).value
+    keys = {"latents": latent_bytes(prepared(WIDE), MICRO), "read": read, "in_use": accumulation}
+    formula = loader_bytes(batch, workers, prefetch, SHARD_SIZE, OPEN_SHARDS, **keys)
     tensors = formula.value - workers * MALLOC_CACHE_BYTES
     # no device copies the next batch here, so one slot stays free
     assert 0.7 * tensors < sum(measured[workers, prefetch, accumulation]) <= tensors
@@ -258,7 +272,8 @@ def peak_of_preparing(mask: bool) -> float:
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = status("VmRSS")
     prepare.prepare_inputs(batch)
-    return (status("VmHWM") - before) / latent_bytes(latent_pixels(side, side), count, mask)
+    latents = 2 * batch["moments"].numel() // 2 * 4 + (4 * batch["mask"].numel() if mask else 0)
+    return (status("VmHWM") - before) / latents
 
 
 def test_preparing_needs_three_times_the_latents(measured: dict[tuple[int, ...], list[float]]) -> None:

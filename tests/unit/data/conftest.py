@@ -10,6 +10,7 @@ from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
+from tests.shards import sd3_content
 
 WIDTHS = {"clip_l": 4, "clip_g": 6, "t5": 12}
 PADDED = {"clip_l": 3, "clip_g": 3, "t5": 2}
@@ -49,7 +50,7 @@ def toy_content(
     latent = (height // 8, width // 8)
     left = torch.zeros(latent, dtype=torch.uint8)
     left[:, : latent[1] // 2] = 255
-    return ShardContent(
+    return sd3_content(
         torch.tensor(numbers),
         moments[:, :, None, None, None].expand(-1, -1, 4, *latent).half(),
         torch.arange(count + 1) * captions,

@@ -43,12 +43,11 @@ def test_rows_are_what_was_written(shard: tuple[Path, ShardEntry]) -> None:
                 assert values.dtype == torch.bfloat16
                 assert (values[..., 0] == number).all()
                 assert (values[..., 1] == at).all()
-            moments, mask = reader.image(row, at)
-            assert moments.dtype == torch.float16
-            assert torch.equal(moments, torch.full((4, 2, 4), 10.0 * number + at).half())
-            assert mask is not None
+            images = reader.images(row, at)
+            assert images["moments"].dtype == torch.float16
+            assert torch.equal(images["moments"], torch.full((4, 2, 4), 10.0 * number + at).half())
             white = [[0, 0, 255, 255]] * 2 if at else [[255, 255, 0, 0]] * 2
-            assert mask.tolist() == white, "mirrored with its image"
+            assert images["mask"].tolist() == white, "mirrored with its image"
 
 
 def test_a_shared_caption_is_stored_once(
@@ -59,11 +58,11 @@ def test_a_shared_caption_is_stored_once(
     assert [int(reader.caption(row, 0)["t5"][0, 0]) for row in range(3)] == [3, 1, 3]
 
 
-def test_without_masks_the_mask_is_none(
+def test_without_masks_there_is_no_mask(
     tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
 ) -> None:
     entry = make_shard(tmp_path, "one", make_content((1,)))
-    assert ShardReader(tmp_path / SHARDS / entry.file, entry).image(0, 0)[1] is None
+    assert ShardReader(tmp_path / SHARDS / entry.file, entry).images(0, 0).keys() == {"moments"}
 
 
 def test_a_closed_reader_leaves_no_file_open(shard: tuple[Path, ShardEntry]) -> None:
@@ -79,9 +78,9 @@ def test_a_closed_reader_leaves_no_file_open(shard: tuple[Path, ShardEntry]) -> 
 
 def test_a_file_truncated_after_opening_is_an_error(shard: tuple[Path, ShardEntry]) -> None:
     reader = ShardReader(*shard)
-    os.truncate(shard[0], reader.locate(3, 0, 0).moments + 8)
+    os.truncate(shard[0], reader.locate(3, 0, 0).fixed[0] + 8)
     with pytest.raises(UserError, match="is truncated"):
-        reader.image(3, 0)
+        reader.images(3, 0)
 
 
 def test_a_missing_file_raises_file_not_found(tmp_path: Path, shard: tuple[Path, ShardEntry]) -> None:
@@ -92,11 +91,12 @@ def test_a_missing_file_raises_file_not_found(tmp_path: Path, shard: tuple[Path,
 # --- files that are not shards of this cache ---------------------------------------------------
 
 
-def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor]], None], **about: str) -> int:
+def rewritten(path: Path, change: Callable[[dict[str, torch.Tensor]], None], **about: object) -> int:
     """Change the tensors of a shard on disk and return its new size."""
     tensors = load_file(path)
     change(tensors)
-    facts = {"bucket": "32x16", "fingerprint": "one", **about}
+    header, _ = header_of(path.read_bytes())
+    facts = {**json.loads(header["__metadata__"]["shard"]), **about}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, {"shard": json.dumps(facts)})
     return path.stat().st_size
 
@@ -108,11 +108,10 @@ def set_to(name: str, by: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[d
 CHANGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
     "missing": (lambda t: t.pop("t5.tokens"), "it has no t5.tokens"),
     "unknown": (lambda t: t.update(extra=torch.zeros(1)), "contains an unknown tensor 'extra'"),
-    "dtype": (set_to("moments", torch.Tensor.float), "moments is F32"),
+    "dtype": (set_to("sample_id", torch.Tensor.int), "sample_id is I32"),
     "dimensions": (set_to("moments", lambda m: m[:, 0]), "moments is F16"),
     "count": (set_to("sample_id", lambda ids: ids[:-1]), "sample_id has 3 rows, not 4"),
-    "bucket": (set_to("moments", lambda m: m.transpose(-1, -2)), "latents are"),
-    "channels": (set_to("moments", lambda m: m[:, :, :3]), "moments are"),
+    "mask dtype": (set_to("mask", torch.Tensor.int), "mask is I32"),
     "mask": (set_to("mask", lambda m: m[:, :1]), "sizes of masks and latents differ"),
     "pooled": (set_to("clip_l.pooled", lambda p: p[:-1]), "numbers of captions"),
     "captions": (set_to("caption_start", lambda s: s * 0), "caption counts are inconsistent"),
@@ -135,6 +134,80 @@ def test_unexpected_tensors_are_an_error(shard: tuple[Path, ShardEntry], kind: s
     assert str(path) in text
     assert "run `sd3-light cache CONFIG`" in text
     assert "\n" not in text
+
+
+OTHER_COLUMNS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], str]] = {
+    "dtype": (set_to("moments", torch.Tensor.float), "moments of the image, float32 [4, 2, 4], expected moments of"),
+    "bucket": (
+        set_to("moments", lambda m: m.mT),
+        "float16 [4, 4, 2], expected moments of the image, float16 [4, 2, 4]",
+    ),
+    "channels": (set_to("moments", lambda m: m[:, :, :3]), "moments of the image, float16 [3, 2, 4]"),
+    "width": (set_to("t5.tokens", lambda t: t[:, 1:]), "t5 of the caption, ragged bfloat16 [11]"),
+    "pooled": (set_to("clip_g.pooled", lambda p: p[:, 1:]), "clip_g.pooled of the caption, bfloat16 [5]"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_COLUMNS)
+def test_other_columns_than_those_of_the_cache_are_an_error(shard: tuple[Path, ShardEntry], kind: str) -> None:
+    path, entry = shard
+    expected = ShardReader(path, entry).columns
+    change, message = OTHER_COLUMNS[kind]
+    changes = [change, lambda tensors: tensors.pop("mask")]  # a shard without masks fits
+    size = rewritten(path, lambda tensors: [each(tensors) for each in changes], columns=without(path, "mask"))
+    reader = ShardReader(path, replace(entry, bytes=size))
+    with pytest.raises(UserError, match="is damaged or belongs to another cache") as fault:
+        reader.require(expected)
+    assert message in str(fault.value)
+
+
+def without(path: Path, *names: str) -> dict[str, Any]:
+    """Return the declared columns of a shard but some."""
+    columns = json.loads(header_of(path.read_bytes())[0]["__metadata__"]["shard"])["columns"]
+    return {name: about for name, about in columns.items() if name not in names}
+
+
+def test_the_size_of_images_differs_between_buckets(shard: tuple[Path, ShardEntry]) -> None:
+    path, entry = shard
+    expected = ShardReader(path, entry).columns
+    size = rewritten(path, lambda t: t.update(moments=t["moments"].mT, mask=t["mask"].mT))
+    ShardReader(path, replace(entry, bytes=size)).require(expected, same_bucket=False)
+    with pytest.raises(UserError, match="expected moments"):
+        ShardReader(path, replace(entry, bytes=size)).require(expected)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (None, "'NoneType' object is not iterable"),
+        ([["moments", 1]], "must be a mapping"),
+        ({"moments": {}}, "reads"),
+        ({"moments": {"reads": 5}}, "does not say what 'moments' reads"),
+        ({"moments": {"reads": "image", "more": 1}}, "unexpected keyword argument 'more'"),
+        ({"moments": {"reads": "image", "ragged": True}}, "is not a column that a shard can have"),
+        ({"sample_id": {"reads": "image"}}, "is not a column that a shard can have"),
+        ({"moments": {"reads": "mask"}}, "is not a column that a shard can have"),
+        ({"moments": {"reads": "image"}}, "contains an unknown tensor 'clip_g.pooled'"),
+        ({"dino": {"reads": "image"}}, "it has no dino"),
+    ],
+)
+def test_wrong_declarations_of_columns_are_an_error(
+    shard: tuple[Path, ShardEntry], columns: object, message: str
+) -> None:
+    path, entry = shard
+    size = rewritten(path, lambda tensors: None, columns=columns)
+    with pytest.raises(UserError, match="is damaged or belongs to another cache") as fault:
+        ShardReader(path, replace(entry, bytes=size))
+    assert message in str(fault.value)
+
+
+def test_a_column_without_a_declaration_or_a_tensor_is_an_error(shard: tuple[Path, ShardEntry]) -> None:
+    path, entry = shard
+    expected = ShardReader(path, entry).columns
+    size = rewritten(path, lambda tensors: tensors.pop("clip_g.pooled"), columns=without(path, "clip_g.pooled"))
+    reader = ShardReader(path, replace(entry, bytes=size))
+    with pytest.raises(UserError, match=r"it has no other column, expected clip_g\.pooled"):
+        reader.require(expected)
 
 
 def test_another_fingerprint_or_size_is_an_error(shard: tuple[Path, ShardEntry]) -> None:

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def tensors(bucket: ResidentBucket) -> list[torch.Tensor]:
     masks = [] if bucket.masks is None else [bucket.masks]
-    return [bucket.moments, *masks, *bucket.text.tokens.values(), *bucket.text.pooled.values()]
+    return [*bucket.images.values(), *masks, *bucket.text.tokens.values(), *bucket.text.fixed.values()]
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -33,20 +33,20 @@ def test_tables_hold_every_image_and_caption_of_a_sample(make_cache: MakeCache, 
     assert bucket.first_sample.tolist() == [0, 5, 8, 12]
     text = bucket.text
     for sample, number in enumerate(bucket.ids.tolist()):
-        images = bucket.moments[bucket.first_image[sample] : bucket.first_image[sample + 1]]
+        images = bucket.images["moments"][bucket.first_image[sample] : bucket.first_image[sample + 1]]
         assert images[:, 0, 0, 0].tolist() == [10 * number, 10 * number + 1]
         captions = bucket.captions[bucket.first_caption[sample] : bucket.first_caption[sample + 1]]
         for caption, distinct in enumerate(captions.tolist()):
             for name, starts in text.starts.items():
                 rows = text.tokens[name][starts[distinct] : starts[distinct + 1]]
                 assert rows[:, :2].tolist() == [[number, caption]] * len(rows)
-            for pooled in text.pooled.values():
+            for pooled in text.fixed.values():
                 assert pooled[distinct, :2].tolist() == [number, caption]
     for name, starts in text.starts.items():
         assert len(starts) == text.empty + 2, "the empty caption is the last"
         assert not text.tokens[name][text.zero_row(name)].any()
         assert len(text.tokens[name]) == text.zero_row(name) + 1
-    assert all(len(pooled) == text.empty + 2 and not pooled[-1].any() for pooled in text.pooled.values())
+    assert all(len(pooled) == text.empty + 2 and not pooled[-1].any() for pooled in text.fixed.values())
 
 
 def test_shards_of_a_bucket_may_differ_in_flips_and_masks(
@@ -83,7 +83,7 @@ def test_the_files_are_not_needed_any_more(make_cache: MakeCache) -> None:
     cache = ResidentCache(data, CPU)
     for entry in data.manifest.shards:
         data.store.path(entry).unlink()
-    assert cache.buckets[0].moments[:, 0, 0, 0].tolist() == [10.0 * number for number in range(1, 13)]
+    assert cache.buckets[0].images["moments"][:, 0, 0, 0].tolist() == [10.0 * number for number in range(1, 13)]
 
 
 def test_picks_are_a_ranks_share_of_each_step(make_cache: MakeCache) -> None:
@@ -131,7 +131,9 @@ def test_samples_may_share_captions(
     tmp_path: Path, make_content: Callable[..., ShardContent], make_shard: Callable[..., ShardEntry]
 ) -> None:
     """Three samples of the first shard have one caption; the second refers to captions of the second."""
-    shared = replace(make_content(range(1, 4)), caption=torch.zeros(3, dtype=torch.long), text=make_content([1]).text)
+    images = {"moments": make_content(range(1, 4)).values["moments"]}
+    values = {**make_content([1]).values, **images}
+    shared = replace(make_content(range(1, 4)), caption=torch.zeros(3, dtype=torch.long), values=values)
     swapped = replace(make_content(range(4, 7)), caption=torch.tensor([2, 1, 0]))
     last = make_content(range(7, 9))
     entries = tuple(make_shard(tmp_path, f"{number}", each) for number, each in enumerate((shared, swapped, last)))
@@ -140,7 +142,7 @@ def test_samples_may_share_captions(
     (bucket,) = ResidentCache(CachedDataset(LocalStore(tmp_path)), CPU).buckets
     captions = [bucket.captions[start] for start in bucket.first_caption[:-1]]
     expected = [1, 1, 1, 6, 5, 4, 7, 8]
-    for pooled in bucket.text.pooled.values():
+    for pooled in bucket.text.fixed.values():
         assert pooled[captions, 0].tolist() == expected
     for name, starts in bucket.text.starts.items():
         assert bucket.text.tokens[name][starts[captions], 0].tolist() == expected

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from sd3_light.config.faults import UserError
 from sd3_light.data import shards as module
-from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, TABLE_FORMAT, Manifest, ShardEntry, read_entry
-from sd3_light.data.shards import POOLED, TOKENS, Origin, ShardContent, read_origins, write_shard
+from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest, ShardEntry, read_entry
+from sd3_light.data.shards import Origin, ShardContent, read_origins, write_shard
 from sd3_light.files import file_sha256
 
 ENTRY = ShardEntry("a.safetensors", "32x16", (32, 32), "images#0", 0, 0, "", "fingerprint")
@@ -38,6 +38,10 @@ def content(make_content: Callable[..., ShardContent]) -> ShardContent:
     return replace(made, sample_id=torch.tensor(IDS))
 
 
+def without_mask(content: ShardContent) -> ShardContent:
+    return replace(content, values={name: value for name, value in content.values.items() if name != "mask"})
+
+
 def written(folder: Path, content: ShardContent) -> ShardEntry:
     folder.mkdir(parents=True, exist_ok=True)
     return write_shard(folder, ENTRY, content, ORIGINS)
@@ -56,7 +60,8 @@ def test_the_precision_is_recorded_unless_it_is_float32(tmp_path: Path, content:
 def test_every_tensor_round_trips(tmp_path: Path, content: ShardContent) -> None:
     entry = written(tmp_path, content)
     tensors = load_file(tmp_path / entry.file)
-    encoders = {f"{name}.{kind}" for name in TOKENS for kind in ("tokens", "start")} | {f"{n}.pooled" for n in POOLED}
+    encoders = {f"{name}.{kind}" for name in ("clip_l", "clip_g", "t5") for kind in ("tokens", "start")}
+    encoders |= {"clip_l.pooled", "clip_g.pooled"}
     assert set(tensors) == {"sample_id", "moments", "mask", "caption_start", "caption"} | encoders
     for name, tensor in content.tensors().items():
         assert tensors[name].dtype == tensor.dtype
@@ -67,8 +72,10 @@ def test_every_tensor_round_trips(tmp_path: Path, content: ShardContent) -> None
 
 
 def test_without_masks_there_is_no_mask_tensor(tmp_path: Path, content: ShardContent) -> None:
-    entry = written(tmp_path, replace(content, mask=None))
+    entry = written(tmp_path, without_mask(content))
     assert "mask" not in load_file(tmp_path / entry.file)
+    with safe_open(str(tmp_path / entry.file), framework="np") as file:
+        assert "mask" not in json.loads(file.metadata()["shard"])["columns"]
 
 
 def test_origins_are_next_to_the_shard(tmp_path: Path, content: ShardContent) -> None:
@@ -94,10 +101,34 @@ def test_the_entry_describes_the_file(tmp_path: Path, content: ShardContent) -> 
 
 
 def test_a_shard_is_self_describing(tmp_path: Path, content: ShardContent) -> None:
-    """Any safetensors reader finds bucket and fingerprint in the header."""
+    """Any safetensors reader finds bucket, fingerprint and columns in the header."""
     entry = written(tmp_path, content)
     with safe_open(str(tmp_path / entry.file), framework="np") as file:
-        assert json.loads(file.metadata()["shard"]) == {"bucket": "32x16", "fingerprint": "fingerprint"}
+        about = json.loads(file.metadata()["shard"])
+    text = {name: {"reads": "caption", "ragged": True} for name in ("clip_l", "clip_g", "t5")}
+    text |= {name: {"reads": "caption"} for name in ("clip_l.pooled", "clip_g.pooled")}
+    columns = {"moments": {"reads": "image"}, "mask": {"reads": "mask"}, **text}
+    assert about == {"bucket": "32x16", "fingerprint": "fingerprint", "columns": columns}
+    assert list(about["columns"]) == list(columns), "in the declared order"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda values: values.update(more=torch.zeros(3)),
+        lambda values: values.pop("t5.start"),
+        lambda values: values.update({"clip_l.pooled": values["clip_l.pooled"].float()}),
+        lambda values: values.update({"moments": values["moments"].mT}),
+        lambda values: values.update({"t5.start": torch.tensor([0, 6, 6, 6, 6, 6, 8])}),
+    ],
+    ids=["unknown", "missing", "dtype", "shape", "too long"],
+)
+def test_a_shard_has_the_tensors_of_its_columns(tmp_path: Path, content: ShardContent, change: Any) -> None:
+    values = dict(content.values)
+    change(values)
+    with pytest.raises(AssertionError):
+        written(tmp_path, replace(content, values=values))
+    assert os.listdir(tmp_path) == []
 
 
 def test_the_same_samples_give_the_same_bytes(tmp_path: Path, content: ShardContent) -> None:
@@ -195,22 +226,23 @@ def test_a_folder_without_a_manifest_is_not_a_cache(tmp_path: Path) -> None:
         Manifest.load(tmp_path)
 
 
-@pytest.mark.parametrize("other", [CACHE_FORMAT - 1, TABLE_FORMAT + 1])
+@pytest.mark.parametrize("other", [2, 3, CACHE_FORMAT + 1])
 def test_another_format_is_rejected(tmp_path: Path, manifest: Manifest, other: int) -> None:
     manifest.save(tmp_path)
     data = json.loads((tmp_path / MANIFEST).read_text())
     (tmp_path / MANIFEST).write_text(json.dumps({**data, "format": other}))
-    with pytest.raises(UserError, match=f"has format {other}, this version reads {CACHE_FORMAT}"):
+    line = f"has format {other}, this version reads {CACHE_FORMAT}; `sd3-light cache CONFIG` encodes it again"
+    with pytest.raises(UserError, match=line):
         Manifest.load(tmp_path)
 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b'{"format": 2, "sha', b"[]", b'"text"', b"\xff\xfe{}", b'{"format": 2}', b'{"format": 2, "shards": [{}]}'],
+    [b"", b'{"format": 4, "sha', b"[]", b'"text"', b"\xff\xfe{}", b'{"format": 4}', b'{"format": 4, "shards": [{}]}'],
     ids=["empty", "cut", "list", "text", "not utf-8", "without shards", "a shard without fields"],
 )
 def test_a_damaged_manifest_is_reported(tmp_path: Path, content: bytes) -> None:
-    assert CACHE_FORMAT == 2
+    assert CACHE_FORMAT == 4
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(
         UserError, match=rf"{tmp_path / MANIFEST} is damaged .*`sd3-light cache CONFIG` writes it again"

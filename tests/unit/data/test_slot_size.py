@@ -1,7 +1,9 @@
 """Slots and device buffers get the size of the largest micro-batch, and are allocated once."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,17 +11,19 @@ import torch
 
 from sd3_light.budget.data_bytes import batch_bytes
 from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.core.columns import Column
+from sd3_light.core.registry import family_named
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
-from sd3_light.data.shards import Origin, ShardContent, write_shard
+from sd3_light.data.shards import Origin, write_shard
 from sd3_light.data.slot_size import largest_batch_bytes
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch, prefetch
-from sd3_light.model.text_shape import TextShape
 from sd3_light.training import data as training_data
 from sd3_light.training.data import load_cache, training_steps
 from sd3_light.training.sd3 import InputPreparer
+from tests.shards import sd3_content
 from tests.waiting import wait_until
 
 WIDTHS = {"clip_l": 64, "clip_g": 64, "t5": 4096}
@@ -40,7 +44,7 @@ def shard(folder: Path, name: str, t5_tokens: list[int]) -> ShardEntry:
     bucket = "empty" if name == "empty" else "64x64"
     ids = torch.arange(count) + 1000 * len(list(folder.rglob("*.safetensors")))
     moments, rows = torch.zeros(count, 1, 32, 8, 8, dtype=torch.float16), torch.arange(count)
-    content = ShardContent(ids, moments, torch.arange(count + 1), rows, text)
+    content = sd3_content(ids, moments, torch.arange(count + 1), rows, text)
     entry = ShardEntry(f"{name}.safetensors", bucket, (64, 64), "toy#0", 0, 0, "", name)
     return write_shard(folder, entry, content, [Origin(f"{at}", "", 64, 64, ("",)) for at in ids.tolist()])
 
@@ -70,8 +74,20 @@ def make_config(folder: Path, **keys: Any) -> TrainConfig:
     return TrainConfig.model_validate(table, context={"base": folder})
 
 
-def text_shape(tokens: int) -> TextShape:
-    return TextShape(0, tokens, WIDTHS["clip_l"], WIDTHS["clip_g"], WIDTHS["t5"], 128, real=True)
+PREPARED = partial(family_named("sd3").prepared_columns, SimpleNamespace(text_tokens="real"))
+
+
+def prepared_batch(tokens: int) -> int:
+    """Return the bytes of a batch whose texts have this many tokens."""
+    shapes = {
+        "clip_l": (0, 64),
+        "clip_g": (0, 64),
+        "t5": (tokens, 4096),
+        "clip_l.pooled": (64,),
+        "clip_g.pooled": (64,),
+    }
+    text = [Column(name, "caption", "bfloat16", shape, (), len(shape) > 1) for name, shape in shapes.items()]
+    return batch_bytes(PREPARED([Column("moments", "image", "float16", (32, 8, 8), ()), *text]), BATCH).value
 
 
 @pytest.mark.parametrize("residence", ["stream", "host", "device"])
@@ -122,19 +138,19 @@ def make_preparer(model: ModelConfig, data: CachedDataset) -> InputPreparer:
 
 
 def test_check_counts_the_size_of_a_slot(data: CachedDataset) -> None:
-    largest = largest_batch_bytes(data, [BATCH])
+    largest = largest_batch_bytes(data, [BATCH], PREPARED)
     prompt = BATCH * LONGEST * WIDTHS["t5"] * 2
     assert prompt < largest < 1.01 * prompt
-    assert largest <= batch_bytes(64, text_shape(LONGEST), BATCH).value
-    assert largest_batch_bytes(data, [BATCH], only_indices=True) < largest / 100
+    assert largest <= prepared_batch(LONGEST)
+    assert largest_batch_bytes(data, [BATCH], PREPARED, only_indices=True) < largest / 100
 
 
 def test_only_some_shards_of_a_large_cache_are_measured(data: CachedDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """Opening a million files would take longer than pinning again now and then."""
     monkeypatch.setattr("sd3_light.data.slot_size.MAX_SURVEYED", 2)
-    assert largest_batch_bytes(data, [BATCH]) < 0.9 * batch_bytes(64, text_shape(LONGEST), BATCH).value
+    assert largest_batch_bytes(data, [BATCH], PREPARED) < 0.9 * prepared_batch(LONGEST)
 
 
 def test_the_size_is_unknown_at_a_url(data: CachedDataset) -> None:
     data.store = object()  # type: ignore[assignment]
-    assert largest_batch_bytes(data, [BATCH]) == 0
+    assert largest_batch_bytes(data, [BATCH], PREPARED) == 0

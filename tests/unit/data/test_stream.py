@@ -295,9 +295,9 @@ def test_the_window_bounds_the_open_shards(make_cache: MakeCache) -> None:
 def test_open_shards_are_reused(make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make_cache(sizes=(8, 8))
     opened: list[str] = []
-    real = CachedDataset._new_reader
+    real = CachedDataset.new_reader
     monkeypatch.setattr(
-        CachedDataset, "_new_reader", lambda self, entry, *more: opened.append(entry.file) or real(self, entry, *more)
+        CachedDataset, "new_reader", lambda self, entry, *more: opened.append(entry.file) or real(self, entry, *more)
     )
     for epoch in range(3):
         steps_of(data, order_of(data), epoch)

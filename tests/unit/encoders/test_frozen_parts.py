@@ -182,9 +182,8 @@ def test_images_are_encoded_to_the_moments_of_each_variant(
     for number, images in enumerate(variants):
         expected = raw_moments(vae, torch.from_numpy(images))
         assert torch.allclose(encoded[:, number].float(), expected.float(), atol=2e-3, rtol=2e-3)
-    assert torch.equal(encoded, real.encode_images(torch.from_numpy(pixels), flip)["moments"]), (
-        "a tensor is accepted too"
-    )
+    again = real.encode_images(torch.from_numpy(pixels), flip)["moments"]
+    assert torch.equal(encoded, again), "a tensor is accepted too"
 
 
 def test_image_batches_depend_on_the_area(real: FrozenParts, pixels: Any, monkeypatch: Any) -> None:

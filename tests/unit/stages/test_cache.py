@@ -721,7 +721,7 @@ def test_flipped_moments_are_those_of_the_mirrored_image(fresh_project: Project)
     fresh_project.build_cache()
     data = open_dataset(fresh_project)
     entry = data.manifest.shards[0]
-    reader = data._new_reader(entry)
+    reader = data.new_reader(entry)
     assert reader.num_variants == 2
     vae = load_vae(fresh_project.model, torch.device("cpu"), torch.float32)
     origin = read_origins(fresh_project.cache / "shards" / entry.file)[0]
@@ -729,11 +729,11 @@ def test_flipped_moments_are_those_of_the_mirrored_image(fresh_project: Project)
     plain = raw_moments(vae, torch.from_numpy(pixels))[0]
     mirrored = raw_moments(vae, torch.from_numpy(pixels[:, :, ::-1].copy()))[0]
     for variant, (same, other) in enumerate(((plain, mirrored), (mirrored, plain))):
-        moments = reader.image(0, variant)[0]
+        moments = reader.images(0, variant)["moments"]
         # the batch affects rounding, which shows in fp16
         assert (moments - same).abs().max() < 0.05 < (moments - other).abs().max(), variant
     drawn = {
-        torch.equal(moments, reader.image(0, 1)[0])
+        torch.equal(moments, reader.images(0, 1)["moments"])
         for epoch in range(8)
         for batch in epoch_of(fresh_project, epoch=epoch)
         for number, moments in zip(batch["sample_id"].tolist(), batch["moments"], strict=True)

@@ -11,11 +11,11 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from sd3_light.budget.amount import format_bytes, format_flops
-from sd3_light.budget.data_bytes import caption_bytes, image_bytes, latent_pixels, resident_index_bytes
+from sd3_light.budget.data_bytes import caption_bytes, image_bytes, resident_index_bytes
 from sd3_light.budget.training_flops import training_flops
 from sd3_light.config import SIZES, ConfigFaults, LoadedConfig, UserError
 from sd3_light.core.cost import Layout, Tokens
-from sd3_light.core.registry import starting_weights
+from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.model.positions import position_table
 from sd3_light.stages import check
@@ -102,8 +102,9 @@ def test_costs_match_the_formulas(files: Any) -> None:
     assert row.tokens == Tokens(16, 32)
     assert row.step_flops.value == 2 * training_flops(SD3Cost(SIZES["demo"]), Tokens(16, 32)).value
     assert estimate.start.size.num_parameters() == SIZES["demo"].num_parameters()
-    pixels = latent_pixels(row.bucket.width, row.bucket.height)
-    image, caption = image_bytes(pixels, variants=2), caption_bytes(estimate.text)
+    model = files.load().train.model
+    columns = family_named("sd3").columns(model, model.diffusers_path, row.bucket)
+    image, caption = image_bytes(columns, variants=2), caption_bytes(columns)
     assert estimate.data.cache.value == 2 * (image.value + caption.value)
     assert estimate.gpu == row.gpu
 

@@ -21,7 +21,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.buckets import Bucket, plan
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.preprocess import REASONS, decode, fit, fit_mask
-from sd3_light.data.shards import Origin, ShardContent, write_shard
+from sd3_light.data.shards import Origin, write_shard
 from sd3_light.encoders.vae import load_vae, raw_moments
 from sd3_light.randomness import sample_id
 from sd3_light.stages import inspect
@@ -29,6 +29,7 @@ from sd3_light.stages.inspect.cache_page import CachePage, group_samples, render
 from sd3_light.stages.inspect.cache_stats import inspect_cache
 from sd3_light.stages.inspect.rejects import RejectSummary
 from sd3_light.world import write_dataset
+from tests.shards import sd3_content
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 LABEL = "images#0"
@@ -66,7 +67,7 @@ class SmallCache:
             Origin(f"{LABEL}/{file.name}", "f", *resize.source, texts, json.dumps([file.name]))
             for file, resize, texts in zip(files, plans, captions, strict=True)
         ]
-        content = ShardContent(
+        content = sd3_content(
             torch.tensor([sample_id(origin.key) for origin in origins]),
             raw_moments(self.vae, torch.from_numpy(pixels))[:, None],
             torch.arange(len(files) + 1) * 2,
@@ -397,7 +398,7 @@ def test_the_table_shows_counts_buckets_rejects_and_captions(built: SmallCache) 
         assert part in text
     for part in (
         "words per caption 2",
-        "T5 tokens per caption 5",
+        "clip_l, clip_g, t5 tokens per caption 5",
         "captions per sample 2",
         "text_tokens = real",
         "captions cut 2 of 14 captions 2 exceed CLIP's 16 tokens, 2 exceed t5_max_length = 9",

@@ -13,10 +13,11 @@ from PIL import Image
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import Manifest, ShardEntry
-from sd3_light.data.shards import Origin, ShardContent, write_shard
+from sd3_light.data.shards import Origin, write_shard
 from sd3_light.ui import data_pages
 from sd3_light.ui.data_pages import PAGE_SIZE, cache_page, caches_page, original_image
 from sd3_light.ui.folders import Folders, folder_id
+from tests.shards import sd3_content
 from tests.unit.pages.parsed_page import ParsedPage
 
 LABEL = "images#0"
@@ -31,9 +32,7 @@ def write_entry(folder: Path, bucket: str, count: int) -> ShardEntry:
         for number, name in enumerate(names)
     ]
     zeros = torch.zeros(count, 1, 8, 2, 2, dtype=torch.float16)
-    content = ShardContent(
-        torch.arange(count), zeros, torch.arange(count + 1), torch.zeros(count, dtype=torch.long), {}
-    )
+    content = sd3_content(torch.arange(count), zeros, torch.arange(count + 1), torch.zeros(count, dtype=torch.long), {})
     entry = ShardEntry(f"{bucket}.safetensors", bucket, (width, height), LABEL, 0, 0, "", "f")
     return write_shard(folder / "shards", entry, content, origins)
 

@@ -1,0 +1,131 @@
+"""The columns of a cache: the kinds of values that it stores per sample and per caption. Imports no torch.
+
+A shard is a table of declared columns. With n samples, v variants per image (2 if flips are cached) and d distinct
+captions, a column is stored as one tensor under its name, by what it ``reads``:
+
+    "caption"   [d, *shape]          a ragged one as NAME.tokens [rows, *shape[1:]] and NAME.start int64 [d + 1]
+    "mask"      uint8 [n, h, w]      named `mask`; absent where no sample has one; 255 for samples without
+    others      [n, v, *shape]       "image", "video", ...
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+CAPTION, MASK = "caption", "mask"
+ROWS, START = ".tokens", ".start"
+"""Suffixes of a ragged column's tensors: the rows of all captions, and the first row of each."""
+INDEX = ("sample_id", "caption_start", "caption")
+"""The tensors of a shard that are not columns, int64: ids [n], each sample's first caption [n + 1], and which distinct
+caption each caption is [k]."""
+
+_DTYPES = {
+    8: ("int64", "float64"),
+    4: ("int32", "float32"),
+    2: ("int16", "float16", "bfloat16"),
+    1: ("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"),
+}
+_ITEM_BYTES = {name: size for size, names in _DTYPES.items() for name in names}
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """An image size in pixels that images are resized to; as text ``64x48`` (width x height)."""
+
+    width: int
+    height: int
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}"
+
+    @property
+    def area(self) -> int:
+        """Number of pixels."""
+        return self.width * self.height
+
+
+EMPTY = "empty"
+"""The bucket of the shard that holds the empty caption, with a blank image of `SMALLEST`."""
+SMALLEST = Bucket(1, 1)
+"""A bucket whose columns have the fewest rows: one latent pixel."""
+
+
+def named_bucket(name: str) -> Bucket:
+    """Return the bucket of a shard's entry."""
+    if name == EMPTY:
+        return SMALLEST
+    width, height = name.split("x")
+    return Bucket(int(width), int(height))
+
+
+@dataclass(frozen=True)
+class Column:
+    """One kind of value that the cache stores, for the images of one bucket.
+
+    ``reads`` is the entry of a sample that it is made of. ``dtype`` is torch's name. ``shape`` is that of one value;
+    values of a ``ragged`` column differ in the first dimension, which is the largest. ``parts`` are the subfolders of
+    the model folder whose bytes decide the values, ``settings`` whatever else decides them.
+    """
+
+    name: str
+    reads: str
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[str, ...]
+    ragged: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        is_named = self.name not in INDEX and (self.name == MASK) == (self.reads == MASK)
+        if not is_named or (self.ragged and not self.per_caption) or self.dtype not in _ITEM_BYTES:
+            raise ValueError(f"{self.layout()} is not a column that a shard can have")
+
+    @property
+    def per_caption(self) -> bool:
+        """Whether there is a value per distinct caption instead of per sample."""
+        return self.reads == CAPTION
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """The shape of one stored row: a ragged value has several of them."""
+        return self.shape[1:] if self.ragged else self.shape
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one number."""
+        return _ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one value; of a ragged column the longest."""
+        return math.prod(self.shape) * self.item_bytes
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of the column's tensors in a shard: its values, and where those of a ragged column start."""
+        return (self.name + ROWS, self.name + START) if self.ragged else (self.name,)
+
+    def described(self) -> dict[str, Any]:
+        """Return what the metadata of a shard says about the column; dtype and shape are those of its tensors."""
+        return {"reads": self.reads, "ragged": True} if self.ragged else {"reads": self.reads}
+
+    def layout(self, with_shape: bool = True) -> str:
+        """Return what must be equal in all shards of a cache, as text; ``with_shape``: of one bucket."""
+        text = f"{self.name} of the {self.reads}, {'ragged ' if self.ragged else ''}{self.dtype}"
+        return f"{text} {list(self.row_shape)}" if with_shape or self.per_caption else text
+
+
+def difference(columns: Sequence[Column], expected: Sequence[Column], same_bucket: bool = True) -> str | None:
+    """Return how the columns of a shard differ from those of another, or from declared ones; None if they agree.
+
+    Shards with and without masks agree.
+    """
+    sides = columns, expected
+    has_masks = all(any(column.reads == MASK for column in side) for side in sides)
+    layouts = [[column.layout(same_bucket) for column in side if has_masks or column.reads != MASK] for side in sides]
+    for own, other in zip_longest(*layouts, fillvalue="no other column"):
+        if own != other:
+            return f"it has {own}, expected {other}"
+    return None
