@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.manifest import Manifest, ShardEntry
+from sd3_light.data.manifest import CACHE_FORMAT, Manifest, ShardEntry
 from sd3_light.data.order import Order, Segment, build_order, rank_slice
 
 RANKS, MICRO, A_MACHINE = 1024, 64, 8
@@ -74,8 +74,8 @@ def entry(number: int) -> ShardEntry:
 
 
 def listing(count: int) -> bytes:
-    made = Manifest({"format": 2}, tuple(map(entry, range(count))), entry(0))
-    return json.dumps({"format": 2, **asdict(made)}, indent=1).encode()
+    made = Manifest({"format": CACHE_FORMAT}, tuple(map(entry, range(count))), entry(0))
+    return json.dumps({"format": CACHE_FORMAT, **asdict(made)}, indent=1).encode()
 
 
 def test_a_manifest_needs_little_memory_per_shard() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from sd3_light.config.faults import UserError
 from sd3_light.data import manifest as manifest_module
-from sd3_light.data.manifest import MANIFEST, Manifest, ShardEntry
+from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest, ShardEntry
 from sd3_light.data.shard_table import ShardTable, column, group_shards
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches
@@ -57,7 +57,7 @@ def test_a_small_manifest_is_one_json_file(tmp_path: Path) -> None:
     manifest = manifest_of(30)
     manifest.save(tmp_path)
     text = (tmp_path / MANIFEST).read_text()
-    assert text == json.dumps({"format": 2, **asdict(manifest)}, indent=1, ensure_ascii=False)
+    assert text == json.dumps({"format": CACHE_FORMAT, **asdict(manifest)}, indent=1, ensure_ascii=False)
     assert tables(tmp_path) == []
     assert Manifest.load(tmp_path) == manifest
 
@@ -67,7 +67,7 @@ def test_a_large_manifest_has_a_table(tmp_path: Path) -> None:
     manifest = manifest_of(40)
     manifest.save(tmp_path)
     opened, content = Manifest.load(tmp_path), json.loads((tmp_path / MANIFEST).read_text())
-    assert content["format"] == 3
+    assert content["format"] == CACHE_FORMAT
     assert [path.name for path in tables(tmp_path)] == [content["shards"]["file"]]
     assert isinstance(opened.shards, ShardTable)
     assert (len(opened.shards), set(opened.shards)) == (40, set(manifest.shards))
@@ -183,7 +183,7 @@ def test_batches_do_not_depend_on_the_form_of_the_manifest(make_cache: MakeCache
     assert isinstance(mapped.manifest.shards, ShardTable)
     folder = tmp_path / "cache"
     listing = {
-        "format": 2,
+        "format": CACHE_FORMAT,
         **asdict(replace(mapped.manifest, shards=())),
         "shards": list(map(asdict, mapped.manifest.shards)),
     }

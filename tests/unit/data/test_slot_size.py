@@ -22,6 +22,7 @@ from sd3_light.encoders.vae import LatentScale
 from sd3_light.engines import Launch, prefetch
 from sd3_light.training import data as training_data
 from sd3_light.training.data import load_cache, training_steps
+from sd3_light.training.resident_inputs import ResidentInputs
 from sd3_light.training.sd3 import InputPreparer
 from tests.shards import sd3_content
 from tests.waiting import wait_until
@@ -116,7 +117,7 @@ def test_memory_for_batches_is_pinned_and_allocated_once(
     if residence == "device":
         assert resident is not None
         monkeypatch.setattr(resident, "device", torch.device("meta"))
-        monkeypatch.setattr(training_data.ResidentInputs, "gather", lambda self, batch: batch)
+        monkeypatch.setattr(ResidentInputs, "gather", lambda self, batch: batch)
         monkeypatch.setattr(InputPreparer, "noise_adder", lambda self, device: lambda batch: batch)
     steps = training_steps(config, data, order, Launch(), None, preparer, CPU, resident=resident)(0)
     slots = 2 * 2 + 1 + 1
