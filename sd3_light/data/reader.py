@@ -89,14 +89,14 @@ class ShardReader:
         about = parse_json(metadata["shard"])
         _expect(about["fingerprint"] == self.entry.fingerprint, "its fingerprint differs")
         _expect("columns" in about, "its metadata does not declare its columns")
-        columns = stored_columns(tensors, metadata)
+        columns = stored_columns(tensors, about)
         return {name: TensorSpan(tensor) for name, tensor in tensors.items()}, columns
 
     def _with_longest(self, column: Column) -> Column:
         if not column.ragged:
             return column
-        longest = np.diff(self.index[column.tensors[1]]).max(initial=0)
-        return replace(column, shape=(int(longest), *column.row_shape))
+        starts = self.index[column.tensors[1]]
+        return replace(column, shape=(int((starts[1:] - starts[:-1]).max(initial=0)), *column.row_shape))
 
     def _check_counts(self) -> None:
         """Raise ValueError unless the numbers of rows agree with the entry and with each other."""

@@ -22,10 +22,10 @@ import pyarrow as pa
 import pyarrow.feather as feather
 from safetensors import SafetensorError
 
-from sd3_light.core.columns import INDEX, MASK, Column
+from sd3_light.core.columns import CAPTION, INDEX, MASK, ROWS, Column
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.files import atomic_file, file_sha256, write_atomically
-from sd3_light.inputs import parse_json, require_regular
+from sd3_light.inputs import require_regular
 from sd3_light.tensor_file import DTYPES, StoredTensor
 
 if TYPE_CHECKING:  # origins are read without torch, whose import takes seconds
@@ -61,7 +61,7 @@ class ShardContent:
 
     def _check(self, column: Column) -> None:
         values = self.values[column.tensors[0]]
-        layout = str(values.dtype).removeprefix("torch."), tuple(values.shape[_leading_dimensions(column) :])
+        layout = str(values.dtype).removeprefix("torch."), tuple(values.shape[_leading_dimensions(column.reads) :])
         assert layout == (column.dtype, column.row_shape), (column, layout)
         if column.ragged:
             longest = int(self.values[column.tensors[1]].diff().max())
@@ -97,14 +97,13 @@ def write_shard(
     return ShardEntry(**write_files(folder / entry.file, content.tensors(), metadata, rows, complete))
 
 
-def stored_columns(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> list[Column]:
-    """Return the columns that a shard's metadata declares, with the dtypes and shapes of its tensors.
+def stored_columns(tensors: Mapping[str, StoredTensor], about: Mapping[str, Any]) -> list[Column]:
+    """Return the columns that a shard declares in its metadata ``about``, with the dtypes and shapes of its tensors.
 
     The first dimension of ragged columns is 0. Raises ValueError, TypeError or LookupError unless the tensors are the
     index and those of the columns.
     """
-    declared = dict(parse_json(metadata["shard"])["columns"])
-    columns = [_stored_column(name, tensors, **about) for name, about in declared.items()]
+    columns = [_stored_column(name, tensors, **keys) for name, keys in dict(about["columns"]).items()]
     names = [*INDEX, *(name for column in columns for name in column.tensors)]
     if unknown := sorted(tensors.keys() - set(names)):
         raise ValueError(f"it contains an unknown tensor {unknown[0]!r}")
@@ -119,15 +118,14 @@ def stored_columns(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, s
 def _stored_column(name: str, tensors: Mapping[str, StoredTensor], reads: Any, ragged: Any = False) -> Column:
     if not isinstance(reads, str) or not isinstance(ragged, bool):
         raise TypeError(f"its metadata does not say what {name!r:.80} reads")
-    column = Column(name, reads, "uint8", (0, 0), (), ragged)
-    first = _leading_dimensions(column)
-    tensor = _require(tensors, column.tensors[0], lambda tensor: len(tensor.shape) >= first)
+    first = _leading_dimensions(reads)
+    tensor = _require(tensors, name + ROWS if ragged else name, lambda tensor: len(tensor.shape) >= first)
     if reads == MASK:
         _require(tensors, name, lambda tensor: (tensor.dtype, len(tensor.shape)) == ("U8", 3))
-    elif not column.per_caption:
+    elif reads != CAPTION:
         _require(tensors, name, lambda tensor: tensor.shape[1] in (1, 2))  # variants
     shape = ((0,) if ragged else ()) + tensor.shape[first:]
-    return replace(column, dtype=DTYPES[tensor.dtype].torch_name, shape=shape)
+    return Column(name, reads, DTYPES[tensor.dtype].torch_name, shape, (), ragged)
 
 
 def _require(tensors: Mapping[str, StoredTensor], name: str, condition: Callable[[StoredTensor], bool]) -> StoredTensor:
@@ -139,9 +137,9 @@ def _require(tensors: Mapping[str, StoredTensor], name: str, condition: Callable
     return tensor
 
 
-def _leading_dimensions(column: Column) -> int:
+def _leading_dimensions(reads: str) -> int:
     """Return how many dimensions of a column's tensor precede those of a row: samples and variants, or one."""
-    return 1 if column.per_caption or column.reads == MASK else 2
+    return 1 if reads in (CAPTION, MASK) else 2
 
 
 def write_files(

@@ -21,6 +21,7 @@ from sd3_light.data.manifest import REJECTED, SHARDS, Manifest, ShardEntry
 from sd3_light.data.preprocess import REASONS
 from sd3_light.data.shard_table import column
 from sd3_light.data.shards import read_origins, stored_columns
+from sd3_light.inputs import parse_json
 from sd3_light.randomness import stream
 from sd3_light.tensor_file import StoredTensor, read_tensor_file
 
@@ -224,7 +225,7 @@ def _add_shard(path: Path, stats: ShardStats) -> None:
 def _read_header(path: Path) -> tuple[dict[str, list[int]], Counter[str]]:
     """Return the tokens of every caption in each ragged column, and bytes by kind; values are not read."""
     tensors, metadata = read_tensor_file(path)
-    columns = stored_columns(tensors, metadata)
+    columns = stored_columns(tensors, parse_json(metadata["shard"]))
     kinds = {column.tensors[0]: _CONTENT_KINDS.get(column.reads, column.reads) for column in columns}
     sizes: Counter[str] = Counter()
     for name, tensor in tensors.items():
