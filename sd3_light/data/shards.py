@@ -120,6 +120,8 @@ def _stored_column(name: str, tensors: Mapping[str, StoredTensor], reads: Any, r
         raise TypeError(f"its metadata does not say what {name!r:.80} reads")
     first = _leading_dimensions(reads)
     tensor = _require(tensors, name + ROWS if ragged else name, lambda tensor: len(tensor.shape) >= first)
+    if ragged and reads != CAPTION:
+        raise ValueError(f"{name + ROWS} reads the {reads:.80}, and only captions differ in length")
     if reads == MASK:
         _require(tensors, name, lambda tensor: (tensor.dtype, len(tensor.shape)) == ("U8", 3))
     elif reads != CAPTION:
