@@ -149,14 +149,14 @@ def test_a_step_that_waits_for_the_device_is_not_recorded(
 ) -> None:
     """After a failed recording the stream and the random generator are as before, and training continues."""
     plain, graphed = (_engine(tmp_path, True, graphs, {}, {}) for graphs in (False, True))
-    losses = SD3TrainingModule.losses
+    total = SD3TrainingModule.total
 
-    def waits(self: SD3TrainingModule, outputs: Any, batch: Batch) -> dict[str, Tensor]:
-        made = losses(self, outputs, batch)
+    def waits(self: SD3TrainingModule, each: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = total(self, each)
         made["loss"].item()
         return made
 
-    monkeypatch.setattr(SD3TrainingModule, "losses", waits)
+    monkeypatch.setattr(SD3TrainingModule, "total", waits)
     assert train(graphed, averages_of(graphed), 0, 4) == train(plain, averages_of(plain), 0, 4)
     assert graphed.graphs is not None
     assert graphed.graphs.count == 0

@@ -45,6 +45,7 @@ def inputs_of(data: CachedDataset, workers: int, resident: ResidentCache | None)
     model = ModelConfig.model_validate({**table, "enable_uncond_text_dropout": True}, context={"base": Path()})
     preparer = InputPreparer(5, model, LatentScale(1.5, 0.06), data.empty_text())
     config: Any = SimpleNamespace(
+        model=model,
         gradient_accumulation_steps=2,
         micro_batch_size_per_gpu=8,
         num_dataloader_workers=workers,
@@ -75,8 +76,8 @@ def test_a_cache_on_the_gpu_is_the_one_on_the_host(data: CachedDataset) -> None:
     before = torch.cuda.memory_allocated()
     held, host = ResidentCache(data, CUDA), ResidentCache(data, CPU)
     for one, two in zip(held.buckets, host.buckets, strict=True):
-        assert one.moments.is_cuda
-        assert torch.equal(one.moments.cpu(), two.moments)
+        assert one.images["moments"].is_cuda
+        assert torch.equal(one.images["moments"].cpu(), two.images["moments"])
         for name, tokens in two.text.tokens.items():
             assert torch.equal(one.text.tokens[name].cpu(), tokens)
     assert 0 < torch.cuda.memory_allocated() - before < 1 << 20
