@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+import diffusers
 import torch
-from diffusers import SD3Transformer2DModel
 
 from sd3_light.assets import DEMO
 from sd3_light.config import DEFAULT_GUIDANCE, DirectoryConfig, LoadedConfig
@@ -55,13 +55,13 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     model = chosen.folder
     if not (model / "transformer" / "config.json").is_file():
         raise UserError(f"{model} is not a diffusers folder (no transformer/config.json); pass an export")
-    denoiser = load_diffusers_model(SD3Transformer2DModel, model / "transformer", torch.float32)
+    family = family_of(config.model)
+    denoiser = load_diffusers_model(getattr(diffusers, family.denoiser), model / "transformer", torch.float32)
     merge_adapters(denoiser, chosen.loras)
     device = launch.device()
     if device.type == "cuda":
         torch.cuda.set_device(device)  # kernels run on the current device
     groups = start_process_group(launch, device, config.dist_timeout_sec)
-    family = family_of(config.model)
     start = family.weights.start(config.model)
     blocks = decide_blocks(config, family.cost(start, config.model), denoiser, launch, device, groups)
     engine = TorchEngine(family.training.model(denoiser, config, blocks.kind == "fast"), config, launch, device)
