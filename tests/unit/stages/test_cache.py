@@ -18,6 +18,7 @@ from rich.console import Console
 
 from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
+from sd3_light.data import manifest as manifest_module
 from sd3_light.data.building import cache_plan, catalogue
 from sd3_light.data.building.cache_plan import make_cache_plan
 from sd3_light.data.building.claims import Claims
@@ -32,6 +33,7 @@ from sd3_light.engines import Launch
 from sd3_light.journeys import build_caches
 from sd3_light.stages import inspect
 from sd3_light.stages.cache import make_recipe
+from sd3_light.stages.cache import recipe as recipe_module
 from sd3_light.stages.cache.freshness import CacheState, check_freshness, render_state
 from sd3_light.stages.cache.recipe import is_trusted
 from sd3_light.stages.cache.shard_builder import ShardBuilder
@@ -541,6 +543,32 @@ def test_a_truncated_shard_is_encoded_again(project: Project) -> None:
 
 
 # --- trust -------------------------------------------------------------------------------------
+
+
+def test_a_cache_of_an_earlier_format_is_encoded_again(
+    fresh_project: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its shards have other names, and training and `--trust-cache` refuse it in one line."""
+    with monkeypatch.context() as patch:
+        for module in (manifest_module, recipe_module):
+            patch.setattr(module, "CACHE_FORMAT", 2)
+        fresh_project.build_cache()
+        old = shard_files(fresh_project)
+    path, remedy = fresh_project.cache / MANIFEST, "`sd3-light cache CONFIG` encodes it again"
+    line = f"{path} has format 2, this version reads 4; {remedy}"
+    with pytest.raises(UserError, match=re.escape(line)):
+        open_dataset(fresh_project)
+    loaded = fresh_project.load()
+    with pytest.raises(UserError, match=re.escape(line)):
+        is_trusted(loaded.dataset, loaded.train)
+    capsys.readouterr()
+    (report,) = fresh_project.build_cache()
+    assert (report.encoded, report.reused) == (NUM_IMAGES, 0)
+    assert " ".join(capsys.readouterr().err.split()).count("has format 2, this version reads 4") == 1
+    assert not set(old) & set(shard_files(fresh_project))
+    fresh_project.build_cache(prune=True)
+    assert not any((fresh_project.cache / "shards" / file).exists() for file in old)
+    assert len(epoch_of(fresh_project)) > 0
 
 
 def test_trust_ignores_the_sources(project: Project, no_encoding: None) -> None:

@@ -1,0 +1,79 @@
+"""SD3's columns: what the cache stage writes, what decides them, and what a prepared batch holds."""
+
+import pytest
+
+from sd3_light.core.columns import SMALLEST, Bucket, Column, named_bucket
+from sd3_light.core.registry import family_named, starting_weights
+from sd3_light.data.manifest import SHARDS, Manifest
+from sd3_light.data.reader import ShardReader
+from sd3_light.engines import Launch
+from sd3_light.training.data import make_order, open_cache
+from tests.project import Project
+
+SD3 = family_named("sd3")
+TEXT = {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
+
+
+def declared(project: Project, bucket: Bucket, *overrides: str) -> dict[str, Column]:
+    model = project.load(*overrides).train.model
+    return {column.name: column for column in SD3.columns(model, model.diffusers_path, bucket)}
+
+
+def test_every_shard_of_a_cache_has_the_declared_columns(cached_project: Project) -> None:
+    manifest = Manifest.load(cached_project.cache)
+    for entry in (*manifest.shards, manifest.empty):
+        reader = ShardReader(cached_project.cache / SHARDS / entry.file, entry)
+        columns = declared(cached_project, named_bucket(entry.bucket))
+        reader.require(list(columns.values()))
+        for column in reader.ragged:
+            assert column.shape[0] <= columns[column.name].shape[0]
+
+
+def test_images_of_a_bucket_have_a_latent_pixel_per_step_of_the_vae(raw_project: Project) -> None:
+    wide = declared(raw_project, Bucket(96, 64))
+    assert (wide["moments"].shape, wide["mask"].shape) == ((32, 8, 12), (8, 12))
+    assert declared(raw_project, SMALLEST)["moments"].shape == (32, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "changed"),
+    [
+        ("model.t5_max_length=7", {"t5"}),
+        ('model.text_tokens="real"', TEXT),
+        ('model.vae_dtype="bfloat16"', {"moments"}),
+        ("model.shift=2.0", set()),
+        ('model.uncond_text="zero"', set()),
+        ("model.enable_uncond_text_dropout=false", set()),
+        ('model.size="tiny3"', set()),
+        ("seed=9", set()),
+    ],
+)
+def test_a_key_changes_the_columns_that_it_decides(raw_project: Project, key: str, changed: set[str]) -> None:
+    before, after = (declared(raw_project, Bucket(64, 64), *keys) for keys in ((), (key,)))
+    assert {name for name in before if before[name] != after[name]} == changed
+
+
+def test_every_encoded_folder_decides_a_column(raw_project: Project) -> None:
+    columns = declared(raw_project, Bucket(64, 64))
+    assert {part for column in columns.values() for part in column.parts} == set(SD3.encoding.folders)
+    assert columns["clip_g"].parts == ("text_encoder_2", "tokenizer_2", "tokenizer"), "the length is the first CLIP's"
+
+
+@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+def test_a_prepared_batch_has_the_prepared_columns(fresh_project: Project, text_tokens: str) -> None:
+    keys = (f'model.text_tokens="{text_tokens}"',)
+    fresh_project.build_cache(*keys)
+    loaded = fresh_project.load(*keys)
+    data = open_cache(loaded.dataset, loaded.train, Launch())
+    picks = make_order(data, loaded, Launch()).picks(0)
+    rows = data.read(picks, loaded.train.seed)
+    preparer = SD3.training.preparer(loaded.train, starting_weights(loaded.train.model), data.empty_text())
+    batch = preparer.prepare_inputs(rows)
+    reader = data.new_reader(data.buckets[picks.bucket].shards[0])
+    for column in SD3.prepared_columns(loaded.train.model, reader.columns):
+        if column.name == "mask":
+            continue
+        value = batch[column.name]
+        assert str(value.dtype) == f"torch.{column.dtype}"
+        assert tuple(value.shape[2:] if column.ragged else value.shape[1:]) == column.row_shape
+        assert (column.name + ".length" in batch.host) == column.ragged
