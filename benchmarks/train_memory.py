@@ -33,10 +33,10 @@ from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize, TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Tokens
+from sd3_light.core.model import compile_blocks
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.model.layers import compile_blocks
 from sd3_light.optim.ema import Averages
 from sd3_light.training.module import SD3TrainingModule
 

@@ -102,3 +102,9 @@ def is_block_list(module: nn.Module) -> bool:
         return sum(isinstance(layer, nn.Linear) for layer in member.modules()) >= 2
 
     return isinstance(module, nn.ModuleList) and any(is_block(member) for member in module)
+
+
+def compile_blocks(denoiser: nn.Module) -> None:
+    """Compile each block in place; blocks of the same shape share compiled code."""
+    for block in denoiser_blocks(denoiser):
+        block.compile()

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from sd3_light.config import SIZES
-from sd3_light.model.layers import build_layers, compile_blocks, run_layers
+from sd3_light.core.model import compile_blocks
+from sd3_light.model.layers import build_layers, run_layers
 from sd3_light.model.random_weights import new_transformer
 from tests.project import Project
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from sd3_light.budget.graph_choice import why_no_graphs
 from sd3_light.config import AdapterConfig
 from sd3_light.core.cost import Cost, Layout
-from sd3_light.core.model import StepDropout
+from sd3_light.core.model import StepDropout, compile_blocks
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import Preparer
@@ -42,8 +42,7 @@ def make_train_state(context: RunContext) -> TrainState:
     blocks = choose_blocks(config, context.cost, denoiser, launch, device, context.groups, context.by_deepspeed)
     module = family.training.model(denoiser, config, blocks.kind == "fast")
     if blocks.kind == "compiled":
-        for block in module.blocks():
-            block.compile()  # in place; blocks of the same shape share compiled code
+        compile_blocks(denoiser)
     if config.adapter is not None and config.adapter.dropout > 0:
         module.dropout = AdapterDropout(denoiser, config.seed, launch.rank)
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine

@@ -227,8 +227,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, ...], 
     Manifest({"text_tokens": "padded"}, entries, replace(entries[0])).save(folder)
     # torch's builds for ARM use mimalloc, which reads its options when a process starts
     exact = {"MIMALLOC_PURGE_DELAY": "0", "MIMALLOC_ARENA_EAGER_COMMIT": "0"} if platform.machine() != "x86_64" else {}
+    environment = {**os.environ, **exact, "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, __file__, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **exact}, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=240)
     return dict(zip((*LOADERS, ()), json.loads(done.stdout), strict=True))
 
 

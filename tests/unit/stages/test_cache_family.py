@@ -184,7 +184,7 @@ def test_a_unit_collects_what_the_encoders_return(encoding: WordEncoding) -> Non
     unit.encode_text(encoders)
     encoders.waiter()()
     assert unit.vae_dtype == "float32"
-    assert [moments.shape for moments in unit.moments] == [(2, 1, 3, 2, 1)]
+    assert [moments.shape for moments in unit.images["moments"]] == [(2, 1, 3, 2, 1)]
     assert unit.text["mask"].sum(1).tolist() == [2, 2]
     assert unit.text["text"][1, :2, 0].tolist() == [3, 5]
 

@@ -1,7 +1,7 @@
 """`check`, its conclusion and the choice of blocks for a family without formulas, kernels or a position table."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from sd3_light.config import SIZES, ConfigFaults, Fault, ModelConfig, UserError
 from sd3_light.core import registry
 from sd3_light.core.checks import ModelChecks, ModelFact
+from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.cost import Cost, Tokens
 from sd3_light.core.family import Family
 from sd3_light.core.start import WeightsStart
@@ -70,6 +71,13 @@ class TinyFlux(Family):
 
     def cost(self, start: WeightsStart, model: ModelConfig) -> Cost:
         return COST
+
+    def columns(self, model: ModelConfig, folder: Path, bucket: Bucket) -> tuple[Column, ...]:
+        image = Column("moments", "image", "float16", (8, bucket.height // 8, bucket.width // 8), ("vae",))
+        return image, Column("text", "caption", "bfloat16", (96, 32), ("text_encoder",))
+
+    def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
+        return tuple(columns)
 
 
 TinyFlux.__abstractmethods__ = frozenset()  # other parts are not asked for here

@@ -82,7 +82,8 @@ def cache_content() -> RenderableType:
     counts = {"used": 1_234_567, "cropped": 98_765, "rejected: truncated": 12_345, "rejected: no_caption": 1}
     places = {"diffusers_path": "/models/sd3.5/medium", "directory:images-0": "/data/2026-01/images"}
     manifest = Manifest({"text_tokens": "real", "t5_max_length": 256}, shards, shards[0], counts, places)
-    stats = ShardStats(Counter({7: 12_345, 77: 12}), Counter({9: 12_345}), Counter({1: 12_345}), Counter({"images": 9}))
+    tokens = {"clip_l": Counter({9: 12_345, 12: 1}), "t5": Counter({9: 12_345, 123: 4})}
+    stats = ShardStats(Counter({7: 12_345, 77: 12}), tokens, Counter({1: 12_345}), Counter({"images": 9}))
     stats.examples[:] = [
         "1,234 small stars and 3.14159 moons",
         "三只红色的猫坐在一张很长很长的木头长凳上看着月亮，12 颗星星",
