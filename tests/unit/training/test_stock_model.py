@@ -97,7 +97,13 @@ def test_weights_have_stock_names_and_blocks_are_those_of_both_lists(make: Calla
 
 def test_objectives_share_one_prediction_and_read_features(make: Callable[..., StockModel]) -> None:
     model, batch = make(FlowMatching(), Energy()), flux_batch()
-    losses, out = model(batch), model.predict(batch, (2,))
+    losses = model(batch)
+    stock: Any = model.denoiser
+    seen: list[Any] = []
+    handle = stock.transformer_blocks[1].register_forward_hook(lambda block, inputs, output: seen.append(output))
+    out = model.predict(batch, (2,))
+    handle.remove()
+    assert torch.equal(out.features[2], seen[0][1]), "the image tokens of the second block"
     assert out.features[2].shape == (3, (SIDE // 2) ** 2, 32)
     energy = out.features[2].square().flatten(1).mean(1).mean()
     torch.testing.assert_close(losses["loss"], losses["flow"] + 0.5 * energy, rtol=1e-6, atol=0)
