@@ -158,7 +158,7 @@ class StockFamily(Family):
         shift = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
         is_dynamic = bool(scheduler.get("use_dynamic_shifting"))
         keys = {
-            **dict.fromkeys(("freeze", "model.t5_max_length", "model.uncond_text")),
+            **dict.fromkeys(("freeze", "model.init", "model.t5_max_length", "model.uncond_text")),
             "model.text_max_length": min(self.text_length, limit),
             "model.shift": None if is_dynamic else float(shift),
             "sampling.guidance": self.usual_guidance,

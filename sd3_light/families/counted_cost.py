@@ -92,6 +92,11 @@ class CountedCost(Cost):
         """See `Cost.flops_formula`."""
         return "products and attention, counted in a pass without memory"
 
+    @property
+    def why_no_graphs(self) -> str:
+        """See `Cost.why_no_graphs`."""
+        return f"{self._title} was never recorded"
+
     def forward_flops(self, tokens: Tokens) -> int:
         """See `Cost.forward_flops`."""
         return self._at(tokens, [counts.forward_flops for counts in self._counted(_DTYPE)])

@@ -36,6 +36,11 @@ class StockCost(CountedCost):
         """See `Cost.text`."""
         return self._text
 
+    @property
+    def token_side(self) -> int:
+        """See `Cost.token_side`."""
+        return self._side
+
     def image_tokens(self, width: int, height: int) -> int:
         """See `Cost.image_tokens`."""
         return (width // self._side) * (height // self._side)
