@@ -2,18 +2,22 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import Column
 from sd3_light.core.family import Family
-from sd3_light.core.sampling import EncodedText
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sd3_light.core.batch import Batch
+    from sd3_light.core.files import AdapterNames
+    from sd3_light.families.stock.encoding import StockEncoding
+    from sd3_light.families.stock.files import StockFiles
+    from sd3_light.families.stock.sampling import StockSampling
 
 
 class StockFamily(Family):
@@ -28,6 +32,50 @@ class StockFamily(Family):
     adapter_targets: ClassVar[tuple[str, ...]]
     text_length: ClassVar[int] = 512
     patch: ClassVar[int] = 2
+
+    # --- how the pipeline is called ----------------------------------------------------------------
+
+    joins_guidance: ClassVar[bool] = False
+    """Whether the stock pipeline runs prompts and negative prompts as one batch."""
+    pads_text: ClassVar[bool] = False
+    """Whether the stock pipeline pads ragged text to its full length, not to the longest of a batch."""
+    comfyui: ClassVar[bool] = False
+    """Whether ComfyUI reads a LoRA with diffusers' names."""
+
+    def caption_length(self, model: ModelConfig) -> int:
+        """Return the tokens of a caption."""
+        return getattr(model, "text_max_length", None) or self.text_length
+
+    def text_settings(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of [model] that decide the values of a caption."""
+        return {"text_max_length": self.caption_length(model)}
+
+    def adapter_names(self) -> "AdapterNames":
+        """Return the names in adapter files."""
+        from sd3_light.core.files import AdapterNames
+
+        return AdapterNames(f"a {self.title} denoiser", self.comfyui)
+
+    @cached_property
+    def encoding(self) -> "StockEncoding":
+        """The frozen networks."""
+        from sd3_light.families.stock.encoding import StockEncoding
+
+        return StockEncoding(self)
+
+    @cached_property
+    def sampling(self) -> "StockSampling":
+        """Images of the denoiser that trains."""
+        from sd3_light.families.stock.sampling import StockSampling
+
+        return StockSampling(self)
+
+    @cached_property
+    def files(self) -> "StockFiles":
+        """Exported folders and their proof, adapter files."""
+        from sd3_light.families.stock.files import StockFiles
+
+        return StockFiles(self)
 
     # --- what a family's file says ---------------------------------------------------------------
 
@@ -46,9 +94,13 @@ class StockFamily(Family):
         A value is a sequence of rows, one for each text; those of a ragged column differ in length.
         """
 
+    def encode_negatives(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
+        """Return the values of negative prompts: those of captions, unless the pipeline encodes them differently."""
+        return self.encode_captions(pipe, texts, model)
+
     def encode_empty(self, pipe: Any, model: ModelConfig) -> "Mapping[str, Tensor]":
         """Return the values of the unconditional text: of the empty caption, unless the pipeline has another one."""
-        return {name: rows[0] for name, rows in self.encode_captions(pipe, [""], model).items()}
+        return {name: rows[0] for name, rows in self.encode_negatives(pipe, [""], model).items()}
 
     @abstractmethod
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
@@ -61,6 +113,14 @@ class StockFamily(Family):
         """Return whether a denoiser with this config takes guidance as a number and runs once per step."""
         return False
 
+    def guidance_number(self, batch: "Batch", guidance: float) -> "Tensor":
+        """Return the guidance of each sample for a distilled denoiser: the value of a batch that images are drawn with,
+        or ``guidance``."""
+        import torch
+
+        given = batch.get("guidance")
+        return torch.full((batch.size,), guidance, device=batch["noisy"].device) if given is None else given
+
     def is_guided(self, guidance: float) -> bool:
         """Return whether this guidance needs the unconditional text."""
         return guidance > 1
@@ -69,15 +129,20 @@ class StockFamily(Family):
         """Return the guided velocity, as the stock pipeline computes it."""
         return negative + guidance * (positive - negative)
 
+    def takes_negative(self, folder: Path) -> bool:
+        """Return whether the model of a folder takes a negative text; read only if it takes no guidance as a number."""
+        return True
+
     @abstractmethod
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
         """Set a scheduler's timesteps as the stock pipeline does, for an image of so many tokens."""
 
     @abstractmethod
-    def pipeline_arguments(
-        self, texts: Sequence[EncodedText], negative: Sequence[EncodedText] | None, guidance: float
-    ) -> dict[str, Any]:
-        """Return the arguments of the stock pipeline's call for encoded texts and guidance."""
+    def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
+        """Return the arguments of the stock pipeline's call for encoded texts and guidance.
+
+        There are negative texts where `is_guided`, and the denoiser takes no guidance as a number.
+        """
 
     def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
         """Return the arguments of the stock pipeline's call for initial latents [B, C, h, w]."""
