@@ -1,23 +1,33 @@
 """The base of families of stock diffusers pipelines: a family's file adds its texts and how its denoiser is called."""
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sd3_light.config import ModelConfig
-from sd3_light.core.columns import Column
+from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
+from sd3_light.core.start import WeightsStart, denoiser_folder
+from sd3_light.families.stock.checks import StockChecks
+from sd3_light.families.stock.latents import LatentShape
+from sd3_light.families.stock.weights import StockWeights
+from sd3_light.model.part_configs import read_config, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sd3_light.core.batch import Batch
     from sd3_light.core.files import AdapterNames
+    from sd3_light.families.stock.cost import StockCost
     from sd3_light.families.stock.encoding import StockEncoding
     from sd3_light.families.stock.files import StockFiles
     from sd3_light.families.stock.sampling import StockSampling
+    from sd3_light.families.stock.training import StockTraining
+
+_DROPPED = {"uncond_text_dropout": "joint", "uncond_text_dropout_prob": 0.1}
 
 
 class StockFamily(Family):
@@ -25,57 +35,23 @@ class StockFamily(Family):
 
     ``text_parts`` are the subfolders of each text encoder and its tokenizer, ``adapter_targets`` the layers that a LoRA
     changes by default, ``text_length`` the tokens of a caption unless the config says otherwise, ``patch`` the latent
-    pixels of a token's side.
+    pixels of a token's side. A denoiser with ``packs_latents`` takes whole patches as channels. ``text_inputs`` names
+    the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
+    ``pads_text``; otherwise ragged columns are padded to the longest of a batch. ``usual_guidance`` is that of the
+    stock pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``. ``comfyui``:
+    ComfyUI reads a LoRA with diffusers' names.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
     adapter_targets: ClassVar[tuple[str, ...]]
     text_length: ClassVar[int] = 512
     patch: ClassVar[int] = 2
-
-    # --- how the pipeline is called ----------------------------------------------------------------
-
-    joins_guidance: ClassVar[bool] = False
-    """Whether the stock pipeline runs prompts and negative prompts as one batch."""
+    packs_latents: ClassVar[bool] = False
+    text_inputs: ClassVar[Mapping[str, str]] = {}
     pads_text: ClassVar[bool] = False
-    """Whether the stock pipeline pads ragged text to its full length, not to the longest of a batch."""
+    usual_guidance: ClassVar[float] = 4.0
+    joins_guidance: ClassVar[bool] = False
     comfyui: ClassVar[bool] = False
-    """Whether ComfyUI reads a LoRA with diffusers' names."""
-
-    def caption_length(self, model: ModelConfig) -> int:
-        """Return the tokens of a caption."""
-        return getattr(model, "text_max_length", None) or self.text_length
-
-    def text_settings(self, model: ModelConfig) -> dict[str, Any]:
-        """Return the keys of [model] that decide the values of a caption."""
-        return {"text_max_length": self.caption_length(model)}
-
-    def adapter_names(self) -> "AdapterNames":
-        """Return the names in adapter files."""
-        from sd3_light.core.files import AdapterNames
-
-        return AdapterNames(f"a {self.title} denoiser", self.comfyui)
-
-    @cached_property
-    def encoding(self) -> "StockEncoding":
-        """The frozen networks."""
-        from sd3_light.families.stock.encoding import StockEncoding
-
-        return StockEncoding(self)
-
-    @cached_property
-    def sampling(self) -> "StockSampling":
-        """Images of the denoiser that trains."""
-        from sd3_light.families.stock.sampling import StockSampling
-
-        return StockSampling(self)
-
-    @cached_property
-    def files(self) -> "StockFiles":
-        """Exported folders and their proof, adapter files."""
-        from sd3_light.families.stock.files import StockFiles
-
-        return StockFiles(self)
 
     # --- what a family's file says ---------------------------------------------------------------
 
@@ -85,7 +61,7 @@ class StockFamily(Family):
 
     @abstractmethod
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """Return what a cache stores of a caption; no weight is read."""
+        """Return what a cache stores of a caption; no weight is read. Rows of the column `text` are tokens."""
 
     @abstractmethod
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
@@ -114,12 +90,11 @@ class StockFamily(Family):
         return False
 
     def guidance_number(self, batch: "Batch", guidance: float) -> "Tensor":
-        """Return the guidance of each sample for a distilled denoiser: the value of a batch that images are drawn with,
-        or ``guidance``."""
+        """Return the guidance of each sample for a distilled denoiser: the batch's own, or ``guidance``."""
         import torch
 
-        given = batch.get("guidance")
-        return torch.full((batch.size,), guidance, device=batch["noisy"].device) if given is None else given
+        own = batch.get("guidance")
+        return torch.full((batch.size,), guidance, device=batch["noisy"].device) if own is None else own
 
     def is_guided(self, guidance: float) -> bool:
         """Return whether this guidance needs the unconditional text."""
@@ -130,7 +105,7 @@ class StockFamily(Family):
         return negative + guidance * (positive - negative)
 
     def takes_negative(self, folder: Path) -> bool:
-        """Return whether the model of a folder takes a negative text; read only if it takes no guidance as a number."""
+        """Return whether the model of a folder takes a negative text, if it takes no guidance as a number."""
         return True
 
     @abstractmethod
@@ -152,3 +127,133 @@ class StockFamily(Family):
         """Return the image tokens of a block's output."""
         tokens: Tensor = output[-1] if isinstance(output, tuple) else output
         return tokens
+
+    def adapter_names(self) -> "AdapterNames":
+        """Return the names in adapter files."""
+        from sd3_light.core.files import AdapterNames
+
+        return AdapterNames(f"a {self.title} denoiser", self.comfyui)
+
+    # --- what follows from it --------------------------------------------------------------------
+
+    @cached_property
+    def weights(self) -> StockWeights:
+        """The denoiser's weights."""
+        return StockWeights(self.title, self.denoiser)
+
+    @cached_property
+    def training(self) -> "StockTraining":
+        """What a run needs beside the weights."""
+        from sd3_light.families.stock.training import StockTraining
+
+        return StockTraining(self)
+
+    @cached_property
+    def encoding(self) -> "StockEncoding":
+        """The frozen networks."""
+        from sd3_light.families.stock.encoding import StockEncoding
+
+        return StockEncoding(self)
+
+    @cached_property
+    def sampling(self) -> "StockSampling":
+        """Images of the denoiser that trains."""
+        from sd3_light.families.stock.sampling import StockSampling
+
+        return StockSampling(self)
+
+    @cached_property
+    def files(self) -> "StockFiles":
+        """Exported folders and their proof, adapter files."""
+        from sd3_light.families.stock.files import StockFiles
+
+        return StockFiles(self)
+
+    @cached_property
+    def checks(self) -> StockChecks:
+        """What `check` and `new` read in a model folder."""
+        return StockChecks(self)
+
+    @property
+    def fast_blocks(self) -> None:
+        """There are no own kernels."""
+        return None
+
+    def max_length(self, model: ModelConfig) -> int:
+        """Return the tokens of the longest caption."""
+        if model.text_max_length is not None:
+            return model.text_max_length
+        return min(self.text_length, self.checks.text_limit(model.diffusers_path) or self.text_length)
+
+    def text_settings(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of [model] that decide the values of a caption."""
+        return {"text_max_length": self.max_length(model)}
+
+    def training_guidance(self, model: ModelConfig) -> float:
+        """Return the number that a distilled denoiser gets in training."""
+        return 1.0 if model.guidance is None else model.guidance
+
+    def completed(self, config: TrainConfig) -> TrainConfig:
+        """See `Family.completed`: length and dropout of text, and the layers of an adapter."""
+        model = config.model
+        update: dict[str, Any] = {"text_max_length": self.max_length(model), "uncond_text": "empty"}
+        update |= {key: value for key, value in _DROPPED.items() if key not in model.model_fields_set}
+        table = model.model_copy(update=update)
+        adapter = config.adapter
+        if adapter is not None and "target_modules" not in adapter.model_fields_set:
+            adapter = adapter.model_copy(update={"target_modules": self.adapter_targets})
+        return config.model_copy(update={"model": table, "adapter": adapter})
+
+    def recipe(self, folder: Path) -> Mapping[str, Any]:
+        """See `Family.recipe`: a new project of SD3 with the text, the shift and the layers of this family."""
+        limit = self.checks.text_limit(folder) or self.text_length
+        scheduler = read_config(folder / "scheduler", "scheduler")
+        shift = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
+        is_dynamic = bool(scheduler.get("use_dynamic_shifting"))
+        keys = {
+            **dict.fromkeys(("freeze", "model.t5_max_length", "model.uncond_text")),
+            "model.text_max_length": min(self.text_length, limit),
+            "model.shift": None if is_dynamic else float(shift),
+            "sampling.guidance": self.usual_guidance,
+            "adapter.target_modules": list(self.adapter_targets),
+        }
+        if is_dynamic:
+            keys["model.flux_shift"] = True
+        if self.takes_guidance(read_json(denoiser_folder(folder) / "config.json")):
+            keys["model.guidance"] = 1.0
+        return keys
+
+    def cost(self, start: WeightsStart, model: ModelConfig) -> "StockCost":
+        """See `Family.cost`."""
+        folder = model.diffusers_path
+        config = json.dumps(start.size.transformer_config(), sort_keys=True)
+        side = LatentShape.of_folder(folder).factor * self.patch
+        return _counted(self, config, self.prepared_columns(model, self.columns(model, folder, SMALLEST)), side)
+
+    def columns(self, model: ModelConfig, folder: Path, bucket: Bucket) -> tuple[Column, ...]:
+        """See `Family.columns`: moments of the VAE, a mask, and the columns of captions."""
+        shape = LatentShape.of_folder(folder)
+        # the precisions that "auto" chooses differ by less than the latents' own noise
+        settings = {} if model.vae_dtype == "auto" else {"vae_dtype": model.vae_dtype}
+        moments = Column("moments", "image", "float16", shape.moments(bucket), ("vae",), settings=settings)
+        mask = Column("mask", MASK, "uint8", shape.size(bucket), ())
+        return (moments, mask, *self.text_columns(model, folder))
+
+    def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
+        """See `Family.prepared_columns`: latents in float32, texts as they are stored."""
+        moments = next(column for column in columns if column.name == "moments")
+        sides = moments.shape[1:]
+        latent = (LatentShape.of_folder(model.diffusers_path).channels, *sides)
+        return (
+            *(Column(name, "image", "float32", latent, ()) for name in ("noisy", "target")),
+            Column("mask", MASK, "float32", sides, ()),
+            *(column for column in columns if column.reads == CAPTION),
+        )
+
+
+@lru_cache(maxsize=4)
+def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], side: int) -> "StockCost":
+    """Return the cost of a denoiser; counting takes seconds, and stages ask several times."""
+    from sd3_light.families.stock.cost import StockCost
+
+    return StockCost(family, family.weights.empty(json.loads(config)), prepared, side)

@@ -5,15 +5,16 @@ them for all, in a few seconds; buckets and captions then cost nothing.
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from fractions import Fraction
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig, TrainConfig
+from sd3_light.core.batch import Batch
 from sd3_light.core.cost import FLASH_BACKWARD, BlockBytes, Compute, Cost, Layout, SampleBytes, Tokens
 from sd3_light.core.model import denoiser_blocks
 from sd3_light.families.denoiser_count import Counts, OneOfEachBlock
@@ -37,7 +38,7 @@ class _Weights(NamedTuple):
 
 
 class CountedCost(Cost):
-    """See `Cost`. A family adds the arguments of its denoiser and its numbers of tokens.
+    """See `Cost`. A family adds its batches, how they run through its denoiser, and its numbers of tokens.
 
     ``denoiser`` is on the meta device and belongs to this object. Compiled blocks count as much as stock ones, which is
     more than they save. On a GPU nothing of this was measured.
@@ -50,11 +51,15 @@ class CountedCost(Cost):
         self._counts: dict[str, tuple[Counts, ...]] = {}
 
     @abstractmethod
-    def arguments(self, rows: int, columns: int, text: int) -> Mapping[str, Any]:
-        """Return the denoiser's arguments for one sample of rows x columns image tokens, in the dtypes of a batch.
+    def batch(self, rows: int, columns: int, text: int) -> Batch:
+        """Return what a denoiser gets for one sample of rows x columns image tokens, in the dtypes of a batch.
 
-        The values of tensors do not matter: `torch.empty` will do.
+        The values of tensors do not matter.
         """
+
+    @abstractmethod
+    def denoise(self, denoiser: nn.Module, batch: Batch) -> Tensor:
+        """Return the velocity of a batch, as in training."""
 
     @property
     def description(self) -> str:
@@ -144,8 +149,8 @@ class CountedCost(Cost):
 
     def _count(self, shape: tuple[int, int], dtype: str) -> Counts:
         image, text = shape
-        arguments = partial(self.arguments, *_GRIDS[image], text * _UNIT)
-        return self._reduced.count(arguments, dtype, backward=dtype == _DTYPE and shape in _LINEAR)
+        batch = self.batch(*_GRIDS[image], text * _UNIT)
+        return self._reduced.count(self.denoise, batch, dtype, backward=dtype == _DTYPE and shape in _LINEAR)
 
     @staticmethod
     def _at(tokens: Tokens, values: Sequence[int]) -> int:

@@ -2,46 +2,46 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, Column
 from sd3_light.families.base import StockFamily
-from sd3_light.model.part_configs import read_config
+from sd3_light.families.stock.columns import encoder_width
+from sd3_light.families.stock.times import resolution_shift, set_shifted_times
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sd3_light.core.batch import Batch
 
-_CLIP = ("text_encoder", "tokenizer")
-_T5 = ("text_encoder_2", "tokenizer_2")
-
 
 class Flux(StockFamily):
-    """See `StockFamily`. Padding is attended to, so that texts have one length."""
+    """Text is padded to its full length, which the denoiser attends to."""
 
     name = "flux"
-    title = "Flux.1"
+    title = "Flux"
     pipeline = "FluxPipeline"
     denoiser = "FluxTransformer2DModel"
-    text_parts = {"CLIP": _CLIP, "T5": _T5}
-    adapter_targets = (
-        "attn.to_*",
-        "attn.add_*_proj",
-        "ff.net.*",
-        "ff_context.net.*",
-        "proj_mlp",
-        "*single*.proj_out",
-    )
+    text_parts = MappingProxyType({"clip": ("text_encoder", "tokenizer"), "t5": ("text_encoder_2", "tokenizer_2")})
+    adapter_targets = ("attn.to_*", "attn.add_*_proj", "ff.net.*", "ff_context.net.*", "proj_mlp", "*single*.proj_out")
+    packs_latents = True
+    text_inputs = MappingProxyType({"text": "joint_attention_dim", "pooled": "pooled_projection_dim"})
+    usual_guidance = 3.5
+    comfyui = True
 
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """See `StockFamily.text_columns`."""
-        length = self.caption_length(model)
-        clip, t5 = (read_config(folder / encoder, encoder) for encoder, _ in (_CLIP, _T5))
-        settings = {"max_length": length}
-        text = Column("text", CAPTION, "bfloat16", (length, int(t5["d_model"])), _T5, settings=settings)
-        return text, Column("pooled", CAPTION, "bfloat16", (int(clip["hidden_size"]),), _CLIP)
+        """See `StockFamily.text_columns`: T5's rows, and CLIP's pooled vector."""
+        length = self.max_length(model)
+        clip = self.text_parts["clip"]
+        t5 = self.text_parts["t5"]
+        settings = {"text_max_length": length}
+        text = (length, encoder_width(folder, t5[0]))
+        return (
+            Column("text", CAPTION, "bfloat16", text, t5, settings=settings),
+            Column("pooled", CAPTION, "bfloat16", (encoder_width(folder, clip[0]),), clip),
+        )
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
@@ -59,7 +59,7 @@ class Flux(StockFamily):
             hidden_states=pack_latents(noisy),
             encoder_hidden_states=text,
             pooled_projections=batch["pooled"],
-            timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # rounded as the pipeline does
+            timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
             guidance=number,
             img_ids=torch.cartesian_prod(*axes).to(noisy.dtype),
             txt_ids=text.new_zeros(text.shape[1], 3),
@@ -71,19 +71,15 @@ class Flux(StockFamily):
         """See `StockFamily.takes_guidance`."""
         return bool(config.get("guidance_embeds"))
 
-    #
-
-    comfyui = True
-
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
         """See `StockFamily.encode_captions`."""
-        length = self.caption_length(model)
+        length = self.max_length(model)
         text, pooled, _ = pipe.encode_prompt(prompt=list(texts), prompt_2=None, max_sequence_length=length)
         return {"text": text, "pooled": pooled}
 
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
         """See `StockFamily.set_times`."""
-        set_flux_times(scheduler, steps, flux_shift(scheduler.config, tokens))
+        set_shifted_times(scheduler, steps, resolution_shift(scheduler.config, tokens))
 
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """See `StockFamily.pipeline_arguments`. With negative texts, guidance has two passes."""
@@ -97,21 +93,6 @@ class Flux(StockFamily):
         from sd3_light.flow.packing import pack_latents
 
         return {"latents": pack_latents(latents)}
-
-
-def flux_shift(config: Any, tokens: int) -> float:
-    """Return the logarithm of the shift of a scheduler's config, which grows with the tokens of an image."""
-    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
-    shift: float = tokens * slope + (config.base_shift - slope * config.base_image_seq_len)
-    return shift
-
-
-def set_flux_times(scheduler: Any, steps: int, shift: float) -> None:
-    """Set times from 1 to 1 / steps, which the scheduler shifts."""
-    import numpy as np
-
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
-    scheduler.set_begin_index(0)
 
 
 def _embeds(prefix: str, texts: "Batch") -> dict[str, Any]:

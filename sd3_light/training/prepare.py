@@ -6,7 +6,7 @@ Everything is drawn per sample (law 1), so the same rows give the same batch in 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from sd3_light.encoders.vae import LatentScale
 from sd3_light.flow.noise import DeviceNoise
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import open_interval, times_from_quantiles
+from sd3_light.model.base_values import FLUX_LINE, ShiftLine
 from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
 
 Occurrences = NDArray[np.int64]
@@ -43,11 +44,16 @@ class Conditioning(NamedTuple):
 
 @dataclass(frozen=True)
 class FlowPreparer(Preparer, ABC):
-    """Turns cached rows into batches. Small: workers get a copy."""
+    """Turns cached rows into batches. Small: workers get a copy.
+
+    ``patch`` are the latent pixels of a token's side, ``line`` the numbers of `flux_shift`.
+    """
 
     seed: int
     model: ModelConfig
     scale: LatentScale
+    patch: int = field(default=2, kw_only=True)
+    line: ShiftLine = field(default=FLUX_LINE, kw_only=True)
 
     @abstractmethod
     def condition(
@@ -121,8 +127,8 @@ class FlowPreparer(Preparer, ABC):
             quantiles = [open_interval(value) for value in drawn]
         else:
             quantiles = [quantile] * len(occurrences)
-        tokens = math.prod(token_grid(shape))
-        return torch.tensor(times_from_quantiles(quantiles, tokens, self.model), dtype=torch.float32)
+        tokens = math.prod(token_grid(shape, self.patch))
+        return torch.tensor(times_from_quantiles(quantiles, tokens, self.model, self.line), dtype=torch.float32)
 
     def _clean(self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None) -> Batch:
         occurrences = occurrence_words(batch["epoch"], batch["repeat"], batch["sample_id"])
@@ -154,9 +160,9 @@ class FlowPreparer(Preparer, ABC):
         return torch.from_numpy(values)
 
 
-def token_grid(shape: torch.Size) -> tuple[int, int]:
-    """Return the rows and columns of tokens of latents whose shape ends with height and width: 2 x 2 pixels each."""
-    return shape[-2] // 2, shape[-1] // 2
+def token_grid(shape: torch.Size, patch: int = 2) -> tuple[int, int]:
+    """Return the rows and columns of tokens of latents whose shape ends with height and width."""
+    return shape[-2] // patch, shape[-1] // patch
 
 
 def _mask_weights(mask: Tensor) -> Tensor:

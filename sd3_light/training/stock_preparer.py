@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sd3_light.core.batch import Batch
+from sd3_light.core.batch import LENGTH, Batch
 from sd3_light.core.training import ResidentPreparer
 from sd3_light.data.order import Picks
-from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentText
+from sd3_light.data.resident import ResidentCache, ResidentText, index_rows, select_masks, select_rows
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedBatch
 from sd3_light.randomness import choices, first_words, occurrence_words, uniforms
@@ -24,10 +24,11 @@ Indices = NDArray[np.int64]
 class StockPreparer(FlowPreparer):
     """Values have the names of the columns; ``NAME.length`` are the rows of each sample of a ragged one.
 
-    ``ragged`` and ``fixed`` are the columns of captions. A dropped sample gets ``empty_text``, the unconditional text.
+    ``ragged`` and ``fixed`` are the columns of captions. A ragged one is padded with zeros to the batch's longest, or
+    to exactly as many rows as it names; it then has no lengths. A dropped sample gets ``empty_text``.
     """
 
-    ragged: tuple[str, ...] = ()
+    ragged: Mapping[str, int | None] = field(default_factory=dict)
     fixed: tuple[str, ...] = ()
     empty_text: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -38,11 +39,13 @@ class StockPreparer(FlowPreparer):
         dropped = np.zeros(len(occurrences), dtype=bool) if evaluation else self.drops(occurrences)
         values: dict[str, Tensor] = {}
         host: dict[str, Tensor] = {}
-        for name in self.ragged:
-            texts = [text[:length] for text, length in zip(rows[name], rows[f"{name}.length"].tolist(), strict=True)]
+        for name, exact in self.ragged.items():
+            texts = [text[:length] for text, length in zip(rows[name], rows[name + LENGTH].tolist(), strict=True)]
             texts = [self.empty_text[name] if drop else text for text, drop in zip(texts, dropped, strict=True)]
-            host[f"{name}.length"] = torch.tensor([len(text) for text in texts])
-            values[name] = _padded(texts, allocate)
+            lengths = [len(text) for text in texts]
+            values[name] = _padded(texts, exact or max(lengths), allocate)
+            if exact is None:
+                host[name + LENGTH] = torch.tensor(lengths)
         for name in self.fixed:
             kept = rows[name].clone() if dropped.any() else rows[name]
             for number in np.flatnonzero(dropped).tolist():
@@ -63,9 +66,9 @@ class StockPreparer(FlowPreparer):
         return ResidentColumns(self, cache, seed)
 
 
-def _padded(texts: list[Tensor], allocate: AllocateTensor | None) -> Tensor:
-    """Return texts [B, T, ...], padded with zeros to the longest."""
-    shape = (len(texts), max(map(len, texts)), *texts[0].shape[1:])
+def _padded(texts: list[Tensor], rows: int, allocate: AllocateTensor | None) -> Tensor:
+    """Return texts [B, rows, ...], padded with zeros."""
+    shape = (len(texts), rows, *texts[0].shape[1:])
     padded = torch.empty(shape, dtype=texts[0].dtype) if allocate is None else allocate(shape, texts[0].dtype)
     for target, text in zip(padded, texts, strict=True):
         target[: len(text)] = text
@@ -77,8 +80,9 @@ def _padded(texts: list[Tensor], allocate: AllocateTensor | None) -> Tensor:
 class ResidentColumns:
     """The batches of a `StockPreparer` from a cache in memory.
 
-    A batch of indices has ``image_rows`` [B], ``NAME.rows`` [B, T] or [B] of each column of captions, and
-    ``mask_rows`` [2, B], if there are masks: the samples' numbers and whether their images are mirrored.
+    A batch of indices has ``image_rows`` [B], ``NAME.rows`` [B, T] of each ragged column of captions, ``caption_rows``
+    [B] of the others, and ``mask_rows`` [2, B], if there are masks: the samples' numbers and whether their images are
+    mirrored.
     """
 
     preparer: StockPreparer
@@ -98,56 +102,38 @@ class ResidentColumns:
         distinct = bucket.captions[first_caption + caption]
         distinct = np.where(self.preparer.drops(occurrences), bucket.text.empty, distinct)
         shape = bucket.images["moments"].shape
-        values = {"image_rows": _rows(first_image + variant), "t": self.preparer.times(occurrences, shape)}
+        values = {"image_rows": index_rows(first_image + variant), "t": self.preparer.times(occurrences, shape)}
         host = {"bucket": torch.tensor(picks.bucket)}
-        for name in self.preparer.ragged:
-            values[f"{name}.rows"], host[f"{name}.length"] = _ragged_rows(bucket.text, name, distinct)
+        for name, exact in self.preparer.ragged.items():
+            values[f"{name}.rows"], lengths = _ragged_rows(bucket.text, name, distinct, exact)
+            if exact is None:
+                host[name + LENGTH] = lengths
         if self.preparer.fixed:
-            values["caption_rows"] = _rows(distinct)
+            values["caption_rows"] = index_rows(distinct)
         values["words"] = torch.from_numpy(occurrences).view(torch.int32)
         if bucket.masked[sample].any():
-            values["mask_rows"] = _rows(np.stack([sample, variant]))
+            values["mask_rows"] = index_rows(np.stack([sample, variant]))
         return Batch(len(sample), values, host)
 
     def gather(self, batch: Batch, empty: AllocateTensor | None = None) -> Batch:
         """See `ResidentPreparer.gather`."""
         bucket = self.cache.buckets[int(batch.host["bucket"])]
-        values = {"moments": _select(bucket.images["moments"], batch["image_rows"], empty), "t": batch["t"]}
+        values = {"moments": select_rows(bucket.images["moments"], batch["image_rows"], empty), "t": batch["t"]}
         for name in self.preparer.ragged:
-            values[name] = _select(bucket.text.tokens[name], batch[f"{name}.rows"], empty)
+            values[name] = select_rows(bucket.text.tokens[name], batch[f"{name}.rows"], empty)
         for name in self.preparer.fixed:
-            values[name] = _select(bucket.text.fixed[name], batch["caption_rows"])
+            values[name] = select_rows(bucket.text.fixed[name], batch["caption_rows"])
         values["words"] = batch["words"]
         mask_rows = batch.get("mask_rows")
         if mask_rows is not None:
-            values["mask"] = _masks(bucket, *mask_rows)
+            values["mask"] = select_masks(bucket, *mask_rows)
         return Batch(batch.size, values, {name: counts for name, counts in batch.host.items() if name != "bucket"})
 
 
-def _ragged_rows(text: ResidentText, name: str, distinct: Indices) -> tuple[Tensor, Tensor]:
-    """Return the rows of a ragged column [B, T], those of padding zero, and the lengths."""
+def _ragged_rows(text: ResidentText, name: str, distinct: Indices, exact: int | None) -> tuple[Tensor, Tensor]:
+    """Return the rows of a ragged column [B, T], those of padding the row of zeros, and the lengths."""
     first = text.starts[name][distinct]
     lengths = text.starts[name][distinct + 1] - first
-    position = np.arange(int(lengths.max()))
+    position = np.arange(exact or int(lengths.max()))
     rows = np.where(position < lengths[:, None], first[:, None] + position, text.zero_row(name))
-    return _rows(rows), torch.from_numpy(lengths)
-
-
-def _masks(bucket: ResidentBucket, samples: Tensor, mirrored: Tensor) -> Tensor:
-    assert bucket.masks is not None
-    masks = _select(bucket.masks, samples)
-    return torch.where(mirrored.bool()[:, None, None], masks.flip(-1), masks)
-
-
-def _rows(rows: Indices) -> Tensor:
-    return torch.from_numpy(rows.astype(np.int32))
-
-
-def _select(table: Tensor, rows: Tensor, empty: AllocateTensor | None = None) -> Tensor:
-    """Return the rows of a table, for an index of any shape."""
-    shape = (*rows.shape, *table.shape[1:])
-    if empty is None:
-        return table.index_select(0, rows.flatten()).view(shape)
-    out = empty(shape, table.dtype)
-    torch.index_select(table, 0, rows.flatten(), out=out.view(rows.numel(), *table.shape[1:]))
-    return out
+    return index_rows(rows), torch.from_numpy(lengths)

@@ -37,9 +37,7 @@ class StockWeights(Weights):
         """See `Weights.start`."""
         source = start_source(model)
         if source is None:
-            raise UserError(
-                f"{self.title} starts from trained weights only; leave model.train_type and model.init = 'random' out"
-            )
+            raise UserError(f"{self.title} starts from trained weights only; remove model.train_type and model.init")
         if source.is_file():
             raise UserError(f"{source}: {self.title} starts from a diffusers folder, not from a single file")
         folder = denoiser_folder(source)
@@ -69,7 +67,7 @@ class StockWeights(Weights):
         import torch
 
         with torch.device("meta"):
-            denoiser: nn.Module = getattr(diffusers, self.kind)(**config)
+            denoiser: nn.Module = getattr(diffusers, self.kind).from_config(dict(config))
         return denoiser
 
     def from_state(self, config: Mapping[str, Any], state: "Mapping[str, Tensor]") -> "nn.Module":

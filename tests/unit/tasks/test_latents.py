@@ -46,7 +46,7 @@ def test_scale_and_shift_as_in_flux() -> None:
 @torch.no_grad()
 def test_mean_and_deviation_of_a_video_vae_as_in_qwen_image() -> None:
     torch.manual_seed(0)
-    vae = make_vae("qwen")
+    vae = make_vae("qwen_image")
     pipe: Any = SimpleNamespace(vae=vae.eval())
     expected = diffusers.QwenImageEditPipeline._encode_vae_image  # it takes the posterior's mean
     pipe.latent_channels = 4
@@ -66,7 +66,7 @@ def test_an_autoencoder_without_a_distribution_as_in_sana() -> None:
 @torch.no_grad()
 def test_a_video_keeps_its_frames() -> None:
     torch.manual_seed(0)
-    vae, video = make_vae("qwen"), np.stack([PIXELS] * 5)
+    vae, video = make_vae("qwen_image"), np.stack([PIXELS] * 5)
     latents = latent_of(vae, EncodeVideo(), video=video)
     assert latents.shape == (4, 2, 4, 6), "four frames after the first share one latent frame"
     assert torch.allclose(latents[:, 0], latent_of(vae), atol=1e-5), "the first frame is encoded alone"
