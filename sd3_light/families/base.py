@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
-from sd3_light.core.sampling import EncodedText
 from sd3_light.core.start import WeightsStart, denoiser_folder
 from sd3_light.families.stock.checks import StockChecks
 from sd3_light.families.stock.latents import LatentShape
@@ -21,7 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sd3_light.core.batch import Batch
+    from sd3_light.core.files import AdapterNames
     from sd3_light.families.stock.cost import StockCost
+    from sd3_light.families.stock.encoding import StockEncoding
+    from sd3_light.families.stock.files import StockFiles
+    from sd3_light.families.stock.sampling import StockSampling
     from sd3_light.families.stock.training import StockTraining
 
 _DROPPED = {"uncond_text_dropout": "joint", "uncond_text_dropout_prob": 0.1}
@@ -35,7 +38,8 @@ class StockFamily(Family):
     pixels of a token's side. A denoiser with ``packs_latents`` takes whole patches as channels. ``text_inputs`` names
     the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
     ``pads_text``; otherwise ragged columns are padded to the longest of a batch. ``usual_guidance`` is that of the
-    stock pipeline's call.
+    stock pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``. ``comfyui``:
+    ComfyUI reads a LoRA with diffusers' names.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -46,6 +50,8 @@ class StockFamily(Family):
     text_inputs: ClassVar[Mapping[str, str]] = {}
     pads_text: ClassVar[bool] = False
     usual_guidance: ClassVar[float] = 4.0
+    joins_guidance: ClassVar[bool] = False
+    comfyui: ClassVar[bool] = False
 
     # --- what a family's file says ---------------------------------------------------------------
 
@@ -64,9 +70,13 @@ class StockFamily(Family):
         A value is a sequence of rows, one for each text; those of a ragged column differ in length.
         """
 
+    def encode_negatives(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
+        """Return the values of negative prompts: those of captions, unless the pipeline encodes them differently."""
+        return self.encode_captions(pipe, texts, model)
+
     def encode_empty(self, pipe: Any, model: ModelConfig) -> "Mapping[str, Tensor]":
         """Return the values of the unconditional text: of the empty caption, unless the pipeline has another one."""
-        return {name: rows[0] for name, rows in self.encode_captions(pipe, [""], model).items()}
+        return {name: rows[0] for name, rows in self.encode_negatives(pipe, [""], model).items()}
 
     @abstractmethod
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
@@ -79,6 +89,13 @@ class StockFamily(Family):
         """Return whether a denoiser with this config takes guidance as a number and runs once per step."""
         return False
 
+    def guidance_number(self, batch: "Batch", guidance: float) -> "Tensor":
+        """Return the guidance of each sample for a distilled denoiser: the batch's own, or ``guidance``."""
+        import torch
+
+        own = batch.get("guidance")
+        return torch.full((batch.size,), guidance, device=batch["noisy"].device) if own is None else own
+
     def is_guided(self, guidance: float) -> bool:
         """Return whether this guidance needs the unconditional text."""
         return guidance > 1
@@ -87,15 +104,20 @@ class StockFamily(Family):
         """Return the guided velocity, as the stock pipeline computes it."""
         return negative + guidance * (positive - negative)
 
+    def takes_negative(self, folder: Path) -> bool:
+        """Return whether the model of a folder takes a negative text, if it takes no guidance as a number."""
+        return True
+
     @abstractmethod
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
         """Set a scheduler's timesteps as the stock pipeline does, for an image of so many tokens."""
 
     @abstractmethod
-    def pipeline_arguments(
-        self, texts: Sequence[EncodedText], negative: Sequence[EncodedText] | None, guidance: float
-    ) -> dict[str, Any]:
-        """Return the arguments of the stock pipeline's call for encoded texts and guidance."""
+    def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
+        """Return the arguments of the stock pipeline's call for encoded texts and guidance.
+
+        There are negative texts where `is_guided`, and the denoiser takes no guidance as a number.
+        """
 
     def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
         """Return the arguments of the stock pipeline's call for initial latents [B, C, h, w]."""
@@ -105,6 +127,12 @@ class StockFamily(Family):
         """Return the image tokens of a block's output."""
         tokens: Tensor = output[-1] if isinstance(output, tuple) else output
         return tokens
+
+    def adapter_names(self) -> "AdapterNames":
+        """Return the names in adapter files."""
+        from sd3_light.core.files import AdapterNames
+
+        return AdapterNames(f"a {self.title} denoiser", self.comfyui)
 
     # --- what follows from it --------------------------------------------------------------------
 
@@ -121,6 +149,27 @@ class StockFamily(Family):
         return StockTraining(self)
 
     @cached_property
+    def encoding(self) -> "StockEncoding":
+        """The frozen networks."""
+        from sd3_light.families.stock.encoding import StockEncoding
+
+        return StockEncoding(self)
+
+    @cached_property
+    def sampling(self) -> "StockSampling":
+        """Images of the denoiser that trains."""
+        from sd3_light.families.stock.sampling import StockSampling
+
+        return StockSampling(self)
+
+    @cached_property
+    def files(self) -> "StockFiles":
+        """Exported folders and their proof, adapter files."""
+        from sd3_light.families.stock.files import StockFiles
+
+        return StockFiles(self)
+
+    @cached_property
     def checks(self) -> StockChecks:
         """What `check` and `new` read in a model folder."""
         return StockChecks(self)
@@ -135,6 +184,10 @@ class StockFamily(Family):
         if model.text_max_length is not None:
             return model.text_max_length
         return min(self.text_length, self.checks.text_limit(model.diffusers_path) or self.text_length)
+
+    def text_settings(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of [model] that decide the values of a caption."""
+        return {"text_max_length": self.max_length(model)}
 
     def training_guidance(self, model: ModelConfig) -> float:
         """Return the number that a distilled denoiser gets in training."""

@@ -1,6 +1,6 @@
 """Flux.1: dev, which takes guidance as a number, and schnell."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -9,6 +9,7 @@ from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, Column
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.columns import encoder_width
+from sd3_light.families.stock.times import resolution_shift, set_shifted_times
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,6 +29,7 @@ class Flux(StockFamily):
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim", "pooled": "pooled_projection_dim"})
     usual_guidance = 3.5
+    comfyui = True
 
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
         """See `StockFamily.text_columns`: T5's rows, and CLIP's pooled vector."""
@@ -52,7 +54,7 @@ class Flux(StockFamily):
         height, width = noisy.shape[-2:]
         axes = [torch.arange(side, device=noisy.device) for side in (1, height // 2, width // 2)]
         config: Any = denoiser.config
-        number = torch.full((len(noisy),), guidance, device=noisy.device) if config.guidance_embeds else None
+        number = self.guidance_number(batch, guidance) if config.guidance_embeds else None
         tokens = denoiser(
             hidden_states=pack_latents(noisy),
             encoder_hidden_states=text,
@@ -68,3 +70,30 @@ class Flux(StockFamily):
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         """See `StockFamily.takes_guidance`."""
         return bool(config.get("guidance_embeds"))
+
+    def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
+        """See `StockFamily.encode_captions`."""
+        length = self.max_length(model)
+        text, pooled, _ = pipe.encode_prompt(prompt=list(texts), prompt_2=None, max_sequence_length=length)
+        return {"text": text, "pooled": pooled}
+
+    def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
+        """See `StockFamily.set_times`."""
+        set_shifted_times(scheduler, steps, resolution_shift(scheduler.config, tokens))
+
+    def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
+        """See `StockFamily.pipeline_arguments`. With negative texts, guidance has two passes."""
+        arguments = {"guidance_scale": guidance, **_embeds("", texts)}
+        if negative is None:
+            return arguments
+        return {**arguments, **_embeds("negative_", negative), "true_cfg_scale": guidance}
+
+    def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
+        """See `StockFamily.latent_arguments`."""
+        from sd3_light.flow.packing import pack_latents
+
+        return {"latents": pack_latents(latents)}
+
+
+def _embeds(prefix: str, texts: "Batch") -> dict[str, Any]:
+    return {f"{prefix}prompt_embeds": texts["text"], f"{prefix}pooled_prompt_embeds": texts["pooled"]}
