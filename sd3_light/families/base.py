@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sd3_light.core.batch import Batch
     from sd3_light.core.files import AdapterNames
-    from sd3_light.families.stock.cost import StockCost
+    from sd3_light.families.counted_cost import StockCost
     from sd3_light.families.stock.encoding import StockEncoding
     from sd3_light.families.stock.files import StockFiles
     from sd3_light.families.stock.sampling import StockSampling
@@ -254,6 +254,6 @@ class StockFamily(Family):
 @lru_cache(maxsize=4)
 def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], side: int) -> "StockCost":
     """Return the cost of a denoiser; counting takes seconds, and stages ask several times."""
-    from sd3_light.families.stock.cost import StockCost
+    from sd3_light.families.counted_cost import StockCost
 
     return StockCost(family, family.weights.empty(json.loads(config)), prepared, side)
