@@ -196,7 +196,8 @@ class StockFamily(Family):
     def completed(self, config: TrainConfig) -> TrainConfig:
         """See `Family.completed`: length and dropout of text, and the layers of an adapter."""
         model = config.model
-        update: dict[str, Any] = {"text_max_length": self.max_length(model), "uncond_text": "empty"}
+        update: dict[str, Any] = {"text_max_length": self.max_length(model)}
+        update["uncond_text"] = model.uncond_text or "empty"
         update |= {key: value for key, value in _DROPPED.items() if key not in model.model_fields_set}
         table = model.model_copy(update=update)
         adapter = config.adapter
