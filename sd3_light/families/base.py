@@ -215,6 +215,10 @@ class StockFamily(Family):
             freeze += tuple(pattern for pattern in self.frozen(read_json(path)) if pattern not in freeze)
         return config.model_copy(update={"model": table, "adapter": adapter, "freeze": freeze})
 
+    def guides_by_number(self, start: WeightsStart) -> bool:
+        """See `Family.guides_by_number`."""
+        return self.takes_guidance(start.size.transformer_config())
+
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """See `Family.recipe`: a new project of SD3 with the text, the shift and the layers of this family."""
         limit = self.checks.text_limit(folder) or self.text_length
