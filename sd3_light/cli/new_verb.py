@@ -32,7 +32,7 @@ def new(
         str | None,
         typer.Option(
             metavar="FOLDER_OR_ID",
-            help="Model folder in diffusers layout, or a model on the Hugging Face hub (default: SD3.5 medium, which is downloaded; for "
+            help="Model folder, or a model on the Hugging Face hub (default: SD3.5 medium, which is downloaded; for "
             "`pretrain` the encoders of SD3 medium; `icons` needs one: the folder of `sd3-light parts`).",
         ),
     ] = None,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sd3_light.core.batch import Batch
     from sd3_light.core.files import AdapterNames
-    from sd3_light.families.stock.cost import StockCost
+    from sd3_light.families.counted_cost import StockCost
     from sd3_light.families.stock.encoding import StockEncoding
     from sd3_light.families.stock.files import StockFiles
     from sd3_light.families.stock.sampling import StockSampling
@@ -196,7 +196,8 @@ class StockFamily(Family):
     def completed(self, config: TrainConfig) -> TrainConfig:
         """See `Family.completed`: length and dropout of text, and the layers of an adapter."""
         model = config.model
-        update: dict[str, Any] = {"text_max_length": self.max_length(model), "uncond_text": "empty"}
+        update: dict[str, Any] = {"text_max_length": self.max_length(model)}
+        update["uncond_text"] = model.uncond_text or "empty"
         update |= {key: value for key, value in _DROPPED.items() if key not in model.model_fields_set}
         table = model.model_copy(update=update)
         adapter = config.adapter
@@ -211,7 +212,7 @@ class StockFamily(Family):
         shift = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
         is_dynamic = bool(scheduler.get("use_dynamic_shifting"))
         keys = {
-            **dict.fromkeys(("freeze", "model.t5_max_length", "model.uncond_text")),
+            **dict.fromkeys(("freeze", "model.init", "model.t5_max_length", "model.uncond_text")),
             "model.text_max_length": min(self.text_length, limit),
             "model.shift": None if is_dynamic else float(shift),
             "sampling.guidance": self.usual_guidance,
@@ -254,6 +255,6 @@ class StockFamily(Family):
 @lru_cache(maxsize=4)
 def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], side: int) -> "StockCost":
     """Return the cost of a denoiser; counting takes seconds, and stages ask several times."""
-    from sd3_light.families.stock.cost import StockCost
+    from sd3_light.families.counted_cost import StockCost
 
     return StockCost(family, family.weights.empty(json.loads(config)), prepared, side)

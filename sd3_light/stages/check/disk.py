@@ -60,7 +60,7 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
     """Check everything that depends on the family, and return the initial weights."""
     model = checks.model
     if names_family(model):
-        checks.add_all(unknown_keys(model, "model.", family.name, family.title))
+        checks.add_all(unknown_keys(checks.loaded.train.model, "model.", family.name, family.title))
     if not caching:
         checks.engines(family)
     checks.add_all(family.checks.folder_faults(model))

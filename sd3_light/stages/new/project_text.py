@@ -32,8 +32,8 @@ _COMMENTS = {
 class TextValues:
     """The values of a project: its name, data and model as written, and what they were fitted to.
 
-    ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU. ``keys`` are those
-    of a family's recipe: see `Family.recipe`.
+    ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU. ``keys`` are
+    those of `Family.recipe`.
     """
 
     name: str
@@ -122,7 +122,7 @@ def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
     for key, value in keys.items():
         table, _, name = key.rpartition(".")
         if value is None:
-            text = re.sub(rf"(^#.*\n)*^{name} =.*\n", "", text, flags=re.MULTILINE)
+            text = re.sub(rf"((^#.*\n)*^|^# ){name} =.*\n", "", text, flags=re.MULTILINE)
         elif not table or table in tables:
             text = re.sub(rf"(^#.*\n)*^# {name} =.*\n", "", text, flags=re.MULTILINE)
             text = _set(text, key, value, _COMMENTS.get(key, ""))

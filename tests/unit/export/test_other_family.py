@@ -85,7 +85,7 @@ def test_frozen_parts_are_those_of_the_index(flux: Family, exported: Path, base:
 
 def test_an_incomplete_base_is_named(flux: Family, base: Path, trained: dict[str, Tensor], tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_bytes((base / "model_index.json").read_bytes())
-    with pytest.raises(UserError, match=r"lacks text_encoder/config.json, text_encoder/model.safetensors"):
+    with pytest.raises(UserError, match=r"lacks scheduler/scheduler_config.json, text_encoder/config.json, text_enc"):
         write_folder(tmp_path / "out", trained, spec(flux, tmp_path))
 
 
