@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from sd3_light.config import ModelConfig
 from tests.families import make_pipeline
@@ -18,6 +19,9 @@ def save_stock(name: str, folder: Path, **config: Any) -> Path:
                 if weight.numel() > 1 and weight.min() == weight.max():
                     weight.add_(0.1 * torch.randn_like(weight))
         pipe.save_pretrained(folder)
+    if name == "prx":  # its loader reads the config of an encoder and a decoder, which `save_pretrained` does not write
+        encoder = pipe.text_encoder.config
+        transformers.T5GemmaConfig(encoder=encoder, decoder=encoder).save_pretrained(folder / "text_encoder")
     return folder
 
 
