@@ -53,7 +53,7 @@ class Family(ABC):
 
     ``pipeline`` is the class in `model_index.json` that loads an export, ``denoiser`` the class of its denoiser.
     ``has_stages`` says whether its layers can be those of a pipeline over several processes, ``starts_random`` whether
-    it is trained from random weights.
+    it is trained from random weights, ``loads_adapters`` whether its stock pipeline loads a LoRA.
     """
 
     name: ClassVar[str]
@@ -62,6 +62,7 @@ class Family(ABC):
     denoiser: ClassVar[str]
     has_stages: ClassVar[bool] = False
     starts_random: ClassVar[bool] = False
+    loads_adapters: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -105,7 +106,7 @@ class Family(ABC):
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """Return the keys of a recipe that `new` writes otherwise for a model folder; None: it leaves the key out.
 
-        The recipes themselves are SD3's.
+        ``side_step`` is one of the dataset TOML. The recipes themselves are SD3's.
         """
         return {}
 

@@ -11,13 +11,34 @@ from sd3_light.core.files import SingleFiles
 from sd3_light.core.start import WeightsStart
 from sd3_light.inputs import read_json_file
 
-_FAMILIES = {"sd3": "sd3_light.families.sd3:SD3", "flux": "sd3_light.families.flux:Flux"}
+_FAMILIES = {
+    "sd3": "sd3_light.families.sd3:SD3",
+    "flux": "sd3_light.families.flux:Flux",
+    "flux2": "sd3_light.families.flux2:Flux2",
+    "krea2": "sd3_light.families.krea2:Krea2",
+    "prx": "sd3_light.families.prx:PRX",
+    "qwen_image": "sd3_light.families.qwen_image:QwenImage",
+    "sana": "sd3_light.families.sana:Sana",
+    "z_image": "sd3_light.families.z_image:ZImage",
+}
 """`model.type` -> where its class is."""
 _CLASSES = {
     "StableDiffusion3Pipeline": "sd3",
     "SD3Transformer2DModel": "sd3",
     "FluxPipeline": "flux",
     "FluxTransformer2DModel": "flux",
+    "Flux2KleinPipeline": "flux2",
+    "Flux2Transformer2DModel": "flux2",
+    "Krea2Pipeline": "krea2",
+    "Krea2Transformer2DModel": "krea2",
+    "PRXPipeline": "prx",
+    "PRXTransformer2DModel": "prx",
+    "QwenImagePipeline": "qwen_image",
+    "QwenImageTransformer2DModel": "qwen_image",
+    "SanaPipeline": "sana",
+    "SanaTransformer2DModel": "sana",
+    "ZImagePipeline": "z_image",
+    "ZImageTransformer2DModel": "z_image",
 }
 """Class of a pipeline or a denoiser in diffusers -> `model.type`."""
 _INDEX = "model_index.json"

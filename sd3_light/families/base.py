@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
-from sd3_light.core.start import WeightsStart, denoiser_folder
+from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
+from sd3_light.data.buckets import SIDE_STEP
 from sd3_light.families.stock.checks import StockChecks
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.families.stock.weights import StockWeights
@@ -39,7 +40,7 @@ class StockFamily(Family):
     the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
     ``pads_text``; otherwise ragged columns are padded to the longest of a batch. ``usual_guidance`` is that of the
     stock pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``. ``comfyui``:
-    ComfyUI reads a LoRA with diffusers' names.
+    ComfyUI reads a LoRA with diffusers' names. ``packages`` are those that its text needs beside transformers.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -52,12 +53,17 @@ class StockFamily(Family):
     usual_guidance: ClassVar[float] = 4.0
     joins_guidance: ClassVar[bool] = False
     comfyui: ClassVar[bool] = False
+    packages: ClassVar[tuple[str, ...]] = ()
 
     # --- what a family's file says ---------------------------------------------------------------
 
     def refusal(self, folder: Path) -> str | None:
         """Return why a model folder of this pipeline's class cannot be trained, and what to do; None if it can."""
         return None
+
+    def frozen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return patterns of weights that get no gradient in a denoiser with this config, and cannot be trained."""
+        return ()
 
     @abstractmethod
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
@@ -194,7 +200,7 @@ class StockFamily(Family):
         return 1.0 if model.guidance is None else model.guidance
 
     def completed(self, config: TrainConfig) -> TrainConfig:
-        """See `Family.completed`: length and dropout of text, and the layers of an adapter."""
+        """See `Family.completed`: length and dropout of text, the layers of an adapter, and what cannot be trained."""
         model = config.model
         update: dict[str, Any] = {"text_max_length": self.max_length(model)}
         update["uncond_text"] = model.uncond_text or "empty"
@@ -203,7 +209,11 @@ class StockFamily(Family):
         adapter = config.adapter
         if adapter is not None and "target_modules" not in adapter.model_fields_set:
             adapter = adapter.model_copy(update={"target_modules": self.adapter_targets})
-        return config.model_copy(update={"model": table, "adapter": adapter})
+        freeze = config.freeze
+        path = denoiser_folder(start_source(model) or model.diffusers_path) / "config.json"
+        if adapter is None and path.is_file():
+            freeze += tuple(pattern for pattern in self.frozen(read_json(path)) if pattern not in freeze)
+        return config.model_copy(update={"model": table, "adapter": adapter, "freeze": freeze})
 
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """See `Family.recipe`: a new project of SD3 with the text, the shift and the layers of this family."""
@@ -218,6 +228,9 @@ class StockFamily(Family):
             "sampling.guidance": self.usual_guidance,
             "adapter.target_modules": list(self.adapter_targets),
         }
+        step = LatentShape.of_folder(folder).factor * self.patch
+        if step > SIDE_STEP:
+            keys["side_step"] = step
         if is_dynamic:
             keys["model.flux_shift"] = True
         if self.takes_guidance(read_json(denoiser_folder(folder) / "config.json")):

@@ -1,6 +1,7 @@
 """What `check` and `new` read in the folder of a stock pipeline. Only configs are read."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +32,14 @@ class StockChecks(ModelChecks):
         if not folder.is_dir():
             yield _fault(_FOLDER, "no such folder", folder, f"give the diffusers folder of a {self.family.title}")
             return
+        for package in self.family.packages:
+            if find_spec(package) is None:
+                problem = f"{self.family.title} needs {package} for its captions, which is not installed"
+                yield _fault(_FOLDER, problem, folder, f"run `pip install {package}`")
         try:
             yield from self._part_faults(folder, start_source(model) == folder)
-            if reason := self.family.refusal(folder):
+            has_denoiser = (folder / "transformer" / "config.json").is_file()
+            if has_denoiser and (reason := self.family.refusal(folder)):
                 yield _fault(_FOLDER, reason, folder)
         except UserError as error:
             yield _fault(_FOLDER, str(error))
@@ -111,6 +117,10 @@ class StockChecks(ModelChecks):
     def largest_side(self, start: WeightsStart) -> None:
         """See `ModelChecks.largest_side`: positions are computed, there is no table."""
         return None
+
+    def side_step(self, model: ModelConfig) -> int:
+        """See `ModelChecks.side_step`."""
+        return LatentShape.of_folder(model.diffusers_path).factor * self.family.patch
 
     def facts(self, start: WeightsStart) -> tuple[ModelFact, ...]:
         """See `ModelChecks.facts`."""

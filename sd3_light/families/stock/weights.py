@@ -64,10 +64,10 @@ class StockWeights(Weights):
     def empty(self, config: Mapping[str, Any]) -> "nn.Module":
         """See `Weights.empty`."""
         import diffusers
-        import torch
 
-        with torch.device("meta"):
-            denoiser: nn.Module = getattr(diffusers, self.kind).from_config(dict(config))
+        from sd3_light.model.loading import empty_model
+
+        denoiser: nn.Module = empty_model(getattr(diffusers, self.kind), config)
         return denoiser
 
     def from_state(self, config: Mapping[str, Any], state: "Mapping[str, Tensor]") -> "nn.Module":

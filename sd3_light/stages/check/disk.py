@@ -1,5 +1,6 @@
 """Check a config against the disk, the second pass of law 7."""
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -71,6 +72,8 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
         checks.add_all(family.checks.key_faults(model, start))
         checks.adapter(family, start)
         checks.largest_side = family.checks.largest_side(start)
+        with checks.user_errors_of("model.diffusers_path"):
+            checks.step = family.checks.side_step(model)
         checks.sampling()
         checks.continued_values()
     return start
@@ -85,6 +88,7 @@ class _DiskChecks:
         self.faults: list[Fault] = []
         self.family: Family | None = None
         self.largest_side: int | None = None
+        self.step = 16
         key = "model.diffusers_path" if self.train.model.type == AUTO else "model.type"
         with self.user_errors_of(key):
             self.family = family_of(self.train.model)
@@ -132,6 +136,9 @@ class _DiskChecks:
         if stages > 1 and not family.has_stages:
             hint = 'write pipeline_stages = 1, and parallel = "fsdp2" or zero_stage = 3 to shard the weights'
             self.add("pipeline_stages", f"{family.title} has no pipeline stages", stages, hint)
+        if self.train.adapter is not None and not family.loads_adapters:
+            hint = "remove [adapter] and train the weights; freeze leaves some of them out"
+            self.add("adapter", f"the stock pipeline of {family.title} loads no adapter", hint=hint)
 
     def init(self, family: Family) -> None:
         """Check that the folder in `init` contains a denoiser; the content of a file is checked with its size."""
@@ -182,17 +189,19 @@ class _DiskChecks:
                 self.add(f"directory[{index}].{key}", problem, path, PATH_HINT, file=str(dataset.path))
 
     def buckets(self, dataset: DatasetConfig) -> None:
-        """Check that no bucket is larger than the denoiser's position table."""
-        limit = self.largest_side
-        if limit is None:
-            return
-        problem = f"the denoiser's position table ends at {limit} px"
-        hint = "choose smaller resolutions, or narrower ratios (min_ar, max_ar)"
+        """Check that no bucket is larger than the denoiser's position table, and that sides are whole tokens."""
+        limit = self.largest_side or math.inf
         for index, directory in enumerate(dataset.directories):
             key = f"directory[{index}].{'size_buckets' if directory.size_buckets else 'resolutions'}"
-            too_wide = [str(bucket) for bucket in buckets_for(directory) if max(bucket.width, bucket.height) > limit]
-            if too_wide:
+            buckets = buckets_for(directory)
+            if too_wide := [str(bucket) for bucket in buckets if max(bucket.width, bucket.height) > limit]:
+                problem = f"the denoiser's position table ends at {limit} px"
+                hint = "choose smaller resolutions, or narrower ratios (min_ar, max_ar)"
                 self.add(key, problem, ", ".join(too_wide), hint, file=str(dataset.path))
+            if uneven := [str(bucket) for bucket in buckets if bucket.width % self.step or bucket.height % self.step]:
+                problem = f"the model needs sides that are multiples of {self.step}"
+                hint = f"write side_step = {self.step}" if directory.enable_ar_bucket else "choose other sizes"
+                self.add(key, problem, ", ".join(uneven), hint, file=str(dataset.path))
 
     def continued_values(self) -> None:
         """Check the scheduler of continued weights, and negative prompts against the text they were trained with."""
@@ -213,6 +222,9 @@ class _DiskChecks:
         for key, sides in sizes.items():
             if limit is not None and sides is not None and max(sides) > limit:
                 self.add(key, f"the denoiser's position table ends at {limit} px", list(sides), "choose a smaller size")
+            if sides is not None and any(side % self.step for side in sides):
+                problem = f"the model needs sides that are multiples of {self.step}"
+                self.add(key, problem, list(sides), "choose another size")
 
     def metrics(self) -> None:
         """Check the dataset TOML and the folder of [metrics]."""

@@ -32,7 +32,7 @@ __all__ = ["KINDS", "NewProject", "run"]
 _PROMPTS = 4
 _SCANNED = 200  # samples that are read for prompts
 _FEWEST = 100  # steps on a CPU, however slow it is
-_SMALLEST = 16  # a resolution that every model accepts
+_SMALLEST = 64  # a resolution that every model accepts
 _LENGTH = "model.t5_max_length"
 
 

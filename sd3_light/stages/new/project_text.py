@@ -60,6 +60,8 @@ def data_toml(kind: Kind, values: TextValues) -> str:
     )
     first, _, _ = _without_head(text).partition("[[directory]]")
     text = _set("\n".join((*head, _without_edits(first))), "resolutions", [values.resolution])
+    if step := values.keys.get("side_step"):
+        text = _set(text, "side_step", step, "pixels, as the model needs")
     return f"{text.rstrip()}\n\n[[directory]]\npath = {_toml(values.data)}\n"
 
 
@@ -123,7 +125,7 @@ def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
         table, _, name = key.rpartition(".")
         if value is None:
             text = re.sub(rf"((^#.*\n)*^|^# ){name} =.*\n", "", text, flags=re.MULTILINE)
-        elif not table or table in tables:
+        elif key != "side_step" and (not table or table in tables):
             text = re.sub(rf"(^#.*\n)*^# {name} =.*\n", "", text, flags=re.MULTILINE)
             text = _set(text, key, value, _COMMENTS.get(key, ""))
     return text

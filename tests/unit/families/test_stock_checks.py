@@ -19,7 +19,7 @@ from sd3_light.stages import check, new
 from sd3_light.system import Gpu
 from tests.project import Project
 
-FAMILIES = ["flux"]
+FAMILIES = ["flux", "flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
 GPU = (Gpu("a GPU", 24 * 2**30),)
 TRAIN = """
 output_dir = "run"
@@ -70,9 +70,19 @@ def set_json(path: Path, **entries: Any) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("kind", ["lora", "finetune"])
 def test_check_accepts_what_new_writes(
-    tmp_path: Path, raw_project: Project, tiny_folder: Callable[[str], Path], name: str, kind: str
+    tmp_path: Path,
+    raw_project: Project,
+    tiny_folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: str,
 ) -> None:
     family, folder = family_named(name), tiny_folder(name)
+    monkeypatch.setattr(type(family), "packages", ())
+    if kind == "lora" and not family.loads_adapters:
+        with pytest.raises(ConfigFaults, match="the stock pipeline of PRX loads no adapter"):
+            new.run(kind, str(raw_project.images), str(folder), tmp_path)
+        return
     project = new.run(kind, str(raw_project.images), str(folder), tmp_path, resolution=64, gpus=GPU)
     loaded = check.load(project.train_toml)
     estimate = check.run(loaded)
@@ -160,7 +170,7 @@ def test_keys_of_sd3_are_refused_all_at_once(flux: Path, faults: Callable[..., l
     assert {f"model.{name}" for name in names} | {"fast", "fp8", "pipeline_stages"} == set(found)
     assert found["model.t5_max_length"] == "Flux does not know this key: it is the length of SD3's T5 input"
     assert found["pipeline_stages"] == "Flux has no pipeline stages"
-    assert found["fp8"] == "Flux has no fast blocks"
+    assert found["fast"] == "Flux has no fast blocks"
     assert faults(flux, "", 'uncond_text = "empty"\nuncond_text_dropout = "joint"\ntext_tokens = "padded"') == []
 
 
@@ -200,6 +210,53 @@ def test_an_unknown_pipeline_is_one_fault(flux: Path, faults: Callable[..., list
     (fault, problem) = faults(flux, "max_nonfinite_steps = -1")
     assert fault[0] == "max_nonfinite_steps", "with the other faults of the config"
     assert problem[0] == "model.diffusers_path"
+
+
+def test_refused_models_are_named(
+    tmp_path: Path, tiny_folder: Callable[[str], Path], faults: Callable[..., list[tuple[str, str]]]
+) -> None:
+    cases = [
+        ("flux2", "model_index.json", {"is_distilled": True}, "distilled to few steps"),
+        ("krea2", "model_index.json", {"is_distilled": True}, "distilled to few steps"),
+        ("qwen_image", "transformer/config.json", {"zero_cond_t": True}, "has zero_cond_t"),
+        ("z_image", "transformer/config.json", {"siglip_feat_dim": 8}, "takes images beside the text"),
+        ("sana", "transformer/config.json", {"guidance_embeds": True}, "(Sprint)"),
+        ("prx", "transformer/config.json", {"patch_size": 1}, "patches of 1"),
+    ]
+    for name, file, entries, words in cases:
+        folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
+        set_json(folder / file, **entries)
+        assert any(words in problem for _, problem in faults(folder)), name
+
+
+def test_a_package_for_captions_is_needed(
+    tiny_folder: Callable[[str], Path], faults: Callable[..., list[tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = family_named("prx")
+    monkeypatch.setattr(type(family), "packages", ("no_such_package",))
+    (fault,) = faults(tiny_folder("prx"))
+    assert fault == (
+        "model.diffusers_path",
+        "PRX needs no_such_package for its captions, which is not installed",
+    )
+
+
+def test_sides_follow_the_vae(
+    tmp_path: Path, raw_project: Project, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of Sana's own VAE, which shrinks images 32 times."""
+    sana = tiny_folder("sana")
+    monkeypatch.setattr("sd3_light.families.stock.checks.StockChecks.side_step", lambda self, model: 32)
+    path = written(tmp_path, raw_project.images, sana)
+    ratios = 'resolutions = [{}]\nenable_ar_bucket = true\n{}[[directory]]\npath = "{}"\n'
+    (tmp_path / "data.toml").write_text(ratios.format(128, "", raw_project.images))
+    with pytest.raises(ConfigFaults) as error:
+        check.load(path)
+    (fault,) = error.value.faults
+    assert (fault.key, fault.hint) == ("directory[0].resolutions", "write side_step = 32")
+    assert fault.problem == "the model needs sides that are multiples of 32"
+    (tmp_path / "data.toml").write_text(ratios.format(128, "side_step = 32\n", raw_project.images))
+    check.load(path)
 
 
 def test_a_hostile_folder_is_a_fault(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.core.registry import family_named
 from sd3_light.stages import check, train
 from sd3_light.stages.train import Resume
 from tests.project import Project
 from tests.stock_project import LORA, write_project
 
-FAMILIES = ["flux"]
+OTHERS = ["flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
+FAMILIES = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,14 @@ def _without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=FAMILIES)
-def project(request: pytest.FixtureRequest, tmp_path: Path, tiny_folder: Callable[[str], Path]) -> Project:
+def project(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    tiny_folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Project:
+    monkeypatch.setattr(type(family_named(request.param)), "packages", ())
+    monkeypatch.setattr(type(family_named(request.param)), "loads_adapters", True)
     return write_project(tmp_path, tiny_folder(request.param))
 
 
