@@ -138,7 +138,7 @@ class StockFamily(Family):
         """Return the names in adapter files."""
         from sd3_light.core.files import AdapterNames
 
-        return AdapterNames(f"a {self.title} denoiser", self.comfyui)
+        return AdapterNames(f"a {self.title} denoiser", self.comfyui, self.name)
 
     # --- what follows from it --------------------------------------------------------------------
 

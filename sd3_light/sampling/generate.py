@@ -233,7 +233,7 @@ def run_pipeline(
         return {}
 
     with _no_progress_bar(pipe), torch.no_grad():
-        pixels: Tensor = pipe(
+        output = pipe(
             **arguments,
             # with a list, diffusers draws each image's noise independently of the batch
             generator=[torch.Generator("cpu").manual_seed(request.seed) for request in batch],
@@ -242,7 +242,8 @@ def run_pipeline(
             num_inference_steps=batch[0].steps,
             callback_on_step_end=keep_latents,
             output_type="pt",
-        ).images
+        )
+    pixels: Tensor = output.images if hasattr(output, "images") else output.frames[:, 0]
     assert latents is not None, "at least one step"
     texts = [value for value in arguments.values() if isinstance(value, Tensor)]
     return to_images(pixels), not_finite({"text encoder": texts, "denoiser": [latents], "VAE": [pixels]})
