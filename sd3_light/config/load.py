@@ -107,8 +107,9 @@ def _load_train(raw: dict[str, Any], path: Path) -> _TrainToml:
     values["model"] = {"diffusers_path": "missing", **values.get("model", {})}
     if any(key.startswith("model.shape.") for key in faulty_keys):
         del values["model"]["shape"]  # its required keys have no placeholders
-    if any(key.startswith("metrics.") for key in faulty_keys):
-        del values["metrics"]
+    for table in ("metrics", "objective"):
+        if any(key.startswith(f"{table}.") for key in faulty_keys):
+            del values[table]
     config = TrainConfig.model_validate(values, context={"base": path.parent})
     faults += checked.faults
     faults += [replace(fault, file=file) for fault in run_cross_checks(config, faulty_keys)]

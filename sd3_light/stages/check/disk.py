@@ -46,7 +46,8 @@ def check_disk(
     start = checks.start() if with_size else None
     checks.add_all(checks.family.checks.encoder_faults(checks.model, start))
     if start is not None:
-        checks.add_all(checks.family.checks.key_faults(checks.model, start))
+        checks.add_all(checks.family.checks.key_faults(checks.train, start))
+        checks.teacher()
         checks.adapter(start)
         checks.sampling(start)
         checks.continued_values()
@@ -103,6 +104,13 @@ class _DiskChecks:
             self.add("optimizer.type", f"needs {record.package}, which is not installed", hint=hint)
 
     # --- the model ----------------------------------------------------------------------------
+
+    def teacher(self) -> None:
+        """Check that the folder of a teacher has a denoiser of the family."""
+        folder = self.train.terms.teacher
+        if isinstance(folder, Path):
+            with self.user_errors_of("objective.dpo.teacher", folder):
+                self.family.weights.require(denoiser_folder(folder))
 
     def fast_blocks(self) -> None:
         """Check that the family has the kernels that the config requires."""

@@ -35,7 +35,7 @@ from sd3_light.stages.train.resume import (
     rate_settings,
     require_start,
 )
-from sd3_light.stages.train.train_state import TrainState, describe_start, make_train_state
+from sd3_light.stages.train.train_state import MakeObjective, TrainState, describe_start, make_train_state
 from sd3_light.training.background_saves import EXPORT, FOLDERS
 from sd3_light.training.best import restore_best
 from sd3_light.training.blocks import require_blocks
@@ -70,10 +70,12 @@ def run(
     resume: Resume | None = None,
     by_deepspeed: bool = False,
     on_sample: OnSample | None = None,
+    objective: MakeObjective | None = None,
 ) -> Progress:
     """Train to the end of the config's epochs or steps, with torch's engine or DeepSpeed's, on an existing cache.
 
     With ``on_sample`` the run is only measured: it is called in place of writing sample grids, and nothing is exported.
+    ``objective`` takes the denoiser and returns what it is trained for, in place of [objective].
     Raises `Stopped` if a signal stopped the run; the checkpoint to resume from is saved.
     """
     launch = launch or Launch()
@@ -90,7 +92,7 @@ def run(
             _use_cpu(context)
         # before the engine fills the GPU: prompts that are not in the cache are encoded now
         sampler, measurer = _make_sampler(context), _make_measurer(context)
-        state, resumed, options = make_train_state(context), context.resumed, resume or Resume()
+        state, resumed, options = make_train_state(context, objective), context.resumed, resume or Resume()
         progress, window = Progress(), None
         if resumed is not None:
             changes = changed_keys(replace(loaded, train=context.config), resumed)
@@ -170,7 +172,6 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
         gaps, advice = DeviceGaps(), IdleAdvice(config.num_dataloader_workers, times)
         watch_updates(engine, gaps)
-    dropout = state.dropout
     reads_data = launch.reads_data(context.stages)
     return Run(
         engine=engine,
@@ -193,7 +194,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,
         steps_per_print=config.steps_per_print,
-        begin_step=dropout.begin if dropout is not None else lambda step: None,
+        begin_step=state.model.begin,
         idle_advice=advice,
     )
 
