@@ -6,6 +6,9 @@ captions, a column is stored as one tensor under its name, by what it ``reads``:
     "caption"   [d, *shape]          a ragged one as NAME.tokens [rows, *shape[1:]] and NAME.start int64 [d + 1]
     "mask"      uint8 [n, h, w]      named `mask`; absent where no sample has one; 255 for samples without
     others      [n, v, *shape]       "image", "video", ...
+
+A column that reads several entries, such as "caption+reference" of an edit model whose text encoder sees an image, is
+stored like the one of them that varies most: a caption. Equal captions of two samples are then two distinct ones.
 """
 
 import math
@@ -64,7 +67,7 @@ def named_bucket(name: str) -> Bucket:
 class Column:
     """One kind of value that the cache stores, for the images of one bucket.
 
-    ``reads`` is the entry of a sample that it is made of. ``dtype`` is torch's name. ``shape`` is that of one value;
+    ``reads`` is the entry of a sample that it is made of, or several joined by "+". ``dtype`` is torch's name. ``shape`` is that of one value;
     values of a ``ragged`` column differ in the first dimension, which is the largest. ``parts`` are the subfolders of
     the model folder whose bytes decide the values, ``settings`` whatever else decides them.
     """
@@ -85,7 +88,7 @@ class Column:
     @property
     def per_caption(self) -> bool:
         """Whether there is a value per distinct caption instead of per sample."""
-        return self.reads == CAPTION
+        return reads_caption(self.reads)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -115,6 +118,16 @@ class Column:
         """Return what must be equal in all shards of a cache, as text; ``with_shape``: of one bucket."""
         text = f"{self.name} of the {self.reads}, {'ragged ' if self.ragged else ''}{self.dtype}"
         return f"{text} {list(self.row_shape)}" if with_shape or self.per_caption else text
+
+
+def reads_caption(reads: str) -> bool:
+    """Return whether a column is made of captions, alone or with other entries of their samples."""
+    return CAPTION in reads.split("+")
+
+
+def shares_captions(columns: Sequence[Column]) -> bool:
+    """Return whether samples with equal captions share their values: no column reads another entry beside them."""
+    return all(column.reads == CAPTION for column in columns if column.per_caption)
 
 
 def difference(columns: Sequence[Column], expected: Sequence[Column], same_bucket: bool = True) -> str | None:
