@@ -1,6 +1,7 @@
 """What an objective may do: heads, a teacher, other networks, batches of its own, a time per token."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,7 @@ def test_a_second_network_has_its_own_optimizer_rate_and_interval() -> None:
     seen = [critic.clone()]
     for _ in train(engine, range(4)):
         seen.append(critic.clone())
-    changes = [(after - before).abs().max().item() for before, after in zip(seen, seen[1:], strict=False)]
+    changes = [(after - before).abs().max().item() for before, after in pairwise(seen)]
     assert [change > 0 for change in changes] == [False, True, False, True]
     assert changes[1] == pytest.approx(0.05, rel=1e-3), "AdamW's first update is the rate"
     assert "network/critic.weight" in snapshot(engine)
