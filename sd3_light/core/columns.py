@@ -67,9 +67,10 @@ def named_bucket(name: str) -> Bucket:
 class Column:
     """One kind of value that the cache stores, for the images of one bucket.
 
-    ``reads`` is the entry of a sample that it is made of, or several joined by "+". ``dtype`` is torch's name. ``shape`` is that of one value;
-    values of a ``ragged`` column differ in the first dimension, which is the largest. ``parts`` are the subfolders of
-    the model folder whose bytes decide the values, ``settings`` whatever else decides them.
+    ``reads`` is the entry of a sample that it is made of, or several joined by "+". ``dtype`` is torch's name.
+    ``shape`` is that of one value; values of a ``ragged`` column differ in the first dimension, which is the largest.
+    ``parts`` are the subfolders of the model folder whose bytes decide the values, ``settings`` whatever else decides
+    them.
     """
 
     name: str

@@ -84,7 +84,8 @@ LAYOUTS = tuple(layout for layout in ALL_LAYOUTS if HAS_DEEPSPEED or not layout.
 class Job:
     """A run of a project's train config in its own folder, from the start or from a checkpoint.
 
-    With ``objective`` it trains for `tests.distributed.objective`. ``poisoned`` spoils steps: "latents" are NaN, so gradients are too; an infinite "loss" has finite gradients.
+    With ``objective`` it trains for `tests.distributed.objective`. ``poisoned`` spoils steps: "latents" are NaN, so
+    gradients are too; an infinite "loss" has finite gradients.
     """
 
     toml: str

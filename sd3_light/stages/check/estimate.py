@@ -240,7 +240,7 @@ class _Estimator:
         order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
         tokens = self.cost.tokens(bucket.width, bucket.height)
         adapter = self.train.adapter is not None
-        flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter)
+        flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter, self.train.terms)
         samples = sum(count.samples for count in counts)
         masked = any(count.masked for count in counts)
         columns = self.columns(bucket)

@@ -189,7 +189,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         log=context.folder.log,
         meter=Meter(launch.world, peak, window, gaps, times),
         requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
-        flops_in=flops_counter(context.cost, share.world, config.adapter is not None),
+        flops_in=flops_counter(context.cost, share.world, config.adapter is not None, config.terms),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,
