@@ -8,8 +8,8 @@ from torch import Tensor
 
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import TensorPiece, sum_of_squares
+from sd3_light.launch import Launch
 from sd3_light.optim.build import create_adamw_state
 
 NETWORK_KIND = "network"

@@ -119,7 +119,7 @@ def train_here(job: Job) -> None:
     """Run the job in this process; the proof of exports is left to other tests."""
     from sd3_light.config import load_config
     from sd3_light.engines import Launch
-    from sd3_light.stages import train
+    from sd3_light.train import verb as train
     from tests.distributed.objective import whole_objective
 
     resume = None if job.checkpoint is None else train.Resume(Path(job.checkpoint))
@@ -157,7 +157,7 @@ def patch() -> None:
     from sd3_light.data.loader import PipelineDataLoader
     from sd3_light.export import diffusers_folder as folder
     from sd3_light.flow import objectives
-    from sd3_light.stages import train
+    from sd3_light.train import verb as train
 
     steps = PipelineDataLoader.steps
     PipelineDataLoader.steps = lambda self: (poison(step) for step in steps(self))  # type: ignore

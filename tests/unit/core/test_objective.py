@@ -20,7 +20,7 @@ from sd3_light.flow.objective import flow_loss, interpolate, velocity
 from sd3_light.flow.objectives import FlowMatching
 from sd3_light.optim.ema import Averages
 from sd3_light.randomness import fill_normals, occurrence_words, streams
-from sd3_light.training.teacher import teach_by_average
+from sd3_light.train.teacher import teach_by_average
 
 CPU = torch.device("cpu")
 WIDTH, SIDE = 6, 4
