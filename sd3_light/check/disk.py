@@ -253,11 +253,11 @@ class _DiskChecks:
 
 
 def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataLocation]]:
-    sources = {key: getattr(directory, key) for key in ("path", "mask_path", "default_mask_file")}
+    sources = {key: getattr(directory, key) for key in ("path", "mask_path", "default_mask_file", "rejected")}
     for key, url in sources.items():
         if isinstance(url, str) and (problem := _url_problem(url)):
             yield key, problem, url
-    path, masks, mask = (None if isinstance(source, str) else source for source in sources.values())
+    path, masks, mask, rejected = (None if isinstance(source, str) else source for source in sources.values())
     is_container = path is not None and path.is_file() and path.suffix.lower() in CONTAINERS
     if path is not None and path.exists() and not path.is_dir() and not is_container:
         yield "path", "neither a folder nor a .tar or .parquet file", path
@@ -265,7 +265,9 @@ def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataL
         yield "mask_path", "not a folder (use default_mask_file for one mask for all)", masks
     if mask is not None and mask.exists() and not mask.is_file():
         yield "default_mask_file", "not a file", mask
-    for key, source in (("path", path), ("mask_path", masks), ("default_mask_file", mask)):
+    if rejected is not None and rejected.exists() and not rejected.is_dir():
+        yield "rejected", "not a folder", rejected
+    for key, source in zip(sources, (path, masks, mask, rejected), strict=True):
         if source is not None and not source.exists():
             yield key, "no such file or folder", source
         elif source is not None and not os.access(source, os.R_OK | (os.X_OK if source.is_dir() else 0)):

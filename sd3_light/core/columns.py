@@ -13,11 +13,13 @@ stored like the one of them that varies most: a caption. Equal captions of two s
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-CAPTION, MASK = "caption", "mask"
+CAPTION, MASK, REJECTED = "caption", "mask", "rejected"
+OPTIONAL = (MASK, REJECTED)
+"""What some shards of a cache may lack."""
 ROWS, START = ".tokens", ".start"
 """Suffixes of a ragged column's tensors: the rows of all captions, and the first row of each."""
 INDEX = ("sample_id", "caption_start", "caption")
@@ -121,6 +123,12 @@ class Column:
         return f"{text} {list(self.row_shape)}" if with_shape or self.per_caption else text
 
 
+def with_pairs(columns: Sequence[Column]) -> tuple[Column, ...]:
+    """Return columns with those of rejected images: one for each of an image."""
+    images = [column for column in columns if column.reads == "image"]
+    return (*columns, *(replace(column, name=f"{column.name}.{REJECTED}", reads=REJECTED) for column in images))
+
+
 def reads_caption(reads: str) -> bool:
     """Return whether a column is made of captions, alone or with other entries of their samples."""
     return CAPTION in reads.split("+")
@@ -134,11 +142,11 @@ def shares_captions(columns: Sequence[Column]) -> bool:
 def difference(columns: Sequence[Column], expected: Sequence[Column], same_bucket: bool = True) -> str | None:
     """Return how the columns of a shard differ from those of another, or from declared ones; None if they agree.
 
-    Shards with and without masks agree.
+    Shards with and without masks or rejected images agree.
     """
     sides = columns, expected
-    has_masks = all(any(column.reads == MASK for column in side) for side in sides)
-    layouts = [[column.layout(same_bucket) for column in side if has_masks or column.reads != MASK] for side in sides]
+    absent = [reads for reads in OPTIONAL if not all(any(column.reads == reads for column in side) for side in sides)]
+    layouts = [[column.layout(same_bucket) for column in side if column.reads not in absent] for side in sides]
     for own, other in zip_longest(*layouts, fillvalue="no other column"):
         if own != other:
             return f"it has {own}, expected {other}"

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 from safetensors import SafetensorError
 
-from sd3_light.core.columns import INDEX, MASK, ROWS, Column, reads_caption
+from sd3_light.core.columns import INDEX, MASK, OPTIONAL, ROWS, Column, reads_caption
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.files import atomic_file, file_sha256, write_atomically
 from sd3_light.inputs import require_regular
@@ -37,7 +37,7 @@ CaptionFeatures = dict[str, "Tensor"]
 
 @dataclass(frozen=True)
 class ShardContent:
-    """The tensors of a shard; ``values`` are those of its columns, named as in the file. Masks may be absent."""
+    """The tensors of a shard; ``values`` are those of its columns, named as in the file; `OPTIONAL` ones may be absent."""
 
     columns: Sequence[Column]
     sample_id: "Tensor"
@@ -47,8 +47,8 @@ class ShardContent:
 
     @property
     def present(self) -> list[Column]:
-        """The columns that the shard has: all but those of absent masks."""
-        return [column for column in self.columns if column.reads != MASK or column.name in self.values]
+        """The columns that the shard has: all but absent optional ones."""
+        return [column for column in self.columns if column.reads not in OPTIONAL or column.name in self.values]
 
     def tensors(self) -> "dict[str, Tensor]":
         """Return all tensors by their names in the file. They must be those of the columns."""

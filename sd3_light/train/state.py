@@ -1,11 +1,11 @@
 """The state of a run that training changes: model, engine, averages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from sd3_light.config import AdapterConfig
+from sd3_light.config import AdapterConfig, UserError
 from sd3_light.core.cost import Cost, Layout
 from sd3_light.core.model import TrainedModel, compile_blocks, of_denoiser
 from sd3_light.core.objective import Objective
@@ -14,6 +14,7 @@ from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import Preparer
 from sd3_light.cost.graph_choice import why_no_graphs
 from sd3_light.data.prepare import with_columns
+from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.blocks import Blocks, choose_blocks
 from sd3_light.engines.processes import apply_timeout
@@ -66,10 +67,24 @@ def make_train_state(context: RunContext, objective: MakeObjective | None = None
         _choose_graphs(engine, context, blocks)
     apply_timeout(context.groups, config.dist_timeout_sec)
     saver.live = lambda: engine.gather(of_denoiser(engine.weights))
+    require_columns(context.data, module.objective.reads)
     preparer = family.training.preparer(config, start, context.data.empty_text())
     averages = Averages(of_denoiser(engine.weights), config.ema)
     teach_by_average(module, engine, averages)
     return TrainState(with_columns(preparer, module.objective.reads), module, engine, averages, saver)
+
+
+def require_columns(data: CachedDataset, reads: Sequence[str]) -> None:
+    """Raise a UserError unless the cache has the columns that an objective reads."""
+    if not (wanted := [name for name in reads if name != "words"]):
+        return
+    names = [column.name for column in data.new_reader(data.manifest.shards[0]).columns]
+    for name in wanted:
+        if name not in names:
+            raise UserError(
+                f"the objective reads the column {name!r}, and the cache has {', '.join(names)}; build it with a "
+                "dataset that provides it"
+            )
 
 
 def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> None:
