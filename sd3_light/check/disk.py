@@ -12,6 +12,7 @@ from sd3_light.config.base import DataLocation
 from sd3_light.config.cross_checks import negative_prompts
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
+from sd3_light.config.schema_objective import TERM_FAMILIES
 from sd3_light.core.registry import family_of, starting_weights
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.data.manifest import MANIFEST, Manifest
@@ -47,7 +48,7 @@ def check_disk(
     checks.add_all(checks.family.checks.encoder_faults(checks.model, start))
     if start is not None:
         checks.add_all(checks.family.checks.key_faults(checks.train, start))
-        checks.teacher()
+        checks.objective()
         checks.adapter(start)
         checks.sampling(start)
         checks.continued_values()
@@ -105,8 +106,12 @@ class _DiskChecks:
 
     # --- the model ----------------------------------------------------------------------------
 
-    def teacher(self) -> None:
-        """Check that the folder of a teacher has a denoiser of the family."""
+    def objective(self) -> None:
+        """Check that the family has the terms of the objective, and a teacher's folder a denoiser of the family."""
+        for name, (families, reason) in TERM_FAMILIES.items():
+            if name in self.train.terms.tables() and self.family.name not in families:
+                key = name if self.train.objective is None else f"objective.{name}"
+                self.add(key, f"{self.family.title} does not have this term: {reason}", hint="remove it")
         folder = self.train.terms.teacher
         if isinstance(folder, Path):
             with self.user_errors_of("objective.dpo.teacher", folder):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from sd3_light.config.faults import Fault
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.config.schema_blocks import layer_sync_problem, routing_problem
-from sd3_light.config.schema_objective import SPELLINGS, TERM_FAMILIES
+from sd3_light.config.schema_objective import SPELLINGS
 from sd3_light.config.schema_tables import AdapterConfig, ModelConfig
 from sd3_light.config.schema_train import TrainConfig
 from sd3_light.config.sizes import PRETRAIN_SIZE, SIZES, chosen_size_name
@@ -118,15 +118,11 @@ def spellings(train: TrainConfig) -> Iterator[Fault]:
 
 
 def terms(train: TrainConfig) -> Iterator[Fault]:
-    """One term trains the velocity, the family has them all, and a teacher exists."""
+    """One term trains the velocity, in whole models, and a teacher exists."""
     table = train.terms
     if table.flow is None and table.dpo is None:
         hint = "add [objective.flow] or [objective.dpo]"
         yield _fault("objective", "none of its terms trains the prediction", hint=hint)
-    for name, families in TERM_FAMILIES.items():
-        if name in table.tables() and train.model.type not in families:
-            key = train.spelled("model.text_recon_gamma").removesuffix(".weight")
-            yield _fault(key, f'only {" and ".join(families)} has it, not model.type = "{train.model.type}"')
     if table.teacher == "average" and not train.ema.enable:
         hint = 'write ema.enable = true, or teacher = "start"'
         yield _fault("objective.dpo.teacher", "the run keeps no average", '"average"', hint=hint)
@@ -375,7 +371,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     text_recon: (*_DEPTH_KEYS, *_RECON_KEYS, *_TERM_KEYS),
     token_keys: (*_DEPTH_KEYS, *_TOKEN_KEYS, *_TERM_KEYS, "pipeline_stages"),
     spellings: ("model", *SPELLINGS, *_TERM_KEYS),
-    terms: (*_TERM_KEYS, *_RECON_KEYS, "model", "model.type", "ema", "ema.enable", "pipeline_stages"),
+    terms: (*_TERM_KEYS, "ema", "ema.enable", "pipeline_stages"),
     shape: ("model", "model.shape", "model.shape.head_dim", "model.size", "model.num_layers"),
     timesteps: ("model", *(f"model.{key}" for key in _TIME_KEYS)),
     schedule: ("lr_scheduler", "lr_step_size", "lr_step_gamma"),

@@ -16,8 +16,8 @@ SPELLINGS = {
     "model.layer_sync": "objective.layer_sync",
 }
 """Keys outside of [objective], and the same settings in it."""
-TERM_FAMILIES = {"text_recon": ("sd3",)}
-"""Terms that only some families have, by `model.type`: others do not keep their text tokens."""
+TERM_FAMILIES = {"text_recon": (("sd3",), "its denoiser does not return its text tokens")}
+"""Terms that only some families have: their names, and why others do not."""
 PAIRED = ("dpo",)
 """Terms that need a rejected image beside every image."""
 

@@ -98,8 +98,8 @@ class TrainedModel(nn.Module):
         return self.teacher(batch, taps)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return the validation loss of every sample [B]."""
-        return self.objective.evaluate(self, batch)
+        """Return the validation loss of every sample [B]: ``each``, unless the objective draws its batches."""
+        return self.objective.evaluate(self, batch) if self.objective.draws else self.forward(batch)["each"]
 
     def denoise(self, batch: Batch) -> Tensor:
         """Return the velocity in float32, computed as in training; the caller enables or disables grad."""

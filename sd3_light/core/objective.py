@@ -77,8 +77,8 @@ class Objective(ABC):
     ``taps`` are the blocks whose features it reads, and ``reads`` columns of the cache that it needs beside those of
     the family: a column ``moments.NAME`` arrives as ``noisy.NAME`` and ``target.NAME``, with the noise and the time of
     the sample's own latents, and others as they are. ``words`` are the sample's `randomness.occurrence_words`, for
-    draws of its own. ``heads`` are trained beside the denoiser by the run's optimizer; they are part of checkpoints,
-    and of no average or export. ``networks`` have optimizers of their own. ``teacher`` is the model of
+    further draws. ``heads`` are trained beside the denoiser by the run's optimizer; they are part of checkpoints,
+    and of no average or export. ``networks`` have separate optimizers. ``teacher`` is the model of
     `Observes.teach`.
     """
 
@@ -110,7 +110,7 @@ class Objective(ABC):
         return {}
 
     def evaluate(self, model: Predicts, batch: Batch) -> Tensor:
-        """Return the validation loss [B]: the first loss, unless its batches are drawn."""
+        """Return the validation loss [B] of an objective that draws its batches, on one that is not drawn."""
         return next(iter(self(model, batch).values()))
 
     def head(self, name: str, tokens: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""An objective with everything that an engine must carry: a head, a teacher, another network and batches of its own."""
+"""An objective with everything that an engine must carry: a head, a teacher, another network and drawn batches."""
 
 from typing import Any
 

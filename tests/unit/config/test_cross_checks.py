@@ -17,8 +17,7 @@ EMA = "[ema]\nenable = true\n"
 ROUTING, SYNC = "[model.routing]\n", "[model.layer_sync]\n"
 SAMPLES = '[sampling]\nprompts = ["a"]\nevery_n_steps = 5'
 SHAPE = "[model.shape]\nnum_layers = 2\n"
-FLOW, DPO = "[objective.flow]\n", "[objective.dpo]\n"
-PAIRS = 'resolutions = [256]\n[[directory]]\npath = "images"\nrejected = "worse"\n'
+FLOW = "[objective.flow]\n"
 
 
 @pytest.mark.parametrize(
@@ -134,6 +133,8 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
         ("", RECON + "text_recon_target_layer = 13", ""),
         ("", RECON + "num_layers = 2", ""),
         ("", "text_recon_target_layer = 15", ""),
+        ("", "", FLOW + "pseudo_huber_c = 0.1\n[objective.text_recon]\nweight = 0.1\ntarget_layer = 13"),
+        ("zero_stage = 3", "text_recon_gamma = 0.0", "[objective.layer_sync]\n" + FLOW),
         ("pipeline_stages = 2", "", ""),
         ("zero_stage = 3", "", ""),
         ("zero_stage = 0", "", ""),

@@ -1,4 +1,4 @@
-"""What an objective may do: heads, a teacher, other networks, batches of its own, a time per token."""
+"""What an objective may do: heads, a teacher, other networks, drawn batches, a time per token."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -245,7 +245,7 @@ def test_a_teacher_is_the_average_of_the_run() -> None:
         teach_by_average(model, engine, Averages({}, EmaConfig()))
 
 
-# --- batches of the run's own ------------------------------------------------------------------
+# --- batches that the run draws ------------------------------------------------------------------
 
 
 class Rewarded(Objective):
