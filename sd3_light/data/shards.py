@@ -37,7 +37,7 @@ CaptionFeatures = dict[str, "Tensor"]
 
 @dataclass(frozen=True)
 class ShardContent:
-    """The tensors of a shard; ``values`` are those of its columns, named as in the file. `OPTIONAL` ones may be absent."""
+    """The tensors of a shard; ``values`` are those of its columns, named as in the file, `OPTIONAL` ones if present."""
 
     columns: Sequence[Column]
     sample_id: "Tensor"
