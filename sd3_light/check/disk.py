@@ -132,9 +132,9 @@ class _DiskChecks:
     def objective(self, family: Family) -> None:
         """Check that the family has the terms of the objective, and a teacher's folder a denoiser of the family."""
         for name, (families, reason) in TERM_FAMILIES.items():
-            if name in self.train.terms.tables() and family.name not in families:
-                key = name if self.train.objective is None else f"objective.{name}"
-                self.add(key, f"{family.title} does not have this term: {reason}", hint="remove it")
+            written = None if self.train.objective is None else self.train.objective.tables()
+            if written is not None and name in written and family.name not in families:
+                self.add(f"objective.{name}", f"{family.title} does not have this term: {reason}", hint="remove it")
         folder = self.train.terms.teacher
         if isinstance(folder, Path):
             with self.user_errors_of("objective.dpo.teacher", folder):
