@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from sd3_light.check import verb as check
 from sd3_light.core.columns import Bucket
 from sd3_light.core.registry import family_of
-from sd3_light.stages import check
 from sd3_light.world import write_dataset
 from tests.made_up_cache import write_cache
 from tests.project import Project

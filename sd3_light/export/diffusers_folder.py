@@ -20,8 +20,8 @@ from sd3_light.export.export_spec import ExportError, ExportSpec, first_few, wri
 from sd3_light.export.proof import PIPELINE_FILE, prove
 from sd3_light.files import apply_umask, new_folder
 from sd3_light.inputs import require_regular
+from sd3_light.model.folder import components
 from sd3_light.model.part_configs import FACTS_FILE, read_json
-from sd3_light.model.pipeline_folder import components
 
 
 def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, replace: bool = True) -> Path:

@@ -12,8 +12,8 @@ from sd3_light.config import AdapterConfig
 from sd3_light.config.hub_ids import repo_or_name
 from sd3_light.core.family import Family
 from sd3_light.core.files import Padding
+from sd3_light.flow.scheduler import flow_scheduler, folder_scheduler
 from sd3_light.model.part_configs import FACTS_FILE
-from sd3_light.sampling.scheduler import flow_scheduler, folder_scheduler
 
 _EXPORTS = "exports"
 LORA_FILE = "pytorch_lora_weights.safetensors"

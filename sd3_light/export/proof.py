@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sd3_light.encoders.vae import load_vae
+from sd3_light.encoding.vae import load_vae
 from sd3_light.export import proof_process
 from sd3_light.export.export_spec import ExportSpec
-from sd3_light.model.pipeline_folder import components, is_encoder, pipeline_settings
+from sd3_light.model.folder import components, is_encoder, pipeline_settings
 
 _LIBRARIES = ("diffusers", "transformers", "torch", "safetensors")
 _IMAGE_TOLERANCE = 1 / 255

@@ -11,18 +11,18 @@ from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
-from sd3_light.data.buckets import SIDE_STEP
 from sd3_light.families.stock.checks import StockChecks
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.families.stock.weights import StockWeights
 from sd3_light.model.part_configs import read_config, read_json
+from sd3_light.sources.buckets import SIDE_STEP
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sd3_light.core.batch import Batch
     from sd3_light.core.files import AdapterNames
-    from sd3_light.families.counted_cost import StockCost
+    from sd3_light.families.stock.cost import StockCost
     from sd3_light.families.stock.encoding import StockEncoding
     from sd3_light.families.stock.files import StockFiles
     from sd3_light.families.stock.sampling import StockSampling
@@ -272,6 +272,6 @@ class StockFamily(Family):
 @lru_cache(maxsize=4)
 def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], side: int) -> "StockCost":
     """Return the cost of a denoiser; counting takes seconds, and stages ask several times."""
-    from sd3_light.families.counted_cost import StockCost
+    from sd3_light.families.stock.cost import StockCost
 
     return StockCost(family, family.weights.empty(json.loads(config)), prepared, side)

@@ -9,8 +9,8 @@ from sd3_light.config import Fault, ModelConfig, UserError
 from sd3_light.core.checks import ModelChecks, ModelFact
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.stock.latents import LatentShape
+from sd3_light.model.folder import components, missing_components, tokenizer_length
 from sd3_light.model.part_configs import read_json
-from sd3_light.model.pipeline_folder import components, missing_components, tokenizer_length
 
 if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily

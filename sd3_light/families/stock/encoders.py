@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.columns import ROWS, START, Column
 from sd3_light.core.encoding import Tokens
-from sd3_light.encoders.host_copies import require_finite
-from sd3_light.encoders.image_encoders import ImageEncoders, Loader
+from sd3_light.encoding.host_copies import require_finite
+from sd3_light.encoding.image_encoders import ImageEncoders, Loader
 from sd3_light.export.proof_process import make_pipeline
 from sd3_light.families.stock.encoding import TEXT
+from sd3_light.model.folder import components, is_encoder, pipeline_settings
 from sd3_light.model.part_configs import LOAD_ERRORS, check_files, load_part
-from sd3_light.model.pipeline_folder import components, is_encoder, pipeline_settings
 
 if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily

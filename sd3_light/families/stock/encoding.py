@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sd3_light.config import ModelConfig
 from sd3_light.core.caption_lengths import TextLimit
 from sd3_light.core.encoding import Encoding
-from sd3_light.model.pipeline_folder import tokenizer_length
+from sd3_light.model.folder import tokenizer_length
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ class StockEncoding(Encoding):
 
     def text_limits(self, folder: Path, settings: Mapping[str, Any]) -> list[TextLimit]:
         """See `Encoding.text_limits`. The last encoder is the one that reads the most."""
-        from sd3_light.encoders.token_counts import count_tokens, load_counter
+        from sd3_light.encoding.token_counts import count_tokens, load_counter
 
         length = settings.get("text_max_length")
         if not isinstance(length, int):

@@ -17,8 +17,8 @@ from sd3_light.core.files import AdapterNames, CardTexts, CustomPipeline, Files,
 from sd3_light.export.proof_process import sample_image
 from sd3_light.families.stock.inputs import StockInputs
 from sd3_light.families.stock.latents import LatentShape
+from sd3_light.model.folder import missing_components
 from sd3_light.model.part_configs import FACTS_FILE
-from sd3_light.model.pipeline_folder import missing_components
 
 if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily

@@ -13,10 +13,10 @@ from sd3_light.core.batch import LENGTH, Batch
 from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.sampling import EncodedText, Sampling
 from sd3_light.core.start import denoiser_folder, start_source
-from sd3_light.encoders.vae import VaeDecoder
+from sd3_light.encoding.vae import VaeDecoder
 from sd3_light.families.stock.latents import LatentShape
+from sd3_light.flow.scheduler import folder_scheduler
 from sd3_light.model.part_configs import read_json
-from sd3_light.sampling.scheduler import folder_scheduler
 
 if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from sd3_light.config import TrainConfig
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import TrainingParts
-from sd3_light.encoders.vae import LatentScale
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.families.stock.model import StockModel
+from sd3_light.families.stock.prepare import StockPreparer
 from sd3_light.flow.objectives import FlowMatching
 from sd3_light.model.base_values import shift_line
-from sd3_light.training.stock_model import StockModel
-from sd3_light.training.stock_preparer import StockPreparer
 
 if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sd3_light.check import verb as check
 from sd3_light.config import ConfigFaults, UserError
 from sd3_light.core.registry import family_named, family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.families.stock.weights import StockSize
-from sd3_light.stages import check, new
+from sd3_light.new import verb as new
 from sd3_light.system import Gpu
 from tests.project import Project
 

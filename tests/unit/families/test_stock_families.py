@@ -15,7 +15,7 @@ from sd3_light.core.cost import Compute, Tokens
 from sd3_light.core.registry import family_of_folder
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
-from sd3_light.encoders.vae import load_vae
+from sd3_light.encoding.vae import load_vae
 from sd3_light.families.base import StockFamily
 from tests.made_up_cache import LABEL, write_cache
 

@@ -16,7 +16,7 @@ from sd3_light.core.registry import family_named
 from sd3_light.core.sampling import ImageRequest
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.inputs import StockInputs
-from sd3_light.sampling.loop import draw_latents, starting_noise
+from sd3_light.sample.loop import draw_latents, starting_noise
 from tests.stock import model_table, save_stock
 
 CPU = torch.device("cpu")

@@ -7,11 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from sd3_light.check import verb as check
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.core.registry import family_named
-from sd3_light.stages import check, train
-from sd3_light.stages.train import Resume
+from sd3_light.train import verb as train
+from sd3_light.train.verb import Resume
 from tests.project import Project
 from tests.stock_project import LORA, write_project
 

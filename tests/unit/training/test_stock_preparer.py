@@ -16,11 +16,11 @@ from sd3_light.data.order import Order
 from sd3_light.data.resident import ResidentCache
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
-from sd3_light.encoders.vae import LatentScale
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.families.stock.prepare import StockPreparer
 from sd3_light.flow.timesteps import open_interval, quantile_to_time, shift_time
 from sd3_light.model.base_values import ShiftLine
 from sd3_light.randomness import first_words, occurrence_words, uniforms
-from sd3_light.training.stock_preparer import StockPreparer
 from tests.made_up_cache import LABEL, write_cache
 
 BATCH = 3
