@@ -14,6 +14,7 @@ from sd3_light.config.cross_checks import negative_prompts
 from sd3_light.config.family_keys import AUTO, unknown_keys
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
+from sd3_light.config.schema_objective import TERM_FAMILIES
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of, names_family
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
@@ -69,7 +70,8 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
     start = checks.start(family) if with_size else None
     checks.add_all(family.checks.encoder_faults(model, start))
     if start is not None:
-        checks.add_all(family.checks.key_faults(model, start))
+        checks.add_all(family.checks.key_faults(checks.train, start))
+        checks.objective(family)
         checks.adapter(family, start)
         checks.largest_side = family.checks.largest_side(start)
         with checks.user_errors_of("model.diffusers_path"):
@@ -126,6 +128,17 @@ class _DiskChecks:
             self.add("optimizer.type", f"needs {record.package}, which is not installed", hint=hint)
 
     # --- the model ----------------------------------------------------------------------------
+
+    def objective(self, family: Family) -> None:
+        """Check that the family has the terms of the objective, and a teacher's folder a denoiser of the family."""
+        for name, (families, reason) in TERM_FAMILIES.items():
+            if name in self.train.terms.tables() and family.name not in families:
+                key = name if self.train.objective is None else f"objective.{name}"
+                self.add(key, f"{family.title} does not have this term: {reason}", hint="remove it")
+        folder = self.train.terms.teacher
+        if isinstance(folder, Path):
+            with self.user_errors_of("objective.dpo.teacher", folder):
+                family.weights.require(denoiser_folder(folder))
 
     def engines(self, family: Family) -> None:
         """Check that the family has the kernels and the pipeline stages that the config requires."""
@@ -277,11 +290,11 @@ class _DiskChecks:
 
 
 def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataLocation]]:
-    sources = {key: getattr(directory, key) for key in ("path", "mask_path", "default_mask_file")}
+    sources = {key: getattr(directory, key) for key in ("path", "mask_path", "default_mask_file", "rejected")}
     for key, url in sources.items():
         if isinstance(url, str) and (problem := _url_problem(url)):
             yield key, problem, url
-    path, masks, mask = (None if isinstance(source, str) else source for source in sources.values())
+    path, masks, mask, rejected = (None if isinstance(source, str) else source for source in sources.values())
     is_container = path is not None and path.is_file() and path.suffix.lower() in CONTAINERS
     if path is not None and path.exists() and not path.is_dir() and not is_container:
         yield "path", "neither a folder nor a .tar or .parquet file", path
@@ -289,7 +302,9 @@ def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataL
         yield "mask_path", "not a folder (use default_mask_file for one mask for all)", masks
     if mask is not None and mask.exists() and not mask.is_file():
         yield "default_mask_file", "not a file", mask
-    for key, source in (("path", path), ("mask_path", masks), ("default_mask_file", mask)):
+    if rejected is not None and rejected.exists() and not rejected.is_dir():
+        yield "rejected", "not a folder", rejected
+    for key, source in zip(sources, (path, masks, mask, rejected), strict=True):
         if source is not None and not source.exists():
             yield key, "no such file or folder", source
         elif source is not None and not os.access(source, os.R_OK | (os.X_OK if source.is_dir() else 0)):

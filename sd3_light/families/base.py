@@ -120,7 +120,7 @@ class StockFamily(Family):
 
     @abstractmethod
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """Set a scheduler's timesteps as the stock pipeline does, for an image of so many tokens."""
+        """Set a scheduler's timesteps as the stock pipeline does, for an image with this number of tokens."""
 
     @abstractmethod
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
@@ -218,6 +218,10 @@ class StockFamily(Family):
         if adapter is None and path.is_file():
             freeze += tuple(pattern for pattern in self.frozen(read_json(path)) if pattern not in freeze)
         return config.model_copy(update={"model": table, "adapter": adapter, "freeze": freeze})
+
+    def guides_by_number(self, start: WeightsStart) -> bool:
+        """See `Family.guides_by_number`."""
+        return self.takes_guidance(start.size.transformer_config())
 
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """See `Family.recipe`: a new project of SD3 with the text, the shift and the layers of this family."""

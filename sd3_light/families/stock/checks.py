@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd3_light.config import Fault, ModelConfig, UserError
+from sd3_light.config import Fault, ModelConfig, TrainConfig, UserError
 from sd3_light.core.checks import ModelChecks, ModelFact
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.stock.latents import LatentShape
@@ -106,8 +106,9 @@ class StockChecks(ModelChecks):
             value = str(self.family.max_length(model))
             yield Fault("", "model.text_max_length", problem, value, allowed=f"1 to {longest}")
 
-    def key_faults(self, model: ModelConfig, start: WeightsStart) -> Iterator[Fault]:
+    def key_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
         """See `ModelChecks.key_faults`."""
+        model = train.model
         if model.guidance is not None and not self.family.takes_guidance(start.size.transformer_config()):
             problem = "this denoiser takes no guidance as a number"
             yield _fault(

@@ -124,6 +124,7 @@ class ResidentColumns:
         for name in self.preparer.fixed:
             values[name] = select_rows(bucket.text.fixed[name], batch["caption_rows"])
         values["words"] = batch["words"]
+        values |= {name: select_rows(bucket.images[name], batch["image_rows"]) for name in self.preparer.columns}
         mask_rows = batch.get("mask_rows")
         if mask_rows is not None:
             values["mask"] = select_masks(bucket, *mask_rows)

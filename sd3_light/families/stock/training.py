@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
+from sd3_light.core.model import denoiser_blocks
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import TrainingParts
 from sd3_light.encoding.vae import LatentScale
 from sd3_light.families.stock.model import StockModel
 from sd3_light.families.stock.prepare import StockPreparer
-from sd3_light.flow.objectives import FlowMatching
+from sd3_light.flow.objectives import configured_objective
 from sd3_light.model.base_values import shift_line
 
 if TYPE_CHECKING:
@@ -47,4 +48,5 @@ class StockTraining(TrainingParts):
         assert not fast, f"{self.family.title} has no fast blocks"
         guidance = self.family.training_guidance(config.model)
         denoise = partial(self.family.denoise, guidance=guidance)
-        return StockModel(denoiser, config, denoise, FlowMatching(config.pseudo_huber_c), self.family.image_part)
+        objective = configured_objective(config, len(denoiser_blocks(denoiser)))
+        return StockModel(denoiser, config, denoise, objective, self.family.image_part)
