@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import peft  # noqa: F401 - first: its import replaces the module `transformers`, to which PRX's pipeline adds a class
 import torch
 import transformers
 

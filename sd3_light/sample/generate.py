@@ -104,7 +104,7 @@ def stream_images(
             yield from _generate_exactly(pipe, full, policy, batch_size, threads, is_cancelled)
             return
         encode_batch = partial(policy.encode, pipe)
-        for indices in _batches(full, batch_size):
+        for indices in _batches(full, min(batch_size, policy.largest_batch or batch_size)):
             batch = [full[index] for index in indices]
             images = _generate_batch(pipe, batch, policy, encode_batch, is_cancelled)
             yield list(zip(indices, images, strict=True))
