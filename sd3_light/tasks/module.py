@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.model.device_copy import to_device
 from sd3_light.model.lora_layers import target_layers
 from sd3_light.model.quantized import quantize_base
-from sd3_light.randomness import stream
+from sd3_light.randomness import fill_normals, stream
 from sd3_light.tasks.helpers import ModuleHelpers, seeded
 from sd3_light.tasks.process_unit import ProcessUnit, adapt_units
 from sd3_light.tasks.stacking import (
@@ -272,8 +271,8 @@ class DiffusionTrainingModule(ModuleHelpers):
         def draw(purpose: str, shape: tuple[int, ...], on_host: bool = False) -> Tensor:
             epoch, repeat = (0, 0) if evaluation else (sample["epoch"], sample["repeat"])
             purpose = f"eval-{purpose}" if evaluation else purpose
-            generator = stream(self.seed, purpose, epoch, repeat, sample["data_id"])
-            numbers = torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
+            numbers = torch.empty(shape)
+            fill_normals(stream(self.seed, purpose, epoch, repeat, sample["data_id"]), numbers.numpy())
             return numbers if on_host else to_device(numbers, self.device)
 
         return draw

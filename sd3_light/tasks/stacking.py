@@ -12,7 +12,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.batch import BatchRecord
 from sd3_light.data.slots import AllocateTensor, replace_items
 from sd3_light.flow.timesteps import open_interval
-from sd3_light.randomness import stream
+from sd3_light.randomness import fill_normals, stream
 from sd3_light.tasks.texts import pad_to_longest
 from sd3_light.tasks.units import Values
 
@@ -130,7 +130,7 @@ class SampleStacker:
         noise = empty(tuple(clean.shape), torch.float32)
         rows = noise.numpy()
         for at, sample in enumerate(batch):
-            sample_stream(self.seed, "noise", sample).standard_normal(dtype=np.float32, out=rows[at : at + 1])
+            fill_normals(sample_stream(self.seed, "noise", sample), rows[at])
         return noise
 
 
