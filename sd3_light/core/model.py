@@ -11,7 +11,10 @@ from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Prediction
 
 Losses = dict[str, Tensor]
-"""``loss`` with its gradient, its parts by name, and ``each``: the first of them for every sample [B]."""
+"""``loss`` with its gradient, its parts by name, and ``each``: the first of them for every sample [B].
+
+A model whose batches have no times returns them as ``t``.
+"""
 
 
 class StepDropout(Protocol):
@@ -28,8 +31,11 @@ class TrainedModel(nn.Module):
     """A denoiser with its objective: batch in, losses out. Every engine holds one, whatever the family.
 
     Weights have the names of the stock denoiser, in checkpoints and exports alike. A family's own model defines
-    `predict`. ``dropout`` is that of an adapter on the denoiser.
+    `predict`. ``dropout`` is that of an adapter on the denoiser. ``has_layers``: it has `pipeline_layers`.
     """
+
+    compute_dtype: torch.dtype = torch.float32
+    has_layers = False
 
     def __init__(self, denoiser: nn.Module, objective: Objective) -> None:
         super().__init__()

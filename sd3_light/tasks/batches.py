@@ -1,20 +1,22 @@
 """Batches of a user's dataset for the loop, ordered as in pretraining (law 2); a sample's id is its index."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.batch import Batch
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.order import Order, Segment, build_order, rank_slice
+from sd3_light.data.stream import CachedBatch
+from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import StepStream
-from sd3_light.tasks.stacking import SampleStacker
+from sd3_light.metrics.validation import EvalPreparer, QuantileBatches
+from sd3_light.tasks.prepare import SAMPLES, STORED, ItemPreparer, SamplePreparer
 from sd3_light.training.errors import as_user_error
-
-TaskBatch = list[dict[str, Any]]
 
 
 class SampleOrder:
@@ -68,72 +70,45 @@ ReadItem = Callable[[Any, int], Any]
 
 
 class TaskBatches(Dataset[Any]):
-    """A rank's micro-batches by number: ``step * micro_batches + micro``."""
+    """A rank's micro-batches by number: ``step * micro_batches + micro``; ``prepare.SAMPLES`` are the items."""
 
     def __init__(
-        self, dataset: Dataset[Any], samples: SampleOrder, rank: int, world: int, micro_batches: int, read: ReadItem
+        self, dataset: Dataset[Any], samples: SampleOrder, launch: Launch, micro_batches: int, read: ReadItem
     ) -> None:
         self.dataset, self.samples, self.read = dataset, samples, read
-        self.rank, self.world, self.micro_batches = rank, world, micro_batches
+        self.launch, self.micro_batches = launch, micro_batches
         self.load_from_cache = bool(getattr(dataset, "load_from_cache", False))
 
-    def __getitem__(self, number: int) -> TaskBatch:
+    def __getitem__(self, number: int) -> CachedBatch:
         step, micro = divmod(number, self.micro_batches)
         size = self.samples.order.batch_size(step)
-        start, stop = rank_slice(size, self.rank, self.world, micro, self.micro_batches)
-        return [
-            {
-                "data": self.read(self.dataset, index),
-                "data_id": index,
-                "epoch": epoch,
-                "repeat": repeat,
-                "load_from_cache": self.load_from_cache,
-            }
-            for index, epoch, repeat in self.samples.picks(step, start, stop)
-        ]
-
-
-class Unprepared:
-    """Passes batches through the loader unchanged, for modules with a custom forward."""
-
-    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
-        """Return the batch."""
-        return batch
+        start, stop = rank_slice(size, self.launch.rank, self.launch.world, micro, self.micro_batches)
+        index, epoch, repeat = map(torch.tensor, zip(*self.samples.picks(step, start, stop), strict=True))
+        items = [self.read(self.dataset, number) for number in index.tolist()]
+        return {SAMPLES: items, STORED: self.load_from_cache, "sample_id": index, "epoch": epoch, "repeat": repeat}
 
 
 def task_steps(
-    batches: TaskBatches,
-    preparer: SampleStacker | Unprepared,
-    num_workers: int,
-    prefetch: int,
-    device: torch.device,
+    batches: TaskBatches, preparer: ItemPreparer, num_workers: int, prefetch: int, device: torch.device
 ) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, starting at a position.
 
     Workers read and prepare them. Stacked ones are copied to a GPU while it computes earlier ones.
     """
-    micro, into = batches.micro_batches, getattr(preparer, "prepare_into", None)
-    to_gpu = device.type == "cuda" and into is not None
+    micro = batches.micro_batches
+    to_gpu = device.type == "cuda" and isinstance(preparer, SamplePreparer)
 
     def steps(first: int) -> StepStream:
         items = range(first * micro, 2**62)
         pin = pin_host_memory if to_gpu else None
+        into = preparer.prepare_into
         loader = PipelineDataLoader(batches, None, micro, preparer, num_workers, prefetch, items, pin, into)
         return prefetch_steps(iter(loader), micro, device) if to_gpu else loader.steps()
 
     return steps
 
 
-def evaluation_batches(
-    dataset: Dataset[Any],
-    batch_size: int,
-    bucket_of: Callable[[int], Hashable] | None,
-    rank: int,
-    world: int,
-    read: ReadItem,
-    points: Sequence[float],
-) -> Iterator[tuple[TaskBatch, float]]:
-    """Yield (micro-batch, point) so that every sample is evaluated once at every point, a quantile or fixed time."""
-    samples = SampleOrder(dataset, 0, batch_size * world, bucket_of)
-    batches = TaskBatches(dataset, samples, rank, world, 1, read)
-    return ((batches[step], point) for step in range(samples.order.steps_per_epoch) for point in points)
+def evaluation_batches(batches: TaskBatches, preparer: ItemPreparer, points: Sequence[float]) -> Iterable[Batch]:
+    """Return every micro-batch of an epoch at every point, a quantile or fixed time; padding has weight 0."""
+    items = QuantileBatches(batches, batches.samples.order.steps_per_epoch, points)
+    return PipelineDataLoader(items, None, 1, EvalPreparer(preparer))

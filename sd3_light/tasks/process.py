@@ -24,9 +24,8 @@ from sd3_light.engines.accelerate import launch_from_accelerator
 from sd3_light.files import write_atomically
 from sd3_light.runlog import info, progress, set_main_process
 from sd3_light.tasks.batches import ReadItem, any_item_of, item_of, length_of
-from sd3_light.tasks.custom_forward import CustomForward, TaskModule, task_module
 from sd3_light.tasks.logger import ModelLogger, require_logger
-from sd3_light.tasks.module import DiffusionTrainingModule
+from sd3_light.tasks.models import CustomForward, UnitModel, task_model
 from sd3_light.tasks.recipe import recipe_of
 from sd3_light.tasks.train import aborting_on_error
 from sd3_light.tasks.videos import VideoDataset
@@ -57,7 +56,7 @@ def launch_data_process_task(
     """
     bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
     num_workers = _num_workers(num_workers, args)
-    module, folder = task_module(model), require_logger(model_logger)
+    module, folder = task_model(model), require_logger(model_logger)
     for name, value, least in (("num_workers", num_workers, 0), ("shard_size", shard_size, 1)):
         if type(value) is not int or value < least:
             raise UserError(f"{name} is {value!r}; give an integer >= {least}")
@@ -74,7 +73,7 @@ def launch_data_process_task(
     items = _items(dataset, indices, num_workers, any_item_of if is_custom else item_of)
     autocast = nullcontext if accelerator is None else accelerator.autocast  # as in a training step
     reused = 0
-    fixed = nullcontext() if isinstance(module, CustomForward) else module.fixed_units()
+    fixed = nullcontext() if isinstance(module, CustomForward) else module.module.fixed_units()
     with fixed, progress("process", len(indices), "samples") as bar:
         for done, (index, item) in enumerate(zip(indices, items, strict=True), start=1):
             made_from = fingerprint({"recipe": recipe["digest"], "data": item})
@@ -157,10 +156,10 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _stored_by(module: TaskModule, item: Any, index: int) -> Any:
+def _stored_by(module: UnitModel | CustomForward, item: Any, index: int) -> Any:
     """Return what the second stage needs of an item, in a form that can be stored."""
-    if isinstance(module, DiffusionTrainingModule):
-        return _named_values(module.process(item, index), index)
+    if isinstance(module, UnitModel):
+        return _named_values(module.module.process(item, index), index)
     returned = module.process(item, index)
     if isinstance(returned, Tensor) and returned.numel() == 1:
         raise UserError(

@@ -1,6 +1,7 @@
 """`TaskSettings`: everything that `launch_training_task` takes besides its documented arguments."""
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Strict, ValidationError, model_validator
@@ -26,8 +27,19 @@ from sd3_light.optim.customized import CustomizedOptimizer
 
 _FUNCTION = Allowed("a function")
 _OFFLOADING = ("enable_model_cpu_offload", "enable_optimizer_cpu_offload", "cpu_offload_split_threshold")
-DEFAULT_ZERO_STAGE = 2
+_DEFAULT_ZERO_STAGE = 2
 _BETAS = Allowed("two numbers from 0 to below 1, such as (0.9, 0.999)")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The settings that engines read, as in a train TOML; ``zero_stage`` 0 is the torch engine."""
+
+    optimizer: OptimizerConfig
+    gradient_clipping: float
+    gradient_accumulation_steps: int
+    parallel: str
+    zero_stage: int
 
 
 class TaskSettings(Table):
@@ -74,6 +86,7 @@ class TaskSettings(Table):
     logging_steps: Count = 1
     max_nonfinite_steps: CountOrZero = 10
     engine: Literal["accelerate", "torch", "deepspeed"] = "accelerate"
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
     zero_stage: Literal[1, 2, 3] | None = None
 
     @staticmethod
@@ -110,6 +123,12 @@ class TaskSettings(Table):
         if self.customized_optimizer is not None and (self.optimizer != "adamw" or self.engine == "deepspeed"):
             other = "optimizer" if self.optimizer != "adamw" else 'engine="deepspeed"'
             raise invalid_value(f"customized_optimizer does not go with {other}; give one of them")
+        if self.engine == "deepspeed" and self.optimizer != "adamw":
+            raise invalid_value(
+                f'engine="deepspeed" supports AdamW only, not {self.optimizer!r}; use adamw or another engine'
+            )
+        if self.parallel != "ddp" and self.engine != "torch":
+            raise invalid_value('parallel="fsdp2" is a layout of engine="torch"; give both, or accelerate\'s plugin')
         if self.zero_stage is not None and self.engine != "deepspeed":
             raise invalid_value('zero_stage has no effect without engine="deepspeed"; leave it out')
         if self.zero_stage == 3:
@@ -137,6 +156,11 @@ class TaskSettings(Table):
         if self.customized_optimizer is not None:
             return CustomizedOptimizer.model_validate({**table, "path": self.customized_optimizer})
         return OptimizerConfig.model_validate({**table, "betas": self.betas})
+
+    def engine_settings(self, micro_batches: int) -> EngineSettings:
+        """Return what engines read of the settings."""
+        stage = (self.zero_stage or _DEFAULT_ZERO_STAGE) if self.engine == "deepspeed" else 0
+        return EngineSettings(self.optimizer_table, self.gradient_clipping, micro_batches, self.parallel, stage)
 
     @property
     def ema_table(self) -> EmaConfig:

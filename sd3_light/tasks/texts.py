@@ -85,6 +85,10 @@ class _DropText(PipelineUnit):
 
 def pad_to_longest(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return values [L_i, ...] padded with zeros to [B, L, ...], and the mask [B, L] of the real positions."""
-    lengths = to_device(torch.tensor([len(text) for text in texts]), texts[0].device)
     padded = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
-    return padded, torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+    return padded, positions_below(torch.tensor([len(text) for text in texts]), padded)
+
+
+def positions_below(lengths: Tensor, padded: Tensor) -> Tensor:
+    """Return the mask [B, L] of the real positions of texts with these lengths, on the device of ``padded``."""
+    return torch.arange(padded.shape[1], device=padded.device) < to_device(lengths, padded.device)[:, None]

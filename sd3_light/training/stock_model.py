@@ -21,7 +21,7 @@ class StockModel(TrainedModel):
 
     def __init__(self, denoiser: nn.Module, config: TrainConfig, denoise: Denoise, objective: Objective) -> None:
         super().__init__(denoiser, objective)
-        self.compute_dtype: torch.dtype = getattr(torch, config.model.transformer_dtype)
+        self.compute_dtype = getattr(torch, config.model.transformer_dtype)
         self._call = denoise
         stock: Any = denoiser
         if config.activation_checkpointing:

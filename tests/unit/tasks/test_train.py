@@ -17,11 +17,16 @@ from safetensors.torch import load_file
 
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
+from sd3_light.engines import Launch
 from sd3_light.engines import accelerate as engine_file
-from sd3_light.engines.torch import task_loss_sums
+from sd3_light.engines.torch import TorchEngine, micro_losses
 from sd3_light.flow.objective import BAND_NAMES
+from sd3_light.metrics.validation import EvalPreparer
 from sd3_light.runlog import read_log
 from sd3_light.tasks import FlowMatchSFTLoss, ModelLogger, launch_training_task
+from sd3_light.tasks.models import UnitModel
+from sd3_light.tasks.prepare import rows_of
+from sd3_light.tasks.settings import TaskSettings
 from tests.leftovers import leave
 from tests.unit.tasks.toy import Images, PackageLogger, Toy
 
@@ -358,11 +363,11 @@ def test_the_log_has_the_loss_by_bands_of_timesteps(tmp_path: Path) -> None:
     assert len(first["band"]) > 1
     whole = Toy()
     samples = [{"data": Images()[n], "data_id": n, "epoch": 0, "repeat": 0} for n in range(8)]
+    batch = whole.preparer().prepare_inputs(rows_of(samples))
     with torch.no_grad():
-        whole(samples)
-    assert whole.bands is not None
-    assert whole.bands[1].sum() == 8
-    assert {name for name, count in zip(BAND_NAMES, whole.bands[1], strict=True) if count} == set(first["band"])
+        bands = micro_losses(UnitModel(whole), batch, torch.device("cpu"))[1]
+    assert bands[1].sum() == 8
+    assert {name for name, count in zip(BAND_NAMES, bands[1], strict=True) if count} == set(first["band"])
 
 
 def test_bf16_narrows_frozen_weights_but_not_the_adapter(
@@ -429,8 +434,10 @@ def sample(index: int, epoch: int = 0, repeat: int = 0) -> dict[str, Any]:
 
 def test_padding_is_not_counted_in_validation() -> None:
     model, batch = Toy(), [sample(0), sample(1), sample(0, repeat=1)]
+    engine = TorchEngine(UnitModel(model), TaskSettings().engine_settings(1), Launch(), torch.device("cpu"))
+    prepared = EvalPreparer(model.preparer()).prepare_inputs((rows_of(batch), 0.5))
     with torch.no_grad():
-        total, count = task_loss_sums(model, (batch, 0.5)).tolist()
+        total, count = engine.evaluate(prepared).tolist()
         assert total == pytest.approx(model.each(batch[:2], 0.5).sum().item())
     assert count == 2
 
@@ -440,7 +447,9 @@ def test_validation_has_its_own_noise_which_no_epoch_changes() -> None:
     model = Toy()
 
     def noise(quantile: float | None, epoch: int) -> torch.Tensor:
-        values: torch.Tensor = model._values([sample(3, epoch)], quantile)["noise"]
+        values: torch.Tensor = model.inputs(model.preparer().prepare_inputs(rows_of(sample(3, epoch)), quantile))[
+            "noise"
+        ]
         return values
 
     assert torch.equal(noise(0.5, 0), noise(0.5, 4))

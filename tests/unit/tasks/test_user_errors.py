@@ -223,7 +223,7 @@ def test_dead_workers_and_devices_are_one_line(tmp_path: Path, monkeypatch: pyte
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sd3_light.engines.accelerate.TaskEngine.train_step", die)
+        patch.setattr("sd3_light.engines.torch.TorchEngine.train_step", die)
         assert error_of(lambda: run(tmp_path / "a")).startswith("DataLoader worker (pid 7) is killed")
     monkeypatch.setattr("sd3_light.checkpoint.background.HostBuffers.copy", die)
     with pytest.raises(UserError, match=r"odd; fix it$") as error:
