@@ -5,6 +5,7 @@ from sd3_light.data.processed import ProcessedDataset
 from sd3_light.data.video import write_video
 from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
+from sd3_light.tasks.images import ImageFolder
 from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo, pack_latents, unpack_latents
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
@@ -24,6 +25,7 @@ __all__ = [
     "EncodeVideo",
     "FlowMatchDPOLoss",
     "FlowMatchSFTLoss",
+    "ImageFolder",
     "ModelLogger",
     "PipelineUnit",
     "ProcessedDataset",

@@ -24,11 +24,11 @@ from sd3_light.engines.accelerate import launch_from_accelerator
 from sd3_light.files import write_atomically
 from sd3_light.runlog import info, progress, set_main_process
 from sd3_light.tasks.batches import ReadItem, any_item_of, item_of, length_of
+from sd3_light.tasks.images import SourceDataset
 from sd3_light.tasks.logger import ModelLogger, require_logger
 from sd3_light.tasks.models import CustomForward, UnitModel, task_model
 from sd3_light.tasks.recipe import recipe_of
 from sd3_light.tasks.train import aborting_on_error
-from sd3_light.tasks.videos import VideoDataset
 from sd3_light.training.errors import as_user_error, explain_runtime_errors
 
 
@@ -108,8 +108,8 @@ def _bucket(bucket_of: Callable[[int], Hashable] | None, index: int) -> str:
 
 
 def _write_rejects(dataset: Dataset[Any], folder: Path) -> None:
-    """Write the rejected videos beside the processed data."""
-    if isinstance(dataset, VideoDataset):
+    """Write the rejected inputs beside the processed data."""
+    if isinstance(dataset, SourceDataset):
         lines = [json.dumps(reject, ensure_ascii=False) + "\n" for reject in dataset.rejects_as_json()]
         write_atomically(folder / "rejects.jsonl", "".join(lines).encode())
 

@@ -16,10 +16,9 @@ from sd3_light.config.base import (
     Positive,
     StepsOrShare,
     Table,
-    describe_type,
     field_types,
     invalid_value,
-    known_values,
+    wrong_value,
 )
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import OptimizerName
@@ -176,6 +175,4 @@ def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> str:
     if not problem["loc"]:
         return problem["msg"]
     name = str(problem["loc"][0])
-    annotation = field_types(TaskSettings)[name]
-    allowed = f"one of {describe_type(annotation)}" if known_values(annotation) else describe_type(annotation)
-    return f"{name} is {values[name]!r}; give {allowed}"
+    return str(wrong_value(name, values[name], field_types(TaskSettings)[name]))

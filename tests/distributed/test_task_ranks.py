@@ -40,9 +40,9 @@ def start(script: Path, out: Path, option: str, processes: int) -> subprocess.Co
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
 
 
-@pytest.mark.parametrize("stage", ["process", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", ["process", "fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
-    """With accelerate on processed data, and with DeepSpeed and accumulation."""
+    """With accelerate on processed data, with FSDP2 and a resume, and with DeepSpeed and accumulation."""
     if stage == "deepspeed":
         pytest.importorskip("deepspeed")
     settings: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9, "save_steps": 4}
@@ -60,7 +60,11 @@ def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
     assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=1e-5)
     one, two = (load_file(tmp_path / name / "step-4.safetensors") for name in ("one", "two"))
     assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
-    if stage == "deepspeed":
+    if stage == "fsdp2":
+        parts = (tmp_path / "two" / "checkpoints" / "step-00000004").glob("rank-*.safetensors")
+        assert len(list(parts)) == 2, "each process writes its rows"
+        assert (tmp_path / "two" / "samples" / "step-00000002.png").is_file()
+    if stage != "process":
         return
     views = {path.parent.name: path.stem for path in (tmp_path / "two" / "processed").glob("[01]/*.json")}
     assert set(views) == {"0", "1"}, "each process writes its part"

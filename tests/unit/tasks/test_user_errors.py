@@ -16,6 +16,7 @@ from sd3_light.config.faults import Stopped, UserError
 from sd3_light.runlog import read_log
 from sd3_light.tasks import (
     DiffusionTrainingModule,
+    FlowMatchDPOLoss,
     FlowMatchSFTLoss,
     ModelLogger,
     PipelineUnit,
@@ -159,8 +160,11 @@ def test_bad_adapters(keys: dict[str, Any], message: str) -> None:
 
 
 def test_bad_losses_and_loggers() -> None:
-    assert "shift is -1; give a number above 0" in error_of(lambda: FlowMatchSFTLoss(shift=-1))
-    assert "give one of logit_normal, uniform" in error_of(lambda: FlowMatchSFTLoss(timestep_sample_method="cosine"))  # type: ignore[arg-type]
+    assert "shift is -1; give a number >= 0.001" in error_of(lambda: FlowMatchSFTLoss(shift=-1))
+    assert 'give one of "logit_normal", "uniform"' in error_of(
+        lambda: FlowMatchSFTLoss(timestep_sample_method="cosine")
+    )
+    assert "beta is 0; give a number > 0" in error_of(lambda: FlowMatchDPOLoss(beta=0))
     assert "save_dtype is torch.int8" in error_of(lambda: ModelLogger("out", save_dtype=torch.int8))
     assert "output_path is None" in error_of(lambda: ModelLogger(None))  # type: ignore[arg-type]
 
