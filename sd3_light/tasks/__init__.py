@@ -1,6 +1,10 @@
 """The public Python API for custom scripts: train denoisers of diffusers, in one stage or two."""
 
 from sd3_light.config.faults import Stopped
+from sd3_light.core.batch import Batch
+from sd3_light.core.columns import Column
+from sd3_light.core.family import Family
+from sd3_light.core.objective import Objective
 from sd3_light.data.processed import ProcessedDataset
 from sd3_light.data.video import write_video
 from sd3_light.export.wan_names import wan_to_comfyui
@@ -18,15 +22,19 @@ from sd3_light.tasks.units import PipelineUnit, unit
 from sd3_light.tasks.videos import VideoDataset
 
 __all__ = [
+    "Batch",
     "ClassPictures",
+    "Column",
     "DiffusionTrainingModule",
     "DrawLatent",
     "EncodeImage",
     "EncodeVideo",
+    "Family",
     "FlowMatchDPOLoss",
     "FlowMatchSFTLoss",
     "ImageFolder",
     "ModelLogger",
+    "Objective",
     "PipelineUnit",
     "ProcessedDataset",
     "Stopped",

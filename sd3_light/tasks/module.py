@@ -52,6 +52,9 @@ class DiffusionTrainingModule(ModuleHelpers):
     drawn from ``seed``, its index and the epoch, so the loss does not depend on the batch or on the number of
     processes.
 
+    ``objective`` computes the losses in place of ``loss``, which then only draws the times: it reads a `Batch` with the
+    tensors that ``denoise`` gets, ``noisy``, ``t`` and ``target``, and may ask for the features of blocks.
+
     A subclass may instead call ``super().__init__()`` without a transformer and override ``forward(data, inputs=None)``
     to return the loss of one sample; its parts are attributes, and what requires gradients trains (`CustomForward`).
     """
@@ -68,6 +71,7 @@ class DiffusionTrainingModule(ModuleHelpers):
         loss: FlowMatchSFTLoss | None = None,
         seed: int = 0,
         reads: Sequence[str] | None = None,
+        objective: Objective | None = None,
     ) -> None:
         super().__init__()
         if transformer is not None:
@@ -79,7 +83,7 @@ class DiffusionTrainingModule(ModuleHelpers):
             self.reads = tuple(reads)
         self.units, self.loss, self.seed = tuple(units), loss or FlowMatchSFTLoss(), seed
         self.adapter: AdapterConfig | None = None
-        self.objective: Objective | None = None
+        self.objective = objective
 
     def denoise(self, noisy: Tensor, t: Tensor, inputs: Values) -> Tensor:
         """Return the velocity at ``noisy`` and time t [B] in (0, 1)."""

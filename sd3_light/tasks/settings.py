@@ -47,7 +47,8 @@ class TaskSettings(Table):
     ``bucket_of(index)`` names the group of samples that may share a batch, such as those of one size; by default all
     may. ``gradient_accumulation_steps`` defaults to the accelerator's. The schedule "constant" is constant after the
     warm-up. Without ``checkpoint_steps`` a checkpoint is written at the end and when the process is asked to stop.
-    ``draw(module)`` returns an image.
+    ``draw(module)`` returns an image. ``ema`` has the keys of [ema], for several averages: all are validated, and at
+    the end the logger saves the others beside the main one, as ``FILE.NAME.safetensors``.
     """
 
     learning_rate: Positive = 1e-5
@@ -72,6 +73,7 @@ class TaskSettings(Table):
     betas: Annotated[tuple[Decay, Decay], _BETAS] = (0.9, 0.999)
     ema_decay: Decay | None = None
     ema_update_every: Count = 1
+    ema: Annotated[EmaConfig, Allowed("the keys of [ema], such as {'decay': 0.999, 'track': [...]}")] | None = None
     seed: CountOrZero = 0
     checkpoint_steps: Count | None = None
     keep_last_n_checkpoints: Count = 1
@@ -135,6 +137,8 @@ class TaskSettings(Table):
                 "zero_stage=3 is not supported for tasks: it shards the weights, which modules and loggers read whole; "
                 "use 1 or 2, or accelerate's FSDP2"
             )
+        if self.ema is not None and self.ema_decay is not None:
+            raise invalid_value("ema and ema_decay both set the decay; give one of them")
         step_settings = [name for name in ("lr_step_size", "lr_step_gamma") if getattr(self, name) is not None]
         if self.lr_scheduler == "step" and len(step_settings) < 2:
             raise invalid_value("lr_scheduler='step' needs lr_step_size and lr_step_gamma")
@@ -164,6 +168,8 @@ class TaskSettings(Table):
     @property
     def ema_table(self) -> EmaConfig:
         """The settings as the config's `[ema]`."""
+        if self.ema is not None:
+            return self.ema.model_copy(update={"enable": True})
         if self.ema_decay is None:
             return EmaConfig()
         return EmaConfig(enable=True, decay=self.ema_decay, update_every=self.ema_update_every)

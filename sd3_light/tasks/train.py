@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from sd3_light.checkpoint.lock import locked_folder
-from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.progress import EMA, Progress
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
@@ -378,6 +378,7 @@ class _TaskHooks:
             )
         return RunHooks(
             evaluate=None if self.settings.eval_dataset is None else self.evaluate,
+            evaluate_all=len(self.run.averages.tracks) > 1,
             sample=None if self.settings.draw is None else self.draw,
             save=self.save,
             finish=self.finish,
@@ -430,6 +431,15 @@ class _TaskHooks:
         if name is not None and hasattr(self.logger, "save_model"):
             self.logger.save_model(self.accelerator, self.model, name)
         self.logger.on_training_end(self.accelerator, self.model, self.settings.save_steps)
+        averages, weights = self.run.averages, self.run.engine.weights
+        for track in [name for name in averages.tracks if name != EMA and hasattr(self.logger, "save_model")]:
+            with averages.in_place_of(track, weights):
+                self.logger.save_model(self.accelerator, self.model, f"{self._label(progress)}.{track}.safetensors")
+
+    def _label(self, progress: Progress) -> str:
+        """Return the name of a step's file: its epoch if saves are by epoch and it ends one."""
+        epoch, rest = divmod(progress.step, self.steps_per_epoch)
+        return f"epoch-{epoch - 1}" if self.settings.save_steps is None and not rest else f"step-{progress.step}"
 
     def _missing_file(self, progress: Progress) -> str | None:
         """Return the file of the last step that the logger has not written and `on_training_end` does not write.
@@ -441,8 +451,6 @@ class _TaskHooks:
         has_stepped = self.run.last_result is not None
         if (is_due and has_stepped) or (save_steps is not None and not is_due):
             return None
-        is_epoch = save_steps is None and is_due
-        label = f"epoch-{progress.step // self.steps_per_epoch - 1}" if is_epoch else f"step-{progress.step}"
-        path = Path(self.logger.output_path) / f"{label}.safetensors"
+        path = Path(self.logger.output_path) / f"{self._label(progress)}.safetensors"
         exists = not has_stepped and self.groups.decide_on_rank_0(path.exists)
         return None if exists else path.name
