@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sd3_light.config.faults import UserError
 from sd3_light.core.model import TrainedModel
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.weight_layouts import Replicas, Shards
+from sd3_light.launch import Launch
 
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

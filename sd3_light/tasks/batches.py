@@ -12,11 +12,11 @@ from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.order import Order, Segment, build_order, rank_slice
 from sd3_light.data.stream import CachedBatch
 from sd3_light.engines import Launch
+from sd3_light.engines.errors import as_user_error
 from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import StepStream
-from sd3_light.metrics.validation import EvalPreparer, QuantileBatches
+from sd3_light.evaluate.validation import EvalPreparer, QuantileBatches
 from sd3_light.tasks.prepare import SAMPLES, STORED, ItemPreparer, SamplePreparer
-from sd3_light.training.errors import as_user_error
 
 
 class SampleOrder:

@@ -15,14 +15,14 @@ from torch.utils.data import Dataset
 from sd3_light.config import DirectoryConfig, load_dataset
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import directory_from_arguments
-from sd3_light.data.building.cache_plan import CachePlan, decode_task, make_cache_plan
-from sd3_light.data.building.catalogue import Catalogue, make_sources
-from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.decode import DecodeTask, decode_images
-from sd3_light.data.preprocess import PREPROCESS_VERSION, REASONS
-from sd3_light.data.sources.listing import IMAGE_SUFFIXES
-from sd3_light.data.sources.records import Rejected
+from sd3_light.data.cache_plan import CachePlan, decode_task, make_cache_plan
 from sd3_light.runlog import info, progress
+from sd3_light.sources.catalogue import Catalogue, make_sources
+from sd3_light.sources.claims import Claims
+from sd3_light.sources.decode import DecodeTask, decode_images
+from sd3_light.sources.listing import IMAGE_SUFFIXES
+from sd3_light.sources.preprocess import PREPROCESS_VERSION, REASONS
+from sd3_light.sources.records import Rejected
 
 _SHOWN_REJECTS = 5
 _UNIT = 4096  # samples that are planned together

@@ -13,6 +13,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.config.load import adapter_from_arguments
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective
+from sd3_light.engines.errors import as_user_error
+from sd3_light.export.trainable import put_adapter
 from sd3_light.flow.losses import FlowMatchSFTLoss
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import FixedTime
@@ -39,8 +41,6 @@ from sd3_light.tasks.prepare import (
 )
 from sd3_light.tasks.process_unit import ProcessUnit, adapt_units
 from sd3_light.tasks.units import Draw, PipelineUnit, UnitSplit, Values, run_unit, split_units, units_to_run
-from sd3_light.training.errors import as_user_error
-from sd3_light.training.trainable import put_adapter
 
 
 class DiffusionTrainingModule(ModuleHelpers):

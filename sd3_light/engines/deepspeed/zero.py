@@ -12,11 +12,11 @@ from sd3_light.core.model import TrainedModel
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import EngineConfig, MicroBatch, StepResult, loss_sums, require_gradients
 from sd3_light.engines.torch import micro_losses
 from sd3_light.flow.objective import NUM_BANDS
+from sd3_light.launch import Launch
 
 
 class ZeroEngine(DeepSpeedBase):

@@ -86,7 +86,7 @@ def test_a_catalogue_is_kept_for_later_runs(folder: Path, tmp_path: Path, monkey
     def probe(*_: Any) -> Any:
         raise AssertionError("probed again")
 
-    monkeypatch.setattr("sd3_light.data.building.catalogue.probe_images", probe)
+    monkeypatch.setattr("sd3_light.sources.catalogue.probe_images", probe)
     assert len(ImageFolder(folder, catalogue=tmp_path / "catalogue", **KEYS)) == len(first)
 
 

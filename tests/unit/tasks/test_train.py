@@ -22,8 +22,8 @@ from sd3_light.core.objective import Objective, Prediction
 from sd3_light.engines import Launch
 from sd3_light.engines import accelerate as engine_file
 from sd3_light.engines.torch import TorchEngine, micro_losses
+from sd3_light.evaluate.validation import EvalPreparer
 from sd3_light.flow.objective import BAND_NAMES
-from sd3_light.metrics.validation import EvalPreparer
 from sd3_light.runlog import read_log
 from sd3_light.tasks import FlowMatchSFTLoss, ModelLogger, launch_training_task
 from sd3_light.tasks.models import UnitModel
@@ -173,7 +173,7 @@ def test_a_signal_ends_a_script_with_one_line_and_exit_code_75(tmp_path: Path) -
 
 def test_the_file_save_quit_ends_a_script_with_exit_code_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it ends the train stage."""
-    monkeypatch.setattr("sd3_light.training.requests.FILE_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("sd3_light.checkpoint.requests.FILE_CHECK_SECONDS", 0.0)
     (tmp_path / "save_quit").touch()
     with pytest.raises(Stopped, match="save_quit at step 1 of 4; resume=True continues") as stopped:
         run(tmp_path, batch_size=2)
