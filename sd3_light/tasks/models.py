@@ -14,7 +14,6 @@ from sd3_light.core.model import Losses, TrainedModel
 from sd3_light.core.objective import Objective, Prediction
 from sd3_light.core.taps import tapped
 from sd3_light.engines.errors import as_user_error
-from sd3_light.families.stock.model import image_tokens
 from sd3_light.randomness import stream
 from sd3_light.runlog import info
 from sd3_light.tasks.helpers import seeded
@@ -115,9 +114,15 @@ class UnitModel(TaskModel):
 
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
         """Run ``denoise`` on what an objective gets: noisy latents, times and the inputs of the batch."""
-        with tapped(self.blocks(), taps, image_tokens) as features:
+        with tapped(self.blocks(), taps, _image_tokens) as features:
             velocity = self.module.denoise(batch["noisy"], batch["t"], {**self._inputs, **batch.values})
         return Prediction(velocity, features)
+
+
+def _image_tokens(output: Any) -> Tensor:
+    """Return the image tokens of a block's output: the last tensor of several, after the text."""
+    tokens: Tensor = output[-1] if isinstance(output, tuple) else output
+    return tokens
 
 
 class CustomForward(TaskModel):
