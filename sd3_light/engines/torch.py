@@ -11,6 +11,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.cuda_graphs import CudaRecorder, MicroBatchGraphs, Numbers, Recorder
+from sd3_light.engines.networks import Networks
 from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import (
     PARAM_KIND,
@@ -53,6 +54,7 @@ class TorchEngine(Engine):
         self.rank, self.world, self.device = launch.rank, launch.world, device
         self.module = module.to(device)
         self.clip = config.gradient_clipping
+        self.networks = Networks(module, launch, device) if module.objective.draws else None
         if lay_out is not None:
             self.layout = lay_out(self.module)
         elif config.parallel == "fsdp2" and launch.world > 1:
@@ -62,7 +64,8 @@ class TorchEngine(Engine):
         self.writers = self.layout.writers
         parameters = self._parameters = self.module.trainable()
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
-        self.optimizer = make_optimizer(self.module, parameters, config.optimizer, device)
+        # heads train by AdamW: their lists of layers are no blocks
+        self.optimizer = make_optimizer(self.module.denoiser, parameters, config.optimizer, device)
         self.weights = {name: self.layout.held(weight) for name, weight in parameters.items()}
         self.shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
 
@@ -78,6 +81,8 @@ class TorchEngine(Engine):
         numbers = torch.zeros((), device=self.device)
         names: tuple[str, ...] = ()
         for number, batch in enumerate(equal_micro_batches(batches), start=1):
+            if self.networks is not None:
+                batch = draw_pass(self.module, self.networks, batch.to(self.device), len(batches))
             with self.layout.accumulating(last=number == len(batches)):
                 if self.graphs is None:
                     names, packed = self._run_pass(batch, len(batches))
@@ -109,6 +114,8 @@ class TorchEngine(Engine):
         norm = self._clipped_norm()
         finite = torch.isfinite(numbers[: len(names)]).all() & torch.isfinite(norm)
         self.optimizer.step(skip=(~finite).float())
+        if self.networks is not None:
+            self.networks.step()
         return StepResult(names, torch.cat([numbers, norm.float().view(1), finite.float().view(1)]))
 
     def _clipped_norm(self) -> Tensor:
@@ -132,7 +139,7 @@ class TorchEngine(Engine):
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Return [sum of the flow losses, number of samples] of this process's micro-batch; padding has weight 0."""
         batch = batch.to(self.device)
-        return loss_sums(self.module(batch)["each"], batch.get("weight"))
+        return loss_sums(self.module.evaluate(batch), batch.get("weight"))
 
     @torch.no_grad()
     def denoise(self, batch: Batch) -> Tensor:
@@ -150,11 +157,14 @@ class TorchEngine(Engine):
                 else:  # a counter or another table: every process holds all of it
                     shape = tuple(value.shape)
                     yield TensorPiece(f"{kind}/{name}", value.detach().view(-1), 0, shape, writer == self.rank)
+        if self.networks is not None:
+            yield from self.networks.pieces()
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""
         for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
-            yield self._piece(f"{kind}/{name}", held[name], writer, weight)
+            if name in held:
+                yield self._piece(f"{kind}/{name}", held[name], writer, weight)
 
     @cached_property
     def _writer_of(self) -> list[int]:
@@ -171,10 +181,19 @@ class TorchEngine(Engine):
         """Gather copies of tensors laid out like the weights in rank 0's host memory."""
         gathered = {}
         for name, weight in self._parameters.items():
+            if name not in held:
+                continue
             tensor = self.layout.gather(held[name], weight)
             if self.rank == 0:
                 gathered[name] = tensor.to("cpu", copy=True)
         return gathered if self.rank == 0 else None
+
+
+def draw_pass(model: TrainedModel, networks: Networks, batch: Batch, count: int) -> Batch:
+    """Return one of ``count`` micro-batches as the objective draws it, and train the objective's networks on it."""
+    drawn = model.draw(batch)
+    networks.accumulate(drawn, count)
+    return drawn
 
 
 def micro_losses(run: Callable[..., Any], batch: Batch, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
@@ -190,5 +209,9 @@ def micro_losses(run: Callable[..., Any], batch: Batch, device: torch.device) ->
 
 
 def sums_by_band(each: Tensor, t: Tensor) -> Tensor:
-    """Return the sums of sample losses by timestep band, of times with the rounding of the denoiser's input."""
-    return sum_by_band(each, (1000 * t) / 1000)
+    """Return the sums of sample losses by timestep band, of times with the rounding of the denoiser's input.
+
+    A sample with a time per token is in the band of their mean.
+    """
+    times = t if t.dim() == 1 else t.flatten(1).mean(1)
+    return sum_by_band(each, (1000 * times) / 1000)

@@ -19,16 +19,17 @@ from sd3_light.sources.records import Location
 
 @dataclass(frozen=True, slots=True)
 class SampleLocation:
-    """Where a sample's image and mask are stored, and whether probing makes a thumbnail of them."""
+    """Where a sample's images and mask are stored, and whether probing makes a thumbnail of them."""
 
     image: Location
     mask: Location | None
     with_thumbnail: bool = False
+    rejected: Location | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An image's upright size and a hash of its bytes and its mask's, or the reason why it was rejected."""
+    """An image's upright size and a hash of all bytes of its sample, or the reason why it was rejected."""
 
     width: int = 0
     height: int = 0
@@ -49,12 +50,16 @@ class DecodeTask:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why the image was rejected."""
+    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why the image was rejected.
+
+    ``worse`` are the pixels of the other image of a pair.
+    """
 
     pixels: Pixels | None = None
     mask: Pixels | None = None
     reason: str = ""
     detail: str = ""
+    worse: Pixels | None = None
 
 
 CRASHED_PROBE = Probe(reason="decoder_crashed", detail="while its header was read")
@@ -68,12 +73,12 @@ def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
 
 def _probe(location: SampleLocation) -> Probe:
     try:
-        image, mask = _read(location)
+        image, mask, worse = _read(location)
         width, height = probe(image)
         thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
-    return Probe(width, height, content_digest(image, mask), thumbnail)
+    return Probe(width, height, content_digest(image, mask, worse), thumbnail)
 
 
 def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
@@ -83,12 +88,15 @@ def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
 
 def _decode(task: DecodeTask) -> Decoded:
     try:
-        image, mask = _read(task.location)
-        if content_digest(image, mask) != task.probe.digest:
+        image, mask, worse = _read(task.location)
+        if content_digest(image, mask, worse) != task.probe.digest:
             raise Reject("changed_meanwhile")
         resize = plan(task.probe.width, task.probe.height, task.bucket)
         pixels = fit(decode(image), resize)
-        return Decoded(pixels, None if mask is None else fit_mask(decode_mask(mask), resize))
+        weights = None if mask is None else fit_mask(decode_mask(mask), resize)
+        if worse is None:
+            return Decoded(pixels, weights)
+        return Decoded(pixels, weights, worse=fit(decode(worse), plan(*probe(worse), task.bucket)))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
 
@@ -108,14 +116,18 @@ def run_on_node(work: Callable[[Sequence[Any]], list[Any]], roots: Sequence[Data
     return results
 
 
-def _read(location: SampleLocation) -> tuple[bytes, bytes | None]:
-    return location.image.read(), None if location.mask is None else location.mask.read()
+def _read(location: SampleLocation) -> tuple[bytes, bytes | None, bytes | None]:
+    """Return the bytes of image, mask and rejected image."""
+    mask, rejected = (None if other is None else other.read() for other in (location.mask, location.rejected))
+    return location.image.read(), mask, rejected
 
 
-def content_digest(image: bytes, mask: bytes | None) -> str:
+def content_digest(image: bytes, mask: bytes | None, rejected: bytes | None = None) -> str:
     """Return a hash of a sample's files; an empty mask differs from no mask."""
     digest = blake2b(len(image).to_bytes(8, "little"), digest_size=16)
     digest.update(image)
     if mask is not None:
         digest.update(b"mask" + mask)
+    if rejected is not None:
+        digest.update(b"rejected" + rejected)
     return digest.hexdigest()

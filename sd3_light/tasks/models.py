@@ -78,7 +78,6 @@ class UnitModel(TaskModel):
         module.require_transformer()
         super().__init__(module, module.transformer, module.objective)
         self._overrides_forward = type(module).forward is not DiffusionTrainingModule.forward
-        self._inputs: dict[str, Any] = {}
 
     def preparer(self, pin: bool = False) -> ItemPreparer:
         """Return what makes batches in workers; ``pin`` is for a trainer without workers."""
@@ -92,9 +91,10 @@ class UnitModel(TaskModel):
             self.dropout.forward(module.device)
         if self._overrides_forward:
             return self._own_loss(batch)
-        inputs = module.inputs(batch)
         if module.objective is not None:
-            return self._objective_losses(inputs)
+            batch = self._noisy(batch)
+            return {**super().forward(batch), "t": batch["t"]}
+        inputs = module.inputs(batch)
         each = module.losses(inputs)
         times = {"t": module.times(inputs)} if hasattr(module.loss, "times") else {}
         return {"loss": each.mean(), "each": each.detach(), **times}
@@ -107,15 +107,23 @@ class UnitModel(TaskModel):
         each: Tensor = self.module.each(samples, batch.host[POINT])
         return {"loss": each.mean(), "each": each}
 
-    def _objective_losses(self, inputs: dict[str, Any]) -> Losses:
-        self._inputs = inputs
-        batch = self.module.noisy_batch(inputs)
-        return {**super().forward(batch), "t": batch["t"]}
+    def _noisy(self, batch: Batch) -> Batch:
+        """Return what an objective reads; a batch that it has drawn is that already."""
+        module: DiffusionTrainingModule = self.module
+        return batch if "noisy" in batch.values else module.noisy_batch(module.inputs(batch))
+
+    def draw(self, batch: Batch) -> Batch:
+        """See `TrainedModel.draw`."""
+        return super().draw(self._noisy(batch))
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """See `TrainedModel.evaluate`."""
+        return super().evaluate(self._noisy(batch) if self.objective.draws else batch)
 
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
         """Run ``denoise`` on what an objective gets: noisy latents, times and the inputs of the batch."""
         with tapped(self.blocks(), taps, _image_tokens) as features:
-            velocity = self.module.denoise(batch["noisy"], batch["t"], {**self._inputs, **batch.values})
+            velocity = self.module.denoise(batch["noisy"], batch["t"], {**batch.host, **batch.values})
         return Prediction(velocity, features)
 
 

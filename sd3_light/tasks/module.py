@@ -5,7 +5,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
@@ -18,6 +17,7 @@ from sd3_light.export.trainable import put_adapter
 from sd3_light.flow.losses import FlowMatchSFTLoss
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import FixedTime
+from sd3_light.model.adapter_layers import without_adapter
 from sd3_light.model.device_copy import to_device
 from sd3_light.model.lora_layers import target_layers
 from sd3_light.model.quantized import quantize_base
@@ -195,13 +195,14 @@ class DiffusionTrainingModule(ModuleHelpers):
         return self.loss.at_fixed_times() if isinstance(inputs[POINT], FixedTime) else self.loss
 
     def noisy_batch(self, inputs: Values) -> Batch:
-        """Return what an `Objective` reads: the inputs that are tensors, noisy latents, times and targets."""
+        """Return what an `Objective` reads: noisy latents, times, targets and inputs; ``host`` has what is no tensor."""
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in inputs.items() if name not in tensors}
         clean = inputs[self.loss.latents].float()
         noise = inputs["noise"].float()
         t = self.times(inputs)
         values = {**tensors, "noisy": interpolate(clean, noise, t), "t": t, "target": velocity(clean, noise)}
-        return Batch(len(clean), values)
+        return Batch(len(clean), values, others)
 
     def _denoise(self, noisy: Tensor, t: Tensor, inputs: Values) -> Tensor:
         with as_user_error(f"denoise of {type(self).__name__}"):
@@ -323,17 +324,3 @@ class DiffusionTrainingModule(ModuleHelpers):
             raise UserError("this loss compares with the model before training; train an adapter (train_adapter)")
         with without_adapter(self.transformer), torch.no_grad():
             return self._denoise(noisy, t, inputs)
-
-
-@contextmanager
-def without_adapter(transformer: nn.Module) -> Iterator[None]:
-    """Disable the adapter inside the block."""
-    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
-    assert layers, "no adapter"
-    for layer in layers:
-        layer._disable_adapters = True  # `enable_adapters` would change what requires gradients
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False

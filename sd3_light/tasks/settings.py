@@ -39,6 +39,7 @@ class EngineSettings:
     gradient_accumulation_steps: int
     parallel: str
     zero_stage: int
+    pipeline_stages: int = 1
 
 
 class TaskSettings(Table):

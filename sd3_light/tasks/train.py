@@ -23,6 +23,7 @@ from sd3_light.checkpoint.requests import SIGNALS, RunRequests
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
 from sd3_light.config.schema_tables import MonitoringConfig
+from sd3_light.core.model import of_denoiser
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import accelerated, launch_from_accelerator
 from sd3_light.engines.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
@@ -57,6 +58,7 @@ from sd3_light.train.driver import Driver, HookSchedule, RunHooks
 from sd3_light.train.idle import DeviceGaps, IdleAdvice, watch_updates
 from sd3_light.train.loop import Run, every
 from sd3_light.train.meter import Meter
+from sd3_light.train.teacher import start_of_adapter, teach_by_average
 
 _DAMAGED_REMEDY = "restore one from a copy, or choose another output_path"
 
@@ -179,6 +181,8 @@ def _make_driver(
     )
     _prepare_module(module, settings, launch, running is not None and running.mixed_precision == "bf16", stack)
     engine = _make_engine(module, settings.engine_settings(micro_batches), launch, device, running, groups)
+    averages = Averages(of_denoiser(engine.weights), settings.ema_table)
+    teach_by_average(module, engine, averages)
     read = any_item_of if isinstance(module, CustomForward) else item_of
     batches = TaskBatches(dataset, samples, launch, micro_batches, read)
     preparer = module.preparer(device.type == "cuda" and not settings.num_workers)
@@ -191,9 +195,9 @@ def _make_driver(
         samples_in=samples.order.batch_size,
         learning_rate=lambda step: learning_rate(step, total, settings.learning_rate, settings),
         total_steps=total,
-        averages=Averages(engine.weights, settings.ema_table),
+        averages=averages,
         requests=RunRequests(folder if launch.is_main else None, group=groups.control),
-        begin_step=module.dropout.begin if module.dropout is not None else lambda step: None,
+        begin_step=module.begin,
         steps_per_epoch=steps_per_epoch,
         max_nonfinite_steps=settings.max_nonfinite_steps,
         logging_steps=settings.logging_steps,
@@ -311,6 +315,10 @@ def _prepare_module(
     stack.enter_context(module.fixed_units())
     if module.adapter is not None and module.adapter.dropout > 0:
         model.dropout = AdapterDropout(module.transformer, settings.seed, launch.rank)
+    if module.objective is not None and module.objective.teacher not in (None, "average"):
+        if module.objective.teacher != "start" or module.adapter is None:
+            raise UserError('the objective\'s teacher is not "average" or "start"; the start needs train_adapter(...)')
+        model.teacher = start_of_adapter(model)
     if module.adapter is not None and bf16:
         cast_frozen_linears(module.transformer, torch.bfloat16)
 

@@ -50,12 +50,19 @@ def make_engine(
 ) -> Engine:
     """Return the engine for ``pipeline_stages`` and ``zero_stage``; all processes must call it together.
 
-    ZeRO 0 and 1 run a model with layers as a pipeline, of one stage or more; otherwise the module runs as a whole.
+    ZeRO 0 and 1 run a model with layers as a pipeline, of one stage or more, unless its objective needs the whole
+    module at once. Otherwise the module runs as a whole.
     """
+    whole = module.objective.why_whole()
+    if whole is not None and (config.pipeline_stages > 1 or config.zero_stage == 0):
+        layout = "pipeline stages do" if config.pipeline_stages > 1 else "ZeRO 0 does"
+        raise UserError(
+            f"the objective has {whole}, which {layout} not run; write pipeline_stages = 1 and zero_stage = 1, 2 or 3"
+        )
     from sd3_light.engines.deepspeed.runtime import prepare
 
     prepare(launch, device)
-    if module.has_layers and config.zero_stage < 2:
+    if module.has_layers and config.zero_stage < 2 and whole is None:
         from sd3_light.engines.deepspeed.pipeline import PipelineEngine
 
         table = cast(TrainConfig, config)
