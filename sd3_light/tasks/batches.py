@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.data.loader import PipelineDataLoader
-from sd3_light.data.order import Order, Segment, build_order, rank_slice
+from sd3_light.data.order import WINDOW, Order, Segment, build_order, rank_slice
 from sd3_light.data.stream import CachedBatch
 from sd3_light.engines import Launch
 from sd3_light.engines.errors import as_user_error
@@ -20,25 +20,36 @@ from sd3_light.tasks.prepare import SAMPLES, STORED, ItemPreparer, SamplePrepare
 
 
 class SampleOrder:
-    """The indices of a dataset by bucket, and the order in which they are seen."""
+    """The indices of a dataset by bucket, and the order in which they are seen.
+
+    ``window``: samples are shuffled within so many shards of processed data, so that a step reads few of them.
+    """
 
     def __init__(
-        self, dataset: Dataset[Any], seed: int, global_batch: int, bucket_of: Callable[[int], Hashable] | None = None
+        self,
+        dataset: Dataset[Any],
+        seed: int,
+        global_batch: int,
+        bucket_of: Callable[[int], Hashable] | None = None,
+        window: int | None = None,
     ) -> None:
         bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
-        buckets: dict[Hashable, list[int]] = {}
+        segment_of: Callable[[int], Hashable] = (lambda index: None) if window is None else dataset.segment_of  # type: ignore[attr-defined]
+        buckets: dict[Hashable, dict[Hashable, list[int]]] = {}
         for index in range(length_of(dataset)):
             with as_user_error(f"bucket_of({index})", "return a name or number for every index"):
-                buckets.setdefault(None if bucket_of is None else bucket_of(index), []).append(index)
-        self.buckets = [buckets[key] for key in sorted(buckets, key=repr)]
-        self.order: Order = build_order(seed, [([Segment(len(bucket))], global_batch) for bucket in self.buckets])
+                bucket = buckets.setdefault(None if bucket_of is None else bucket_of(index), {})
+            bucket.setdefault(segment_of(index), []).append(index)
+        self.buckets = [list(buckets[key].values()) for key in sorted(buckets, key=repr)]
+        segments = [([Segment(len(segment)) for segment in bucket], global_batch) for bucket in self.buckets]
+        self.order: Order = build_order(seed, segments, window or WINDOW)
 
     def picks(self, step: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (index, epoch, repeat) of the samples ``start`` to ``stop`` of a step's global batch."""
         picks = self.order.picks(step, start, stop)
-        positions, repeats = picks.index.tolist(), picks.repeat.tolist()
         bucket = self.buckets[picks.bucket]
-        return [(bucket[at], picks.epoch, repeat) for at, repeat in zip(positions, repeats, strict=True)]
+        rows = zip(picks.segment.tolist(), picks.index.tolist(), picks.repeat.tolist(), strict=True)
+        return [(bucket[segment][at], picks.epoch, repeat) for segment, at, repeat in rows]
 
 
 def length_of(dataset: Any) -> int:

@@ -195,7 +195,7 @@ class DiffusionTrainingModule(ModuleHelpers):
         return self.loss.at_fixed_times() if isinstance(inputs[POINT], FixedTime) else self.loss
 
     def noisy_batch(self, inputs: Values) -> Batch:
-        """Return what an `Objective` reads: noisy latents, times, targets and inputs; ``host`` has what is no tensor."""
+        """Return what an `Objective` reads: noisy latents, times, targets and inputs; ``host`` has other values."""
         tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
         others = {name: value for name, value in inputs.items() if name not in tensors}
         clean = inputs[self.loss.latents].float()

@@ -61,6 +61,7 @@ class TaskSettings(Table):
     max_steps: Count | None = None
     batch_size: Count = 1
     bucket_of: Annotated[Callable[[int], Hashable], _FUNCTION] | None = None
+    shuffle_window: Count | None = None
     gradient_accumulation_steps: Count | None = None
     gradient_clipping: NotNegative = 1.0
     lr_scheduler: Literal["constant", "linear", "cosine", "step"] = "constant"

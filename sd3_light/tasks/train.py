@@ -176,9 +176,8 @@ def _make_driver(
     groups = start_process_group(launch, device, 600.0, all_write)
     groups.decide_on_rank_0(lambda: _check_start(dataset, module, folder, settings, stack))
     micro_batches = _accumulation_steps(accelerator, settings)
-    samples = SampleOrder(
-        dataset, settings.seed, settings.batch_size * micro_batches * launch.world, settings.bucket_of
-    )
+    batch = settings.batch_size * micro_batches * launch.world
+    samples = SampleOrder(dataset, settings.seed, batch, settings.bucket_of, settings.shuffle_window)
     _prepare_module(module, settings, launch, running is not None and running.mixed_precision == "bf16", stack)
     engine = _make_engine(module, settings.engine_settings(micro_batches), launch, device, running, groups)
     averages = Averages(of_denoiser(engine.weights), settings.ema_table)
@@ -297,6 +296,8 @@ def _check_start(dataset: Any, module: TaskModel, folder: Path, settings: TaskSe
         raise UserError(
             f"{folder} holds a task ({newest.name}); continue it with resume=True, or choose another output_path"
         )
+    if settings.shuffle_window is not None and not hasattr(dataset, "segment_of"):
+        raise UserError("shuffle_window is a number of shards of a ProcessedDataset; leave it out for other datasets")
     if settings.eval_dataset is not None:
         length_of(settings.eval_dataset)
     if isinstance(dataset, ProcessedDataset) and isinstance(module, UnitModel):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sd3_light.config.faults import RESUMABLE
 from sd3_light.runlog import read_log
-from sd3_light.tasks import ModelLogger, launch_training_task
+from sd3_light.tasks import ModelLogger, launch_data_process_task, launch_training_task
 from tests.distributed.custom_forward_script import SETTINGS
 from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.toy import Images, Toy
@@ -66,8 +66,13 @@ def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
         assert (tmp_path / "two" / "samples" / "step-00000002.png").is_file()
     if stage != "process":
         return
-    views = {path.parent.name: path.stem for path in (tmp_path / "two" / "processed").glob("[01]/*.json")}
-    assert set(views) == {"0", "1"}, "each process writes its part"
+    launch_data_process_task(None, Images(), Toy(), ModelLogger(tmp_path / "processed"), num_workers=0, shard_size=2)
+    shards = [
+        {path.name: path.read_bytes() for path in (out / "shards").glob("*.safetensors")}
+        for out in (tmp_path / "two" / "processed", tmp_path / "processed")
+    ]
+    assert len(shards[0]) == 4
+    assert shards[0] == shards[1], "two processes build the shards of one"
 
 
 def test_two_processes_finish_again_and_stop_together(tmp_path: Path) -> None:

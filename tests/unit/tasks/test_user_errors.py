@@ -341,7 +341,14 @@ def test_bad_data_for_processing(tmp_path: Path) -> None:
     assert "sample 5: the dataset raised" in error_of(lambda: process(tmp_path / "a", data=Damaged()))
     assert "the dataset is empty" in error_of(lambda: process(tmp_path / "b", data=[]))
     process(tmp_path / "c")
-    (tmp_path / "c" / "0" / "3.json").write_text("{")
-    assert len(process(tmp_path / "c")) == 6, "a sample with a damaged view is computed again"
+    (note,) = (tmp_path / "c" / "shards").glob("*.json")
+    note.write_text("{")
+    runs = Encode.runs
+    assert len(process(tmp_path / "c")) == 6
+    assert Encode.runs - runs == 6, "samples of a shard with a damaged entry are computed again"
+    (table,) = (tmp_path / "c" / "shards").glob("*.arrow")
+    table.write_bytes(b"ARROW1")
+    assert len(process(tmp_path / "c")) == 6
+    assert Encode.runs - runs == 12
     (tmp_path / "c" / "manifest.json").write_text("{")
     assert "manifest.json is damaged" in error_of(lambda: ProcessedDataset(tmp_path / "c"))

@@ -143,7 +143,8 @@ def main(out: str, stage: str) -> None:
     assert accelerator is None or accelerator.num_processes == 2
     data: Any = Images()
     if stage == "process":
-        launch_data_process_task(accelerator, data, Toy(), ModelLogger(Path(out, "processed")), num_workers=0)
+        logger = ModelLogger(Path(out, "processed"))
+        launch_data_process_task(accelerator, data, Toy(), logger, num_workers=0, shard_size=2)
         data = ProcessedDataset(Path(out, "processed"))
     settings: dict[str, Any] = {"batch_size": 2, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9}
     if stage == "deepspeed":
