@@ -8,7 +8,6 @@ import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file
-from sd3_light.sample.scheduler import folder_scheduler
 from torch import Tensor
 
 from sd3_light.config import AdapterConfig
@@ -20,6 +19,7 @@ from sd3_light.export.lora_file import names_of_file, read_lora
 from sd3_light.export.of_run import model_config
 from sd3_light.export.proof_process import denoise, make_pipeline, sample_image
 from sd3_light.families.base import StockFamily
+from sd3_light.flow.scheduler import folder_scheduler
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.folder import pipeline_settings
 from sd3_light.model.loading import load_diffusers_model

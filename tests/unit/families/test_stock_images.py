@@ -1,10 +1,8 @@
 """Images of every stock family: our loop against its pipeline, bit for bit."""
 
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
@@ -31,15 +29,6 @@ LENGTHS = {
 PROMPTS = ["a red fox", "two cats on a mat"]
 SEEDS = [3, 4]
 STEPS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cleaning() -> Iterator[None]:
-    """PRX cleans captions with a package that may be missing here."""
-    with pytest.MonkeyPatch.context() as patch:
-        same = SimpleNamespace(fix_text=lambda text: text)
-        patch.setattr(sys.modules[diffusers.PRXPipeline.__module__], "ftfy", same, raising=False)
-        yield
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
