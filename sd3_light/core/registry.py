@@ -19,6 +19,7 @@ _FAMILIES = {
     "prx": "sd3_light.families.prx:PRX",
     "qwen_image": "sd3_light.families.qwen_image:QwenImage",
     "sana": "sd3_light.families.sana:Sana",
+    "wan": "sd3_light.families.wan:Wan",
     "z_image": "sd3_light.families.z_image:ZImage",
 }
 """`model.type` -> where its class is."""
@@ -37,6 +38,8 @@ _CLASSES = {
     "QwenImageTransformer2DModel": "qwen_image",
     "SanaPipeline": "sana",
     "SanaTransformer2DModel": "sana",
+    "WanPipeline": "wan",
+    "WanTransformer3DModel": "wan",
     "ZImagePipeline": "z_image",
     "ZImageTransformer2DModel": "z_image",
 }
