@@ -94,6 +94,10 @@ class Family(ABC):
     def fast_blocks(self) -> FastBlocks | None:
         """The family's own kernels; None if it has none."""
 
+    def frame_step(self, folder: Path) -> int | None:
+        """Return s if the clips that a model folder's VAE encodes have s·n + 1 frames; None: it has images only."""
+        return None
+
     @abstractmethod
     def cost(self, start: WeightsStart, model: ModelConfig) -> Cost:
         """Return the cost of training the denoiser of ``start``."""

@@ -7,28 +7,40 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, BinaryIO
 
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.sources.access import exists
-from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.buckets import Bucket, ResizePlan, plan
 from sd3_light.sources.preprocess import Pixels, Reject, decode, decode_mask, fit, fit_mask, make_thumbnail, probe
-from sd3_light.sources.records import Location
+from sd3_light.sources.records import Location, open_location
+from sd3_light.sources.video import count_frames, decode_video, is_video
+
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLocation:
-    """Where a sample's image and mask are stored, and whether probing makes a thumbnail of them."""
+    """Where a sample's image and mask are stored, and whether probing makes a thumbnail of them.
+
+    The image may be a video: probing counts its frames at the rate ``fps`` (0: its own), or takes it for an image if
+    that is None.
+    """
 
     image: Location
     mask: Location | None
     with_thumbnail: bool = False
+    fps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An image's upright size and a hash of its bytes and its mask's, or the reason why it was rejected."""
+    """An image's upright size and a hash of its bytes and its mask's, or the reason why it was rejected.
+
+    A video has ``frames`` at the rate ``fps`` (0: its own), which is part of the hash; an image has none. Videos are
+    not compared by thumbnails: different ones may start alike.
+    """
 
     width: int = 0
     height: int = 0
@@ -36,6 +48,8 @@ class Probe:
     thumbnail: bytes = b""
     reason: str = ""
     detail: str = ""
+    frames: int = 0
+    fps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +63,10 @@ class DecodeTask:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why the image was rejected."""
+    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why the image was rejected.
+
+    A clip of several frames has pixels [frames, height, width, 3].
+    """
 
     pixels: Pixels | None = None
     mask: Pixels | None = None
@@ -68,12 +85,39 @@ def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
 
 def _probe(location: SampleLocation) -> Probe:
     try:
-        image, mask = _read(location)
+        if location.fps is None:
+            image, mask = _read(location)
+        else:
+            with open_location(location.image) as file:
+                if is_video(file):
+                    return _probe_video(location, file, location.fps)
+                image = file.read()
+            mask = _read_mask(location)
         width, height = probe(image)
         thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
+    except OSError as error:
+        return Probe(reason="unreadable", detail=str(error))
     return Probe(width, height, content_digest(image, mask), thumbnail)
+
+
+def _probe_video(location: SampleLocation, file: BinaryIO, fps: float) -> Probe:
+    size = count_frames(file, fps or None)
+    return Probe(size.width, size.height, _video_digest(location, file, fps), frames=size.frames, fps=fps)
+
+
+def _video_digest(location: SampleLocation, file: BinaryIO, fps: float) -> str:
+    """Return a hash of a video, its rate and its mask."""
+    digest = blake2b(f"video at {fps!r}".encode(), digest_size=16)
+    file.seek(0)
+    while piece := file.read(_PIECE):
+        digest.update(piece)
+    file.seek(0)
+    mask = _read_mask(location)
+    if mask is not None:
+        digest.update(b"mask" + mask)
+    return digest.hexdigest()
 
 
 def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
@@ -82,15 +126,30 @@ def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
 
 
 def _decode(task: DecodeTask) -> Decoded:
+    resize = plan(task.probe.width, task.probe.height, task.bucket)
     try:
+        if task.probe.frames:
+            return _decode_video(task, resize)
         image, mask = _read(task.location)
         if content_digest(image, mask) != task.probe.digest:
             raise Reject("changed_meanwhile")
-        resize = plan(task.probe.width, task.probe.height, task.bucket)
         pixels = fit(decode(image), resize)
         return Decoded(pixels, None if mask is None else fit_mask(decode_mask(mask), resize))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
+    except OSError as error:
+        return Decoded(reason="unreadable", detail=str(error))
+
+
+def _decode_video(task: DecodeTask, resize: ResizePlan) -> Decoded:
+    location = task.location
+    with open_location(location.image) as file:
+        if _video_digest(location, file, task.probe.fps) != task.probe.digest:
+            raise Reject("changed_meanwhile")
+        pixels = decode_video(file, resize, task.bucket.frames, task.probe.fps or None)
+    mask = _read_mask(location)
+    weights = None if mask is None else fit_mask(decode_mask(mask), resize)
+    return Decoded(pixels[0] if task.bucket.frames == 1 else pixels, weights)
 
 
 class NodeError(UserError):
@@ -109,7 +168,11 @@ def run_on_node(work: Callable[[Sequence[Any]], list[Any]], roots: Sequence[Data
 
 
 def _read(location: SampleLocation) -> tuple[bytes, bytes | None]:
-    return location.image.read(), None if location.mask is None else location.mask.read()
+    return location.image.read(), _read_mask(location)
+
+
+def _read_mask(location: SampleLocation) -> bytes | None:
+    return None if location.mask is None else location.mask.read()
 
 
 def content_digest(image: bytes, mask: bytes | None) -> str:
