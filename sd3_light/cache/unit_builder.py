@@ -14,7 +14,7 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import MASK, SMALLEST, Bucket, Column
+from sd3_light.core.columns import MASK, OPTIONAL, REJECTED, SMALLEST, Bucket, Column, with_pairs
 from sd3_light.core.encoding import Encoders, Tokens
 from sd3_light.core.registry import family_of
 from sd3_light.data.cache_plan import Member, Unit, decode_task
@@ -54,6 +54,7 @@ class UnitInProgress:
         batch = self.members[self.num_decoded : self.num_decoded + len(images)]
         self.num_decoded += len(images)
         pixels = []
+        worse = []
         for member, image in zip(batch, images, strict=True):
             if image.pixels is None:
                 self.rejected.append(reject_line(member.row.key, image.reason, image.detail, member.row.image))
@@ -62,9 +63,13 @@ class UnitInProgress:
             # a copy: the mask of a Ray task refers to memory that also holds the pixels
             self.masks.append(None if image.mask is None else image.mask.copy())
             pixels.append(image.pixels)
+            if image.worse is not None:
+                worse.append(image.worse)
         if pixels:
             for name, values in parts.encode_images(np.stack(pixels), self.unit.flip).items():
                 self.images.setdefault(name, []).append(values)
+            for name, values in parts.encode_images(np.stack(worse), self.unit.flip).items() if worse else ():
+                self.images.setdefault(f"{name}.{REJECTED}", []).append(values)
             self.vae_dtype = str(parts.vae_dtype).removeprefix("torch.")
 
     @property
@@ -158,10 +163,10 @@ def empty_content(parts: Encoders, model: ModelConfig) -> ShardContent:
     text = parts.encode_captions([""])
     parts.synchronize()
     columns = _columns(model, SMALLEST)
-    images = [column for column in columns if not column.per_caption and column.reads != MASK]
+    images = [column for column in columns if not column.per_caption and column.reads not in OPTIONAL]
     blank = {column.name: torch.zeros(1, 1, *column.shape, dtype=getattr(torch, column.dtype)) for column in images}
     return ShardContent(columns, torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([0]), blank | text)
 
 
 def _columns(model: ModelConfig, bucket: Bucket) -> tuple[Column, ...]:
-    return family_of(model).columns(model, model.diffusers_path, bucket)
+    return with_pairs(family_of(model).columns(model, model.diffusers_path, bucket))

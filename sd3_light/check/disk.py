@@ -12,6 +12,7 @@ from sd3_light.config.base import DataLocation
 from sd3_light.config.cross_checks import negative_prompts
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
+from sd3_light.config.schema_objective import TERM_FAMILIES
 from sd3_light.core.registry import family_of, starting_weights
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.data.manifest import MANIFEST, Manifest
@@ -46,7 +47,8 @@ def check_disk(
     start = checks.start() if with_size else None
     checks.add_all(checks.family.checks.encoder_faults(checks.model, start))
     if start is not None:
-        checks.add_all(checks.family.checks.key_faults(checks.model, start))
+        checks.add_all(checks.family.checks.key_faults(checks.train, start))
+        checks.objective()
         checks.adapter(start)
         checks.sampling(start)
         checks.continued_values()
@@ -103,6 +105,17 @@ class _DiskChecks:
             self.add("optimizer.type", f"needs {record.package}, which is not installed", hint=hint)
 
     # --- the model ----------------------------------------------------------------------------
+
+    def objective(self) -> None:
+        """Check that the family has the terms of the objective, and a teacher's folder a denoiser of the family."""
+        for name, (families, reason) in TERM_FAMILIES.items():
+            if name in self.train.terms.tables() and self.family.name not in families:
+                key = name if self.train.objective is None else f"objective.{name}"
+                self.add(key, f"{self.family.title} does not have this term: {reason}", hint="remove it")
+        folder = self.train.terms.teacher
+        if isinstance(folder, Path):
+            with self.user_errors_of("objective.dpo.teacher", folder):
+                self.family.weights.require(denoiser_folder(folder))
 
     def fast_blocks(self) -> None:
         """Check that the family has the kernels that the config requires."""
@@ -245,11 +258,11 @@ class _DiskChecks:
 
 
 def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataLocation]]:
-    sources = {key: getattr(directory, key) for key in ("path", "mask_path", "default_mask_file")}
+    sources = {key: getattr(directory, key) for key in ("path", "mask_path", "default_mask_file", "rejected")}
     for key, url in sources.items():
         if isinstance(url, str) and (problem := _url_problem(url)):
             yield key, problem, url
-    path, masks, mask = (None if isinstance(source, str) else source for source in sources.values())
+    path, masks, mask, rejected = (None if isinstance(source, str) else source for source in sources.values())
     is_container = path is not None and path.is_file() and path.suffix.lower() in CONTAINERS
     if path is not None and path.exists() and not path.is_dir() and not is_container:
         yield "path", "neither a folder nor a .tar or .parquet file", path
@@ -257,7 +270,9 @@ def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataL
         yield "mask_path", "not a folder (use default_mask_file for one mask for all)", masks
     if mask is not None and mask.exists() and not mask.is_file():
         yield "default_mask_file", "not a file", mask
-    for key, source in (("path", path), ("mask_path", masks), ("default_mask_file", mask)):
+    if rejected is not None and rejected.exists() and not rejected.is_dir():
+        yield "rejected", "not a folder", rejected
+    for key, source in zip(sources, (path, masks, mask, rejected), strict=True):
         if source is not None and not source.exists():
             yield key, "no such file or folder", source
         elif source is not None and not os.access(source, os.R_OK | (os.X_OK if source.is_dir() else 0)):

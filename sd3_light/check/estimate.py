@@ -19,7 +19,7 @@ from sd3_light.config import (
 )
 from sd3_light.core.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.core.checks import ModelFact
-from sd3_light.core.columns import Column
+from sd3_light.core.columns import Column, with_pairs
 from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
@@ -183,6 +183,8 @@ class _Estimator:
     """Bytes of the cache in GPU memory."""
     shapes: int = 1
     """Shapes of micro-batches."""
+    paired: bool = False
+    """Whether the dataset has rejected images."""
 
     @property
     def replicas(self) -> int:
@@ -200,10 +202,11 @@ class _Estimator:
     ) -> DatasetEstimate:
         """Estimate a dataset; an evaluation set always ``streams``."""
         counts = count_samples(dataset, self.train.seed)
-        cache = self.cache(counts, dataset.directories)
+        estimator = replace(self, paired=any(directory.rejected for directory in dataset.directories))
+        cache = estimator.cache(counts, dataset.directories)
         on_device = self.train.residence == "device" and not streams
         shapes = sum(map(_num_shapes, counts.buckets.values()))
-        estimator = replace(self, resident=cache.value if on_device else 0, shapes=shapes)
+        estimator = replace(estimator, resident=cache.value if on_device else 0, shapes=shapes)
         images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
         captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
         rows = [
@@ -240,11 +243,13 @@ class _Estimator:
         order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
         tokens = self.cost.tokens(bucket)
         adapter = self.train.adapter is not None
-        flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter)
+        flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter, self.train.terms)
         samples = sum(count.samples for count in counts)
         masked = any(count.masked for count in counts)
         columns = self.columns(bucket)
         prepared = family_of(self.train.model).prepared_columns(self.train.model, columns)
+        if self.paired and self.train.terms.dpo is not None:
+            prepared = with_pairs(prepared)
         return BucketEstimate(
             bucket=bucket,
             resolution=resolution,
@@ -265,7 +270,9 @@ class _Estimator:
 
     def columns(self, bucket: Bucket) -> tuple[Column, ...]:
         """Return the columns of the cache."""
-        return family_of(self.train.model).columns(self.train.model, self.train.model.diffusers_path, bucket)
+        model = self.train.model
+        columns = family_of(model).columns(model, model.diffusers_path, bucket)
+        return with_pairs(columns) if self.paired else columns
 
     def cache(self, counts: SampleCounts, directories: tuple[DirectoryConfig, ...]) -> Amount:
         """Return the bytes of the cache's shards; each resolution has its own copy of the captions' features."""

@@ -231,6 +231,9 @@ class DirectoryConfig(DatasetDefaults):
     """Folder of masks; a mask has the name of its image."""
     default_mask_file: TomlLocation | None = None
     """Mask for images without one."""
+    rejected: TomlLocation | None = None
+    """Folder of worse images of the same captions, for `[objective.dpo]`; each has the name of its image. An image
+    without one is left out. All directories have them, or none."""
 
 
 class DatasetFile(DatasetDefaults):

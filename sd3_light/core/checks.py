@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sd3_light.config import Fault, ModelConfig
+from sd3_light.config import Fault, ModelConfig, TrainConfig
 from sd3_light.core.start import WeightsStart
 
 
@@ -34,8 +34,8 @@ class ModelChecks(ABC):
         """Yield what is wrong with text encoders and VAE, alone and for the denoiser, if that is known."""
 
     @abstractmethod
-    def key_faults(self, model: ModelConfig, start: WeightsStart) -> Iterator[Fault]:
-        """Yield the keys of [model] that do not describe the weights."""
+    def key_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
+        """Yield the keys of [model] and [objective] that do not describe the weights."""
 
     @abstractmethod
     def largest_side(self, start: WeightsStart) -> int | None:

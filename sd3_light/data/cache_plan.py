@@ -53,7 +53,7 @@ _UNITS_PER_BATCH = 64
 _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
-_IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "num_repeats", "caption_weights"}
+_IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "rejected", "num_repeats", "caption_weights"}
 
 
 @dataclass(frozen=True)

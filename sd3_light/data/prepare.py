@@ -6,7 +6,7 @@ Everything is drawn per sample (law 1), so the same rows give the same batch in 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ from sd3_light.randomness import fill_normals, first_words, occurrence_words, st
 
 Occurrences = NDArray[np.int64]
 """The `randomness.occurrence_words` of a batch's samples."""
+_OTHERS = "moments."
+"""Begins the names of columns with the latents of other images of a sample."""
 Draw = Callable[[tuple[int, ...]], Tensor]
 """Shape of a sample -> standard normals of the batch."""
 
@@ -43,11 +45,15 @@ class Conditioning(NamedTuple):
 
 @dataclass(frozen=True)
 class FlowPreparer(Preparer, ABC):
-    """Turns cached rows into batches. Small: workers get a copy."""
+    """Turns cached rows into batches. Small: workers get a copy.
+
+    ``reads`` are the columns and draws that an objective reads beside those of the family: see `Objective`.
+    """
 
     seed: int
     model: ModelConfig
     scale: LatentScale
+    reads: tuple[str, ...] = field(default=(), kw_only=True)
 
     @abstractmethod
     def condition(
@@ -134,6 +140,8 @@ class FlowPreparer(Preparer, ABC):
         if not is_evaluation:
             values |= self.image_draws(occurrences, moments.shape)
         values["words"] = torch.from_numpy(occurrences).view(torch.int32)
+        # an evaluation set may lack them
+        values |= {name: batch[name] for name in self.columns if name in batch or not is_evaluation}
         return Batch(len(moments), values, dict(conditioning.host)).with_values({"mask": batch.get("mask")})
 
     def _noisy(self, clean: Batch, noise: Draw, posterior: Draw | None) -> Batch:
@@ -142,16 +150,36 @@ class FlowPreparer(Preparer, ABC):
         shape = self.scale.latent_shape(moments.shape)
         drawn = noise(shape)
         sample = posterior if self.scale.has_distribution else None
-        latent = self.scale.draw(moments, None if sample is None else sample(shape))
-        rest = clean.with_values({}, without=("moments", "words", "mask"))
+        deviation = None if sample is None else sample(shape)
+        latent = self.scale.draw(moments, deviation)
+        others = [name for name in self.columns if name.startswith(_OTHERS) and name in clean.values]
+        unread = () if "words" in self.reads else ("words",)
+        rest = clean.with_values({}, without=("moments", "mask", *unread, *others))
         values = {"noisy": interpolate(latent, drawn, clean["t"]), **rest.values, "target": velocity(latent, drawn)}
+        for name in others:  # with the draws of the sample's own latents
+            other = self.scale.draw(clean[name], deviation)
+            values[name.replace("moments", "noisy")] = interpolate(other, drawn, clean["t"])
+            values[name.replace("moments", "target")] = velocity(other, drawn)
         return replace(clean, values=values).with_values({"mask": None if mask is None else _mask_weights(mask)})
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns among what the objective reads."""
+        return tuple(name for name in self.reads if name != "words")
 
     def _normals(self, purpose: str, occurrences: Occurrences, shape: tuple[int, ...]) -> Tensor:
         values = np.empty((len(occurrences), *shape), dtype=np.float32)
         for at, draw in enumerate(streams(self.seed, purpose, occurrences)):
             fill_normals(draw, values[at])
         return torch.from_numpy(values)
+
+
+def with_columns(preparer: Preparer, reads: tuple[str, ...]) -> Preparer:
+    """Return a preparer whose batches have what an objective reads."""
+    if not reads:
+        return preparer
+    assert isinstance(preparer, FlowPreparer), type(preparer)
+    return replace(preparer, reads=reads)
 
 
 def token_grid(shape: torch.Size) -> tuple[int, int]:

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 from safetensors import SafetensorError
 
-from sd3_light.core.columns import CAPTION, INDEX, MASK, ROWS, Column
+from sd3_light.core.columns import INDEX, MASK, OPTIONAL, ROWS, Column, reads_caption
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.files import atomic_file, file_sha256, write_atomically
 from sd3_light.inputs import require_regular
@@ -37,7 +37,7 @@ CaptionFeatures = dict[str, "Tensor"]
 
 @dataclass(frozen=True)
 class ShardContent:
-    """The tensors of a shard; ``values`` are those of its columns, named as in the file. Masks may be absent."""
+    """The tensors of a shard; ``values`` are those of its columns, named as in the file, `OPTIONAL` ones if present."""
 
     columns: Sequence[Column]
     sample_id: "Tensor"
@@ -47,8 +47,8 @@ class ShardContent:
 
     @property
     def present(self) -> list[Column]:
-        """The columns that the shard has: all but those of absent masks."""
-        return [column for column in self.columns if column.reads != MASK or column.name in self.values]
+        """The columns that the shard has: all but absent optional ones."""
+        return [column for column in self.columns if column.reads not in OPTIONAL or column.name in self.values]
 
     def tensors(self) -> "dict[str, Tensor]":
         """Return all tensors by their names in the file. They must be those of the columns."""
@@ -120,11 +120,11 @@ def _stored_column(name: str, tensors: Mapping[str, StoredTensor], reads: Any, r
         raise TypeError(f"its metadata does not say what {name!r:.80} reads")
     first = _leading_dimensions(reads)
     tensor = _require(tensors, name + ROWS if ragged else name, lambda tensor: len(tensor.shape) >= first)
-    if ragged and reads != CAPTION:
+    if ragged and not reads_caption(reads):
         raise ValueError(f"{name + ROWS} reads the {reads:.80}, and only captions differ in length")
     if reads == MASK:
         _require(tensors, name, lambda tensor: (tensor.dtype, len(tensor.shape)) == ("U8", 3))
-    elif reads != CAPTION:
+    elif not reads_caption(reads):
         _require(tensors, name, lambda tensor: tensor.shape[1] in (1, 2))  # variants
     shape = ((0,) if ragged else ()) + tensor.shape[first:]
     return Column(name, reads, DTYPES[tensor.dtype].torch_name, shape, (), ragged)
@@ -141,7 +141,7 @@ def _require(tensors: Mapping[str, StoredTensor], name: str, condition: Callable
 
 def _leading_dimensions(reads: str) -> int:
     """Return how many dimensions of a column's tensor precede those of a row: samples and variants, or one."""
-    return 1 if reads in (CAPTION, MASK) else 2
+    return 1 if reads == MASK or reads_caption(reads) else 2
 
 
 def write_files(

@@ -22,7 +22,7 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SampleLocation:
-    """Where a sample's image and mask are stored, and whether probing makes a thumbnail of them.
+    """Where a sample's images and mask are stored, and whether probing makes a thumbnail of them.
 
     The image may be a video: probing counts its frames at the rate ``fps`` (0: its own), or takes it for an image if
     that is None.
@@ -31,12 +31,13 @@ class SampleLocation:
     image: Location
     mask: Location | None
     with_thumbnail: bool = False
+    rejected: Location | None = None
     fps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An image's upright size and a hash of its bytes and its mask's, or the reason why it was rejected.
+    """An image's upright size and a hash of all bytes of its sample, or the reason why it was rejected.
 
     A video has ``frames`` at the rate ``fps`` (0: its own), which is part of the hash; an image has none. Videos are
     not compared by thumbnails: different ones may start alike.
@@ -65,13 +66,15 @@ class DecodeTask:
 class Decoded:
     """Pixels [height, width, 3] and the mask at latent resolution, or the reason why the image was rejected.
 
-    A clip of several frames has pixels [frames, height, width, 3].
+    ``worse`` are the pixels of the other image of a pair. A clip of several frames has pixels [frames, height, width,
+    3].
     """
 
     pixels: Pixels | None = None
     mask: Pixels | None = None
     reason: str = ""
     detail: str = ""
+    worse: Pixels | None = None
 
 
 CRASHED_PROBE = Probe(reason="decoder_crashed", detail="while its header was read")
@@ -85,21 +88,17 @@ def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
 
 def _probe(location: SampleLocation) -> Probe:
     try:
-        if location.fps is None:
-            image, mask = _read(location)
-        else:
-            with open_location(location.image) as file:
-                if is_video(file):
-                    return _probe_video(location, file, location.fps)
-                image = file.read()
-            mask = _read_mask(location)
+        with open_location(location.image) as file:
+            if location.fps is not None and is_video(file):
+                return _probe_video(location, file, location.fps)
+            image, mask, worse = _read(location, file)
         width, height = probe(image)
         thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
     except OSError as error:
         return Probe(reason="unreadable", detail=str(error))
-    return Probe(width, height, content_digest(image, mask), thumbnail)
+    return Probe(width, height, content_digest(image, mask, worse), thumbnail)
 
 
 def _probe_video(location: SampleLocation, file: BinaryIO, fps: float) -> Probe:
@@ -114,9 +113,8 @@ def _video_digest(location: SampleLocation, file: BinaryIO, fps: float) -> str:
     while piece := file.read(_PIECE):
         digest.update(piece)
     file.seek(0)
-    mask = _read_mask(location)
-    if mask is not None:
-        digest.update(b"mask" + mask)
+    if location.mask is not None:
+        digest.update(b"mask" + location.mask.read())
     return digest.hexdigest()
 
 
@@ -130,11 +128,15 @@ def _decode(task: DecodeTask) -> Decoded:
     try:
         if task.probe.frames:
             return _decode_video(task, resize)
-        image, mask = _read(task.location)
-        if content_digest(image, mask) != task.probe.digest:
+        with open_location(task.location.image) as file:
+            image, mask, worse = _read(task.location, file)
+        if content_digest(image, mask, worse) != task.probe.digest:
             raise Reject("changed_meanwhile")
         pixels = fit(decode(image), resize)
-        return Decoded(pixels, None if mask is None else fit_mask(decode_mask(mask), resize))
+        weights = None if mask is None else fit_mask(decode_mask(mask), resize)
+        if worse is None:
+            return Decoded(pixels, weights)
+        return Decoded(pixels, weights, worse=fit(decode(worse), plan(*probe(worse), task.bucket)))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
     except OSError as error:
@@ -147,8 +149,7 @@ def _decode_video(task: DecodeTask, resize: ResizePlan) -> Decoded:
         if _video_digest(location, file, task.probe.fps) != task.probe.digest:
             raise Reject("changed_meanwhile")
         pixels = decode_video(file, resize, task.bucket.frames, task.probe.fps or None)
-    mask = _read_mask(location)
-    weights = None if mask is None else fit_mask(decode_mask(mask), resize)
+    weights = None if location.mask is None else fit_mask(decode_mask(location.mask.read()), resize)
     return Decoded(pixels[0] if task.bucket.frames == 1 else pixels, weights)
 
 
@@ -167,18 +168,18 @@ def run_on_node(work: Callable[[Sequence[Any]], list[Any]], roots: Sequence[Data
     return results
 
 
-def _read(location: SampleLocation) -> tuple[bytes, bytes | None]:
-    return location.image.read(), _read_mask(location)
+def _read(location: SampleLocation, file: BinaryIO) -> tuple[bytes, bytes | None, bytes | None]:
+    """Return the bytes of image, mask and rejected image."""
+    mask, rejected = (None if other is None else other.read() for other in (location.mask, location.rejected))
+    return file.read(), mask, rejected
 
 
-def _read_mask(location: SampleLocation) -> bytes | None:
-    return None if location.mask is None else location.mask.read()
-
-
-def content_digest(image: bytes, mask: bytes | None) -> str:
+def content_digest(image: bytes, mask: bytes | None, rejected: bytes | None = None) -> str:
     """Return a hash of a sample's files; an empty mask differs from no mask."""
     digest = blake2b(len(image).to_bytes(8, "little"), digest_size=16)
     digest.update(image)
     if mask is not None:
         digest.update(b"mask" + mask)
+    if rejected is not None:
+        digest.update(b"rejected" + rejected)
     return digest.hexdigest()

@@ -76,7 +76,9 @@ def signature(directory: DirectoryConfig, index: int) -> str:
     total += _hash(f"media {media.name}") if media is not IMAGES else 0
     is_relevant = partial(_is_relevant, media.suffixes | media.unread | _OTHER_SUFFIXES)
     total += _hash_path("path", directory.path, partial(visible, excluded=excluded), is_relevant)
-    for key in ("mask_path", "default_mask_file"):
+    if directory.rejected:
+        total += _hash(f"setting rejected\0{directory.rejected!r}")
+    for key in ("mask_path", "default_mask_file", "rejected"):
         path: DataLocation | None = getattr(directory, key)
         total += 0 if path is None else _hash_path(key, path, _all_entries, is_image_name)
     return f"{total % _MODULUS:032x}"

@@ -107,6 +107,7 @@ class ResidentInputs:
         values = {"moments": _select(bucket.images["moments"], batch["image_rows"], empty), "t": batch["t"]}
         values |= {"prompt": prompt, "pooled": torch.cat(pooled, dim=-1)}
         values |= batch.select(("kept", "corners", "words")).values
+        values |= {name: _select(bucket.images[name], batch["image_rows"]) for name in self.preparer.columns}
         mask_rows = batch.get("mask_rows")
         if mask_rows is not None:
             values["mask"] = _masks(bucket, *mask_rows)
