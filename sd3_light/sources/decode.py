@@ -88,10 +88,10 @@ def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
 
 def _probe(location: SampleLocation) -> Probe:
     try:
-        with open_location(location.image) as file:
-            if location.fps is not None and is_video(file):
-                return _probe_video(location, file, location.fps)
-            image, mask, worse = _read(location, file)
+        video = None if location.fps is None else _probe_video(location, location.fps)
+        if video is not None:
+            return video
+        image, mask, worse = _read(location)
         width, height = probe(image)
         thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
@@ -101,9 +101,13 @@ def _probe(location: SampleLocation) -> Probe:
     return Probe(width, height, content_digest(image, mask, worse), thumbnail)
 
 
-def _probe_video(location: SampleLocation, file: BinaryIO, fps: float) -> Probe:
-    size = count_frames(file, fps or None)
-    return Probe(size.width, size.height, _video_digest(location, file, fps), frames=size.frames, fps=fps)
+def _probe_video(location: SampleLocation, fps: float) -> Probe | None:
+    """Return the probe of a video; None if it is not one."""
+    with open_location(location.image) as file:
+        if not is_video(file):
+            return None
+        size = count_frames(file, fps or None)
+        return Probe(size.width, size.height, _video_digest(location, file, fps), frames=size.frames, fps=fps)
 
 
 def _video_digest(location: SampleLocation, file: BinaryIO, fps: float) -> str:
@@ -128,8 +132,7 @@ def _decode(task: DecodeTask) -> Decoded:
     try:
         if task.probe.frames:
             return _decode_video(task, resize)
-        with open_location(task.location.image) as file:
-            image, mask, worse = _read(task.location, file)
+        image, mask, worse = _read(task.location)
         if content_digest(image, mask, worse) != task.probe.digest:
             raise Reject("changed_meanwhile")
         pixels = fit(decode(image), resize)
@@ -148,7 +151,11 @@ def _decode_video(task: DecodeTask, resize: ResizePlan) -> Decoded:
     with open_location(location.image) as file:
         if _video_digest(location, file, task.probe.fps) != task.probe.digest:
             raise Reject("changed_meanwhile")
-        pixels = decode_video(file, resize, task.bucket.frames, task.probe.fps or None)
+        try:
+            pixels = decode_video(file, resize, task.bucket.frames, task.probe.fps or None)
+        except Reject as reject:
+            # the bytes are the same: packets that probing counted have no frame
+            raise Reject("broken_video", reject.detail) if reject.reason == "changed_meanwhile" else reject from reject
     weights = None if location.mask is None else fit_mask(decode_mask(location.mask.read()), resize)
     return Decoded(pixels[0] if task.bucket.frames == 1 else pixels, weights)
 
@@ -168,10 +175,10 @@ def run_on_node(work: Callable[[Sequence[Any]], list[Any]], roots: Sequence[Data
     return results
 
 
-def _read(location: SampleLocation, file: BinaryIO) -> tuple[bytes, bytes | None, bytes | None]:
+def _read(location: SampleLocation) -> tuple[bytes, bytes | None, bytes | None]:
     """Return the bytes of image, mask and rejected image."""
     mask, rejected = (None if other is None else other.read() for other in (location.mask, location.rejected))
-    return file.read(), mask, rejected
+    return location.image.read(), mask, rejected
 
 
 def content_digest(image: bytes, mask: bytes | None, rejected: bytes | None = None) -> str:

@@ -102,7 +102,7 @@ def probe_video(file: BinaryIO, counts: Sequence[int], fps: float | None = None)
 def decode_video(file: BinaryIO, plan: ResizePlan, count: int, fps: float | None = None) -> Pixels:
     """Return the first ``count`` frames at the rate ``fps``, resized and cropped as planned: [frames, H, W, 3].
 
-    Raises Reject if the video is broken, or no longer as long as it was.
+    Raises Reject if the video is broken, or has fewer frames: it is no longer what was probed.
     """
     width, height = plan.size
     pixels = np.empty((count, height, width, 3), dtype=np.uint8)
@@ -114,7 +114,7 @@ def decode_video(file: BinaryIO, plan: ResizePlan, count: int, fps: float | None
             pixels[number] = fit(image if image.size == plan.source else image.resize(plan.source), plan)
             number += 1
     if number < count:
-        raise Reject("broken_video", f"{number} frames can be decoded, {count} are needed")
+        raise Reject("changed_meanwhile", f"{number} frames instead of {count}")
     return pixels
 
 
