@@ -160,7 +160,7 @@ def write_empty_unit(shards: Path, unit: Unit) -> None:
 
 def empty_content(parts: Encoders, model: ModelConfig) -> ShardContent:
     """Return the features of the empty caption, stored like a sample with one blank latent pixel."""
-    text = parts.encode_captions([""])
+    text = parts.encode_empty()
     parts.synchronize()
     columns = _columns(model, SMALLEST)
     images = [column for column in columns if not column.per_caption and column.reads not in OPTIONAL]

@@ -38,8 +38,6 @@ from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.data.store.remote import download_bytes
-from sd3_light.model.folder import text_shape
-from sd3_light.model.text_shape import TextShape
 from sd3_light.sources.buckets import Bucket
 from sd3_light.sources.extreme_fits import ExtremeFits
 from sd3_light.sources.rejects import Rejects
@@ -105,7 +103,6 @@ class RunEstimate:
     why_stock: str | None
     start: WeightsStart
     facts: tuple[ModelFact, ...]
-    text: TextShape
     data: DatasetEstimate
     evals: tuple[DatasetEstimate, ...]
     total_steps: int
@@ -120,11 +117,9 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> R
     train = loaded.train
     family = family_of(train.model)
     assert layout.world % train.pipeline_stages == 0, "only whole pipelines train"
-    text = text_shape(train.model.diffusers_path, train.model.t5_max_length, train.model.text_tokens == "real")
     layout = layout._replace(by_deepspeed=layout.by_deepspeed or train.pipeline_stages > 1)
     cost = family.cost(start, train.model)
-    channels = start.size.latent_channels
-    estimator = _Estimator(train, cost, text, channels, layout, train.gradient_accumulation_steps)
+    estimator = _Estimator(train, cost, layout, train.gradient_accumulation_steps)
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
     resident = data.cache.value if train.residence == "device" else 0
@@ -139,7 +134,6 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> R
         why_stock=cost.why_stock(train, layout),
         start=start,
         facts=family.checks.facts(start),
-        text=text,
         data=data,
         evals=evals,
         total_steps=steps,
@@ -174,9 +168,6 @@ class _Estimator:
 
     train: TrainConfig
     cost: Cost
-    text: TextShape
-    channels: int
-    """Latent channels."""
     layout: Layout
     accumulation: int
     resident: int = 0
@@ -285,7 +276,7 @@ class _Estimator:
                 total += count.samples * image_bytes(columns, variants, count.masked > 0).value
                 total += count.captions * caption.value
             image = f"images·{image_bytes(columns).formula} at {bucket} (twice with flip, + masks)"
-            formula = f"{image} + captions·{self.text.at_most}{caption.formula}"
+            formula = f"{image} + captions·{self.cost.text.at_most}{caption.formula}"
         return Amount(total, formula)
 
     def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:

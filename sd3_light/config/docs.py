@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from sd3_light.config.base import Table, describe_type, element_type, field_types, table_type, walk_tables
 from sd3_light.config.families import FAMILIES, FAMILY_PROBLEM
+from sd3_light.config.family_keys import known_to
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import EvalDataset, TrainConfig
 from sd3_light.config.sizes import SIZES
@@ -81,6 +82,8 @@ def _is_leaf(annotation: Any) -> bool:
 def _row(key: str, table: type[Table]) -> str:
     field = table.model_fields[key]
     description = " ".join((field.description or "").split())
+    if note := known_to(field_types(table)[key]):
+        description += f" ({note})"
     cells = (f"`{key}`", describe_type(field_types(table)[key]), _default(field), description)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 

@@ -41,6 +41,10 @@ class ModelChecks(ABC):
     def largest_side(self, start: WeightsStart) -> int | None:
         """Return the pixels at which the denoiser's position table ends; None if it has no table."""
 
+    def side_step(self, model: ModelConfig) -> int:
+        """Return the number of pixels that sides of images are multiples of."""
+        return 16
+
     @abstractmethod
     def facts(self, start: WeightsStart) -> tuple[ModelFact, ...]:
         """Return what `check` shows about the weights, beside their number."""

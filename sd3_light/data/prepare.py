@@ -26,6 +26,7 @@ from sd3_light.encoding.vae import LatentScale
 from sd3_light.flow.noise import DeviceNoise
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import open_interval, times_from_quantiles
+from sd3_light.model.base_values import FLUX_LINE, ShiftLine
 from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
 
 Occurrences = NDArray[np.int64]
@@ -47,12 +48,15 @@ class Conditioning(NamedTuple):
 class FlowPreparer(Preparer, ABC):
     """Turns cached rows into batches. Small: workers get a copy.
 
-    ``reads`` are the columns and draws that an objective reads beside those of the family: see `Objective`.
+    ``patch`` are the latent pixels of a token's side, ``line`` the numbers of `flux_shift`. ``reads`` are the columns
+    and draws that an objective reads beside those of the family: see `Objective`.
     """
 
     seed: int
     model: ModelConfig
     scale: LatentScale
+    patch: int = field(default=2, kw_only=True)
+    line: ShiftLine = field(default=FLUX_LINE, kw_only=True)
     reads: tuple[str, ...] = field(default=(), kw_only=True)
 
     @abstractmethod
@@ -127,8 +131,8 @@ class FlowPreparer(Preparer, ABC):
             quantiles = [open_interval(value) for value in drawn]
         else:
             quantiles = [quantile] * len(occurrences)
-        tokens = math.prod(token_grid(shape))
-        return torch.tensor(times_from_quantiles(quantiles, tokens, self.model), dtype=torch.float32)
+        tokens = math.prod(token_grid(shape, self.patch))
+        return torch.tensor(times_from_quantiles(quantiles, tokens, self.model, self.line), dtype=torch.float32)
 
     def _clean(self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None) -> Batch:
         occurrences = occurrence_words(batch["epoch"], batch["repeat"], batch["sample_id"])
@@ -182,9 +186,9 @@ def with_columns(preparer: Preparer, reads: tuple[str, ...]) -> Preparer:
     return replace(preparer, reads=reads)
 
 
-def token_grid(shape: torch.Size) -> tuple[int, int]:
-    """Return the rows and columns of tokens of latents whose shape ends with height and width: 2 x 2 pixels each."""
-    return shape[-2] // 2, shape[-1] // 2
+def token_grid(shape: torch.Size, patch: int = 2) -> tuple[int, int]:
+    """Return the rows and columns of tokens of latents whose shape ends with height and width."""
+    return shape[-2] // patch, shape[-1] // patch
 
 
 def _mask_weights(mask: Tensor) -> Tensor:

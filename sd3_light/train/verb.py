@@ -13,7 +13,7 @@ from sd3_light.checkpoint.requests import RunRequests
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped
-from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.core.registry import family_of, starting_weights, with_family_values
 from sd3_light.cost.device_peaks import peak_flops
 from sd3_light.cost.residence import Residence
 from sd3_light.data.loader import LoadTimes
@@ -79,6 +79,7 @@ def run(
     Raises `Stopped` if a signal stopped the run; the checkpoint to resume from is saved.
     """
     launch = launch or Launch()
+    loaded = replace(loaded, train=with_family_values(loaded.train))
     deepspeed.require(loaded.train, launch, by_deepspeed)
     start = starting_weights(loaded.train.model)
     device = launch.device()

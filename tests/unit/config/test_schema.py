@@ -34,9 +34,9 @@ TRAIN_KEYS = {
     "sampling": "prompts seeds every_n_steps steps guidance",
     "monitoring": "enable_wandb wandb_tracker_name wandb_run_name wandb_api_key enable_trackio",
 }
-SHARED_KEYS = """resolutions enable_ar_bucket ar_buckets min_ar max_ar num_ar_buckets size_buckets caption_prefix
-    num_repeats flip shuffle_tags cache_shuffle_num cache_shuffle_delimiter subsample_ratio skip_empty_caption
-    image_column caption_column"""
+SHARED_KEYS = """resolutions enable_ar_bucket ar_buckets min_ar max_ar num_ar_buckets side_step size_buckets
+    caption_prefix num_repeats flip shuffle_tags cache_shuffle_num cache_shuffle_delimiter subsample_ratio
+    skip_empty_caption image_column caption_column"""
 
 
 @pytest.mark.parametrize("name", TRAIN_KEYS)

@@ -38,7 +38,6 @@ WIDTH = 3
 class WordEncoders:
     """Encodes the lengths of words; its results are complete after `synchronize`."""
 
-    latent_channels = 2
     vae_dtype = torch.float32
 
     def __init__(self, closed: list[str]) -> None:
@@ -52,6 +51,9 @@ class WordEncoders:
         return self.encode_text(
             "words", (captions if isinstance(captions, Mapping) else self.tokenize(captions))["words"]
         )
+
+    def encode_empty(self) -> dict[str, Tensor]:
+        return self.encode_captions([""])
 
     def encode_text(self, name: str, ids: list[list[int]]) -> dict[str, Tensor]:
         assert name == "words"

@@ -14,7 +14,7 @@ from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Objectives, Prediction
 from sd3_light.families.stock.model import StockModel
 from sd3_light.flow.objectives import FlowMatching, LayerSync
-from sd3_light.tasks.latents import pack_latents, unpack_latents
+from sd3_light.flow.packing import pack_latents, unpack_latents
 from tests.families import make_denoiser
 
 SIDE = 8
