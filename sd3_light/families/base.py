@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
@@ -40,7 +40,8 @@ class StockFamily(Family):
     the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
     ``pads_text``; otherwise ragged columns are padded to the longest of a batch. ``usual_guidance`` is that of the
     stock pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``. ``comfyui``:
-    ComfyUI reads a LoRA with diffusers' names. ``packages`` are those that its text needs beside transformers.
+    ComfyUI reads a LoRA with diffusers' names. ``packages`` are those that its text needs beside transformers. The
+    latents of a family whose ``media`` is "video" have frames, those of an image one.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -54,6 +55,7 @@ class StockFamily(Family):
     joins_guidance: ClassVar[bool] = False
     comfyui: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()
+    media: ClassVar[Literal["image", "video"]] = "image"
 
     # --- what a family's file says ---------------------------------------------------------------
 
@@ -237,37 +239,42 @@ class StockFamily(Family):
             keys["model.guidance"] = 1.0
         return keys
 
+    def frame_step(self, folder: Path) -> int | None:
+        """See `Family.frame_step`."""
+        return LatentShape.of_folder(folder).frame_step if self.media == "video" else None
+
     def cost(self, start: WeightsStart, model: ModelConfig) -> "StockCost":
         """See `Family.cost`."""
         folder = model.diffusers_path
         config = json.dumps(start.size.transformer_config(), sort_keys=True)
-        side = LatentShape.of_folder(folder).factor * self.patch
-        return _counted(self, config, self.prepared_columns(model, self.columns(model, folder, SMALLEST)), side)
+        shape = LatentShape.of_folder(folder)
+        return _counted(self, config, self.prepared_columns(model, self.columns(model, folder, SMALLEST)), shape)
 
     def columns(self, model: ModelConfig, folder: Path, bucket: Bucket) -> tuple[Column, ...]:
         """See `Family.columns`: moments of the VAE, a mask, and the columns of captions."""
         shape = LatentShape.of_folder(folder)
         # the precisions that "auto" chooses differ by less than the latents' own noise
         settings = {} if model.vae_dtype == "auto" else {"vae_dtype": model.vae_dtype}
-        moments = Column("moments", "image", "float16", shape.moments(bucket), ("vae",), settings=settings)
+        moments = Column(
+            "moments", "image", "float16", shape.moments(bucket, self.media == "video"), ("vae",), settings=settings
+        )
         mask = Column("mask", MASK, "uint8", shape.size(bucket), ())
         return (moments, mask, *self.text_columns(model, folder))
 
     def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
         """See `Family.prepared_columns`: latents in float32, texts as they are stored."""
         moments = next(column for column in columns if column.name == "moments")
-        sides = moments.shape[1:]
-        latent = (LatentShape.of_folder(model.diffusers_path).channels, *sides)
+        latent = (LatentShape.of_folder(model.diffusers_path).channels, *moments.shape[1:])
         return (
             *(Column(name, "image", "float32", latent, ()) for name in ("noisy", "target")),
-            Column("mask", MASK, "float32", sides, ()),
+            Column("mask", MASK, "float32", moments.shape[-2:], ()),
             *(column for column in columns if column.reads == CAPTION),
         )
 
 
 @lru_cache(maxsize=4)
-def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], side: int) -> "StockCost":
+def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], shape: LatentShape) -> "StockCost":
     """Return the cost of a denoiser; counting takes seconds, and stages ask several times."""
     from sd3_light.families.stock.cost import StockCost
 
-    return StockCost(family, family.weights.empty(json.loads(config)), prepared, side)
+    return StockCost(family, family.weights.empty(json.loads(config)), prepared, shape)
