@@ -44,11 +44,13 @@ class AdapterNames:
 
     The defaults hold for every diffusers model: a file has diffusers' own names. An update is a `LoraModule` or a
     `LycorisModule`, with its layer's name as the key. ``denoiser`` is the model in messages, with its article;
-    ``comfyui`` says whether ComfyUI reads the files.
+    ``comfyui`` says whether ComfyUI reads the files. ``family`` is the one that a file states; a file without a name
+    may be SD3's.
     """
 
     denoiser: str = "a denoiser with diffusers' names"
     comfyui: bool = False
+    family: str = ""
 
     def find_layers(self, name: str) -> Layers | None:
         """Return the layers for a name in a file, as spelled there without prefix; None if unknown."""
@@ -72,6 +74,10 @@ class AdapterNames:
     def unpad(self, modules: Mapping[str, Value], padding: Padding) -> dict[str, Value]:
         """Undo `pad`; an update of an identity block is a UserError."""
         raise UserError(f"{self.denoiser} has no padded single file; leave the padding out")
+
+    def written(self, tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
+        """Return the tensors of a LoRA, by diffusers' keys, under the keys of a file for diffusers and ComfyUI."""
+        return tensors
 
     def metadata(self, modules: Mapping[str, Any], layout: str, facts: Mapping[str, Any]) -> dict[str, str]:
         """Return the metadata for programs that list files; empty if there is none."""

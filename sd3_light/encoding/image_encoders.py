@@ -31,7 +31,8 @@ class ImageEncoders(ABC):
     On GPUs the VAE encodes as ``vae_dtype`` says (float32: with TF32 convolutions) and text encoders run in
     ``text_dtype``; on CPUs everything is float32.
     ``one_at_a_time`` keeps only the encoder in use on the device; None decides by the free memory. Batches depend on
-    the inputs and ``batch_size`` only. ``with_frames`` stores images as clips of one frame. One thread encodes; `tokenize` may run on another.
+    the inputs and ``batch_size`` only. ``with_frames`` stores images as clips of one frame. One thread encodes;
+    `tokenize` may run on another.
     """
 
     def __init__(

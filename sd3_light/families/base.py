@@ -38,10 +38,13 @@ class StockFamily(Family):
     changes by default, ``text_length`` the tokens of a caption unless the config says otherwise, ``patch`` the latent
     pixels of a token's side. A denoiser with ``packs_latents`` takes whole patches as channels. ``text_inputs`` names
     the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
-    ``pads_text``; otherwise ragged columns are padded to the longest of a batch. ``usual_guidance`` is that of the
-    stock pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``. ``comfyui``:
-    ComfyUI reads a LoRA with diffusers' names. ``packages`` are those that its text needs beside transformers. The
-    latents of a family whose ``media`` is "video" have frames, those of an image one.
+    ``pads_text``; otherwise ragged columns are padded to the longest of a batch, and with ``pads_prompts`` those of
+    sampling to their full length, under a mask, as in the stock pipeline. ``usual_guidance`` is that of the stock
+    pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``, and takes one prompt
+    at a time if it has ``single_prompts``. ``comfyui``: ComfyUI reads a LoRA with the names of `adapter_names`.
+    ``packages`` are those that its text needs beside transformers. ``trained_side`` is that of a square with as many
+    pixels as the images that its models were trained on. The latents of a family whose ``media`` is "video" have
+    frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -51,11 +54,15 @@ class StockFamily(Family):
     packs_latents: ClassVar[bool] = False
     text_inputs: ClassVar[Mapping[str, str]] = {}
     pads_text: ClassVar[bool] = False
+    pads_prompts: ClassVar[bool] = False
     usual_guidance: ClassVar[float] = 4.0
     joins_guidance: ClassVar[bool] = False
+    single_prompts: ClassVar[bool] = False
     comfyui: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()
+    trained_side: ClassVar[int] = 1024
     media: ClassVar[Literal["image", "video"]] = "image"
+    usual_clip: ClassVar[tuple[int, float]] = (1, 1.0)
 
     # --- what a family's file says ---------------------------------------------------------------
 
@@ -140,7 +147,7 @@ class StockFamily(Family):
         """Return the names in adapter files."""
         from sd3_light.core.files import AdapterNames
 
-        return AdapterNames(f"a {self.title} denoiser", self.comfyui)
+        return AdapterNames(f"a {self.title} denoiser", self.comfyui, self.name)
 
     # --- what follows from it --------------------------------------------------------------------
 
@@ -217,6 +224,10 @@ class StockFamily(Family):
             freeze += tuple(pattern for pattern in self.frozen(read_json(path)) if pattern not in freeze)
         return config.model_copy(update={"model": table, "adapter": adapter, "freeze": freeze})
 
+    def guides_by_number(self, start: WeightsStart) -> bool:
+        """See `Family.guides_by_number`."""
+        return self.takes_guidance(start.size.transformer_config())
+
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """See `Family.recipe`: a new project of SD3 with the text, the shift and the layers of this family."""
         limit = self.checks.text_limit(folder) or self.text_length
@@ -233,6 +244,8 @@ class StockFamily(Family):
         step = LatentShape.of_folder(folder).factor * self.patch
         if step > SIDE_STEP:
             keys["side_step"] = step
+        if self.media == "video":
+            keys["frames"], keys["fps"] = self.usual_clip
         if is_dynamic:
             keys["model.flux_shift"] = True
         if self.takes_guidance(read_json(denoiser_folder(folder) / "config.json")):

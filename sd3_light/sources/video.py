@@ -24,6 +24,8 @@ from sd3_light.sources.buckets import ResizePlan
 from sd3_light.sources.preprocess import BROKEN, MAX_PIXELS, Pixels, Reject, decode, fit
 from sd3_light.sources.records import Location, open_location
 
+CLIP_FPS = 16.0
+"""The rate of clips that are drawn."""
 _START = 16  # bytes that show what a file is
 _STILLS = (b"ftypavif", b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypmsf1")  # images in the container of videos
 _HDR = {16: "PQ", 18: "HLG"}
@@ -131,22 +133,31 @@ def open_still(location: Location) -> Image.Image:
     raise Reject("broken_video", "no frame can be decoded")
 
 
-def write_video(path: str | Path, frames: Sequence[Any], fps: float = 16.0) -> Path:
-    """Write frames (PIL images, or arrays [H, W, 3] of bytes) as .gif, or as .mp4 (H.264, even sides) with PyAV."""
+def write_video(path: str | Path, frames: Sequence[Any], fps: float = CLIP_FPS) -> Path:
+    """Write frames (PIL images, or arrays [H, W, 3] of bytes) as .gif or .webp, or as .mp4 (H.264) with PyAV.
+
+    The sides of an mp4 are even.
+    """
     path = Path(path)
     images = [frame if isinstance(frame, Image.Image) else Image.fromarray(np.asarray(frame)) for frame in frames]
     if not images:
         raise UserError(f"{path}: there are no frames to write")
-    if path.suffix not in (".gif", ".mp4"):
-        raise UserError(f"{path}: videos are written as .mp4 or .gif; choose one of these suffixes")
+    if path.suffix not in (".gif", ".mp4", ".webp"):
+        raise UserError(f"{path}: videos are written as .mp4, .webp or .gif; choose one of these suffixes")
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
-        if path.suffix == ".gif":
-            duration = max(20, round(1000 / fps))
-            images[0].save(temporary, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
-        else:
+        if path.suffix == ".mp4":
             _write_mp4(temporary, images, fps)
+        else:
+            duration = max(20, round(1000 / fps))
+            kind = path.suffix.removeprefix(".").upper()
+            images[0].save(temporary, kind, save_all=True, append_images=images[1:], duration=duration, loop=0)
     return path
+
+
+def clip_suffix() -> str:
+    """Return the suffix of clips that are written: .mp4, or .webp without PyAV."""
+    return ".mp4" if has_av() else ".webp"
 
 
 def _write_mp4(path: Path, images: Sequence[Image.Image], fps: float) -> None:

@@ -67,7 +67,7 @@ def test_a_resumed_run_equals_the_whole(project: Project, tables: str) -> None:
     start = tensors(first / checkpoint_name(2))
     trained = [name for name in whole if name.startswith("param/")]
     assert trained
-    assert sum(not torch.equal(whole[name], start[name]) for name in trained) > len(trained) / 2
+    assert sum(not torch.equal(whole[name], start[name]) for name in trained) >= len(trained) / 2
     assert all(("lora_" in name) == bool(tables) for name in trained)
 
 
