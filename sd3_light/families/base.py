@@ -5,7 +5,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
@@ -43,8 +43,8 @@ class StockFamily(Family):
     pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``, and takes one prompt
     at a time if it has ``single_prompts``. ``comfyui``: ComfyUI reads a LoRA with the names of `adapter_names`.
     ``packages`` are those that its text needs beside transformers. ``trained_side`` is that of a square with as many
-    pixels as the images that its models were trained on. The latents of a family whose ``media`` is "video" have
-    frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second.
+    pixels as the images that its models were trained on. A family of videos has latents with frames, those of an image
+    one; ``usual_clip`` are the frames of a clip, and their rate per second.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -61,7 +61,6 @@ class StockFamily(Family):
     comfyui: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()
     trained_side: ClassVar[int] = 1024
-    media: ClassVar[Literal["image", "video"]] = "image"
     usual_clip: ClassVar[tuple[int, float]] = (1, 1.0)
 
     # --- what a family's file says ---------------------------------------------------------------

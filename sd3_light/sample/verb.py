@@ -40,7 +40,7 @@ from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.png import PNG_FACTS, parameters, read_png_facts, save_new_png, save_png
 from sd3_light.sample.precision import check_dtype, compute_in
 from sd3_light.sample.residence import move_to
-from sd3_light.sources.video import clip_suffix, write_video
+from sd3_light.sources.video import clip_suffix, has_av, write_video
 
 GRID = "grid.png"
 
@@ -101,6 +101,8 @@ def run(
         requests = {first + at: opened.request(row, seed) for at, (row, seed) in enumerate(jobs)}
         for line in opened.cut_prompts(requests.values()):
             info(f"warning: {line}")
+        if launch.is_main and any(request.frames > 1 for request in requests.values()) and not has_av():
+            info("clips are written as .webp; for .mp4 run `pip install 'sd3-light[video]'`")
         slowest = _generate(opened, {number: requests[number] for number in share}, out)
         if shown:
             _wait_for([image_path(out, number) for number in shown], max(_MIN_TIMEOUT_SEC, 10 * slowest))

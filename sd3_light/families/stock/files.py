@@ -34,7 +34,11 @@ from diffusers import {pipeline}
 
 pipe = {pipeline}.from_pretrained("this folder", dtype=torch.float32)
 seed = torch.Generator("cpu").manual_seed(0)
-image = pipe(prompt="a prompt", generator=seed).images[0]"""
+{drawn}"""
+_DRAWN = {
+    "image": 'image = pipe(prompt="a prompt", generator=seed).images[0]',
+    "video": 'frames = pipe(prompt="a prompt", generator=seed).frames[0]  # see diffusers.utils.export_to_video',
+}
 
 
 class StockFiles(Files):
@@ -128,7 +132,8 @@ class StockFiles(Files):
         layers = next((config[key] for key in ("num_layers", "n_layers", "depth") if key in config), None)
         blocks = "of the base model's size" if layers is None else f"{layers} blocks"
         policy = ", ".join(f"{key} = {value}" for key, value in text.items()) or "as in the stock pipeline"
-        return CardTexts(blocks, policy, _CODE.format(pipeline=self._family.pipeline), "", "stock diffusers")
+        code = _CODE.format(pipeline=self._family.pipeline, drawn=_DRAWN[self._family.media])
+        return CardTexts(blocks, policy, code, "", "stock diffusers")
 
 
 class _Called(Exception):

@@ -148,15 +148,16 @@ class _Shards:
 def _decode(
     samples: Sequence[Mapping[str, Tensor]], vae: AutoencoderKL | None, notes: list[str]
 ) -> list[Pixels | None]:
-    """Decode samples of one size to [height, width, 3] each: the posterior mean of their moments [2C, h, w]."""
+    """Decode samples of one size to [height, width, 3] each: the posterior mean of their moments [2C, (f,) h, w]."""
     if vae is None or not samples:
         return [None] * len(samples)
-    latents = {name: len(value) for name, value in samples[0].items() if value.dim() == 3}
-    name = next((name for name, channels in latents.items() if channels == 2 * vae.config.latent_channels), None)
+    latents = {name: len(value) for name, value in samples[0].items() if value.dim() in (3, 4)}
+    own = vae.config.get("latent_channels") or vae.config.get("z_dim")
+    name = next((name for name, channels in latents.items() if channels == 2 * own), None)
     if name is None:
         cached = " or ".join(str(channels // 2) for channels in latents.values()) or "none"
         note = (
-            f"The VAE has {vae.config.latent_channels} latent channels and the cache {cached}; "
+            f"The VAE has {own} latent channels and the cache {cached}; "
             "pass the folder of the VAE that built the cache with --vae FOLDER."
         )
         if note not in notes:
