@@ -79,10 +79,6 @@ class AdapterNames:
         """Undo `pad`; an update of an identity block is a UserError."""
         raise UserError(f"{self.denoiser} has no padded single file; leave the padding out")
 
-    def written(self, tensors: "dict[str, Tensor]") -> "dict[str, Tensor]":
-        """Return the tensors of a LoRA, by diffusers' keys, under the keys of a file for diffusers and ComfyUI."""
-        return tensors
-
     def metadata(self, modules: Mapping[str, Any], layout: str, facts: Mapping[str, Any]) -> dict[str, str]:
         """Return the metadata for programs that list files; empty if there is none."""
         return {}
