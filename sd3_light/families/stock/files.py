@@ -33,7 +33,7 @@ from diffusers import {pipeline}
 
 pipe = {pipeline}.from_pretrained("this folder", dtype=torch.float32)
 seed = torch.Generator("cpu").manual_seed(0)
-image = pipe(prompt="a prompt", generator=seed).images[0]"""
+image = pipe(prompt="a prompt", {options}generator=seed).{result}"""
 
 
 class StockFiles(Files):
@@ -121,7 +121,16 @@ class StockFiles(Files):
         layers = next((config[key] for key in ("num_layers", "n_layers", "depth") if key in config), None)
         blocks = "of the base model's size" if layers is None else f"{layers} blocks"
         policy = ", ".join(f"{key} = {value}" for key, value in text.items()) or "as in the stock pipeline"
-        return CardTexts(blocks, policy, _CODE.format(pipeline=self._family.pipeline), "", "stock diffusers")
+        return CardTexts(blocks, policy, self._code(text), "", "stock diffusers")
+
+    def _code(self, text: Mapping[str, Any]) -> str:
+        """Return how an image is drawn with text of the length of training; a video pipeline draws one frame."""
+        pipeline = self._family.pipeline
+        known = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
+        given = {"max_sequence_length": text.get("text_max_length"), "num_frames": 1}
+        options = "".join(f"{key}={value}, " for key, value in given.items() if key in known and value is not None)
+        result = "frames[0][0]" if "num_frames" in known else "images[0]"
+        return _CODE.format(pipeline=pipeline, options=options, result=result)
 
 
 class _Called(Exception):
