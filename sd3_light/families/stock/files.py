@@ -36,8 +36,8 @@ pipe = {pipeline}.from_pretrained("this folder", dtype=torch.float32)
 seed = torch.Generator("cpu").manual_seed(0)
 {drawn}"""
 _DRAWN = {
-    "image": 'image = pipe(prompt="a prompt", generator=seed).images[0]',
-    "video": 'frames = pipe(prompt="a prompt", generator=seed).frames[0]  # see diffusers.utils.export_to_video',
+    "image": 'image = pipe(prompt="a prompt", %sgenerator=seed).images[0]',
+    "video": 'frames = pipe(prompt="a prompt", %sgenerator=seed).frames[0]  # see diffusers.utils.export_to_video',
 }
 
 
@@ -132,8 +132,15 @@ class StockFiles(Files):
         layers = next((config[key] for key in ("num_layers", "n_layers", "depth") if key in config), None)
         blocks = "of the base model's size" if layers is None else f"{layers} blocks"
         policy = ", ".join(f"{key} = {value}" for key, value in text.items()) or "as in the stock pipeline"
-        code = _CODE.format(pipeline=self._family.pipeline, drawn=_DRAWN[self._family.media])
-        return CardTexts(blocks, policy, code, "", "stock diffusers")
+        return CardTexts(blocks, policy, self._code(text), "", "stock diffusers")
+
+    def _code(self, text: Mapping[str, Any]) -> str:
+        """Return how an image or a clip is drawn with text of the length of training."""
+        pipeline = self._family.pipeline
+        known = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
+        length = text.get("text_max_length") if "max_sequence_length" in known else None
+        options = "" if length is None else f"max_sequence_length={length}, "
+        return _CODE.format(pipeline=pipeline, drawn=_DRAWN[self._family.media] % options)
 
 
 class _Called(Exception):
