@@ -113,7 +113,8 @@ def distinct_captions(members: Sequence[Member]) -> dict[str, int]:
 
 
 def decode_batches(members: Sequence[Member], root: DataLocation, unit: Unit, size: int) -> Iterator[list[DecodeTask]]:
-    """Yield the tasks of decoding a unit's images, in batches of ``size``."""
+    """Yield the tasks of decoding a unit's images, in batches of ``size`` frames, at least one image."""
+    size = max(1, size // unit.bucket.frames)
     for start in range(0, len(members), size):
         yield [decode_task(member, root, unit) for member in members[start : start + size]]
 

@@ -405,10 +405,13 @@ def run_cross_checks(train: TrainConfig, faulty_keys: frozenset[str]) -> Iterato
             yield from check(train)
 
 
-def config_warnings(train: TrainConfig, total_steps: int) -> Iterator[str]:
-    """Yield what is allowed and probably not intended. An adapter inherits text dropout from the model under it."""
+def config_warnings(train: TrainConfig, total_steps: int, guides_by_number: bool = False) -> Iterator[str]:
+    """Yield what is allowed and probably not intended. An adapter inherits text dropout from the model under it.
+
+    ``guides_by_number``: the denoiser takes guidance as a number, and no unconditional text.
+    """
     drops_text = train.model.enable_uncond_text_dropout and train.model.uncond_text_dropout_prob > 0
-    guided = bool(train.sampling.images) and train.sampling.guidance > 1
+    guided = bool(train.sampling.images) and train.sampling.guidance > 1 and not guides_by_number
     if guided and not drops_text and train.adapter is None:
         yield (
             f"sampling.guidance = {train.sampling.guidance:g} compares with a prediction without text, which this run "

@@ -30,7 +30,7 @@ from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import Origin, ShardContent, read_origins, write_shard
 from sd3_light.data.store import ShardStore, open_shard, open_store
 from sd3_light.files import atomic_file, file_sha256, sweep_files, write_atomically
-from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file, read_limited
+from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file, require_regular
 from sd3_light.tasks.sample_files import SAMPLE_SUFFIX, read_sample_file, write_sample_file
 from sd3_light.urls import with_retries
 
@@ -286,7 +286,7 @@ class ProcessedDataset(Dataset[Any]):
             fetched = None if stream_cache_dir is None else Path(stream_cache_dir)
             self._store = open_store(self.folder, fetched, int(stream_cache_gb * 1e9))
             table = with_retries(f"{self.folder}/{SAMPLES_FILE}", lambda files, path: files.cat_file(path))
-            self._read_table(self._store.manifest, table)
+            self._use(self._store.manifest, feather.read_table(pa.BufferReader(table)))
             return
         self.folder = Path(folder)
         path = self.folder / MANIFEST
@@ -320,11 +320,11 @@ class ProcessedDataset(Dataset[Any]):
         path = folder / SAMPLES_FILE
         if not path.is_file():
             raise UserError(f"{folder} holds a cache, and no processed data of a task; {_AGAIN}")
-        self._read_table(manifest, read_limited(path, INDEX_BYTES))
+        require_regular(path)
+        self._use(manifest, feather.read_table(path, memory_map=False))
 
-    def _read_table(self, manifest: Manifest, data: bytes) -> None:
-        with pa.ipc.open_file(pa.BufferReader(data)) as file:
-            table = file.read_all()
+    def _use(self, manifest: Manifest, table: pa.Table) -> None:
+        """Take the samples of a table."""
         table.validate(full=True)
         self.recipe = dict(manifest.recipe)
         self._entries = {entry.file: entry for entry in manifest.shards}

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily
 
 _NEGATIVE = "\0"  # before a text that is encoded as a negative prompt
-_DEFAULT_SIDE = 1024
 
 
 @dataclass(frozen=True)
@@ -29,6 +28,11 @@ class StockInputs(PipelineInputs):
     family: "StockFamily"
     folder: Path
     settings: Mapping[str, Any]
+
+    @property
+    def largest_batch(self) -> int | None:
+        """See `PipelineInputs.largest_batch`."""
+        return 1 if self.family.single_prompts else None
 
     def for_folder(self, folder: Path) -> "StockInputs":
         """See `PipelineInputs.for_folder`."""
@@ -51,10 +55,27 @@ class StockInputs(PipelineInputs):
             return None
         return f"image size {width}x{height}: this model needs sides that are multiples of {step}"
 
+    def frames_fault(self, frames: int) -> str | None:
+        """See `PipelineInputs.frames_fault`."""
+        step = self.family.frame_step(self.folder)
+        if step is None:
+            return super().frames_fault(frames)
+        if (frames - 1) % step == 0:
+            return None
+        below = frames - (frames - 1) % step
+        return f"{frames} frames: this model needs {step}·n + 1, such as {below} or {below + step}"
+
+    @property
+    def default_frames(self) -> int:
+        """See `PipelineInputs.default_frames`."""
+        return self.family.usual_clip[0]
+
     def default_size(self, pipe: Any) -> tuple[int, int]:
         """See `PipelineInputs.default_size`."""
         latent = getattr(pipe, "default_sample_size", None) or pipe.transformer.config.get("sample_size")
-        side = latent * LatentShape.of_folder(self.folder).factor if isinstance(latent, int) else _DEFAULT_SIDE
+        side = (
+            latent * LatentShape.of_folder(self.folder).factor if isinstance(latent, int) else self.family.trained_side
+        )
         return side, side
 
     def text_limits(self, folder: Path) -> list[TextLimit]:
@@ -85,12 +106,14 @@ class StockInputs(PipelineInputs):
         negative = None
         if self.family.is_guided(guidance) and not self.family.takes_guidance(pipe.transformer.config):
             negative = self._batch(pipe, encode([_NEGATIVE + request.negative_prompt for request in batch]))
-        return self.family.pipeline_arguments(texts, negative, guidance)
+        arguments = self.family.pipeline_arguments(texts, negative, guidance)
+        return arguments if self.family.media == "image" else {**arguments, "num_frames": batch[0].frames}
 
     def _batch(self, pipe: Any, texts: Sequence[EncodedText]) -> Batch:
         # latents get the dtype of the text, and the VAE must accept it
         columns = self.family.text_columns(self.model(), self.folder)
-        return batch_texts(texts, columns, self.family.pads_text).map_tensors(lambda text: text.to(pipe.vae.dtype))
+        batch = batch_texts(texts, columns, self.family.pads_text or self.family.pads_prompts)
+        return batch.map_tensors(lambda text: text.to(pipe.vae.dtype))
 
     def model(self) -> ModelConfig:
         """Return a [model] table with the settings."""
