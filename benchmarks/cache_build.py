@@ -31,6 +31,7 @@ from sd3_light.data.building.catalogue import Catalogue, make_sources
 from sd3_light.data.building.claims import Claims
 from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.stages import cache
+from sd3_light.stages.cache.recipe import decides_shards
 from sd3_light.stages.cache.shard_builder import ShardBuilder
 
 MEAN_WORDS = 22
@@ -100,7 +101,8 @@ def plan_of(loaded: LoadedConfig) -> CachePlan:
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)
         listings = catalogue.refresh(make_sources(loaded.dataset.directories), lambda _: None)
-        return make_cache_plan(catalogue, listings, cache.make_recipe(loaded.train), loaded.train.sd3_shard_size)
+        recipe = decides_shards(cache.make_recipe(loaded.train))
+        return make_cache_plan(catalogue, listings, recipe, loaded.train.sd3_shard_size)
 
 
 def encoder_seconds(loaded: LoadedConfig, device: torch.device, wait: bool = True) -> dict[str, float]:

@@ -8,9 +8,11 @@ captions, a column is stored as one tensor under its name, by what it ``reads``:
     others      [n, v, *shape]       "image", "video", ...
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
@@ -110,6 +112,15 @@ class Column:
     def described(self) -> dict[str, Any]:
         """Return what the metadata of a shard says about the column; dtype and shape are those of its tensors."""
         return {"reads": self.reads, "ragged": True} if self.ragged else {"reads": self.reads}
+
+    def fingerprint(self, parts: Mapping[str, str]) -> str:
+        """Return a hash of everything that decides the column's values; ``parts`` has a hash of each subfolder.
+
+        Caches store that of the columns of `SMALLEST`, which is the same for all buckets.
+        """
+        used = {name: parts[name] for name in self.parts}
+        facts = [self.name, self.reads, self.dtype, self.shape, self.ragged, used, dict(self.settings)]
+        return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def layout(self, with_shape: bool = True) -> str:
         """Return what must be equal in all shards of a cache, as text; ``with_shape``: of one bucket."""

@@ -41,13 +41,14 @@ from sd3_light.data.building.claims import Claims
 from sd3_light.data.building.decode import DecodeTask, Probe
 from sd3_light.data.building.earlier_images import EarlierImages, open_earlier_images
 from sd3_light.data.manifest import DUPLICATES, ShardEntry
+from sd3_light.data.preprocess import PREPROCESS_VERSION
 from sd3_light.data.sources.captions import caption_variants
 from sd3_light.data.sources.selection import matches_size
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.inputs import read_json_file, require_regular
 from sd3_light.randomness import sample_id
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 _UNITS_PER_BATCH = 64
 _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
@@ -57,12 +58,32 @@ _IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "num_repeats", "c
 
 @dataclass(frozen=True)
 class Member:
-    """One sample of a unit."""
+    """One sample of a unit. Its image and its captions have fingerprints of their own, which do not name the sample."""
 
     row: InputRow
     identity: int
     captions: tuple[str, ...]
-    fingerprint: str
+    bucket: Bucket
+    flip: bool
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the sample's contents, at any size."""
+        return sample_fingerprint(self.row, self.captions)
+
+    @property
+    def image_fingerprint(self) -> str:
+        """A hash of everything that decides the pixels that are encoded; equal images of other samples have it too."""
+        return digest_of("image", self.row.digest, str(self.bucket), str(self.flip), str(PREPROCESS_VERSION))
+
+    @property
+    def mask_fingerprint(self) -> str:
+        """A hash of everything that decides the mask at latent resolution; "" without one."""
+        row = self.row
+        if not row.mask_digest:
+            return ""
+        size = f"{row.width}x{row.height}"  # of the image, which the mask is cropped with
+        return digest_of("mask", row.mask_digest, size, str(self.bucket), str(PREPROCESS_VERSION))
 
 
 @dataclass(frozen=True)
@@ -99,8 +120,8 @@ class PlanCounts:
 class CachePlan:
     """All units of a dataset. The samples of a unit are read from the catalogue on request."""
 
-    def __init__(self, path: Path, catalogue: Catalogue, listings: Sequence[Listing], recipe: str) -> None:
-        self._catalogue, self._recipe = catalogue, recipe
+    def __init__(self, path: Path, catalogue: Catalogue, listings: Sequence[Listing]) -> None:
+        self.path, self._catalogue = path, catalogue
         self._sources = {listing.source.label: listing.source for listing in listings}
         self._parts = [part for listing in listings for part in listing.parts]
         self._directories = [listing.source.directory for listing in listings for _ in listing.parts]
@@ -134,12 +155,16 @@ class CachePlan:
 
     def members(self, unit: Unit) -> list[Member]:
         """Return the samples of a unit, in order."""
-        positions = self._column(unit, "places")
+        positions, directory = self._column(unit, "places"), self.source(unit).directory
         members: list[Member] = []
         for part in dict.fromkeys((positions // PART_ROWS).tolist()):
             numbers = (positions[positions // PART_ROWS == part] % PART_ROWS).tolist()
             rows = self._catalogue.rows(self._parts[part], numbers)
-            members += [make_member(row, self.source(unit).directory, self._recipe) for row in rows]
+            captions = (cached_captions(row, directory) for row in rows)
+            members += [
+                Member(row, sample_id(row.key), texts, unit.bucket, unit.flip)
+                for row, texts in zip(rows, captions, strict=True)
+            ]
         return members
 
     def rejected(self) -> Iterator[InputRow]:
@@ -162,33 +187,34 @@ class CachePlan:
 def make_cache_plan(
     catalogue: Catalogue,
     listings: Sequence[Listing],
-    recipe: Mapping[str, Any],
+    decided_by: Mapping[str, Any],
     shard_size: int,
     show_progress: "ShowProgress | None" = None,
 ) -> CachePlan:
     """Return the plan of the catalogue's contents. A new plan is written by one process while the others wait.
 
-    ``show_progress`` (`runlog.progress`) shows a bar while similar images are looked for.
+    ``decided_by`` is everything besides the samples that decides the bytes of a shard. ``show_progress``
+    (`runlog.progress`) shows a bar while similar images are looked for.
     """
-    recipe_digest = _digest(repr(sorted(recipe.items())))
+    contents = digest_of(repr(sorted(decided_by.items())))
     settings = [
         (*listing.parts, listing.source.directory.model_dump_json(exclude=_IGNORED_SETTINGS)) for listing in listings
     ]
-    name = f"plan-{_digest(recipe_digest, repr(settings), str(shard_size), str(PLAN_VERSION))}"
+    name = f"plan-{digest_of(contents, repr(settings), str(shard_size), str(PLAN_VERSION))}"
     path = catalogue.folder / f"{name}.arrow"
 
     def write(_: str) -> None:
-        _Planner(catalogue, recipe_digest, shard_size, show_progress).write(path, listings)
+        _Planner(catalogue, contents, shard_size, show_progress).write(path, listings)
         _prune_plans(catalogue.folder)
 
     catalogue.claims.divide([name], lambda _: _is_planned(path, catalogue.claims), write)
     try:
         os.utime(path)
-        return CachePlan(path, catalogue, listings, recipe_digest)
+        return CachePlan(path, catalogue, listings)
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
         # damaged: the plan follows from the catalogue, so rebuild it, once
-        _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
-        return CachePlan(path, catalogue, listings, recipe_digest)
+        _Planner(catalogue, contents, shard_size).write(path, listings)
+        return CachePlan(path, catalogue, listings)
 
 
 def _is_planned(path: Path, claims: Claims) -> bool:
@@ -206,6 +232,18 @@ def _prune_plans(folder: Path) -> None:
     for path in sorted(folder.glob("plan-*.arrow"), key=_last_use)[:-_MAX_PLANS]:
         for suffix in (".json", _DUPLICATES, ".arrow"):
             path.with_suffix(suffix).unlink(missing_ok=True)
+        for index in reuse_files(path):
+            index.unlink(missing_ok=True)
+
+
+def reuse_files(plan: Path, manifest: str = "*") -> list[Path]:
+    """Return the files that say what the shards of a plan copy from those of an old manifest (`building.reuse`)."""
+    return sorted(plan.parent.glob(f"{reuse_name(plan, manifest)}.*"))
+
+
+def reuse_name(plan: Path, manifest: str) -> str:
+    """Return the name of these files for the plan at a path and a hash of the old manifest."""
+    return f"reuse-{plan.stem.removeprefix('plan-')}-{manifest}"
 
 
 def _last_use(path: Path) -> float:
@@ -239,9 +277,9 @@ class _Planner:
     """Assigns samples to units in catalogue order; holds one open unit per bucket and a few finished ones."""
 
     def __init__(
-        self, catalogue: Catalogue, recipe: str, shard_size: int, show_progress: "ShowProgress | None" = None
+        self, catalogue: Catalogue, contents: str, shard_size: int, show_progress: "ShowProgress | None" = None
     ) -> None:
-        self._catalogue, self._recipe, self._shard_size = catalogue, recipe, shard_size
+        self._catalogue, self._contents, self._shard_size = catalogue, contents, shard_size
         self._show_progress = show_progress
         self._counts = PlanCounts()
         self._duplicates: TextIO
@@ -281,7 +319,7 @@ class _Planner:
                 part_number += 1
             for key, unit in open_units.items():
                 if unit:
-                    yield _finish_unit(listing.source, key, unit)
+                    yield _finish_unit(listing.source, key, unit, self._contents)
 
     def _assign(
         self,
@@ -305,14 +343,15 @@ class _Planner:
             if self._is_dropped(row, source.directory, earlier):
                 continue
             self._counts.images += 1
-            member = make_member(row, source.directory, self._recipe)
+            identity = sample_id(row.key)
+            fingerprint = sample_fingerprint(row, cached_captions(row, source.directory))
             for resolution, bucket, resize in fits(row.width, row.height, source.directory):
                 self._counts.cropped += resize.cropped_fraction > 0
                 self._counts.enlarged += resize.enlarged
                 unit = open_units[resolution, bucket]
-                unit.append((position, member.identity, member.fingerprint))
-                if is_end(len(unit), member.identity, self._shard_size):
-                    yield _finish_unit(source, (resolution, bucket), unit)
+                unit.append((position, identity, fingerprint))
+                if is_end(len(unit), identity, self._shard_size):
+                    yield _finish_unit(source, (resolution, bucket), unit, self._contents)
                     open_units[resolution, bucket] = []
 
     def _is_dropped(self, row: InputRow, directory: DirectoryConfig, earlier: EarlierImages) -> bool:
@@ -337,10 +376,10 @@ def _comparison_bar(listings: Sequence[Listing], show: "ShowProgress | None") ->
         yield bar.advance
 
 
-def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed]) -> dict[str, Any]:
+def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed], contents: str) -> dict[str, Any]:
     (resolution, bucket), flip = key, source.directory.flip
     positions, ids, fingerprints = zip(*unit, strict=True)
-    fingerprint = _digest(*fingerprints, str(bucket), str(flip))
+    fingerprint = digest_of(*fingerprints, str(bucket), str(flip), contents)
     return {
         "file": f"{source.name}-r{resolution[0]}x{resolution[1]}-{bucket}-{fingerprint[:20]}.safetensors",
         "label": source.label,
@@ -354,19 +393,30 @@ def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed]) -> dict
     }
 
 
-def make_member(row: InputRow, directory: DirectoryConfig, recipe: str) -> Member:
-    """Return a row as a sample with the captions to encode and the fingerprint of everything that determines it."""
-    captions = caption_variants(row.captions, _TAGS_SEED, row.key, directory)
-    return Member(row, sample_id(row.key), captions, _digest(row.key, row.digest, repr(captions), recipe))
+def cached_captions(row: InputRow, directory: DirectoryConfig) -> tuple[str, ...]:
+    """Return the captions of a row as they are encoded."""
+    return caption_variants(row.captions, _TAGS_SEED, row.key, directory)
 
 
-def decode_task(member: Member, root: DataLocation, unit: Unit) -> DecodeTask:
-    """Return the task of decoding a sample of a unit; ``root`` is the folder of its source."""
+def sample_fingerprint(row: InputRow, captions: tuple[str, ...]) -> str:
+    """Return a hash of a sample's key, image, mask and captions, and of how its image is read."""
+    return digest_of(row.key, row.digest, row.mask_digest, repr(captions), str(PREPROCESS_VERSION))
+
+
+def caption_fingerprint(caption: str) -> str:
+    """Return a hash of a caption's text."""
+    return digest_of("caption", caption)
+
+
+def decode_task(member: Member, root: DataLocation, with_pixels: bool = True) -> DecodeTask:
+    """Return the task of decoding a sample, or only its mask; ``root`` is the folder of its source."""
     row = member.row
-    return DecodeTask(sample_location(row, root), Probe(row.width, row.height, row.digest), unit.bucket)
+    probe = Probe(row.width, row.height, row.digest, mask_digest=row.mask_digest)
+    return DecodeTask(sample_location(row, root), probe, member.bucket, with_pixels)
 
 
-def _digest(*parts: str) -> str:
+def digest_of(*parts: str) -> str:
+    """Return a hash of texts, in which the end of one and the beginning of the next cannot be exchanged."""
     digest = blake2b(digest_size=16)
     for part in parts:
         data = part.encode()

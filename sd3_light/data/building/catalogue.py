@@ -46,6 +46,7 @@ PART_ROWS = 4096
 _PROBE_BATCH = 64
 _KEEP_SECONDS = 7 * 86400.0  # a run that started earlier may still read parts that the newest listing lacks
 _UNREADABLE = "unreadable"
+_ROWS_VERSION = 2  # of what a part stores
 
 T = TypeVar("T")
 
@@ -66,6 +67,7 @@ class InputRow:
     reason: str = ""
     detail: str = ""
     attributes: str = ""
+    mask_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -312,12 +314,12 @@ def _read_part(path: Path) -> Any:
 
 
 def _signature_of(source: Source) -> str:
-    return f"{signature(source.directory, source.index)}-{PREPROCESS_VERSION}{_probed_extras(source)}"
+    return f"{signature(source.directory, source.index)}-{_probed_version(source)}"
 
 
-def _probed_extras(source: Source) -> str:
-    """Return what probing adds for a source: with thumbnails, the names of signatures and parts differ."""
-    return "-thumbnails" if source.finds_similar else ""
+def _probed_version(source: Source) -> str:
+    """Return the version of what probing stores: with thumbnails, the names of signatures and parts differ."""
+    return f"{PREPROCESS_VERSION}.{_ROWS_VERSION}{'-thumbnails' if source.finds_similar else ''}"
 
 
 def rotate_to_share(items: Sequence[T], share: tuple[int, int]) -> list[T]:
@@ -351,7 +353,7 @@ def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:
 
 
 def _digest_of(rows: Sequence[InputRow], source: Source) -> str:
-    digest = blake2b(f"{PREPROCESS_VERSION}{_probed_extras(source)}".encode(), digest_size=16)
+    digest = blake2b(_probed_version(source).encode(), digest_size=16)
     for row in rows:
         digest.update(repr((row.key, row.image, row.mask, row.version, row.captions, row.reason, row.detail)).encode())
         digest.update(row.attributes.encode())
@@ -362,7 +364,7 @@ _ROW_SCHEMA = pa.schema(
     [
         *(
             (name, pa.string())
-            for name in ("key", "image", "mask", "version", "attributes", "digest", "reason", "detail")
+            for name in ("key", "image", "mask", "version", "attributes", "digest", "mask_digest", "reason", "detail")
         ),
         ("captions", pa.list_(pa.string())),
         ("thumbnail", pa.binary()),

@@ -28,7 +28,7 @@ class SampleLocation:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An image's upright size and a hash of its bytes and its mask's, or the reason why it was rejected."""
+    """An image's upright size, hashes of its bytes and of its mask's, or the reason why it was rejected."""
 
     width: int = 0
     height: int = 0
@@ -36,20 +36,22 @@ class Probe:
     thumbnail: bytes = b""
     reason: str = ""
     detail: str = ""
+    mask_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTask:
-    """A probed image and its bucket."""
+    """A probed image and its bucket; ``with_pixels`` off: only its mask is read."""
 
     location: SampleLocation
     probe: Probe
     bucket: Bucket
+    with_pixels: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why the image was rejected."""
+    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why they were rejected."""
 
     pixels: Pixels | None = None
     mask: Pixels | None = None
@@ -68,12 +70,15 @@ def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
 
 def _probe(location: SampleLocation) -> Probe:
     try:
-        image, mask = _read(location)
+        image = location.image.read()
+        mask = _read_mask(location)
         width, height = probe(image)
         thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
-    return Probe(width, height, content_digest(image, mask), thumbnail)
+    return Probe(
+        width, height, content_digest(image), thumbnail, mask_digest="" if mask is None else content_digest(mask)
+    )
 
 
 def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
@@ -83,11 +88,13 @@ def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
 
 def _decode(task: DecodeTask) -> Decoded:
     try:
-        image, mask = _read(task.location)
-        if content_digest(image, mask) != task.probe.digest:
-            raise Reject("changed_meanwhile")
+        image = task.location.image.read() if task.with_pixels else None
+        mask = _read_mask(task.location)
+        for data, digest in ((image, task.probe.digest), (mask, task.probe.mask_digest)):
+            if data is not None and content_digest(data) != digest:
+                raise Reject("changed_meanwhile")
         resize = plan(task.probe.width, task.probe.height, task.bucket)
-        pixels = fit(decode(image), resize)
+        pixels = None if image is None else fit(decode(image), resize)
         return Decoded(pixels, None if mask is None else fit_mask(decode_mask(mask), resize))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
@@ -108,14 +115,10 @@ def run_on_node(work: Callable[[Sequence[Any]], list[Any]], roots: Sequence[Data
     return results
 
 
-def _read(location: SampleLocation) -> tuple[bytes, bytes | None]:
-    return location.image.read(), None if location.mask is None else location.mask.read()
+def _read_mask(location: SampleLocation) -> bytes | None:
+    return None if location.mask is None else location.mask.read()
 
 
-def content_digest(image: bytes, mask: bytes | None) -> str:
-    """Return a hash of a sample's files; an empty mask differs from no mask."""
-    digest = blake2b(len(image).to_bytes(8, "little"), digest_size=16)
-    digest.update(image)
-    if mask is not None:
-        digest.update(b"mask" + mask)
-    return digest.hexdigest()
+def content_digest(data: bytes) -> str:
+    """Return a hash of a file's bytes."""
+    return blake2b(data, digest_size=16).hexdigest()

@@ -97,7 +97,7 @@ def _decode_few(plan: CachePlan, builder: Builder) -> dict[str, Pixels]:
     """Return some images that can be decoded, by their keys."""
     samples = list(_few(plan, _RECONSTRUCTED[builder.device_type]))
     roots = {unit: plan.source(unit).root for unit, _ in samples}
-    tasks = {member.row.key: decode_task(member, roots[unit], unit) for unit, member in samples}
+    tasks = {member.row.key: decode_task(member, roots[unit]) for unit, member in samples}
     with builder.decode_pool(list(dict.fromkeys(roots.values()))) as pool:
         images = dict(zip(tasks, chain.from_iterable(pool.map([task] for task in tasks.values())), strict=True))
     return {key: image.pixels for key, image in images.items() if image.pixels is not None}

@@ -1,10 +1,12 @@
 """The recipe of a cache: everything that determines a sample's features besides the sample."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sd3_light.config import DatasetConfig, ModelConfig, TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.columns import SMALLEST
 from sd3_light.core.registry import family_of
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest
 from sd3_light.data.preprocess import PREPROCESS_VERSION
@@ -22,16 +24,27 @@ def make_recipe(train: TrainConfig, memo: Path | None = None) -> dict[str, Any]:
 
 
 def recipe_of(model: ModelConfig, memo: Path | None = None) -> dict[str, Any]:
-    """Return the recipe of a model's encoders on this machine."""
-    encoding = family_of(model).encoding
+    """Return the recipe of a model's encoders on this machine.
+
+    ``columns`` has the fingerprint of each column; the other keys say in words what decides them.
+    """
+    family = family_of(model)
+    parts = parts_fingerprint(model.diffusers_path, family.encoding.folders, memo)
+    columns = family.columns(model, model.diffusers_path, SMALLEST)
     return {
         "format": CACHE_FORMAT,
         "preprocess": PREPROCESS_VERSION,
-        **encoding.text_settings(model),
+        **family.encoding.text_settings(model),
         # precisions that `auto` chooses differ by less than the latents' own noise
         **({} if model.vae_dtype == "auto" else {"vae_dtype": model.vae_dtype}),
-        **parts_fingerprint(model.diffusers_path, encoding.folders, memo),
+        **parts,
+        "columns": {column.name: column.fingerprint(parts) for column in columns},
     }
+
+
+def decides_shards(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a recipe decides the bytes of a shard, besides its samples."""
+    return {key: recipe[key] for key in ("format", "columns") if key in recipe}
 
 
 def is_remote(dataset: DatasetConfig, train: TrainConfig) -> bool:
@@ -59,9 +72,10 @@ def is_trusted(dataset: DatasetConfig, train: TrainConfig) -> bool:
 def _require(location: str, manifest: Manifest, train: TrainConfig, memo: Path, hint: str) -> None:
     """Raise a UserError if a cache was built with settings or encoders other than the config's."""
     expected = make_recipe(train, memo)
-    settings = {*expected, *_DEFAULTS} - {*family_of(train.model).encoding.folders}  # the others are hashes
+    hashes = {*family_of(train.model).encoding.folders, "columns"}
     for key in dict.fromkeys((*expected, *manifest.recipe)):
         value, built = (recipe.get(key, _DEFAULTS.get(key)) for recipe in (expected, manifest.recipe))
         if built != value:
-            difference = f"{key} = {built!r}, the config says {value!r}" if key in settings else f"another {key}"
+            is_known = key in {*expected, *_DEFAULTS} - hashes
+            difference = f"{key} = {built!r}, the config says {value!r}" if is_known else f"another {key}"
             raise UserError(f"{location} was built with {difference}; {hint}")

@@ -40,6 +40,7 @@ def test_images_of_a_bucket_have_a_latent_pixel_per_step_of_the_vae(raw_project:
     [
         ("model.t5_max_length=7", {"t5"}),
         ('model.text_tokens="real"', TEXT),
+        ('model.dtype="bfloat16"', TEXT),
         ('model.vae_dtype="bfloat16"', {"moments"}),
         ("model.shift=2.0", set()),
         ('model.uncond_text="zero"', set()),
