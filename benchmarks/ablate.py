@@ -36,10 +36,10 @@ from world_runs import BASE, Bench, ScoredRun, load, start_judges
 from sd3_light.config import UserError
 from sd3_light.config.faults import Stopped
 from sd3_light.engines import Launch
+from sd3_light.evaluate.composition import score
+from sd3_light.export import verb as export
 from sd3_light.export.open_pipeline import open_pipeline
-from sd3_light.metrics.composition import score
 from sd3_light.runlog import read_log
-from sd3_light.stages import export
 
 TABLE = Path(__file__).parent / "ablations.toml"
 RESULTS = "results.jsonl"

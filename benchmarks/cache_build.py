@@ -25,14 +25,14 @@ import torch
 from encoders import WORDS, make_folder
 from PIL import Image
 
+from sd3_light.cache import verb as cache
+from sd3_light.cache.recipe import decides_shards
+from sd3_light.cache.shard_builder import ShardBuilder
 from sd3_light.config import LoadedConfig, load_config
-from sd3_light.data.building.cache_plan import CachePlan, make_cache_plan
-from sd3_light.data.building.catalogue import Catalogue, make_sources
-from sd3_light.data.building.claims import Claims
-from sd3_light.encoders.frozen_parts import FrozenParts
-from sd3_light.stages import cache
-from sd3_light.stages.cache.recipe import decides_shards
-from sd3_light.stages.cache.shard_builder import ShardBuilder
+from sd3_light.data.cache_plan import CachePlan, make_cache_plan
+from sd3_light.families.sd3.encoders import FrozenParts
+from sd3_light.sources.catalogue import Catalogue, make_sources
+from sd3_light.sources.claims import Claims
 
 MEAN_WORDS = 22
 PARTS = ("vae", "clip_l", "clip_g", "t5")

@@ -20,7 +20,7 @@ from sd3_shards import sd3_content
 from sd3_light.assets import DEMO
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.shards import Origin, write_shard
-from sd3_light.encoders.frozen_parts import FrozenParts
+from sd3_light.families.sd3.encoders import FrozenParts
 
 MB = 1e6
 GOAL_MB = 0.35  # for captions of 20 tokens with `real`

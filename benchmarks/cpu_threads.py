@@ -33,8 +33,8 @@ def work(size: str, batch: int) -> None:
     from sd3_light.core.batch import Batch
     from sd3_light.engines import Launch
     from sd3_light.engines.torch import TorchEngine
-    from sd3_light.model.random_weights import new_transformer
-    from sd3_light.training.module import SD3TrainingModule
+    from sd3_light.families.sd3.module import SD3TrainingModule
+    from sd3_light.families.sd3.random_weights import new_transformer
 
     model = {"train_type": "sd3_light_pretrain", "diffusers_path": "model", "size": size, "dtype": "float32"}
     settings = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": model}

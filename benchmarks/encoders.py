@@ -28,10 +28,10 @@ import torch
 from torch import nn
 
 from sd3_light.assets import DEMO
-from sd3_light.encoders.batching import image_batches
-from sd3_light.encoders.frozen_parts import CaptionTokens, FrozenParts
-from sd3_light.encoders.text import TEXT_ENCODERS, encode_clip, encode_t5, load_tokenizer
-from sd3_light.encoders.vae import raw_moments
+from sd3_light.encoding.batching import image_batches
+from sd3_light.encoding.vae import raw_moments
+from sd3_light.families.sd3.encoders import CaptionTokens, FrozenParts
+from sd3_light.families.sd3.text import TEXT_ENCODERS, encode_clip, encode_t5, load_tokenizer
 
 CLIP_LENGTH, CLIP_WORDS, T5_WORDS = 77, 49408, 32128
 WORDS = ("red", "green", "blue", "circle", "square", "star", "small", "large", "left", "right")  # one token each

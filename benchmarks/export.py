@@ -28,7 +28,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import commit, reset_folder, temporary_folder, write_part
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.engines.protocol import TensorPiece
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.families.sd3.random_weights import new_transformer
 
 GIB = 1 << 30
 VAE = {

@@ -34,7 +34,12 @@ from torch.nn import functional as F
 
 from sd3_light.assets import DEMO
 from sd3_light.config import SIZES, ModelSize
-from sd3_light.encoders.text import (
+from sd3_light.encoding.vae import LatentScale, draw_latent, load_vae, raw_moments
+from sd3_light.families.sd3.fast.block import BlockOptions
+from sd3_light.families.sd3.fast.forward import FastDenoiser
+from sd3_light.families.sd3.layers import unpatchify
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.text import (
     TEXT_ENCODERS,
     encode_clip,
     encode_t5,
@@ -43,12 +48,7 @@ from sd3_light.encoders.text import (
     load_tokenizer,
     unpad_text,
 )
-from sd3_light.encoders.vae import LatentScale, draw_latent, load_vae, raw_moments
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
-from sd3_light.model.fast.block import BlockOptions
-from sd3_light.model.fast.forward import FastDenoiser
-from sd3_light.model.layers import unpatchify
-from sd3_light.model.random_weights import new_transformer
 from sd3_light.pages import Chart, ChartLine, render_template
 from sd3_light.randomness import stream
 from sd3_light.world.captions import LANGUAGES, scene_captions

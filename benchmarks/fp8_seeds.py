@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.model.fast.block import BlockOptions
-from sd3_light.model.fast.forward import FastDenoiser
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.families.sd3.fast.block import BlockOptions
+from sd3_light.families.sd3.fast.forward import FastDenoiser
+from sd3_light.families.sd3.random_weights import new_transformer
 
 RATE = 3e-4
 LAST = 200

@@ -11,14 +11,14 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from sd3_light.budget.amount import GIB
-from sd3_light.budget.flops import image_tokens
-from sd3_light.budget.gpu_memory import gpu_memory
-from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.sizes import ModelSize
 from sd3_light.core.cost import Layout, Tokens
+from sd3_light.cost.amount import GIB
+from sd3_light.cost.gpu_memory import gpu_memory
+from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.families.sd3.cost import SD3Cost
+from sd3_light.families.sd3.flops import image_tokens
 
 GPUS = 8
 TEXT_TOKENS = 77 + 256

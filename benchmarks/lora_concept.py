@@ -24,13 +24,13 @@ from pathlib import Path
 from sd3_light.assets import DEMO
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.engines import Launch
+from sd3_light.evaluate.composition import score
 from sd3_light.export.lora_file import diffusers_tensors
+from sd3_light.export.lora_stack import Lora, add_loras
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.journeys import cache_then_train
-from sd3_light.metrics.composition import score
 from sd3_light.randomness import stream
 from sd3_light.recipes import FOLDER
-from sd3_light.sampling.lora_stack import Lora, add_loras
 from sd3_light.world import Prompt, draw_prompts, render_scene, scene_captions
 from sd3_light.world.scene import BACKGROUNDS, OBJECT_SIZES, Item, Scene
 

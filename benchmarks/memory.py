@@ -36,17 +36,17 @@ from PIL import Image
 from torch import Tensor
 
 from sd3_light.assets import DEMO
+from sd3_light.cache import verb as cache
+from sd3_light.cache.recipe import decides_shards
 from sd3_light.config import LoadedConfig, load_config
-from sd3_light.data.building.cache_plan import make_cache_plan
-from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
-from sd3_light.data.building.claims import Claims
+from sd3_light.data.cache_plan import make_cache_plan
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.stream import MicroBatches
-from sd3_light.encoders import frozen_parts
 from sd3_light.engines import Launch
-from sd3_light.stages import cache
-from sd3_light.stages.cache.recipe import decides_shards
-from sd3_light.training.data import make_order, open_cache
+from sd3_light.engines.feed import make_order, open_cache
+from sd3_light.families.sd3 import encoders as frozen_parts
+from sd3_light.sources.catalogue import Catalogue, Listing, make_sources
+from sd3_light.sources.claims import Claims
 
 SAMPLES_PER_TAR = 10_000
 SIZES = ((16, 16), (32, 16), (16, 32))

@@ -27,13 +27,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import memory
 import ray
 
+from sd3_light.cache import ray_builder
+from sd3_light.cache.dataset_build import DatasetBuild
+from sd3_light.cache.ray_builder import RayBuilder
+from sd3_light.cache.ray_encoder import EncoderSettings, ShardEncoder
+from sd3_light.cache.verb import CacheOptions
 from sd3_light.config import LoadedConfig, load_config
-from sd3_light.encoders import frozen_parts
 from sd3_light.engines import Launch
-from sd3_light.stages.cache import CacheOptions, ray_builder
-from sd3_light.stages.cache.dataset_build import DatasetBuild
-from sd3_light.stages.cache.ray_builder import RayBuilder
-from sd3_light.stages.cache.ray_encoder import EncoderSettings, ShardEncoder
+from sd3_light.families.sd3 import encoders as frozen_parts
 from sd3_light.world import write_dataset
 
 OBJECT_STORE = 100 << 20

@@ -40,8 +40,8 @@ from cache_read import LABEL, PassThrough, build
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.store import RemoteStore, remote
-from sd3_light.data.store.protocols import with_retries
 from sd3_light.data.stream import CachedDataset, MicroBatches
+from sd3_light.urls import with_retries
 
 URL = "s3://benchmark/cache"
 FORK = multiprocessing.get_context("fork")

@@ -26,10 +26,10 @@ import torch
 from diffusers import SD3Transformer2DModel
 from sd3_shards import sd3_columns
 
-from sd3_light.budget.data_bytes import open_shard_bytes, sample_bytes
 from sd3_light.checkpoint.index import Index, Range, merge_entries
 from sd3_light.config import SIZES
 from sd3_light.config.sizes import ModelSize
+from sd3_light.cost.data_bytes import open_shard_bytes, sample_bytes
 from sd3_light.data import manifest as manifest_module
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Segment, build_order, rank_picks, rank_slice

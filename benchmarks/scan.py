@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.sources.scan import scan
-from sd3_light.data.sources.signature import signature
+from sd3_light.sources.scan import scan
+from sd3_light.sources.signature import signature
 
 FOLDERS = 16
 

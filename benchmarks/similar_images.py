@@ -17,9 +17,9 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.building.catalogue import InputRow
-from sd3_light.data.building.earlier_images import EarlierImages, open_earlier_images
-from sd3_light.data.preprocess import make_thumbnail
+from sd3_light.sources.catalogue import InputRow
+from sd3_light.sources.earlier_images import EarlierImages, open_earlier_images
+from sd3_light.sources.preprocess import make_thumbnail
 
 DIRECTORY = DirectoryConfig(path=Path("images"), resolutions=[64], duplicates="drop_similar")
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from step_loops import Batch, Row, Step, batches, flops, make_step
 
-from sd3_light.budget.device_peaks import peak_flops
 from sd3_light.config import SIZES
-from sd3_light.model.fast.block import BlockOptions
+from sd3_light.cost.device_peaks import peak_flops
+from sd3_light.families.sd3.fast.block import BlockOptions
 
 GIB = 1 << 30
 RESTART = 75  # exit code of a child that needs a new process for the remaining rows
@@ -165,7 +165,7 @@ def prepare_kernels(tuning: Path | None, device: torch.device) -> list[str]:
     """Apply the tuned tiles; returns the kernels that are incorrect on this device."""
     import step_parts
 
-    from sd3_light.model.fast import kernels
+    from sd3_light.families.sd3.fast import kernels
 
     if tuning is not None and tuning.is_file():
         kernels.TUNING.update({k: v for k, v in json.loads(tuning.read_text(encoding="utf-8")).items() if k != "error"})

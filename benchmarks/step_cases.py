@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sd3_light.model.fast import reference
-from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, Fp8Weight
-from sd3_light.model.fast.row_plan import RowPlan, Rows
+from sd3_light.families.sd3.fast import reference
+from sd3_light.families.sd3.fast.fp8 import E4M3, Fp8Rows, Fp8Weight
+from sd3_light.families.sd3.fast.row_plan import RowPlan, Rows
 
 WIDTH, HEADS, UNITS = 1536, 24, 64
 NUM_IMAGE, NUM_TEXT, BLOCKS = 256, 333, 15

@@ -8,8 +8,8 @@ from step_cases import BLOCKS, HEADS, NUM_IMAGE, NUM_TEXT, WIDTH, attempt, empty
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, multiply
-from sd3_light.model.fast.row_plan import RowPlan, make_plan
+from sd3_light.families.sd3.fast.fp8 import E4M3, Fp8Rows, multiply
+from sd3_light.families.sd3.fast.row_plan import RowPlan, make_plan
 
 LAYERS = (("qkv", 1, 3), ("out", 1, 1), ("up", 1, 4), ("down", 4, 1))
 
@@ -65,7 +65,7 @@ def product_variants(
 
 def check(device: torch.device) -> dict[str, float]:
     """Return the relative difference of FP8 products from float32 products of the same rounded numbers."""
-    from sd3_light.model.fast import kernels
+    from sd3_light.families.sd3.fast import kernels
 
     x = torch.randn(777, 4 * WIDTH, device=device) * torch.logspace(-9, 3, 777, device=device)[:, None]
     w, b = torch.randn(WIDTH, 4 * WIDTH, device=device), torch.randn(WIDTH, device=device).bfloat16()
@@ -92,7 +92,7 @@ def rounding(batch: int, device: torch.device) -> dict[str, Any]:
     """Measure milliseconds per step of each operation with and without FP8 output, and of the weight copies."""
     from diffusers import SD3Transformer2DModel
 
-    from sd3_light.model.fast.weights import WeightCopies
+    from sd3_light.families.sd3.fast.weights import WeightCopies
 
     plan = make_plan(batch, NUM_IMAGE, NUM_TEXT, None, device)
     results = {name: timed(name, last, plan, device) for name, last in TIMED.items()}
@@ -107,7 +107,7 @@ def rounding(batch: int, device: torch.device) -> dict[str, Any]:
 
 def timed(name: str, last: int, plan: RowPlan, device: torch.device) -> dict[str, Any]:
     """Measure milliseconds of an operation in all blocks and both streams by form, once per block and stream."""
-    from sd3_light.model.fast import kernels
+    from sd3_light.families.sd3.fast import kernels
 
     results: dict[str, Any] = {}
     for rows in (plan.image, plan.text):

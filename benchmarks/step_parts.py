@@ -36,9 +36,9 @@ from step_loops import real_lengths
 from torch import Tensor, nn
 
 from sd3_light.config import SIZES
-from sd3_light.model.fast import reference
-from sd3_light.model.fast.fp8 import Fp8Rows
-from sd3_light.model.fast.row_plan import RowPlan, make_plan
+from sd3_light.families.sd3.fast import reference
+from sd3_light.families.sd3.fast.fp8 import Fp8Rows
+from sd3_light.families.sd3.fast.row_plan import RowPlan, make_plan
 
 
 def captions(count: int) -> list[int]:
@@ -88,7 +88,7 @@ def worst_difference(results: Any, expected: Any) -> float:
 
 def check_operation(name: str, device: torch.device) -> float:
     """Return the worst difference of a kernel from its reference, over both streams, all forms, padded and real."""
-    from sd3_light.model.fast import kernels
+    from sd3_light.families.sd3.fast import kernels
 
     worst = 0.0
     for lengths, (dtype, limit) in itertools.product(
@@ -161,7 +161,7 @@ MOVES: dict[str, tuple[str, int, float]] = {
 
 def tune(batch: int, device: torch.device) -> dict[str, Any]:
     """Return the best tile of each kernel for the image rows, and print all times."""
-    from sd3_light.model.fast import kernels
+    from sd3_light.families.sd3.fast import kernels
 
     plan = make_plan(batch, NUM_IMAGE, NUM_TEXT, None, device)
     best: dict[str, Any] = {}
@@ -230,7 +230,7 @@ def products(batch: int, device: torch.device) -> dict[str, Any]:
 
 def attention(batch: int, device: torch.device) -> dict[str, Any]:
     """Measure milliseconds of the attention of one block, forward and with backward."""
-    from sd3_light.model.fast.sample_attention import attend
+    from sd3_light.families.sd3.fast.sample_attention import attend
 
     listed = attempt("flash implementations", lambda: torch.nn.attention.list_flash_attention_impls())
     print(f"flash implementations: {listed}", flush=True)
@@ -273,7 +273,7 @@ def optimizer(device: torch.device) -> dict[str, Any]:
     """Measure milliseconds of each pass over the weights of the full-size model."""
     from diffusers import SD3Transformer2DModel
 
-    from sd3_light.model.fast.weights import WeightCopies
+    from sd3_light.families.sd3.fast.weights import WeightCopies
 
     with torch.device(device):
         model = SD3Transformer2DModel(**SIZES["sd3_light"].transformer_config())

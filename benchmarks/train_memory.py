@@ -6,7 +6,7 @@ Runs some steps of the training module and the torch engine, with EMA, on random
 no cache, data or model folder is needed. All runs share one process and release their memory.
 
 `allocated` and `reserved` are the peaks of torch's counters; `process` is all used GPU memory, CUDA context included,
-so no other process may use the GPU. `predicted` is the total of `budget/gpu_memory.py`; `ratio` is predicted / process,
+so no other process may use the GPU. `predicted` is the total of `cost/gpu_memory.py`; `ratio` is predicted / process,
 and `torch` is the same without the context, relative to `allocated`. `--tiny` runs small versions, also on a CPU.
 """
 
@@ -24,21 +24,21 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
-from sd3_light.budget.amount import GIB
-from sd3_light.budget.device_peaks import peak_flops
-from sd3_light.budget.flops import image_tokens
-from sd3_light.budget.gpu_memory import gpu_memory
-from sd3_light.budget.training_flops import step_flops
-from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize, TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Tokens
 from sd3_light.core.model import compile_blocks
+from sd3_light.cost.amount import GIB
+from sd3_light.cost.device_peaks import peak_flops
+from sd3_light.cost.gpu_memory import gpu_memory
+from sd3_light.cost.training_flops import step_flops
+from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.cost import SD3Cost
+from sd3_light.families.sd3.flops import image_tokens
+from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.optim.ema import Averages
-from sd3_light.training.module import SD3TrainingModule
 
 PADDED = 77 + 256
 REAL = (20, 120)

@@ -83,8 +83,8 @@ def repeated(steps: Any, after: int) -> Any:
 
 def train(folder: Path, engine: str, saves: bool, alone_after: int) -> None:
     """Run the training stage in a prepared folder."""
-    from sd3_light.stages import check
-    from sd3_light.stages import train as stage
+    from sd3_light.check import verb as check
+    from sd3_light.train import verb as stage
 
     without_saves(checkpoints=saves)
     make_steps = stage.training_steps
@@ -100,11 +100,11 @@ def train(folder: Path, engine: str, saves: bool, alone_after: int) -> None:
 def feed(folder: Path, args: argparse.Namespace) -> str:
     """Return the speed of the loader without training; the first ``warm`` steps are excluded."""
     from sd3_light.data.loader import LoadTimes
+    from sd3_light.data.prepare import CleanPreparer
     from sd3_light.data.stream import MicroBatches
-    from sd3_light.encoders.vae import LatentScale
-    from sd3_light.training.data import make_loader, make_order, open_cache
-    from sd3_light.training.prepare import CleanPreparer
-    from sd3_light.training.sd3 import InputPreparer
+    from sd3_light.encoding.vae import LatentScale
+    from sd3_light.engines.feed import make_loader, make_order, open_cache
+    from sd3_light.families.sd3.prepare import InputPreparer
 
     loaded, launch, times = load_config(folder / "train.toml"), Launch(), LoadTimes()
     config = loaded.train

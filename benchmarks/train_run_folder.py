@@ -12,15 +12,15 @@ import torch
 from sd3_shards import sd3_content
 from torch import Tensor
 
-from sd3_light.budget.amount import GIB
-from sd3_light.budget.flops import image_tokens
-from sd3_light.budget.gpu_memory import gpu_memory
-from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.core.cost import Tokens
+from sd3_light.cost.amount import GIB
+from sd3_light.cost.gpu_memory import gpu_memory
+from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.families.sd3.cost import SD3Cost
+from sd3_light.families.sd3.flops import image_tokens
 
 SAMPLES_PER_SHARD = 128
 IMAGES = "images"

@@ -33,7 +33,7 @@ def measure_start(folder: Path) -> None:
 def without_saves(checkpoints: bool = False) -> None:
     """Let runs export nothing, since there are no frozen parts, and write ``checkpoints`` only on request."""
     from sd3_light.checkpoint.background import CheckpointKeeper
-    from sd3_light.training.driver import Driver
+    from sd3_light.train.driver import Driver
 
     Driver.export = lambda self, progress: None  # type: ignore[method-assign]
     if not checkpoints:
@@ -95,13 +95,13 @@ def main() -> None:
         import torch
 
         from sd3_light import journeys  # noqa: F401  # what the command imports
+        from sd3_light.check import verb as check
         from sd3_light.config import load_config
         from sd3_light.engines.torch import TorchEngine
-        from sd3_light.stages import check
-        from sd3_light.stages import train as stage
-        from sd3_light.stages.train import train_state
-        from sd3_light.training import loop
-        from sd3_light.training.sd3 import LightSD3Pipeline
+        from sd3_light.families.sd3.prepare import LightSD3Pipeline
+        from sd3_light.train import loop
+        from sd3_light.train import state as train_state
+        from sd3_light.train import verb as stage
 
     def synchronize() -> None:
         if torch.cuda.is_available():

@@ -31,10 +31,10 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd3_light.assets import DEMO
-from sd3_light.encoders.frozen_parts import FrozenParts
-from sd3_light.encoders.half_vae import probe_pixels, to_half_encoder
-from sd3_light.encoders.text import TEXT_ENCODERS, fuse_activations, load_text_model, load_tokenizer
-from sd3_light.encoders.vae import encode_pixels, load_vae
+from sd3_light.encoding.half_vae import probe_pixels, to_half_encoder
+from sd3_light.encoding.vae import encode_pixels, load_vae
+from sd3_light.families.sd3.encoders import FrozenParts
+from sd3_light.families.sd3.text import TEXT_ENCODERS, fuse_activations, load_text_model, load_tokenizer
 from sd3_light.world import draw_image
 
 HALF, BRAIN, FULL = torch.float16, torch.bfloat16, torch.float32

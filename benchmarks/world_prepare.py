@@ -31,13 +31,14 @@ from PIL import Image
 from world_runs import BENCH_FILE, REAL_CACHE, Bench, load
 
 from sd3_light.assets import DEMO
+from sd3_light.cache import verb as cache
 from sd3_light.config import UserError
-from sd3_light.encoders.vae import load_vae
-from sd3_light.metrics.composition import judge_images
-from sd3_light.model.pipeline_folder import missing_parts
+from sd3_light.encoding.vae import load_vae
+from sd3_light.evaluate.composition import judge_images
+from sd3_light.model.folder import missing_parts
+from sd3_light.parts import verb as parts
 from sd3_light.parts.fit import FitOptions
 from sd3_light.parts.vae import VaeOptions
-from sd3_light.stages import cache, parts
 from sd3_light.world import Prompt, draw_square_image, write_dataset
 from sd3_light.world.dataset import AnyScene
 from sd3_light.world.hard.captions import ZH_HARD_WORDS

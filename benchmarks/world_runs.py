@@ -20,16 +20,16 @@ import torch
 from PIL import Image
 
 from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.checkpoint.store import step_of
 from sd3_light.config import LoadedConfig, UserError, load_config
 from sd3_light.config.faults import Stopped
-from sd3_light.metrics.composition import CompositionScore
-from sd3_light.sampling.loop import Denoise
-from sd3_light.stages import train
+from sd3_light.evaluate.composition import CompositionScore
+from sd3_light.export.background_saves import newest_usable
+from sd3_light.sample.in_training import Sampler
+from sd3_light.sample.loop import Denoise
 from sd3_light.system import usable_cores
-from sd3_light.training.background_saves import newest_usable
-from sd3_light.training.requests import SAVE_QUIT
-from sd3_light.training.samples import Sampler
+from sd3_light.train import verb as train
 from sd3_light.world import Prompt, draw_prompts
 from sd3_light.world.judge import Verdict
 

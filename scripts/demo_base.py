@@ -23,8 +23,9 @@ from demo_hashes import write_hashes
 from demo_parts import add_options, make_parts
 from diffusers import SD3Transformer2DModel
 
+from sd3_light.evaluate import verb as evaluate
+from sd3_light.parts import verb as parts
 from sd3_light.runlog import read_log
-from sd3_light.stages import evaluate, parts
 
 ROOT = Path(__file__).parent.parent
 MAX_FILE = "14MB"

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from sd3_light.assets import DEMO
 from sd3_light.files import atomic_file
+from sd3_light.parts import verb as parts
 from sd3_light.parts.contrastive import TextOptions
 from sd3_light.parts.fit import FitOptions
 from sd3_light.parts.vae import VaeOptions
 from sd3_light.recipes import FOLDER as RECIPES
-from sd3_light.stages import parts
 from sd3_light.world import write_dataset
 from sd3_light.world.captions import ZH_WORDS
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from sd3_light.sampling.grid import make_grid
+from sd3_light.sample.grid import make_grid
 
 TRUE = "true images"
 _CARD = re.compile(r'<article class="sample">(.*?)</article>', re.DOTALL)

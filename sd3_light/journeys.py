@@ -11,18 +11,22 @@ from pathlib import Path
 from rich.console import Console
 
 from sd3_light.assets import DEMO
+from sd3_light.cache import verb as cache
+from sd3_light.check import verb as check
 from sd3_light.checkpoint.lock import is_locked
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.cpu_threads import limit_threads
-from sd3_light.metrics.composition import DEMANDS, CompositionScore
+from sd3_light.evaluate import verb as evaluate
+from sd3_light.evaluate.composition import DEMANDS, CompositionScore
+from sd3_light.export import init
+from sd3_light.other_process import train_beside
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.runlog import ResultTable, info, print_table, progress
-from sd3_light.stages import cache, check, evaluate, init, train
 from sd3_light.system import usable_cores
-from sd3_light.training.other_process import train_beside
+from sd3_light.train import verb as train
 from sd3_light.world import write_dataset
 
 _DEMO_MARKER = ".sd3_light_demo"

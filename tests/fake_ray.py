@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from sd3_light.stages import cache
+from sd3_light.cache import verb as cache
 
 USERS = (
-    "sd3_light.stages.cache.ray_builder",
-    "sd3_light.stages.cache.ray_encoder",
-    "sd3_light.stages.cache.ray_tasks",
+    "sd3_light.cache.ray_builder",
+    "sd3_light.cache.ray_encoder",
+    "sd3_light.cache.ray_tasks",
 )
 """The modules that import Ray."""
 

@@ -7,7 +7,7 @@ import torch
 from transformers import CLIPConfig, CLIPModel, Dinov2Config, Dinov2Model
 
 from sd3_light.assets import DEMO
-from sd3_light.encoders.judge import save_judge
+from sd3_light.evaluate.judge import save_judge
 
 SIDE = 32
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 if TYPE_CHECKING:  # torch and diffusers are imported only by the tests that need them
+    from sd3_light.cache.verb import CacheReport
     from sd3_light.checkpoint.progress import Progress
     from sd3_light.config import LoadedConfig
-    from sd3_light.stages.cache import CacheReport
-    from sd3_light.stages.train import Resume
+    from sd3_light.train.verb import Resume
 
 NUM_IMAGES = 40
 TRAIN_TOML = """
@@ -76,7 +76,7 @@ class Project:
 
     def build_cache(self, *overrides: str, **flags: bool) -> "list[CacheReport]":
         """Run the cache stage in this process; the flags are those of `CacheOptions`."""
-        from sd3_light.stages import cache
+        from sd3_light.cache import verb as cache
 
         with quick_caching():
             return cache.run(self.load(*overrides), options=cache.CacheOptions(**flags))
@@ -112,8 +112,10 @@ def quick_caching() -> Iterator[None]:
 
     Loading takes longer than encoding the project's images. A loader that a test has replaced stays replaced.
     """
-    from sd3_light.encoders import frozen_parts, half_vae, text
-    from sd3_light.stages.cache import advice
+    from sd3_light.cache import advice
+    from sd3_light.encoding import half_vae
+    from sd3_light.families.sd3 import encoders as frozen_parts
+    from sd3_light.families.sd3 import text
 
     loaders = (text.load_text_model, text.load_tokenizer, half_vae.load_encoding_vae)
     with ExitStack() as patches:

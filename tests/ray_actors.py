@@ -2,11 +2,11 @@
 
 import os
 
-from sd3_light.data.building.decode import CRASHED_DECODE, Decoded, DecodeTask
-from sd3_light.data.building.workers import BatchPool
-from sd3_light.data.store.build_folder import UnitFiles
-from sd3_light.stages.cache.ray_encoder import ShardEncoder, UnitTask
-from sd3_light.stages.cache.ray_tasks import TaskPool
+from sd3_light.cache.build_folder import UnitFiles
+from sd3_light.cache.ray_encoder import ShardEncoder, UnitTask
+from sd3_light.cache.ray_tasks import TaskPool
+from sd3_light.sources.decode import CRASHED_DECODE, Decoded, DecodeTask
+from sd3_light.sources.workers import BatchPool
 from tests.ray_decode import decode_or_crash
 
 POISON = "000007.png"

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 
-from sd3_light.data.building.decode import Decoded, DecodeTask, decode_images
+from sd3_light.sources.decode import Decoded, DecodeTask, decode_images
 
 CRASHING = "000021.png"
 """The image that crashes its decoder."""

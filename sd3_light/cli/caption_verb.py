@@ -29,7 +29,7 @@ def caption(
 ) -> None:
     """Caption the images of a dataset with a model of transformers, into tables that the dataset reads."""
     init_process()
-    from sd3_light.stages import caption as stage
+    from sd3_light.cache import caption as stage
 
     prompts = tuple(prompt) if prompt else (stage.PROMPT,)
     options = stage.CaptionOptions(prompts, captions, max_tokens, temperature, seed, dtype, batch)

@@ -44,7 +44,7 @@ def convert(
     """Convert a diffusers folder to the single file that ComfyUI reads, or back, bit for bit."""
     init_process()
     from sd3_light.core.files import Contents
-    from sd3_light.stages import convert as stage
+    from sd3_light.export import convert as stage
 
     written = stage.run(source, out, Contents(vae, text_encoders, pad_blocks), base, keep_pads)
     for note in written.notes:
@@ -68,7 +68,7 @@ def lora_convert(
 ) -> None:
     """Convert a LoRA to another layout or dtype; the weight update stays the same."""
     init_process()
-    from sd3_light.stages import lora as stage
+    from sd3_light.export import lora as stage
 
     echo(f"wrote {stage.convert(lora, out, stage.LoraFormat(layout, dtype, padded_for), trained_on)}")
 
@@ -86,8 +86,8 @@ def lora_merge(
 ) -> None:
     """Merge LoRAs into a full model. Writes a diffusers folder, verified like every export."""
     init_process()
-    from sd3_light.sampling.lora_stack import Lora
-    from sd3_light.stages import lora as stage
+    from sd3_light.export import lora as stage
+    from sd3_light.export.lora_stack import Lora
 
     echo(f"wrote and verified {stage.merge(model, list(map(Lora.parse, loras)), out, dtype)}")
     suggest(("sample", out, "a prompt"), ("convert", out, out.with_suffix(".safetensors")))
@@ -110,7 +110,7 @@ def lora_extract(
 ) -> None:
     """Extract the LoRA closest to the difference of two models, and report how much of it the LoRA captures."""
     init_process()
-    from sd3_light.stages import lora as stage
+    from sd3_light.export import lora as stage
 
     extracted = stage.extract(base, tuned, out, rank, target, stage.LoraFormat(layout, dtype, padded_for))
     for name, share in sorted(extracted.left_out.items(), key=lambda item: -item[1])[:5]:

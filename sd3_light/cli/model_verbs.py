@@ -14,7 +14,7 @@ from sd3_light.runlog import print_table
 
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
-    from sd3_light.metrics.composition import CompositionScore
+    from sd3_light.evaluate.composition import CompositionScore
 
 
 @app.command(cls=Command)
@@ -39,7 +39,7 @@ def export(
     """Export a checkpoint as a diffusers folder or a single file, verified by reloading it."""
     init_process()
     from sd3_light.core.files import Contents
-    from sd3_light.stages import export as stage
+    from sd3_light.export import verb as stage
 
     contents = Contents(vae, text_encoders, pad_blocks)
     echo(f"wrote and verified {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
@@ -96,9 +96,9 @@ def sample(
             raise UserError("no prompt; pass one, or a prompt file with --file")
         require_model_path(model)
     launch = init_process()
-    from sd3_light.sampling.image_requests import PromptRow, read_prompt_rows
-    from sd3_light.sampling.lora_stack import Lora
-    from sd3_light.stages import sample as stage
+    from sd3_light.export.lora_stack import Lora
+    from sd3_light.sample import verb as stage
+    from sd3_light.sample.image_requests import PromptRow, read_prompt_rows
 
     rows = [*map(PromptRow, prompt or []), *(read_prompt_rows(file) if file is not None else [])]
     loras = tuple(map(Lora.parse, lora or []))
@@ -175,9 +175,9 @@ def evaluate(
     (--config), or score a model of the demo world: do its images show the requested objects, colours, counts and
     relations?"""
     launch = init_process()
-    from sd3_light.sampling.lora_stack import Lora
-    from sd3_light.stages import evaluate as stage
-    from sd3_light.stages.evaluate import against as measure
+    from sd3_light.evaluate import against as measure
+    from sd3_light.evaluate import verb as stage
+    from sd3_light.export.lora_stack import Lora
 
     loras = tuple(map(Lora.parse, lora or []))
     _require_one_measure(models, against, features, config, against_only=(features, cells, page))

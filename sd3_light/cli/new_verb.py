@@ -15,7 +15,7 @@ from sd3_light.runlog import info
 from sd3_light.system import Gpu, usable_cores, visible_gpus
 
 if TYPE_CHECKING:
-    from sd3_light.stages.new import NewProject
+    from sd3_light.new.verb import NewProject
 
 
 @app.command(cls=Command)
@@ -47,7 +47,7 @@ def new(
 ) -> None:
     """Write the train and dataset TOMLs of a project, with a batch size that fits the GPU. Asks for KIND and data on a
     terminal."""
-    from sd3_light.stages import new as stage
+    from sd3_light.new import verb as stage
 
     kind, data, model = _ask(kind, data, model)
     gpus = visible_gpus() if gpu_memory is None else [Gpu("the GPU", int(gpu_memory * 2**30))]
@@ -67,7 +67,7 @@ def is_terminal() -> bool:
 
 def _ask(kind: str | None, data: str | None, model: str | None) -> tuple[str, str, str | None]:
     """Return the three values; asks for those that are missing on a terminal."""
-    from sd3_light.stages.new.kinds import KINDS
+    from sd3_light.new.kinds import KINDS
 
     if kind is not None and (problem := _kind_problem(kind)):
         raise UserError(problem)
@@ -99,7 +99,7 @@ def _prompt(question: str, problem_of: Callable[[str], str | None], default: str
 
 
 def _kind_problem(kind: str) -> str | None:
-    from sd3_light.stages.new.kinds import KINDS
+    from sd3_light.new.kinds import KINDS
 
     return None if kind in KINDS else f"unknown kind {kind!r}; the kinds are {', '.join(KINDS)}"
 
@@ -110,7 +110,7 @@ def _data_problem(data: str) -> str | None:
 
 
 def _report(project: "NewProject") -> None:
-    from sd3_light.budget.amount import format_bytes
+    from sd3_light.cost.amount import format_bytes
 
     plan = project.plan
     size = f"{project.images:,} images at {project.resolution} px"
@@ -131,8 +131,8 @@ def _report(project: "NewProject") -> None:
 
 
 def _time(project: "NewProject") -> str:
-    from sd3_light.budget.throughput import cpu_assumption
-    from sd3_light.pages.formats import duration
+    from sd3_light.cost.throughput import cpu_assumption
+    from sd3_light.formats import duration
 
     if project.seconds is None:
         return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"

@@ -12,7 +12,7 @@ from sd3_light.runlog import info
 
 if TYPE_CHECKING:
     from sd3_light.config.base import DataLocation
-    from sd3_light.stages.parts import PartsResult
+    from sd3_light.parts.verb import PartsResult
 
 
 @app.command(cls=Command)
@@ -62,10 +62,10 @@ def parts(
 ) -> None:
     """Train a VAE, tokenizers and text encoders on your own images, and write an SD3 folder for `diffusers_path`."""
     init_process()
+    from sd3_light.parts import verb as stage
     from sd3_light.parts.contrastive import TextOptions
     from sd3_light.parts.fit import FitOptions
     from sd3_light.parts.vae import VaeOptions
-    from sd3_light.stages import parts as stage
 
     common = {"evaluate_every": evaluate_every, "plateau": plateau}
     options = stage.PartsOptions(
@@ -106,7 +106,7 @@ def _report_complete(data: Path, out: Path, only: str | None) -> None:
 
 def _suggest_training(data: Path, out: Path, result: "PartsResult") -> None:
     """Print how to train a denoiser on the parts."""
-    from sd3_light.model.pipeline_folder import tokenizer_length
+    from sd3_light.model.folder import tokenizer_length
 
     paths = [directory.path for directory in result.dataset.directories]
     first, *others = _joined(paths)

@@ -174,7 +174,7 @@ def _fail(text: str, code: int) -> int:
 
 def load_checked(path: Path, overrides: Sequence[str] | None, caching: bool = False) -> "LoadedConfig":
     """Load and check the config at ``path``. Raises a report of all its faults."""
-    from sd3_light.stages import check
+    from sd3_light.check import verb as check
 
     return check.load(path, overrides or (), caching)
 

@@ -19,8 +19,8 @@ def inspect(
     vae: Annotated[Path | None, typer.Option(help="Diffusers folder with the cache's VAE, if it has moved.")] = None,
 ) -> None:
     """Show the content of a cache: counts, buckets, captions, rejects. --out adds samples next to their originals."""
-    from sd3_light.stages import inspect as stage
-    from sd3_light.stages.inspect.fetched import opened
+    from sd3_light.report.inspect import verb as stage
+    from sd3_light.report.inspect.fetched import opened
 
     if out is None:
         with opened(cache, 0, seed) as (folder, counted):
@@ -28,7 +28,7 @@ def inspect(
         suggest(("inspect", cache, "--out", "cache.html"))
         return
     init_process()
-    from sd3_light.stages.inspect.cache_page import write_cache_page
+    from sd3_light.report.inspect.cache_page import write_cache_page
 
     with opened(cache, samples, seed) as (folder, counted):
         for note in write_cache_page(folder, out, samples, seed, vae, counted).notes:
@@ -44,7 +44,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Write a page with curves and samples to this HTML file.")] = None,
 ) -> None:
     """Summarize a run: loss, speed, checkpoints, exports. --out writes a page with its curves and samples."""
-    from sd3_light.stages import report as stage
+    from sd3_light.report import verb as stage
 
     if out is None:
         print_table(stage.render(stage.run(run)))

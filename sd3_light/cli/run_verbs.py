@@ -14,7 +14,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.runlog import info, print_table
 
 if TYPE_CHECKING:
-    from sd3_light.stages.train import Resume
+    from sd3_light.train.verb import Resume
 
 _RAY_ADDRESS = re.compile(r"auto|local|(ray://)?[^/\s]+:\d+")
 
@@ -83,8 +83,8 @@ def check(
 
     Exits with 2 if the config has a problem or the run does not fit.
     """
-    from sd3_light.budget.device_peaks import require_known_gpu
-    from sd3_light.stages import check as stage
+    from sd3_light.check import verb as stage
+    from sd3_light.cost.device_peaks import require_known_gpu
     from sd3_light.system import Gpu, visible_gpus
 
     if gpu is not None:
@@ -137,9 +137,9 @@ def cache(
 ) -> None:
     """Report what is fresh, stale, missing or orphaned, then encode what is stale or missing."""
     loaded, launch = load_checked(config, set_, caching=True), init_process()
+    from sd3_light.cache.verb import CacheOptions
     from sd3_light.journeys import build_caches
-    from sd3_light.stages import inspect as stage
-    from sd3_light.stages.cache import CacheOptions
+    from sd3_light.report.inspect import verb as stage
 
     share = parse_part(part)
     if share and (finish or prune):
@@ -198,8 +198,8 @@ def train(
 ) -> None:
     """Encode what is missing, then train. `train.py` does the same under torchrun and other launchers."""
     loaded, launch = load_checked(config, set_), init_process()
+    from sd3_light.cache.verb import CacheOptions
     from sd3_light.journeys import cache_then_train
-    from sd3_light.stages.cache import CacheOptions
 
     resets = (reset_dataloader, reset_optimizer, reset_optimizer_params)
     request = parse_resume(resume or resume_from is not None, resume_from, resets, restart)
@@ -226,7 +226,7 @@ def parse_resume(
     requested: bool, checkpoint: Path | None, resets: tuple[bool, bool, bool], restart: bool
 ) -> "Resume | None":
     """Return the request of --resume, the --reset flags and --restart, or None for a new run."""
-    from sd3_light.stages.train import Resume
+    from sd3_light.train.verb import Resume
 
     if any(resets) and not requested:
         raise UserError("--reset-* flags need --resume or --resume-from")

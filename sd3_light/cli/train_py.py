@@ -72,8 +72,8 @@ def _launch(flags: argparse.Namespace) -> None:
         enable_tracebacks()
     quiet_imports()
     loaded, launch_info = load_checked(flags.config, flags.set, flags.cache_only), init_process(flags.local_rank)
+    from sd3_light.cache.verb import CacheOptions
     from sd3_light.journeys import build_caches, cache_then_train
-    from sd3_light.stages.cache import CacheOptions
 
     options = CacheOptions(flags.trust_cache, flags.regenerate_cache)
     if flags.cache_only:

@@ -9,16 +9,16 @@ import numpy as np
 
 from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.building.cache_plan import CachePlan, Member, Unit, decode_task, make_cache_plan
-from sd3_light.data.building.catalogue import Catalogue, make_sources, sample_location
-from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.decode import CRASHED_DECODE, decode_images
-from sd3_light.data.building.workers import WorkerPool
+from sd3_light.data.cache_plan import CachePlan, Member, Unit, decode_task, make_cache_plan
 from sd3_light.data.manifest import REJECTS_FILE
-from sd3_light.data.preprocess import PREPROCESS_VERSION, Pixels
-from sd3_light.data.rejects import Rejects, reject_line
 from sd3_light.files import write_atomically
 from sd3_light.runlog import info, progress
+from sd3_light.sources.catalogue import Catalogue, make_sources, sample_location
+from sd3_light.sources.claims import Claims
+from sd3_light.sources.decode import CRASHED_DECODE, decode_images
+from sd3_light.sources.preprocess import PREPROCESS_VERSION, Pixels
+from sd3_light.sources.rejects import Rejects, reject_line
+from sd3_light.sources.workers import WorkerPool
 
 _SHARD, _BATCH = 1024, 32
 _MIN_FOR_WORKERS = 500  # images; fewer are read sooner than processes start

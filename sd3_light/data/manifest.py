@@ -15,8 +15,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from sd3_light.budget.residence import LARGEST_SHARE
 from sd3_light.config.faults import UserError
+from sd3_light.cost.residence import LARGEST_SHARE
 from sd3_light.data.shard_table import ENTRY_FIELDS, ShardTable, column
 from sd3_light.data.shard_table import ShardEntry as ShardEntry
 from sd3_light.files import atomic_file, file_sha256, scratch_file, write_atomically

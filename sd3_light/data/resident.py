@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sd3_light.budget.residence import LARGEST_SHARE
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import MASK, Column
+from sd3_light.cost.residence import LARGEST_SHARE
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Picks, rank_picks
 from sd3_light.data.reader import ShardReader

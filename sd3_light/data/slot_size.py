@@ -3,8 +3,8 @@
 import math
 from collections.abc import Callable, Sequence
 
-from sd3_light.budget.data_bytes import caption_bytes, image_bytes
 from sd3_light.core.columns import MASK, Column
+from sd3_light.cost.data_bytes import caption_bytes, image_bytes
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.torch import TorchEngine, require_gradients, task_loss_sums, task_losses, task_parameters
 from sd3_light.engines.weight_layouts import Replicas, Shards, replicate
+from sd3_light.launch import Launch
 
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from sd3_light.budget.graph_choice import MAX_GRAPHS
 from sd3_light.core.batch import Batch
+from sd3_light.cost.graph_choice import MAX_GRAPHS
 from sd3_light.engines.protocol import sum_of_squares
 from sd3_light.runlog import info
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from sd3_light.config.faults import PeerLost, UserError
-from sd3_light.engines.launch import Launch
+from sd3_light.launch import Launch
 from sd3_light.runlog import info
 
 _SAVING_TIMEOUT = timedelta(hours=2)

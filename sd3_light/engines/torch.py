@@ -12,7 +12,6 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.cuda_graphs import CudaRecorder, MicroBatchGraphs, Numbers, Recorder
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import (
     PARAM_KIND,
@@ -26,6 +25,7 @@ from sd3_light.engines.protocol import (
 )
 from sd3_light.engines.weight_layouts import Replicas, replicate, shard
 from sd3_light.flow.objective import NUM_BANDS, sum_by_band
+from sd3_light.launch import Launch
 from sd3_light.optim.build import make_optimizer
 
 
@@ -83,7 +83,7 @@ class TorchEngine(Engine):
         return self._finish_step(names, self.sum_over_ranks(numbers) / self.world)
 
     def use_graphs(self, recorder: Recorder | None = None) -> None:
-        """Run forward and backward passes as CUDA graphs from now on; see `budget/graph_choice.py` for when."""
+        """Run forward and backward passes as CUDA graphs from now on; see `cost/graph_choice.py` for when."""
         weights = list(self._parameters.values())
         self.graphs = MicroBatchGraphs(self._run_pass, weights, recorder or CudaRecorder(self.device))
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sd3_light.core.model import TrainedModel
-from sd3_light.engines.launch import Launch
+from sd3_light.launch import Launch
 
 
 class Replicas:

@@ -17,10 +17,10 @@ from sd3_light.export.export_spec import AdapterSpec
 from sd3_light.export.proof import compare_outputs, require_finite, run_clean_process
 from sd3_light.files import file_sha256
 from sd3_light.model.adapter_layers import AdapterModules, LycorisModule
+from sd3_light.model.folder import weight_files
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.model.part_configs import WEIGHTS_STEM
-from sd3_light.model.pipeline_folder import weight_files
 from sd3_light.tensor_file import DTYPES, open_tensors
 
 TOLERANCE = 1e-4

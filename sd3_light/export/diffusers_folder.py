@@ -20,10 +20,10 @@ from sd3_light.export.card import licence_file, model_card
 from sd3_light.export.export_spec import ExportError, ExportSpec, first_few, write_json, write_texts
 from sd3_light.export.proof import PIPELINE_FILE, prove
 from sd3_light.files import apply_umask, new_folder
+from sd3_light.flow.scheduler import flow_scheduler
 from sd3_light.inputs import require_regular
+from sd3_light.model.folder import components
 from sd3_light.model.part_configs import FACTS_FILE, read_json
-from sd3_light.model.pipeline_folder import components
-from sd3_light.sampling.scheduler import flow_scheduler
 
 
 def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, replace: bool = True) -> Path:

@@ -15,11 +15,11 @@ from sd3_light.core.registry import family_of_class, family_of_file, family_of_f
 from sd3_light.core.start import denoiser_folder
 from sd3_light.export.diffusers_folder import is_finite
 from sd3_light.export.lora_file import diffusers_tensors
+from sd3_light.export.lora_stack import Lora, add_loras
 from sd3_light.export.lycoris_file import is_lycoris, read_any_adapter, read_lycoris
 from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
-from sd3_light.sampling.lora_stack import Lora, add_loras
 
 StateDict = Mapping[str, Tensor]
 

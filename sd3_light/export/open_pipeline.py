@@ -12,8 +12,8 @@ from sd3_light.core.registry import family_of_folder
 from sd3_light.core.sampling import PipelineInputs
 from sd3_light.export.diffusers_folder import is_finite, read_facts
 from sd3_light.export.stored_parts import read_denoiser
+from sd3_light.model.folder import check_configs
 from sd3_light.model.part_configs import LOAD_ERRORS, LOCAL_WEIGHTS, check_files
-from sd3_light.model.pipeline_folder import check_configs
 
 
 def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = None) -> tuple[Any, PipelineInputs]:

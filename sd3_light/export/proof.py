@@ -22,9 +22,9 @@ from torch import Tensor
 from sd3_light.config.faults import UserError
 from sd3_light.export import proof_process
 from sd3_light.export.export_spec import ExportSpec
+from sd3_light.flow.scheduler import flow_scheduler
+from sd3_light.model.folder import components, is_encoder
 from sd3_light.model.loading import load_diffusers_model
-from sd3_light.model.pipeline_folder import components, is_encoder
-from sd3_light.sampling.scheduler import flow_scheduler
 
 _LIBRARIES = ("diffusers", "transformers", "torch", "safetensors")
 _IMAGE_TOLERANCE = 1 / 255

@@ -13,8 +13,8 @@ import torch
 from sd3_light.config.faults import UserError
 from sd3_light.core.family import Family
 from sd3_light.export.export_spec import first_few
+from sd3_light.model.folder import missing_weights, weight_files
 from sd3_light.model.part_configs import LOAD_ERRORS, WEIGHTS_STEM, check_config, read_config
-from sd3_light.model.pipeline_folder import missing_weights, weight_files
 from sd3_light.tensor_file import StoredTensor, open_tensors
 
 PartConfig = dict[str, Any]

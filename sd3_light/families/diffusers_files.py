@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sd3_light.core.files import AdapterNames, CardTexts, CustomPipeline, Files, SingleFiles
 from sd3_light.export.proof_process import sample_image
-from sd3_light.model.pipeline_folder import missing_components
+from sd3_light.model.folder import missing_components
 
 _CODE = """import torch
 from diffusers import {pipeline}

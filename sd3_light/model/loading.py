@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.model.folder import weight_files
 from sd3_light.model.part_configs import LOAD_ERRORS, WEIGHTS_STEM, check_files, read_json
-from sd3_light.model.pipeline_folder import weight_files
 
 
 def load_diffusers_model(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:

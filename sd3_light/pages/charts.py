@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from sd3_light.pages.formats import tick_label
+from sd3_light.formats import tick_label
 
 VIEW = 1000
 """Width and height of the SVG's coordinates."""

@@ -12,10 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
-from sd3_light import __version__
+from sd3_light import __version__, formats
 from sd3_light.config.faults import UserError
 from sd3_light.files import write_atomically
-from sd3_light.pages import formats
 
 _ROOT = Path(__file__).parent
 

@@ -1,7 +1,7 @@
 """Contrastive training of the text encoders against a small image tower, on the same captioned images.
 
 Each encoder learns to find the image of a caption among the other images of the batch (Radford et al. 2021). The image
-tower and the second CLIP encoder are kept as the judge: the same pair in one folder (`encoders/judge.py`).
+tower and the second CLIP encoder are kept as the judge: the same pair in one folder (`evaluate/judge.py`).
 """
 
 import copy
@@ -24,7 +24,7 @@ from transformers import (
     VisionTextDualEncoderModel,
 )
 
-from sd3_light.metrics.distances import finds_own_caption
+from sd3_light.evaluate.distances import finds_own_caption
 from sd3_light.parts.images import Pool, take
 from sd3_light.parts.sizes import TextSize
 from sd3_light.parts.text_encoders import build_encoders, encode

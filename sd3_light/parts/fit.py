@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.files import atomic_file, sweep_leftovers
+from sd3_light.formats import duration
 from sd3_light.inputs import require_regular
 from sd3_light.optim.ema import MAIN_TRACK, Averages
 from sd3_light.optim.schedules import learning_rate
-from sd3_light.pages.formats import duration
 from sd3_light.runlog import Bar, info, progress
 from sd3_light.runlog.bars import Field
 from sd3_light.tensor_file import open_tensors

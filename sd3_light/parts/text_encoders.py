@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
-from sd3_light.encoders.text import encode_clip, encode_t5
+from sd3_light.families.sd3.text import encode_clip, encode_t5
 from sd3_light.parts.sizes import TextSize
 
 

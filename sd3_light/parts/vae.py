@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.encoders.vae import SD3_LATENTS, tf32_convolutions
+from sd3_light.encoding.vae import SD3_LATENTS, tf32_convolutions
 from sd3_light.model.compiling import why_not_compiled
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.part_configs import read_config
@@ -30,8 +30,8 @@ from sd3_light.parts.images import Pool, draw_rows, take
 from sd3_light.parts.sizes import VaeSize
 from sd3_light.randomness import stream
 from sd3_light.runlog import info
-from sd3_light.sampling.grid import make_grid
-from sd3_light.sampling.png import save_png
+from sd3_light.sample.grid import make_grid
+from sd3_light.sample.png import save_png
 
 _STATISTICS_IMAGES = 2048
 _EVALUATED = 512

@@ -1,15 +1,15 @@
 """The public Python API for custom scripts: train denoisers of diffusers, in one stage or two."""
 
 from sd3_light.config.faults import Stopped
-from sd3_light.data.processed import ProcessedDataset
-from sd3_light.data.video import write_video
 from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
+from sd3_light.sources.video import write_video
 from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo, pack_latents, unpack_latents
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.prior import ClassPictures, WithPrior
 from sd3_light.tasks.process import launch_data_process_task
+from sd3_light.tasks.processed import ProcessedDataset
 from sd3_light.tasks.settings import TaskSettings
 from sd3_light.tasks.texts import drop_text
 from sd3_light.tasks.train import launch_training_task

@@ -9,10 +9,10 @@ from torch.utils.data import Dataset
 from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.order import Order, Segment, build_order, rank_slice
+from sd3_light.engines.errors import as_user_error
 from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import StepStream
 from sd3_light.tasks.stacking import SampleStacker
-from sd3_light.training.errors import as_user_error
 
 TaskBatch = list[dict[str, Any]]
 

@@ -9,11 +9,11 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.engines.errors import as_user_error
 from sd3_light.randomness import stream
 from sd3_light.runlog import info
 from sd3_light.tasks.helpers import seeded
 from sd3_light.tasks.module import DiffusionTrainingModule
-from sd3_light.training.errors import as_user_error
 
 
 class CustomForward(nn.Module):

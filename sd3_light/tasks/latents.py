@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.encoders.vae import LatentScale
+from sd3_light.encoding.vae import LatentScale
 from sd3_light.tasks.units import Draw, PipelineUnit, Values
 
 

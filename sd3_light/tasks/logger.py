@@ -10,10 +10,10 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import MonitoringConfig
+from sd3_light.engines.errors import as_user_error
+from sd3_light.export.of_run import gather_trainable
 from sd3_light.export.trained_file import write_trained, write_weights
 from sd3_light.runlog import info
-from sd3_light.training.errors import as_user_error
-from sd3_light.training.exports import gather_trainable
 
 
 class ModelLogger:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.load import adapter_from_arguments
+from sd3_light.engines.errors import as_user_error
+from sd3_light.export.trainable import put_adapter
 from sd3_light.flow.losses import FlowMatchSFTLoss
 from sd3_light.flow.objective import sum_by_band
 from sd3_light.flow.timesteps import FixedTime, open_interval
@@ -32,8 +34,6 @@ from sd3_light.tasks.stacking import (
     samples_of,
 )
 from sd3_light.tasks.units import Draw, PipelineUnit, UnitSplit, Values, run_unit, split_units, units_to_run
-from sd3_light.training.errors import as_user_error
-from sd3_light.training.trainable import put_adapter
 
 
 class DiffusionTrainingModule(ModuleHelpers):

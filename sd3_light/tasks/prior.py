@@ -14,11 +14,11 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
+from sd3_light.engines.errors import as_user_error
 from sd3_light.files import atomic_file
 from sd3_light.inputs import open_regular
 from sd3_light.runlog import progress
 from sd3_light.tasks.batches import item_of, length_of
-from sd3_light.training.errors import as_user_error
 
 DrawImage = Callable[[str, int], Image.Image]
 """(prompt, seed) -> an image, drawn by the model before it is trained."""

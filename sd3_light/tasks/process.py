@@ -11,26 +11,26 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.processed import (
-    ProcessedSample,
-    ProcessedWriter,
-    SampleFileWriter,
-    fingerprint,
-    write_processed_manifest,
-)
-from sd3_light.data.sample_files import has_tensor, storable
 from sd3_light.engines import Launch
 from sd3_light.engines.accelerate import launch_from_accelerator
+from sd3_light.engines.errors import as_user_error, explain_runtime_errors
 from sd3_light.files import write_atomically
 from sd3_light.runlog import info, progress, set_main_process
 from sd3_light.tasks.batches import ReadItem, any_item_of, item_of, length_of
 from sd3_light.tasks.custom_forward import CustomForward, TaskModule, task_module
 from sd3_light.tasks.logger import ModelLogger, require_logger
 from sd3_light.tasks.module import DiffusionTrainingModule
+from sd3_light.tasks.processed import (
+    ProcessedSample,
+    ProcessedWriter,
+    SampleFileWriter,
+    fingerprint,
+    write_processed_manifest,
+)
 from sd3_light.tasks.recipe import recipe_of
+from sd3_light.tasks.sample_files import has_tensor, storable
 from sd3_light.tasks.train import aborting_on_error
 from sd3_light.tasks.videos import VideoDataset
-from sd3_light.training.errors import as_user_error, explain_runtime_errors
 
 
 @aborting_on_error()

@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.processed import ProcessedDataset, fingerprint
 from sd3_light.tasks.custom_forward import CustomForward, TaskModule
 from sd3_light.tasks.module import DiffusionTrainingModule
+from sd3_light.tasks.processed import ProcessedDataset, fingerprint
 
 
 def recipe_of(model: TaskModule) -> dict[str, Any]:

@@ -18,20 +18,23 @@ from torch.utils.data import Dataset
 from sd3_light.checkpoint.lock import locked_folder
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.requests import SIGNALS, RunRequests
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
 from sd3_light.config.schema_tables import MonitoringConfig
-from sd3_light.data.processed import ProcessedDataset
-from sd3_light.data.video import write_video
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.accelerate import TaskEngine, launch_from_accelerator
+from sd3_light.engines.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
+from sd3_light.engines.feed import order_facts
 from sd3_light.engines.processes import ProcessGroups, abort_process_group, start_process_group
+from sd3_light.evaluate.validation import eval_points, validate
+from sd3_light.export.background_saves import checkpoint_to_resume, newest_usable
 from sd3_light.files import OWN_FILES, sweep_files
-from sd3_light.metrics.validation import eval_points, validate
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import RunLog, info, open_trackers, set_main_process
+from sd3_light.sources.video import write_video
 from sd3_light.tasks.batches import (
     ReadItem,
     SampleOrder,
@@ -46,17 +49,14 @@ from sd3_light.tasks.batches import (
 from sd3_light.tasks.custom_forward import CustomForward, TaskModule, task_module
 from sd3_light.tasks.logger import ModelLogger, call_on_step_end, require_logger
 from sd3_light.tasks.module import DiffusionTrainingModule
+from sd3_light.tasks.processed import ProcessedDataset
 from sd3_light.tasks.recipe import require_same_recipe
 from sd3_light.tasks.settings import DEFAULT_ZERO_STAGE, TaskSettings
 from sd3_light.tasks.stacking import SampleStacker
-from sd3_light.training.background_saves import checkpoint_to_resume, newest_usable
-from sd3_light.training.data import order_facts
-from sd3_light.training.driver import Driver, HookSchedule, RunHooks
-from sd3_light.training.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
-from sd3_light.training.idle import DeviceGaps, IdleAdvice, watch_updates
-from sd3_light.training.loop import Run, every
-from sd3_light.training.meter import Meter
-from sd3_light.training.requests import SIGNALS, RunRequests
+from sd3_light.train.driver import Driver, HookSchedule, RunHooks
+from sd3_light.train.idle import DeviceGaps, IdleAdvice, watch_updates
+from sd3_light.train.loop import Run, every
+from sd3_light.train.meter import Meter
 
 _DAMAGED_REMEDY = "restore one from a copy, or choose another output_path"
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.training.errors import as_user_error
+from sd3_light.engines.errors import as_user_error
 
 Values = Mapping[str, Any]
 Function = Callable[..., Any]

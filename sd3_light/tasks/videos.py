@@ -14,15 +14,15 @@ from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import directory_from_arguments
-from sd3_light.data.buckets import ResizePlan, fits
-from sd3_light.data.building.workers import WorkerPool
-from sd3_light.data.preprocess import REASONS, Reject
-from sd3_light.data.sources.listing import VIDEOS
-from sd3_light.data.sources.records import FileBytes, Location, Record, Rejected
-from sd3_light.data.sources.scan import scan
-from sd3_light.data.video import VideoSize, decode_video, probe_video, require_av
 from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
+from sd3_light.sources.buckets import ResizePlan, fits
+from sd3_light.sources.listing import VIDEOS
+from sd3_light.sources.preprocess import REASONS, Reject
+from sd3_light.sources.records import FileBytes, Location, Record, Rejected
+from sd3_light.sources.scan import scan
+from sd3_light.sources.video import VideoSize, decode_video, probe_video, require_av
+from sd3_light.sources.workers import WorkerPool
 
 _RESIZE_KEYS = ("resolutions", "enable_ar_bucket", "ar_buckets", "min_ar", "max_ar", "num_ar_buckets", "size_buckets")
 _CAPTION_KEYS = ("caption_prefix", "caption_column", "skip_empty_caption", "subsample_ratio")

@@ -11,14 +11,14 @@ import pyarrow as pa
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.buckets import Bucket, plan
 from sd3_light.data.manifest import SHARDS, ShardEntry
-from sd3_light.data.preprocess import Reject, decode, fit
 from sd3_light.data.shards import Origin, read_origins
 from sd3_light.pages import render_template
-from sd3_light.stages.inspect import Inspection
-from sd3_light.stages.inspect.cache_stats import ShardStats, bucket_order, bucket_size
-from sd3_light.stages.inspect.source_images import image_location
+from sd3_light.report.inspect.cache_stats import ShardStats, bucket_order, bucket_size
+from sd3_light.report.inspect.source_images import image_location
+from sd3_light.report.inspect.verb import Inspection
+from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.preprocess import Reject, decode, fit
 from sd3_light.ui.folders import Folders
 
 PAGE_SIZE = 24
@@ -94,8 +94,8 @@ def cache_page(folders: Folders, cache_id: str, number: int = 1, text: str = "")
 
 def inspect_page(folders: Folders, cache_id: str) -> str:
     """Return the page of `sd3-light inspect` for a cache."""
-    from sd3_light.stages.inspect.cache_page import PAGE_SAMPLES, collect_content, render_page  # imports torch
-    from sd3_light.stages.inspect.cache_stats import inspect_cache
+    from sd3_light.report.inspect.cache_page import PAGE_SAMPLES, collect_content, render_page  # imports torch
+    from sd3_light.report.inspect.cache_stats import inspect_cache
 
     inspection = inspect_cache(folders.cache(cache_id), PAGE_SAMPLES, seed=0)
     return render_page(collect_content(inspection, _INSPECT_SAMPLES, 0, None), served="/data", live=False)

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, Manifest
-from sd3_light.stages.report import RunReport
-from sd3_light.stages.report.run_log import RunReader
+from sd3_light.report.run_log import RunReader
+from sd3_light.report.verb import RunReport
 
 _DEEPEST = 3  # levels below a named folder
 _MOST_ENTRIES = 2000  # of a folder that are looked at: folders of images have many more

@@ -17,7 +17,7 @@ from sd3_light.ui.folders import Folders, folder_id
 
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
-    from sd3_light.stages.sample import OpenModel, SampleOptions
+    from sd3_light.sample.verb import OpenModel, SampleOptions
 
 MOST_IMAGES = 256
 """Images of one drawing."""
@@ -49,8 +49,8 @@ class DrawRequest:
 
     def options(self) -> "SampleOptions":
         """Return the options of the sample stage."""
-        from sd3_light.sampling.lora_stack import Lora
-        from sd3_light.stages.sample import SampleOptions
+        from sd3_light.export.lora_stack import Lora
+        from sd3_light.sample.verb import SampleOptions
 
         names = ("negative_prompt", "steps", "guidance", "width", "height", "sampler", "dtype")
         loras = tuple(map(Lora.parse, self.loras))
@@ -147,7 +147,7 @@ class Playground:
 
     def recent(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the names of the newest images in the folder and their settings, the newest first."""
-        from sd3_light.sampling.png import read_png_facts
+        from sd3_light.sample.png import read_png_facts
 
         images = []
         for path in sorted(self.out.glob("[0-9]*.png"), reverse=True)[:_MOST_RECENT]:
@@ -202,9 +202,9 @@ class Playground:
     def _draw(self, drawing: Drawing) -> None:
         drawing.status = "loading the libraries"
         launch = self.prepare()
-        from sd3_light.sampling.generate import Cancelled
-        from sd3_light.sampling.image_requests import PromptRow
-        from sd3_light.stages.sample import first_free_number, sweep_images
+        from sd3_light.sample.generate import Cancelled
+        from sd3_light.sample.image_requests import PromptRow
+        from sd3_light.sample.verb import first_free_number, sweep_images
 
         sweep_images(self.out)
         request, options = drawing.request, drawing.request.options()
@@ -228,8 +228,8 @@ class Playground:
                 return
 
     def _load(self, folder: Path, options: "SampleOptions", launch: "Launch") -> "OpenModel":
-        from sd3_light.stages.sample import open_model
-        from sd3_light.training.chosen_model import choose_model
+        from sd3_light.export.chosen import choose_model
+        from sd3_light.sample.verb import open_model
 
         key = (choose_model(folder), options.loras, options.sampler, options.dtype)
         if self._open is None or self._open[0] != key:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sd3_light.checkpoint.lock import is_locked
+from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config import load_config
 from sd3_light.config.faults import RESUMABLE, UserError
 from sd3_light.files import write_errors
 from sd3_light.inputs import open_regular
+from sd3_light.other_process import start_training
 from sd3_light.runlog import CONSOLE
-from sd3_light.training.other_process import start_training
-from sd3_light.training.requests import SAVE_QUIT
 
 _TAIL_BYTES = 8000
 

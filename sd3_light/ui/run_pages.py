@@ -6,14 +6,14 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from sd3_light.checkpoint.lock import is_locked
+from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config.faults import UserError
+from sd3_light.formats import number
 from sd3_light.pages import Chart, ChartLine, render_template
-from sd3_light.pages.formats import number
-from sd3_light.stages.report import RunReport
-from sd3_light.stages.report.curves import Curve
-from sd3_light.stages.report.grids import load_grids
-from sd3_light.stages.report.run_page import render_run_page
-from sd3_light.training.requests import SAVE_QUIT
+from sd3_light.report.curves import Curve
+from sd3_light.report.grids import load_grids
+from sd3_light.report.run_page import render_run_page
+from sd3_light.report.verb import RunReport
 from sd3_light.ui.folders import Folders
 
 _COLORS = 6  # of lines in `charts.css`

@@ -117,7 +117,7 @@ def train_here(job: Job) -> None:
     """Run the job in this process; the proof of exports is left to other tests."""
     from sd3_light.config import load_config
     from sd3_light.engines import Launch
-    from sd3_light.stages import train
+    from sd3_light.train import verb as train
 
     resume = None if job.checkpoint is None else train.Resume(Path(job.checkpoint))
     POISON[:] = [job.poisoned.get(step, "") for step in range(1, max(job.poisoned, default=0) + 1)]
@@ -151,8 +151,8 @@ def patch() -> None:
     from sd3_light.checkpoint.progress import track_kind
     from sd3_light.data.loader import PipelineDataLoader
     from sd3_light.export import diffusers_folder as folder
-    from sd3_light.stages import train
-    from sd3_light.training import module
+    from sd3_light.families.sd3 import module
+    from sd3_light.train import verb as train
 
     steps = PipelineDataLoader.steps
     PipelineDataLoader.steps = lambda self: (poison(step) for step in steps(self))  # type: ignore

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import SIZES
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.stages import export
-from sd3_light.stages.train import Resume
+from sd3_light.export import verb as export
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.train.verb import Resume
 from tests.project import Project
 
 ROOT = Path(__file__).parents[2]
@@ -92,8 +92,8 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 from sd3_light.config import SIZES, TrainConfig
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.training import exports as module
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.export import of_run as module
 
 out = Path(sys.argv[1])
 dist.init_process_group("gloo")

@@ -15,16 +15,16 @@ import pytest
 import torch
 from PIL import Image
 
-from sd3_light.budget.gpu_memory import checkpoint_copy_bytes, state_bytes
-from sd3_light.budget.partition import stage_bounds
-from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import SIZES
 from sd3_light.core.cost import Tokens
+from sd3_light.cost.gpu_memory import checkpoint_copy_bytes, state_bytes
+from sd3_light.cost.partition import stage_bounds
+from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.stages.train import Resume
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
 from tests.distributed.layouts import (
     DDP,

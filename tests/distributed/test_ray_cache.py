@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from sd3_light.stages.cache import CacheOptions
-from sd3_light.stages.cache import run as run_cache
+from sd3_light.cache.verb import CacheOptions
+from sd3_light.cache.verb import run as run_cache
 from tests.object_store import ObjectStore, object_store
 from tests.project import Project
 from tests.remote_project import RemoteProject, content, local_content
@@ -74,7 +74,7 @@ def add_node(cluster: Any) -> Iterator[Callable[[], Any]]:
 @pytest.fixture
 def after(monkeypatch: pytest.MonkeyPatch) -> dict[int, Callable[[Any], object]]:
     """Functions by number of finished units, called with the actor that finished the last of them."""
-    from sd3_light.stages.cache import ray_builder
+    from sd3_light.cache import ray_builder
 
     actions: dict[int, Callable[[Any], object]] = {}
     real, count = ray_builder._UnitRun.finish, 0
@@ -140,7 +140,7 @@ def test_a_poison_unit_a_crashing_image_and_a_node_that_joins(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sd3_light.stages.cache import ray_builder
+    from sd3_light.cache import ray_builder
     from tests.ray_actors import POISON, CrashingEncoder
     from tests.ray_decode import CRASHING
 

@@ -13,9 +13,9 @@ from sd3_light.config import SIZES, TrainConfig
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Launch
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.samples import Sampler
+from sd3_light.families.sd3.module import SD3TrainingModule
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.sample.in_training import Sampler
 from tests.project import Project
 from tests.waiting import HANG_SECONDS
 

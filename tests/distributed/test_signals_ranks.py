@@ -7,7 +7,7 @@ import pytest
 
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.cli import RESUMABLE
-from sd3_light.stages.train import Resume
+from sd3_light.train.verb import Resume
 from tests.checkpoints import read_checkpoint
 from tests.e2e.live import TORCHRUN, TrainProcess, is_alive, leftovers, ranks
 from tests.project import Project

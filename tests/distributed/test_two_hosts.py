@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sd3_light.stages.train import Resume
+from sd3_light.train.verb import Resume
 from tests.distributed.hosts import ADDRESSES, UNUSED_ADDRESS, Hosts, Job, why_unavailable
 from tests.project import Project
 from tests.warm import REAL_PYTHON

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.stages import evaluate
-from sd3_light.stages.train import Resume
+from sd3_light.evaluate import verb as evaluate
+from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
 from tests.distributed.layouts import FSDP2, Job, launch
 from tests.judge_folders import write_vision

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from sd3_light.export.single_notes import _COMFY_T5_LENGTH, _T5_LENGTH
+from sd3_light.families.sd3.single_notes import _COMFY_T5_LENGTH, _T5_LENGTH
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("docs/compatibility.md", "docs/zh/compatibility.md")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from sd3_light.budget.gpu_memory import gpu_memory
 from sd3_light.config import SIZES
 from sd3_light.core.cost import Tokens
+from sd3_light.cost.gpu_memory import gpu_memory
 from tests.modules import load_module
 
 ROOT = Path(__file__).parents[2]

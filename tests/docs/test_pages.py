@@ -119,7 +119,7 @@ def test_the_folders_of_the_readme_exist(page: Any) -> None:
 
 
 def test_every_reject_reason_is_documented(page: Any) -> None:
-    from sd3_light.data.preprocess import REASONS
+    from sd3_light.sources.preprocess import REASONS
 
     text = "\n".join(page("docs/cache-format.md").prose)
     assert [reason for reason in REASONS if f"`{reason}`" not in text] == []

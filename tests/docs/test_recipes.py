@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from sd3_light.check.verb import disk_faults
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.engines import Launch
 from sd3_light.recipes import FOLDER
 from sd3_light.runlog import read_log
-from sd3_light.stages.check import disk_faults
 from sd3_light.world import write_dataset
 from tests.project import quick_caching
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from sd3_light.assets import DEMO
 from sd3_light.export.lora_file import write_lora
 from sd3_light.export.lora_merge import add_adapters
+from sd3_light.export.lora_stack import Lora
 from sd3_light.export.open_pipeline import open_pipeline
-from sd3_light.export.single_file import write_single_file
+from sd3_light.families.sd3.single_file import write_single_file
 from sd3_light.model.lora_layers import LoraModule
-from sd3_light.sampling.lora_stack import Lora
 from tests.e2e import client
 from tests.warm import REAL_PYTHON
 

@@ -9,7 +9,7 @@ import pytest
 from diffusers import SD3Transformer2DModel
 from safetensors import safe_open
 
-from sd3_light.model.pipeline_folder import check_configs, missing_parts
+from sd3_light.model.folder import check_configs, missing_parts
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

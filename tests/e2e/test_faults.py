@@ -16,17 +16,17 @@ from typing import Any
 import pytest
 import torch
 
+from sd3_light.checkpoint.requests import RunRequests
 from sd3_light.checkpoint.store import incomplete_checkpoints
 from sd3_light.cli.process import run_guarded
 from sd3_light.config.faults import UserError
-from sd3_light.encoders import frozen_parts
-from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
 from sd3_light.export import diffusers_folder
 from sd3_light.export.export_spec import SAMPLES_FILE
-from sd3_light.stages import train
-from sd3_light.stages.train import Resume
-from sd3_light.training.requests import RunRequests
+from sd3_light.families.sd3 import encoders as frozen_parts
+from sd3_light.families.sd3.encoders import FrozenParts
+from sd3_light.train import verb as train
+from sd3_light.train.verb import Resume
 from tests.faults import ERRORS, Call, faulty_disk
 from tests.project import Project
 from tests.waiting import HANG_SECONDS

@@ -19,12 +19,14 @@ from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.cli import app
 from sd3_light.config.faults import UserError
+from sd3_light.evaluate import verb as evaluate
+from sd3_light.export import verb as export
 from sd3_light.export.lora_file import read_lora
 from sd3_light.export.proof import ProofError
 from sd3_light.model.lora_layers import is_lora_name
 from sd3_light.model.part_configs import WEIGHTS_STEM
-from sd3_light.stages import evaluate, export, report
-from sd3_light.stages.train import Resume
+from sd3_light.report import verb as report
+from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
 from tests.e2e.equal import assert_same_checkpoint
 from tests.project import Project

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from sd3_light.parts import verb as stage
 from sd3_light.parts.sizes import TextSize, VaeSize
-from sd3_light.stages import parts as stage
 from tests.project import Project
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.stages.train import Resume
+from sd3_light.train.verb import Resume
 from tests.checkpoints import read_checkpoint
 from tests.project import Project
 

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from sd3_light import urls as protocols
 from sd3_light.config.faults import UserError
 from sd3_light.data import manifest as manifest_module
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.shard_table import ShardTable
-from sd3_light.data.store import protocols, remote
+from sd3_light.data.store import remote
 from sd3_light.data.store.remote import load_remote_manifest
-from sd3_light.stages import inspect
-from sd3_light.stages.inspect.cache_stats import draw_samples
-from sd3_light.stages.inspect.fetched import opened
+from sd3_light.report.inspect import verb as inspect
+from sd3_light.report.inspect.cache_stats import draw_samples
+from sd3_light.report.inspect.fetched import opened
 from tests.object_store import ObjectStore, object_store
 from tests.project import Project
 from tests.remote_project import RemoteProject, content, local_content
@@ -121,7 +122,7 @@ def test_a_changed_bucket_updates_the_cache(
 def test_a_manifest_of_another_run_is_not_overwritten(
     project: RemoteProject, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd3_light.stages.cache import dataset_build
+    from sd3_light.cache import dataset_build
 
     write = dataset_build.write_manifest
 

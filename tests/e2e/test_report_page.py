@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sd3_light.stages.report import write_run_page
+from sd3_light.report.verb import write_run_page
 from tests.e2e.browser import (
     Browser,
     assert_fits_width,

@@ -11,15 +11,15 @@ from sd3_light.checkpoint.index import INDEX, read_index
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
+from sd3_light.data.prepare import CleanPreparer
 from sd3_light.data.resident import ResidentCache
 from sd3_light.data.stream import MicroBatches
+from sd3_light.engines.feed import training_steps
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.evaluate import verb as evaluate
 from sd3_light.export.proof import ProofError
-from sd3_light.stages import evaluate
-from sd3_light.stages import train as train_stage
-from sd3_light.stages.train import Resume
-from sd3_light.training.data import training_steps
-from sd3_light.training.prepare import CleanPreparer
+from sd3_light.train import verb as train_stage
+from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
 from tests.cases import combinations
 from tests.checkpoints import read_checkpoint
@@ -99,7 +99,7 @@ def test_noise_added_after_the_copy_to_the_device_gives_the_same_run(
         return training_steps(*args[:6], torch.device("cpu"), *args[7:])
 
     clean = CleanPreparer.prepare_inputs
-    monkeypatch.setattr("sd3_light.stages.train.training_steps", steps)
+    monkeypatch.setattr("sd3_light.train.verb.training_steps", steps)
     require_same_steps(whole, project, num_dataloader_workers=workers)
     assert bool(sent) == (workers == 0), "workers prepare in their own processes"
 
@@ -119,7 +119,7 @@ def test_a_cache_in_memory_gives_the_same_run(
             resident.device = torch.device("meta")  # anything but the host
         return training_steps(*args[:6], torch.device("cpu") if residence == "device" else None, *args[7:])
 
-    monkeypatch.setattr("sd3_light.stages.train.training_steps", steps)
+    monkeypatch.setattr("sd3_light.train.verb.training_steps", steps)
     require_same_steps(whole, project, f'cache_residence="{residence}"', num_dataloader_workers=workers)
 
 

@@ -15,14 +15,19 @@ from safetensors.torch import load_file
 from sd3_light.assets import DEMO
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
+from sd3_light.evaluate import against
+from sd3_light.evaluate import verb as evaluate
+from sd3_light.evaluate.against import AgainstOptions
+from sd3_light.export import init
+from sd3_light.export import verb as export
+from sd3_light.export.chosen import choose_model
+from sd3_light.families.sd3.positions import position_table
 from sd3_light.flow.objective import BAND_NAMES
-from sd3_light.model.positions import position_table
-from sd3_light.sampling.image_requests import PromptRow
-from sd3_light.stages import evaluate, export, init, inspect, report, sample
-from sd3_light.stages.evaluate import against
-from sd3_light.stages.evaluate.against import AgainstOptions
-from sd3_light.stages.train import Resume
-from sd3_light.training.chosen_model import choose_model
+from sd3_light.report import verb as report
+from sd3_light.report.inspect import verb as inspect
+from sd3_light.sample import verb as sample
+from sd3_light.sample.image_requests import PromptRow
+from sd3_light.train.verb import Resume
 from tests.checkpoints import read_checkpoint
 from tests.judge_folders import write_clip
 from tests.project import Project

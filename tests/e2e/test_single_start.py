@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import save_file
 
 from sd3_light.assets import DEMO
+from sd3_light.check import verb as check
 from sd3_light.config import ConfigFaults
 from sd3_light.core.registry import starting_weights
-from sd3_light.export.single_file import write_single_file
-from sd3_light.stages import check
+from sd3_light.families.sd3.single_file import write_single_file
 from tests.e2e.test_lora_run import file_of, use_adapter
 from tests.project import Project
 

@@ -28,9 +28,9 @@ from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from sd3_light import tasks
 from sd3_light.assets import DEMO
-from sd3_light.data.video import has_av, probe_video
 from sd3_light.randomness import stream
 from sd3_light.runlog import read_log
+from sd3_light.sources.video import has_av, probe_video
 from tests.unit.data.videos import encode, encode_gif, numbered
 
 ROOT = Path(__file__).parents[2]

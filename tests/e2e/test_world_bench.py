@@ -15,7 +15,7 @@ import pytest
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import UserError
 from sd3_light.config.faults import Stopped
-from sd3_light.model.start import configured_size
+from sd3_light.families.sd3.start import configured_size
 from sd3_light.runlog import read_log
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -102,7 +102,7 @@ def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeyp
             self._stop()  # as the timer of --minutes does
 
     monkeypatch.setattr(bench.world_runs.ScoredRun, "_score", score_and_cut)
-    monkeypatch.setattr("sd3_light.training.requests.FILE_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("sd3_light.checkpoint.requests.FILE_CHECK_SECONDS", 0.0)
     _ablate(bench, "--rows", "base", "--seeds", 1)
     (cut,) = (bench.folder / "runs").glob("base-1-*/checkpoints")
     assert not (bench.folder / "results.jsonl").exists()
@@ -225,8 +225,8 @@ def test_a_speedrun_stops_at_its_target(
     bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rates = iter((0.25, 1.0))
-    monkeypatch.setattr("sd3_light.metrics.composition._rates", lambda verdicts: {"all": next(rates)})
-    monkeypatch.setattr("sd3_light.training.requests.FILE_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("sd3_light.evaluate.composition._rates", lambda verdicts: {"all": next(rates)})
+    monkeypatch.setattr("sd3_light.checkpoint.requests.FILE_CHECK_SECONDS", 0.0)
     toy = [word for change in (*TOY, "max_steps=50") for word in ("--set", change)]
     call(bench.speedrun, bench.folder, "--name", "toy", *toy)
     record = json.loads((bench.folder / "records.jsonl").read_text(encoding="utf-8"))

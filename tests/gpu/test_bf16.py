@@ -46,7 +46,7 @@ def test_bf16_steps_are_close_to_fp32_and_weights_stay_fp32(project: Project) ->
 @pytest.mark.usefixtures("without_proof")
 def test_a_gpu_trains_like_a_cpu(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu = train(project, "gpu", "float32")
-    monkeypatch.setattr("sd3_light.engines.launch.Launch.device", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr("sd3_light.launch.Launch.device", lambda *_: torch.device("cpu"))
     on_cpu = train(project, "cpu", "float32")
     assert list(on_gpu.values()) == pytest.approx(list(on_cpu.values()), rel=1e-3)
 
@@ -61,7 +61,7 @@ def test_an_export_made_on_a_gpu_is_verified(project: Project) -> None:
 
 @pytest.mark.usefixtures("without_proof")
 def test_a_run_on_a_gpu_resumes(project: Project) -> None:
-    from sd3_light.stages.train import Resume
+    from sd3_light.train.verb import Resume
 
     uninterrupted = train(project, "whole", "bfloat16", "checkpoint_every_n_steps=1")
     saved = project.folder / "whole" / "checkpoints" / "step-00000001"

@@ -10,8 +10,8 @@ from sd3_light.config import SIZES, TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.training.module import SD3TrainingModule
+from sd3_light.families.sd3.module import SD3TrainingModule
+from sd3_light.families.sd3.random_weights import new_transformer
 
 CUDA = torch.device("cuda", 0)
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2"}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.encoders.frozen_parts import FrozenParts
-from sd3_light.encoders.host_copies import AsyncHostCopies
+from sd3_light.encoding.host_copies import AsyncHostCopies
+from sd3_light.families.sd3.encoders import FrozenParts
 
 pytestmark = pytest.mark.gpu
 CAPTIONS = [f"a {'small ' * (number % 7)}red circle number {number}" for number in range(150)]

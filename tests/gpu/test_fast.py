@@ -16,15 +16,15 @@ from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.model.fast import reference
-from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, Fp8Weight, multiply
-from sd3_light.model.fast.row_plan import RowPlan, make_plan
-from sd3_light.model.fast.sample_attention import attend
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.training.module import SD3TrainingModule
+from sd3_light.families.sd3.fast import reference
+from sd3_light.families.sd3.fast.fp8 import E4M3, Fp8Rows, Fp8Weight, multiply
+from sd3_light.families.sd3.fast.row_plan import RowPlan, make_plan
+from sd3_light.families.sd3.fast.sample_attention import attend
+from sd3_light.families.sd3.module import SD3TrainingModule
+from sd3_light.families.sd3.random_weights import new_transformer
 
 pytest.importorskip("triton")
-from sd3_light.model.fast import kernels
+from sd3_light.families.sd3.fast import kernels
 
 CUDA = torch.device("cuda")
 HEADS, UNITS = 6, 64

@@ -8,8 +8,8 @@ import torch
 
 from sd3_light.engines.protocol import StepResult
 from sd3_light.flow.objective import NUM_BANDS
-from sd3_light.training.idle import DeviceGaps
-from sd3_light.training.meter import Meter
+from sd3_light.train.idle import DeviceGaps
+from sd3_light.train.meter import Meter
 
 CUDA = torch.device("cuda")
 

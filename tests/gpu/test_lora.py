@@ -9,10 +9,10 @@ import torch
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.export.trainable import choose_what_trains
+from sd3_light.families.sd3.module import SD3TrainingModule
+from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import is_adapter_name
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.trainable import choose_what_trains
 from tests.gpu.test_engine import batch
 
 DEVICE = torch.device("cuda", 0)

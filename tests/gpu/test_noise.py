@@ -11,11 +11,11 @@ from torch import Tensor
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
-from sd3_light.encoders.vae import LatentScale
+from sd3_light.encoding.vae import LatentScale
 from sd3_light.engines.prefetch import prefetch_steps
+from sd3_light.families.sd3.prepare import InputPreparer
 from sd3_light.flow.noise import DeviceNoise, draw_normals
 from sd3_light.randomness import fill_normals, normal_table, occurrence_words, round_keys, sample_id, streams
-from sd3_light.training.sd3 import InputPreparer
 
 CUDA = torch.device("cuda")
 SHAPES = {"clip_l": (7, 96), "clip_g": (7, 128), "t5": (5, 256), "clip_l.pooled": (96,), "clip_g.pooled": (128,)}

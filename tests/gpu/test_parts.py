@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sd3_light.config.faults import Stopped
-from sd3_light.encoders.vae import SD3_LATENTS
+from sd3_light.encoding.vae import SD3_LATENTS
 from sd3_light.parts.contrastive import TextOptions, TextTask, Towers, captioned_images
 from sd3_light.parts.fit import Fit, FitOptions
 from sd3_light.parts.images import Pool, on_device

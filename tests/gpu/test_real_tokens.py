@@ -5,8 +5,8 @@ import torch
 
 from sd3_light.config import SIZES
 from sd3_light.core.model import compile_blocks
-from sd3_light.model.layers import build_layers, run_layers
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.families.sd3.layers import build_layers, run_layers
+from sd3_light.families.sd3.random_weights import new_transformer
 from tests.project import Project
 
 LENGTHS = (21, 1, 9)  # not multiples of 8: kernels need aligned masks

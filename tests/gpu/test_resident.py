@@ -14,10 +14,10 @@ from sd3_light.data.manifest import Manifest
 from sd3_light.data.resident import ResidentCache
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
-from sd3_light.encoders.vae import LatentScale
+from sd3_light.encoding.vae import LatentScale
 from sd3_light.engines import Launch
-from sd3_light.training.data import training_steps
-from sd3_light.training.sd3 import InputPreparer
+from sd3_light.engines.feed import training_steps
+from sd3_light.families.sd3.prepare import InputPreparer
 from tests.unit.data.conftest import toy_content, toy_shard
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -10,13 +10,13 @@ import torch
 
 from sd3_light.assets import DEMO
 from sd3_light.core.registry import family_named
-from sd3_light.encoders.vae import VaeDecoder
+from sd3_light.encoding.vae import VaeDecoder
 from sd3_light.export.diffusers_folder import read_facts, write_folder
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.model.part_configs import read_json
-from sd3_light.sampling.generate import ImageRequest, generate
-from sd3_light.sampling.precision import compute_in
+from sd3_light.sample.generate import ImageRequest, generate
+from sd3_light.sample.precision import compute_in
 
 CUDA = torch.device("cuda")
 COLOURS, SHAPES = ("red", "blue", "green", "yellow"), ("circle", "square", "star")

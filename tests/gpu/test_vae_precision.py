@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from sd3_light.assets import DEMO
-from sd3_light.encoders.frozen_parts import FrozenParts
-from sd3_light.encoders.half_vae import ERROR_LIMIT, TorchOperations, measure_precision, resolve_vae_dtype
+from sd3_light.encoding.half_vae import ERROR_LIMIT, TorchOperations, measure_precision, resolve_vae_dtype
+from sd3_light.families.sd3.encoders import FrozenParts
 
 pytest.importorskip("triton")
-from sd3_light.encoders import vae_kernels
+from sd3_light.encoding import vae_kernels
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")

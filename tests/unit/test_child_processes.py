@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import sd3_light
-from sd3_light.training.other_process import start_training
+from sd3_light.other_process import start_training
 from tests.planted import plant
 from tests.waiting import HANG_SECONDS
 from tests.warm import REAL_PYTHON

@@ -20,19 +20,22 @@ from PIL import Image
 
 from sd3_light import __version__, cli, journeys
 from sd3_light.assets import DEMO
+from sd3_light.cache.verb import CacheOptions
 from sd3_light.cli import process
 from sd3_light.cli.train_py import _flags
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import PeerLost, Stopped, UserError
 from sd3_light.config.schema_tables import SamplingConfig
 from sd3_light.engines import Launch
+from sd3_light.evaluate import against
+from sd3_light.evaluate import verb as evaluate
+from sd3_light.export import lora
+from sd3_light.report import verb as report
 from sd3_light.runlog import console, is_main_process
-from sd3_light.sampling.generate import generate, stream_images
-from sd3_light.stages import evaluate, lora, report, sample
-from sd3_light.stages.cache import CacheOptions
-from sd3_light.stages.evaluate import against
-from sd3_light.stages.sample import SampleOptions
-from sd3_light.stages.train import Resume
+from sd3_light.sample import verb as sample
+from sd3_light.sample.generate import generate, stream_images
+from sd3_light.sample.verb import SampleOptions
+from sd3_light.train.verb import Resume
 from sd3_light.world.captions import LANGUAGES, parse_caption, scene_captions
 from tests.project import Project
 from tests.warm import REAL_PYTHON
@@ -189,7 +192,7 @@ def test_commands_start_without_warnings_of_libraries(
 ) -> None:
     """transformers reads its variable when it is imported, which the first check of a config does."""
     name, levels = "TRANSFORMERS_VERBOSITY", []
-    monkeypatch.setattr("sd3_light.stages.check.load", lambda *_: levels.append(os.environ.pop(name, None)))
+    monkeypatch.setattr("sd3_light.check.verb.load", lambda *_: levels.append(os.environ.pop(name, None)))
     monkeypatch.delenv(name, raising=False)
     verb("check", tmp_path / "x.toml")
     train_py("--config", tmp_path / "x.toml")
@@ -439,7 +442,7 @@ def test_an_exported_model_can_be_converted_and_an_adapter_is_a_file(
         return out
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sd3_light.stages.export.run", write)
+    monkeypatch.setattr("sd3_light.export.verb.run", write)
     commands = suggested(verb("export", "run", "out"))
     assert commands[0] == "sd3-light sample out 'a prompt'"
     assert commands[1:] == (["sd3-light convert out out.safetensors"] if file == "model_index.json" else [])

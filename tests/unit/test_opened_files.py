@@ -26,19 +26,19 @@ ALLOWED = {
             "journeys.py:_prepare_demo",
             "pages/html.py:*",
         ),
-        *("model/fast/self_check.py:_sources_hash", "stages/new/project_text.py:*"),
+        *("families/sd3/fast/self_check.py:_sources_hash", "new/project_text.py:*"),
     ],
     "/proc": ["system.py:*"],
     "a folder, to flush it": ["checkpoint/store.py:_sync_folder"],
     "an open file, bytes or a URL": [
-        *("data/preprocess.py:_open", "data/sources/tars.py:_members", "data/video.py:*", "stages/caption.py:run"),
-        "data/sources/parquet.py:table_rows",
+        *("sources/preprocess.py:_open", "sources/tars.py:_members", "sources/video.py:*", "cache/caption.py:run"),
+        "sources/parquet.py:table_rows",
         *("data/store/remote.py:_copy", "data/store/remote.py:_pieces", "data/store/disk_cache.py:_claimed"),
     ],
     "files that the same process, or its child, has just written, or that are private to it": [
         *("data/verify.py:_marked", "data/verify.py:_locked", "export/proof.py:run_clean_process", "files.py:_sync"),
         *("export/trained_file.py:write_trained", "export/trained_file.py:write_weights"),
-        *("stages/cache/number_set.py:_sort", "data/store/build_folder.py:_upload", "ui/server.py:image"),
+        *("stages/cache/number_set.py:_sort", "cache/build_folder.py:_upload", "ui/server.py:image"),
     ],
     "another process, for a folder that this package wrote and a base that it has opened before": [
         "export/proof_process.py:*"

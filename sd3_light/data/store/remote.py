@@ -17,7 +17,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, Manifest, ShardEntry, TableFile, damaged_mark, read_table
 from sd3_light.data.shard_table import ShardTable
 from sd3_light.data.store.disk_cache import DiskCache, private_temp_folder
-from sd3_light.data.store.protocols import (
+from sd3_light.urls import (
     HTML_BYTES,
     RemoteNotFound,
     RemoteUnreachable,

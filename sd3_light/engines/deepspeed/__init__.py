@@ -12,8 +12,8 @@ from sd3_light.config import OptimizerConfig, TrainConfig
 from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.config.faults import UserError
 from sd3_light.core.model import TrainedModel
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import Engine
+from sd3_light.launch import Launch
 
 
 def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:

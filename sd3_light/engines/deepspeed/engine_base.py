@@ -12,8 +12,8 @@ from sd3_light.config import TrainConfig
 from sd3_light.engines.deepspeed.runtime import quiet, settings
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import Engine, TensorPiece, sum_of_squares
+from sd3_light.launch import Launch
 from sd3_light.optim.build import make_optimizer
 
 

@@ -21,11 +21,11 @@ from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.instructions import instructions
 from sd3_light.engines.deepspeed.runtime import quiet
 from sd3_light.engines.deepspeed.stage_state import StageState
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import StepResult, loss_sums, sum_of_squares
 from sd3_light.engines.torch import sums_by_band
 from sd3_light.flow.objective import NUM_BANDS
+from sd3_light.launch import Launch
 
 _TARGETS = ("t", "target", "mask", "weight")
 """What the last stage takes of a batch."""

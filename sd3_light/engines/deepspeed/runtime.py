@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from sd3_light.config import TrainConfig
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.processes import open_default_group
+from sd3_light.launch import Launch
 
 BUCKET = 50_000_000
 """Elements per reduction or gather: 200 MB."""

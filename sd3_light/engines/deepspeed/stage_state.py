@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, assign_writers
+from sd3_light.launch import Launch
 from sd3_light.optim.build import create_adamw_state
 
 

@@ -14,11 +14,11 @@ from sd3_light.core.batch import Batch
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
-from sd3_light.engines.launch import Launch
 from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums
 from sd3_light.engines.torch import micro_losses, require_gradients, task_loss_sums, task_losses, task_parameters
 from sd3_light.flow.objective import NUM_BANDS
+from sd3_light.launch import Launch
 
 
 class ZeroEngine(DeepSpeedBase):

@@ -8,10 +8,10 @@ from sd3_light.config import Fault, ModelConfig, ModelSize, UserError
 from sd3_light.config.cross_checks import text_recon_problem, token_problems
 from sd3_light.core.checks import ModelChecks, ModelFact
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
-from sd3_light.data.buckets import SIDE_STEP
-from sd3_light.model import pipeline_folder
-from sd3_light.model.positions import start_position_step
-from sd3_light.model.start import configured_size, differences, folder_size
+from sd3_light.families.sd3.positions import start_position_step
+from sd3_light.families.sd3.start import configured_size, differences, folder_size
+from sd3_light.model import folder as pipeline_folder
+from sd3_light.sources.buckets import SIDE_STEP
 
 _STEP_TOLERANCE = 0.01  # of a step that is read from a table in bfloat16
 _LATENT_PIXELS = 8  # image pixels per latent pixel

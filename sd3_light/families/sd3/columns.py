@@ -5,8 +5,8 @@ from pathlib import Path
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, MASK, Bucket, Column
+from sd3_light.model.folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS, text_shape, vae_shape
 from sd3_light.model.part_configs import read_config
-from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS, text_shape, vae_shape
 
 _CLIP_L, _CLIP_G, _T5 = zip(TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS, strict=True)
 _PARTS = {

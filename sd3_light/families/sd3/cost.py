@@ -1,4 +1,4 @@
-"""What training SD3 costs, by formulas: `budget/flops.py` and `budget/activations.py`."""
+"""What training SD3 costs, by formulas: `families/sd3/flops.py` and `families/sd3/activations.py`."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
-from sd3_light.budget.activations import held_activations, kept_activations
-from sd3_light.budget.flops import block_weights, flops_formula, forward_flops, image_tokens, input_flops
 from sd3_light.config import AdapterConfig, ModelConfig, ModelSize, TrainConfig
 from sd3_light.config.schema_blocks import TokenRoute
 from sd3_light.core.cost import FLASH_BACKWARD, BlockBytes, Compute, Cost, Layout, SampleBytes, TextTokens, Tokens
-from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config
+from sd3_light.families.sd3.activations import held_activations, kept_activations
+from sd3_light.families.sd3.fast.choice import why_no_fp8, why_stock_by_config
+from sd3_light.families.sd3.flops import block_weights, flops_formula, forward_flops, image_tokens, input_flops
+from sd3_light.model.folder import CLIP_TOKENS, text_shape
 from sd3_light.model.linears import adapter_layer_parameters
-from sd3_light.model.pipeline_folder import CLIP_TOKENS, text_shape
 
 if TYPE_CHECKING:
     from sd3_light.core.batch import Batch

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from sd3_light.config import ModelConfig
 from sd3_light.core.caption_lengths import TextLimit
 from sd3_light.core.encoding import Encoding
-from sd3_light.encoders.caption_lengths import text_limits
-from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
+from sd3_light.families.sd3.caption_lengths import text_limits
+from sd3_light.model.folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS
 
 if TYPE_CHECKING:
     import torch
 
-    from sd3_light.encoders.frozen_parts import FrozenParts
+    from sd3_light.families.sd3.encoders import FrozenParts
 
 
 class SD3Encoding(Encoding):
@@ -24,7 +24,7 @@ class SD3Encoding(Encoding):
     @property
     def text_encoders(self) -> tuple[str, ...]:
         """See `Encoding.text_encoders`."""
-        from sd3_light.encoders.text import TEXT_ENCODERS
+        from sd3_light.families.sd3.text import TEXT_ENCODERS
 
         return tuple(TEXT_ENCODERS)
 
@@ -43,7 +43,7 @@ class SD3Encoding(Encoding):
         """See `Encoding.encoders`."""
         import torch
 
-        from sd3_light.encoders.frozen_parts import FrozenParts
+        from sd3_light.families.sd3.encoders import FrozenParts
 
         return FrozenParts(
             model.diffusers_path,

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.fast_blocks import FastBlocks
-from sd3_light.model.fast.choice import why_stock_on_device
+from sd3_light.families.sd3.fast.choice import why_stock_on_device
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ class SD3FastBlocks(FastBlocks):
 
     def why_not(self, config: TrainConfig, device: "torch.device", denoiser: "nn.Module | None") -> str | None:
         """See `FastBlocks.why_not`."""
-        from sd3_light.model.fast.forward import why_stock
+        from sd3_light.families.sd3.fast.forward import why_stock
 
         reason = why_stock_on_device(config, device.type)
         return reason or (why_stock(denoiser) if denoiser is not None else None)
@@ -25,7 +25,7 @@ class SD3FastBlocks(FastBlocks):
         self, config: TrainConfig, device: "torch.device", denoiser: "nn.Module", fp8: bool
     ) -> str | None:
         """See `FastBlocks.kernel_problem`; a CPU runs the kernels' reference."""
-        from sd3_light.model.fast.self_check import KernelShape, kernel_problem
+        from sd3_light.families.sd3.fast.self_check import KernelShape, kernel_problem
 
         if device.type != "cuda":
             return None

@@ -22,15 +22,15 @@ from sd3_light.core.files import (
     SingleFiles,
     Value,
 )
-from sd3_light.export import lora_fusing, lora_names, single_file
-from sd3_light.export.file_metadata import adapter_metadata
 from sd3_light.export.proof_process import sample_image
-from sd3_light.export.real_pipeline import RealTextPipeline
+from sd3_light.families.sd3 import lora_fusing, lora_names, single_file
 from sd3_light.families.sd3.card import card_texts
-from sd3_light.model.masked_attention import real_text_mask, use_masked_attention
+from sd3_light.families.sd3.file_metadata import adapter_metadata
+from sd3_light.families.sd3.masked_attention import real_text_mask, use_masked_attention
+from sd3_light.families.sd3.real_pipeline import RealTextPipeline
+from sd3_light.families.sd3.sample_texts import TextPolicy
+from sd3_light.model.folder import missing_parts, tokenizer_length, vae_shape
 from sd3_light.model.part_configs import FACTS_FILE
-from sd3_light.model.pipeline_folder import missing_parts, tokenizer_length, vae_shape
-from sd3_light.sampling.texts import TextPolicy
 
 _STEPS = 2
 _GUIDANCE = 3.0

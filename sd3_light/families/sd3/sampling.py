@@ -6,16 +6,16 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from sd3_light.budget.flops import image_tokens
 from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.sampling import EncodedText, Sampling
-from sd3_light.encoders.vae import VaeDecoder
+from sd3_light.encoding.vae import VaeDecoder
+from sd3_light.families.sd3.flops import image_tokens
+from sd3_light.families.sd3.sample_texts import batch_texts, join_features, unconditional_text
+from sd3_light.flow.scheduler import flow_scheduler, set_timesteps
 from sd3_light.flow.timesteps import constant_shift
 from sd3_light.model.base_values import kept_scheduler
-from sd3_light.model.pipeline_folder import vae_shape
-from sd3_light.sampling.scheduler import flow_scheduler, set_timesteps
-from sd3_light.sampling.texts import batch_texts, join_features, unconditional_text
+from sd3_light.model.folder import vae_shape
 
 
 class SD3Sampling(Sampling):

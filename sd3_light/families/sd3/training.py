@@ -7,9 +7,9 @@ from sd3_light.config import TrainConfig
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import TrainingParts
 from sd3_light.data.shards import CaptionFeatures
-from sd3_light.encoders.vae import LatentScale
-from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.sd3 import InputPreparer
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.families.sd3.module import SD3TrainingModule
+from sd3_light.families.sd3.prepare import InputPreparer
 
 
 class SD3Training(TrainingParts):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.family import Weights
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source, why_source
+from sd3_light.families.sd3.start import configured_size, folder_size, named_size, single_file_config
 from sd3_light.model.part_configs import LOCAL_WEIGHTS, check_files
-from sd3_light.model.start import configured_size, folder_size, named_size, single_file_config
 
 if TYPE_CHECKING:
     from diffusers import SD3Transformer2DModel
@@ -42,8 +42,8 @@ class SD3Weights(Weights):
         import torch
         from diffusers import SD3Transformer2DModel
 
-        from sd3_light.export.single_file import transformer_from_single_file
-        from sd3_light.model.random_weights import new_transformer
+        from sd3_light.families.sd3.random_weights import new_transformer
+        from sd3_light.families.sd3.single_file import transformer_from_single_file
 
         if start.file is not None:
             config, state = transformer_from_single_file(start.file)
@@ -71,6 +71,6 @@ class SD3Weights(Weights):
 
     def from_state(self, config: Mapping[str, Any], state: "Mapping[str, Tensor]") -> "SD3Transformer2DModel":
         """See `Weights.from_state`."""
-        from sd3_light.model.random_weights import transformer_from_state
+        from sd3_light.families.sd3.random_weights import transformer_from_state
 
         return transformer_from_state(config, state)

@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.budget.amount import Amount
-from sd3_light.budget.data_bytes import (
+from sd3_light.config import ModelConfig
+from sd3_light.core.columns import Bucket, Column
+from sd3_light.core.registry import family_named
+from sd3_light.cost.amount import Amount
+from sd3_light.cost.data_bytes import (
     MALLOC_CACHE_BYTES,
     batch_bytes,
     caption_bytes,
@@ -27,9 +30,6 @@ from sd3_light.budget.data_bytes import (
     open_shard_bytes,
     sample_bytes,
 )
-from sd3_light.config import ModelConfig
-from sd3_light.core.columns import Bucket, Column
-from sd3_light.core.registry import family_named
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.order import open_shards
@@ -37,9 +37,9 @@ from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches
-from sd3_light.encoders.vae import LatentScale
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.families.sd3.prepare import InputPreparer
 from sd3_light.model.text_shape import TextShape
-from sd3_light.training.sd3 import InputPreparer
 from tests.shards import sd3_content
 
 TEXT = TextShape(clip_tokens=7, t5_tokens=5, clip_l_width=6, clip_g_width=10, t5_width=32, pooled_width=16)

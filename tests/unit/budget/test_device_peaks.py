@@ -2,7 +2,7 @@
 
 import pytest
 
-from sd3_light.budget.device_peaks import peak_flops
+from sd3_light.cost.device_peaks import peak_flops
 
 TERA = 10**12
 

@@ -14,9 +14,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sd3_light.budget.activations import held_activations, kept_activations
-from sd3_light.budget.amount import format_bytes
-from sd3_light.budget.gpu_memory import (
+from sd3_light.config import SIZES, ModelSize
+from sd3_light.config.base import Checkpointing
+from sd3_light.config.schema_blocks import BlockPair, TokenRoute
+from sd3_light.core.cost import FLASH_BACKWARD, Compute, Tokens
+from sd3_light.cost.amount import format_bytes
+from sd3_light.cost.gpu_memory import (
     SLACK,
     activation_bytes,
     checkpoint_copy_bytes,
@@ -24,17 +27,14 @@ from sd3_light.budget.gpu_memory import (
     next_batch_bytes,
     state_bytes,
 )
-from sd3_light.budget.training_setup import TrainingSetup
-from sd3_light.config import SIZES, ModelSize
-from sd3_light.config.base import Checkpointing
-from sd3_light.config.schema_blocks import BlockPair, TokenRoute
-from sd3_light.core.cost import FLASH_BACKWARD, Compute, Tokens
+from sd3_light.cost.training_setup import TrainingSetup
+from sd3_light.families.sd3.activations import held_activations, kept_activations
+from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.families.sd3.cost import SD3Cost
+from sd3_light.families.sd3.fast.block import BlockOptions, Keep
+from sd3_light.families.sd3.fast.forward import FastDenoiser
+from sd3_light.families.sd3.layers import build_layers, run_layers, unpatchify
 from sd3_light.flow.objective import alignment_loss, flow_loss
-from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan
-from sd3_light.model.fast.block import BlockOptions, Keep
-from sd3_light.model.fast.forward import FastDenoiser
-from sd3_light.model.layers import build_layers, run_layers, unpatchify
 from sd3_light.optim.groups import WeightKinds
 from tests.cases import combinations
 

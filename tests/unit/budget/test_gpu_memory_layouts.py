@@ -11,7 +11,9 @@ import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
-from sd3_light.budget.gpu_memory import (
+from sd3_light.config import SIZES, ModelSize
+from sd3_light.core.cost import Tokens
+from sd3_light.cost.gpu_memory import (
     ZERO3_LIVE_BYTES,
     ZERO_BUCKET_BYTES,
     activation_bytes,
@@ -20,12 +22,10 @@ from sd3_light.budget.gpu_memory import (
     next_batch_bytes,
     state_bytes,
 )
-from sd3_light.budget.training_setup import TrainingSetup
-from sd3_light.config import SIZES, ModelSize
-from sd3_light.core.cost import Tokens
+from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.engines.deepspeed.runtime import BUCKET, MAX_LIVE
 from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.model.layers import build_layers, run_layers
+from sd3_light.families.sd3.layers import build_layers, run_layers
 
 SMALL = ModelSize("small", 4, 2, 64, 128, 64, 32, 32, 0.5, True)
 LIGHT = TrainingSetup(SD3Cost(SIZES["sd3_light"]), Tokens(256, 333), 8, ema_tracks=1, world=8, deepspeed=True)

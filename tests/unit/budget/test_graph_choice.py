@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from sd3_light.budget.amount import format_bytes
-from sd3_light.budget.gpu_memory import gpu_memory, next_batch_bytes
-from sd3_light.budget.graph_choice import why_no_graphs
-from sd3_light.budget.training_flops import training_flops
-from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.core.cost import Layout, Tokens
+from sd3_light.cost.amount import format_bytes
+from sd3_light.cost.gpu_memory import gpu_memory, next_batch_bytes
+from sd3_light.cost.graph_choice import why_no_graphs
+from sd3_light.cost.training_flops import training_flops
+from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.families.sd3.cost import SD3Cost
 
 DEMO = SD3Cost(SIZES["demo"])

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from sd3_light.budget.partition import balanced, stage_bounds, uniform
 from sd3_light.config import SIZES
+from sd3_light.cost.partition import balanced, stage_bounds, uniform
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sd3_light.budget.residence import ResidenceChoice, Room, choose_residence
+from sd3_light.cost.residence import ResidenceChoice, Room, choose_residence
 
 GIB = 1 << 30
 H200 = Room(140 * GIB, 60 * GIB, 128 * GIB, 1)

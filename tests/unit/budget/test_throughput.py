@@ -2,10 +2,10 @@
 
 import pytest
 
-from sd3_light.budget.throughput import measured_speed, training_seconds
-from sd3_light.budget.training_flops import training_flops
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.core.cost import Tokens
+from sd3_light.cost.throughput import measured_speed, training_seconds
+from sd3_light.cost.training_flops import training_flops
 from sd3_light.families.sd3.cost import SD3Cost
 
 H200 = "NVIDIA H200"

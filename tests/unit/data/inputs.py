@@ -12,9 +12,9 @@ import numpy as np
 from PIL import Image
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.preprocess import REASONS
-from sd3_light.data.sources.records import Record, Rejected
-from sd3_light.data.sources.scan import occurrences, scan
+from sd3_light.sources.preprocess import REASONS
+from sd3_light.sources.records import Record, Rejected
+from sd3_light.sources.scan import occurrences, scan
 
 RED, GREEN, BLUE, WHITE, BLACK = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255), (0, 0, 0)
 ORIENTATION = 0x0112

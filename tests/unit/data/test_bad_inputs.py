@@ -18,10 +18,10 @@ import pytest
 from PIL import Image
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.buckets import fits, misfit
-from sd3_light.data.preprocess import REASONS, Reject, decode, decode_mask, fit, fit_mask, probe
-from sd3_light.data.sources.records import Record, Rejected
-from sd3_light.data.sources.scan import scan
+from sd3_light.sources.buckets import fits, misfit
+from sd3_light.sources.preprocess import REASONS, Reject, decode, decode_mask, fit, fit_mask, probe
+from sd3_light.sources.records import Record, Rejected
+from sd3_light.sources.scan import scan
 from tests.unit.data.inputs import (
     BLACK,
     BLUE,

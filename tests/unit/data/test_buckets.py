@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.buckets import (
+from sd3_light.sources.buckets import (
     SIDE_STEP,
     Bucket,
     aspect_ratios,

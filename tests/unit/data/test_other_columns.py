@@ -16,9 +16,9 @@ from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
-from sd3_light.budget.data_bytes import caption_bytes, image_bytes
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import SMALLEST, Bucket, Column
+from sd3_light.cost.data_bytes import caption_bytes, image_bytes
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.resident import ResidentCache
@@ -26,8 +26,8 @@ from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.data.slot_size import largest_batch_bytes
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
-from sd3_light.stages import inspect
-from sd3_light.stages.inspect.cache_page import write_cache_page
+from sd3_light.report.inspect import verb as inspect
+from sd3_light.report.inspect.cache_page import write_cache_page
 
 LABEL = "clips#0"
 SIZES = {"a": 3, "b": 5, "c": 4}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
-from sd3_light.data.buckets import Bucket, plan
-from sd3_light.data.preprocess import REASONS, Reject, decode, decode_mask, fit, fit_mask, probe
+from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.preprocess import REASONS, Reject, decode, decode_mask, fit, fit_mask, probe
 from tests.unit.data.inputs import (
     BLACK,
     BLUE,

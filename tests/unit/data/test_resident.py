@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.budget.data_bytes import resident_index_bytes
 from sd3_light.config.faults import UserError
+from sd3_light.cost.data_bytes import resident_index_bytes
 from sd3_light.data import manifest as manifest_module
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentPicks

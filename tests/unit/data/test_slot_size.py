@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.budget.data_bytes import batch_bytes
 from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.columns import Column
 from sd3_light.core.registry import family_named
+from sd3_light.cost.data_bytes import batch_bytes
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.shards import Origin, write_shard
 from sd3_light.data.slot_size import largest_batch_bytes
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
-from sd3_light.encoders.vae import LatentScale
+from sd3_light.encoding.vae import LatentScale
 from sd3_light.engines import Launch, prefetch
-from sd3_light.training import data as training_data
-from sd3_light.training.data import load_cache, training_steps
-from sd3_light.training.resident_inputs import ResidentInputs
-from sd3_light.training.sd3 import InputPreparer
+from sd3_light.engines import feed as training_data
+from sd3_light.engines.feed import load_cache, training_steps
+from sd3_light.families.sd3.prepare import InputPreparer
+from sd3_light.families.sd3.resident import ResidentInputs
 from tests.shards import sd3_content
 from tests.waiting import wait_until
 

@@ -13,10 +13,10 @@ import pytest
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.data import video
-from sd3_light.data.buckets import Bucket, plan
-from sd3_light.data.preprocess import MAX_PIXELS, Reject
-from sd3_light.data.video import VideoSize, decode_video, probe_video, write_video
+from sd3_light.sources import video
+from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.preprocess import MAX_PIXELS, Reject
+from sd3_light.sources.video import VideoSize, decode_video, probe_video, write_video
 from tests.unit.data.videos import RED, encode, encode_gif, numbered, numbers, turned
 from tests.warm import REAL_PYTHON
 
@@ -217,8 +217,8 @@ def test_memory_does_not_grow_with_the_length() -> None:
     script = """
 import io, os, resource, sys
 os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])  # a decoder has a frame per core in work
-from sd3_light.data.buckets import Bucket, plan
-from sd3_light.data.video import decode_video, probe_video
+from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.video import decode_video, probe_video
 from tests.unit.data.videos import encode
 import numpy as np
 frames = [np.full((720, 1280, 3), level, dtype=np.uint8) for level in (0, 255)]

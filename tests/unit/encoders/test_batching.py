@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from sd3_light.encoders.batching import (
+from sd3_light.encoding.batching import (
     LENGTH_MULTIPLE,
     REFERENCE_PIXELS,
     image_batches,

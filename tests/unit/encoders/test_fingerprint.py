@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sd3_light.encoders.fingerprint import parts_fingerprint
+from sd3_light.encoding.fingerprint import parts_fingerprint
 from sd3_light.families.sd3.encoding import SD3Encoding
 
 FOLDERS = SD3Encoding.folders

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.encoders import frozen_parts
-from sd3_light.encoders.frozen_parts import FrozenParts
-from sd3_light.encoders.text import TEXT_ENCODERS, encode_clip, encode_t5, load_text_model, load_tokenizer
-from sd3_light.encoders.vae import load_vae, raw_moments
+from sd3_light.encoding.vae import load_vae, raw_moments
+from sd3_light.families.sd3 import encoders as frozen_parts
+from sd3_light.families.sd3.encoders import FrozenParts
+from sd3_light.families.sd3.text import TEXT_ENCODERS, encode_clip, encode_t5, load_text_model, load_tokenizer
 from sd3_light.world import draw_image
 
 CPU = torch.device("cpu")
@@ -79,7 +79,7 @@ def test_text_tensors_have_the_names_dtypes_and_shapes_of_a_shard(real: FrozenPa
 def test_real_rows_equal_those_of_each_caption_alone(demo_parts: Path, batch_size: int, monkeypatch: Any) -> None:
     """In float32, to compare to 1e-5."""
     monkeypatch.setattr(frozen_parts, "STORED_DTYPE", torch.float32)
-    monkeypatch.setattr("sd3_light.encoders.batching.SMALL_BATCH_TOKENS", 20)
+    monkeypatch.setattr("sd3_light.encoding.batching.SMALL_BATCH_TOKENS", 20)
     parts = make(demo_parts, batch_size=batch_size)
     encoded = parts.encode_captions(CAPTIONS)
     parts.synchronize()
@@ -195,7 +195,7 @@ def test_image_batches_depend_on_the_area(real: FrozenParts, pixels: Any, monkey
     whole = real.encode_images(pixels, False)["moments"]
     assert sizes == [4, 3]
     sizes.clear()
-    monkeypatch.setattr("sd3_light.encoders.batching.REFERENCE_PIXELS", pixels.shape[1] * pixels.shape[2] // 2)
+    monkeypatch.setattr("sd3_light.encoding.batching.REFERENCE_PIXELS", pixels.shape[1] * pixels.shape[2] // 2)
     parts = real.encode_images(pixels, False)["moments"]
     real.synchronize()
     assert sizes == [2, 2, 2, 1]

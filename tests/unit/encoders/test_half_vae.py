@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
-from sd3_light.encoders import half_vae
-from sd3_light.encoders.half_vae import PrecisionError, TorchOperations, resolve_vae_dtype, to_half_encoder
-from sd3_light.encoders.vae import encode_pixels, load_vae
+from sd3_light.encoding import half_vae
+from sd3_light.encoding.half_vae import PrecisionError, TorchOperations, resolve_vae_dtype, to_half_encoder
+from sd3_light.encoding.vae import encode_pixels, load_vae
 from tests.modules import load_module
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModel, BertConfig, BertModel
 
 from sd3_light.config.faults import UserError
-from sd3_light.encoders.judge import PREPROCESSOR, load_judge
+from sd3_light.evaluate.judge import PREPROCESSOR, load_judge
 from tests.judge_folders import write_clip, write_vision
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from sd3_light.budget.amount import GIB
-from sd3_light.encoders.residence import ResidentModules, all_fit, free_memory, weight_bytes
+from sd3_light.cost.amount import GIB
+from sd3_light.encoding.residence import ResidentModules, all_fit, free_memory, weight_bytes
 
 # SD3's encoders: VAE in float32, CLIP-L, CLIP-G and T5-XXL in bfloat16
 SD3 = [int(size * GIB) for size in (0.31, 0.23, 1.29, 8.87)]
@@ -55,7 +55,7 @@ def test_free_host_memory_is_reported_by_the_system() -> None:
 
 
 def test_weight_bytes_equal_those_of_the_loaded_model(demo_parts: Path) -> None:
-    from sd3_light.encoders.text import load_text_model
+    from sd3_light.families.sd3.text import load_text_model
 
     for name, folder in (("clip_g", "text_encoder_2"), ("t5", "text_encoder_3")):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):

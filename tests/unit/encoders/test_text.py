@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd3_light.encoders.text import (
+from sd3_light.families.sd3.text import (
     TEXT_ENCODERS,
     Tokenizer,
     encode_clip,

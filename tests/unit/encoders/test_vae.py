@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from sd3_light.assets import DEMO
-from sd3_light.encoders.vae import LatentScale, draw_latent, load_vae, raw_moments, tf32_convolutions
+from sd3_light.encoding.vae import LatentScale, draw_latent, load_vae, raw_moments, tf32_convolutions
 from sd3_light.world import draw_image
 
 

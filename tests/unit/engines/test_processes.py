@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch, processes
+from sd3_light.engines.errors import explain_runtime_errors
 from sd3_light.engines.processes import (
     ProcessGroups,
     apply_timeout,
     lost_peer,
     start_process_group,
 )
-from sd3_light.training.errors import explain_runtime_errors
 from tests.waiting import HANG_SECONDS
 
 CPU = torch.device("cpu")

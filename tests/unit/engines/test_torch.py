@@ -17,9 +17,9 @@ from sd3_light.core.objective import Prediction
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.families.sd3.module import SD3TrainingModule
+from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.flow.objectives import FlowMatching
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.training.module import SD3TrainingModule
 
 CPU = torch.device("cpu")
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}

@@ -20,9 +20,9 @@ from sd3_light.export.adapter_folder import adapter_modules, read_adapter, write
 from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import AdapterSpec, ExportError
 from sd3_light.export.proof import ProofError, run_clean_process
+from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import LycorisModule, add_adapter, is_adapter_name
 from sd3_light.model.loading import load_diffusers_model
-from sd3_light.model.random_weights import new_transformer
 
 SD3 = family_named("sd3")
 TINY = SIZES["tiny2"].transformer_config()

@@ -23,17 +23,18 @@ from torch import Tensor
 from sd3_light.config import SIZES, ModelConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.registry import family_named
-from sd3_light.export import diffusers_folder, proof_process, real_pipeline
+from sd3_light.export import diffusers_folder, proof_process
 from sd3_light.export import diffusers_folder as folder_module
 from sd3_light.export import proof as proof_module
 from sd3_light.export.diffusers_folder import checked_copy, read_facts, write_folder
 from sd3_light.export.export_spec import ExportError, ExportSpec
+from sd3_light.export.of_run import model_spec
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof import ProofError, combined_digest, prove
-from sd3_light.model.pipeline_folder import FROZEN
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.families.sd3 import real_pipeline
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.model.folder import FROZEN
 from sd3_light.system import machine
-from sd3_light.training.exports import model_spec
 from tests.project import with_nan
 from tests.warm import REAL_PYTHON
 

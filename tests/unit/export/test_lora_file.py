@@ -20,9 +20,9 @@ from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.files import Padding
 from sd3_light.export.lora_file import read_lora, write_lora
+from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import add_adapter
 from sd3_light.model.lora_layers import LoraModule, from_peft, is_lora_name, load_lora, lora_modules
-from sd3_light.model.random_weights import new_transformer
 from sd3_light.tensor_file import METADATA_KEY
 
 State = dict[str, Tensor]

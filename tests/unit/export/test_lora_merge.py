@@ -14,8 +14,8 @@ from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import write_lora
 from sd3_light.export.lora_merge import denoiser_state, extract_lora, merge_loras
+from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.lora_layers import LoraModule, lora_modules
-from sd3_light.model.random_weights import new_transformer
 
 State = dict[str, Tensor]
 CONFIG = SIZES["tiny2"].transformer_config()

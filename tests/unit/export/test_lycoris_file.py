@@ -13,10 +13,10 @@ from torch import Tensor
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.export.adapter_folder import adapter_modules, read_adapter
-from sd3_light.export.single_file import transformer_from_single_file, write_single_file
 from sd3_light.export.trained_file import write_trained
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.single_file import transformer_from_single_file, write_single_file
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
-from sd3_light.model.random_weights import new_transformer
 from sd3_light.tensor_file import read_header
 
 WIDE = replace(SIZES["tiny2"], num_heads=4, pos_embed_max_size=8)  # 2 blocks, padded to 4 in a single file

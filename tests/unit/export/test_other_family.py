@@ -16,19 +16,19 @@ from sd3_light.config import AdapterConfig, ModelConfig, UserError
 from sd3_light.core import registry
 from sd3_light.core.family import Family, Weights
 from sd3_light.core.start import WeightsStart
+from sd3_light.export import convert, lora
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import AdapterSpec, ExportSpec
 from sd3_light.export.lora_file import read_lora, write_lora
 from sd3_light.export.lora_merge import denoiser_state, merge_loras
+from sd3_light.export.of_run import model_config
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof_process import packed, unpacked
 from sd3_light.families.diffusers_files import DiffusersFiles
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.loading import assign_weights
 from sd3_light.model.lora_layers import LoraModule
-from sd3_light.stages import convert, lora
-from sd3_light.training.exports import model_config
 from tests.families import make_denoiser, save_pipeline
 
 CPU = torch.device("cpu")

@@ -15,16 +15,16 @@ from PIL import Image
 from sd3_light.config import DEFAULT_GUIDANCE, SIZES
 from sd3_light.core.registry import family_named
 from sd3_light.export import diffusers_folder as folder_module
-from sd3_light.export import real_pipeline
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof import ProofError, prove
-from sd3_light.export.real_pipeline import RealTextAttention, RealTextPipeline
-from sd3_light.model.masked_attention import MaskedJointAttention, real_text_mask
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.sampling.generate import ImageRequest, generate
-from sd3_light.sampling.texts import TextPolicy
+from sd3_light.families.sd3 import real_pipeline
+from sd3_light.families.sd3.masked_attention import MaskedJointAttention, real_text_mask
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.real_pipeline import RealTextAttention, RealTextPipeline
+from sd3_light.families.sd3.sample_texts import TextPolicy
+from sd3_light.sample.generate import ImageRequest, generate
 
 CONFIG = SIZES["tiny2"].transformer_config()
 PROMPTS = ["a red circle", "two small green stars left of a large blue square on a white background"]

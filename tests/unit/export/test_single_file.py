@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from sd3_light.config import SIZES, ModelSize, UserError
-from sd3_light.export import single_file
 from sd3_light.export.proof import ProofError
-from sd3_light.export.single_file import read_single_file, transformer_from_single_file, write_single_file
-from sd3_light.export.single_names import denoiser_rules, fuse, vae_name
-from sd3_light.export.single_parts import expected_shapes
-from sd3_light.model.start import config_of_shapes
+from sd3_light.families.sd3 import single_file
+from sd3_light.families.sd3.single_file import read_single_file, transformer_from_single_file, write_single_file
+from sd3_light.families.sd3.single_names import denoiser_rules, fuse, vae_name
+from sd3_light.families.sd3.single_parts import expected_shapes
+from sd3_light.families.sd3.start import config_of_shapes
 from sd3_light.tensor_file import zeros
 from tests.cases import combinations
 

@@ -11,14 +11,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from sd3_light.budget.gpu_memory import gpu_memory
-from sd3_light.budget.training_flops import training_flops
-from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES, AdapterConfig, ModelSize
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Compute, TextTokens, Tokens
-from sd3_light.families.counted_cost import CountedCost
+from sd3_light.cost.gpu_memory import gpu_memory
+from sd3_light.cost.training_flops import training_flops
+from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.families.sd3.cost import SD3Cost
+from sd3_light.families.stock.cost import CountedCost
 from tests.families import DENOISERS, make_denoiser
 
 

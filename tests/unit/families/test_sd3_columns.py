@@ -7,7 +7,7 @@ from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.data.manifest import SHARDS, Manifest
 from sd3_light.data.reader import ShardReader
 from sd3_light.engines import Launch
-from sd3_light.training.data import make_order, open_cache
+from sd3_light.engines.feed import make_order, open_cache
 from tests.project import Project
 
 SD3 = family_named("sd3")

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd3_light.flow.conditioning import ENCODERS, draw_drops, drop_text
+from sd3_light.families.sd3.text_dropout import ENCODERS, draw_drops, drop_text
 from sd3_light.randomness import occurrence_words, stream
 
 Texts = dict[str, list[Tensor]]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sd3_light.config.schema_blocks import num_kept
-from sd3_light.flow.image_draws import draw_corners, draw_kept
+from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
 from sd3_light.randomness import occurrence_words, stream
 
 IDS = np.arange(100, 108)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.metrics.comparison import Comparison
-from sd3_light.metrics.distances import METRICS
+from sd3_light.evaluate.comparison import Comparison
+from sd3_light.evaluate.distances import METRICS
 
 COUNT = 120
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd3_light.metrics import composition
-from sd3_light.metrics.composition import DEMANDS, judge_images, score
-from sd3_light.sampling.generate import ImageRequest
-from sd3_light.sampling.texts import TextPolicy
+from sd3_light.evaluate import composition
+from sd3_light.evaluate.composition import DEMANDS, judge_images, score
+from sd3_light.families.sd3.sample_texts import TextPolicy
+from sd3_light.sample.generate import ImageRequest
 from sd3_light.world import draw_prompts, render_scene
 from sd3_light.world.dataset import IMAGE_SIZES
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd3_light.metrics.distances import (
+from sd3_light.evaluate.distances import (
     cosine_distances,
     finds_own_caption,
     frechet_distance,

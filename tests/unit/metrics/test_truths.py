@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.preprocess import Pixels
-from sd3_light.metrics.truths import load_truths, style_copies
+from sd3_light.evaluate.truths import load_truths, style_copies
+from sd3_light.sources.preprocess import Pixels
 
 COLOURS = {"flat": (250, 0, 0), "round": (200, 60, 0), "ink": (0, 0, 250)}
 CONCEPTS = [f"concept {number}" for number in range(4)]

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from sd3_light.core.batch import Batch
 from sd3_light.data.loader import PipelineDataLoader
-from sd3_light.metrics.validation import FIXED_TIMES, QUANTILES, EvalPreparer, QuantileBatches, validate
+from sd3_light.evaluate.validation import FIXED_TIMES, QUANTILES, EvalPreparer, QuantileBatches, validate
 
 
 class Numbered(Dataset[Any]):

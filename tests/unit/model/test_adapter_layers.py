@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
+from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import (
     AdapterDropout,
     add_adapter,
@@ -18,7 +19,6 @@ from sd3_light.model.adapter_layers import (
     lycoris_modules,
 )
 from sd3_light.model.linears import adapter_layer_parameters, match_targets
-from sd3_light.model.random_weights import new_transformer
 
 TINY = SIZES["tiny2"].transformer_config()
 KINDS: list[dict[str, Any]] = [

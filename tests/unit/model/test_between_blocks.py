@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sd3_light.config import SIZES
 from sd3_light.config.schema_blocks import BlockPair, TokenRoute
-from sd3_light.model.between_blocks import BetweenBlocks, BetweenPlan, put_tokens, take_tokens
-from sd3_light.model.fast.forward import FastDenoiser
-from sd3_light.model.layers import build_layers, embed_patches, run_layers
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan, put_tokens, take_tokens
+from sd3_light.families.sd3.fast.forward import FastDenoiser
+from sd3_light.families.sd3.layers import build_layers, embed_patches, run_layers
+from sd3_light.families.sd3.random_weights import new_transformer
 from tests.cases import combinations
 
 KEPT = torch.tensor([[0, 2, 5], [1, 3, 4]], dtype=torch.int32)

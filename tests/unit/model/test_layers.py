@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from sd3_light.config import SIZES
 from sd3_light.core.model import compile_blocks
-from sd3_light.model.layers import build_layers, run_layers, unpatchify
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.families.sd3.layers import build_layers, run_layers, unpatchify
+from sd3_light.families.sd3.random_weights import new_transformer
 
 TINY2, TINY3 = SIZES["tiny2"].transformer_config(), SIZES["tiny3"].transformer_config()
 DUAL = {**TINY2, "dual_attention_layers": (0,)}

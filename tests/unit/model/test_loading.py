@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from sd3_light.assets import DEMO
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
+from sd3_light.families.sd3.random_weights import new_transformer, transformer_from_state
 from sd3_light.model.loading import load_diffusers_model
-from sd3_light.model.random_weights import new_transformer, transformer_from_state
 
 CONFIG = SIZES["tiny2"].transformer_config()
 FILE = "diffusion_pytorch_model.safetensors"

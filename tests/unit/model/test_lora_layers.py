@@ -11,8 +11,9 @@ from torch import Tensor
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import LORA_TARGETS
+from sd3_light.families.sd3.layers import build_layers, run_layers, unpatchify
+from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import add_adapter
-from sd3_light.model.layers import build_layers, run_layers, unpatchify
 from sd3_light.model.lora_layers import (
     LoraModule,
     is_lora_name,
@@ -20,7 +21,6 @@ from sd3_light.model.lora_layers import (
     lora_modules,
     lora_scale,
 )
-from sd3_light.model.random_weights import new_transformer
 
 TINY = SIZES["tiny2"].transformer_config()
 TARGETS = ("attn.to_q", "attn.add_k_proj", "ff.net.0.proj", "norm1.linear")

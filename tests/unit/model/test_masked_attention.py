@@ -9,8 +9,13 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.model.masked_attention import MaskedJointAttention, mask_attention, real_text_mask, use_masked_attention
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.families.sd3.masked_attention import (
+    MaskedJointAttention,
+    mask_attention,
+    real_text_mask,
+    use_masked_attention,
+)
+from sd3_light.families.sd3.random_weights import new_transformer
 
 TINY2 = SIZES["tiny2"].transformer_config()
 CONFIGS = {

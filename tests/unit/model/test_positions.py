@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.core.files import Contents
 from sd3_light.core.start import WeightsStart
-from sd3_light.export.single_file import write_single_file
-from sd3_light.model.positions import position_table, start_position_step
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.families.sd3.positions import position_table, start_position_step
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.single_file import write_single_file
 from sd3_light.tensor_file import open_tensors
 
 TINY = SIZES["tiny2"]

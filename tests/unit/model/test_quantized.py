@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sd3_light.budget.training_setup import TrainingSetup
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.core.cost import Tokens
+from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.model import quantized
 from sd3_light.model.adapter_layers import add_adapter, cast_frozen, is_adapter_name

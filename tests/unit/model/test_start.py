@@ -11,8 +11,8 @@ import torch
 from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError
 from sd3_light.core.registry import starting_weights
 from sd3_light.core.start import MARKER
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.model.start import differences, named_size
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.start import differences, named_size
 
 
 def table(folder: Path, **keys: Any) -> ModelConfig:

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sd3_light.formats import tick_label
 from sd3_light.pages import Chart, ChartLine, ChartMark
 from sd3_light.pages.charts import Axis, fit_axis
-from sd3_light.pages.formats import tick_label
 from sd3_light.pages.html import environment
 
 NUMBERS = st.floats(-1e38, 1e38)

@@ -14,10 +14,10 @@ from jinja2 import UndefinedError
 
 import sd3_light.pages
 from sd3_light.config.faults import UserError
+from sd3_light.formats import byte_size, duration, language, number, plural, tick_label
 from sd3_light.pages import Chart, ChartLine, ChartMark, check_output_path, render_template, save_page
-from sd3_light.pages.formats import byte_size, duration, language, number, plural, tick_label
 from sd3_light.pages.html import environment
-from sd3_light.stages.inspect.histogram import HistogramBin
+from sd3_light.report.inspect.histogram import HistogramBin
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 ROOT = Path(sd3_light.pages.__file__).parent

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedTokenizerBase
 
 from sd3_light.config.faults import UserError
-from sd3_light.encoders.judge import load_judge, save_judge
+from sd3_light.evaluate.judge import load_judge, save_judge
 from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, augment, captioned_images
 from sd3_light.parts.fit import Fit, FitOptions
 from sd3_light.parts.images import Pool

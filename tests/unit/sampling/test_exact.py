@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from sd3_light.sampling import generate as module
-from sd3_light.sampling.generate import ImageRequest, generate, stream_images
-from sd3_light.sampling.scheduler import SAMPLERS, use_sampler
-from sd3_light.sampling.texts import TextPolicy
+from sd3_light.families.sd3.sample_texts import TextPolicy
+from sd3_light.flow.scheduler import SAMPLERS, use_sampler
+from sd3_light.sample import generate as module
+from sd3_light.sample.generate import ImageRequest, generate, stream_images
 from tests.cases import combinations
 from tests.waiting import HANG_SECONDS
 

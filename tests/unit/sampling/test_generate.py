@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.sampling.generate import Cancelled, ImageRequest, generate, save_png, stream_images
-from sd3_light.sampling.texts import TextPolicy
+from sd3_light.families.sd3.sample_texts import TextPolicy
+from sd3_light.sample.generate import Cancelled, ImageRequest, generate, save_png, stream_images
 
 POLICY = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="padded")
 ZERO = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
@@ -204,7 +204,7 @@ def test_images_in_other_threads_end_when_the_caller_stops(pipe: Any, monkeypatc
         calls.append(1)
         return forward(*args, **keys)
 
-    monkeypatch.setattr("sd3_light.sampling.generate._cores", lambda: 2)
+    monkeypatch.setattr("sd3_light.sample.generate._cores", lambda: 2)
     monkeypatch.setattr(pipe.transformer, "forward", counting)
     requests = [ImageRequest("a", 0, 32, 32, steps=1), ImageRequest("a", 1, 32, 32, steps=1000)]
     drawn = stream_images(pipe, requests, POLICY, guidance=1.0, batch_size=2, exact=True)

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFont
 
-from sd3_light.sampling import grid
-from sd3_light.sampling.grid import make_grid
+from sd3_light.sample import grid
+from sd3_light.sample.grid import make_grid
 
 COLOURS = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 0), (0, 255, 255)]
 SIZES = [(64, 64), (80, 48), (48, 80), (64, 64), (64, 64)]

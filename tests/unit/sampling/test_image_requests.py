@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.sampling.image_requests import PromptRow, read_prompt_rows
+from sd3_light.sample.image_requests import PromptRow, read_prompt_rows
 
 
 def write(folder: Path, text: str, name: str = "prompts.csv") -> Path:

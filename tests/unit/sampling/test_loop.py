@@ -14,15 +14,15 @@ from torch import Tensor
 
 from sd3_light.core.batch import Batch
 from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs, Sampling
-from sd3_light.encoders.vae import VaeDecoder
+from sd3_light.encoding.vae import VaeDecoder
 from sd3_light.engines import Launch
+from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.families.sd3.sampling import SD3Sampling
-from sd3_light.sampling.generate import generate
-from sd3_light.sampling.loop import draw_latents, starting_noise
-from sd3_light.sampling.scheduler import set_timesteps
-from sd3_light.sampling.texts import TextPolicy
-from sd3_light.training import samples
-from sd3_light.training.samples import Sampler
+from sd3_light.flow.scheduler import set_timesteps
+from sd3_light.sample import in_training as samples
+from sd3_light.sample.generate import generate
+from sd3_light.sample.in_training import Sampler
+from sd3_light.sample.loop import draw_latents, starting_noise
 from tests.families import save_pipeline
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import diffusers_tensors
-from sd3_light.sampling.generate import ImageRequest, generate
-from sd3_light.sampling.lora_stack import Lora, add_loras
-from sd3_light.sampling.texts import TextPolicy
+from sd3_light.export.lora_stack import Lora, add_loras
+from sd3_light.families.sd3.sample_texts import TextPolicy
+from sd3_light.sample.generate import ImageRequest, generate
 
 LAYERS = (
     "transformer_blocks.0.attn.to_q",

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.sampling.generate import ImageRequest, generate
-from sd3_light.sampling.precision import check_dtype, compute_in
-from sd3_light.sampling.texts import TextPolicy
+from sd3_light.families.sd3.sample_texts import TextPolicy
+from sd3_light.sample.generate import ImageRequest, generate
+from sd3_light.sample.precision import check_dtype, compute_in
 
 REQUESTS = [ImageRequest("a red star", 3, 48, 32), ImageRequest("two blue squares", 4, 48, 32)]
 

@@ -9,10 +9,10 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from sd3_light.config.faults import UserError
+from sd3_light.families.sd3.sample_texts import TextPolicy
+from sd3_light.flow.scheduler import SAMPLERS, flow_scheduler, use_sampler
 from sd3_light.flow.timesteps import resolution_shift
-from sd3_light.sampling.generate import ImageRequest, generate, stream_images
-from sd3_light.sampling.scheduler import SAMPLERS, flow_scheduler, use_sampler
-from sd3_light.sampling.texts import TextPolicy
+from sd3_light.sample.generate import ImageRequest, generate, stream_images
 
 POLICY = TextPolicy(12, "empty", "padded")
 REQUEST = ImageRequest("a red star", 3, 48, 32)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from sd3_light.core.sampling import EncodedText
-from sd3_light.encoders.text import encode_clip, encode_t5
-from sd3_light.sampling.texts import TextPolicy, batch_texts, unconditional_text
+from sd3_light.families.sd3.sample_texts import TextPolicy, batch_texts, unconditional_text
+from sd3_light.families.sd3.text import encode_clip, encode_t5
 
 PROMPTS = ["a small red circle", "two blue squares left of a large green star", "a"]
 LONG = " ".join(["red"] * 40)

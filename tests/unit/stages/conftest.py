@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from sd3_light.check.verb import disk_faults
 from sd3_light.config import SIZES, Fault, LoadedConfig, load_config
-from sd3_light.stages.check import disk_faults
 from sd3_light.tensor_file import header_bytes
 
 CLIP = {"hidden_size": 112, "projection_dim": 112, "max_position_embeddings": 77}

@@ -16,32 +16,33 @@ import torch
 from PIL import Image
 from rich.console import Console
 
+from sd3_light.cache import recipe as recipe_module
+from sd3_light.cache.build_folder import BuildFolder
+from sd3_light.cache.freshness import CacheState, check_freshness, last_manifest, render_state
+from sd3_light.cache.recipe import decides_shards, is_trusted
+from sd3_light.cache.shard_builder import ShardBuilder
+from sd3_light.cache.verb import make_recipe
+from sd3_light.check.count import count_samples
+from sd3_light.check.verb import disk_faults
 from sd3_light.config import ConfigFaults
 from sd3_light.config.faults import UserError
+from sd3_light.data import cache_plan
 from sd3_light.data import manifest as manifest_module
-from sd3_light.data.building import cache_plan, catalogue
-from sd3_light.data.building.cache_plan import make_cache_plan
-from sd3_light.data.building.claims import Claims
+from sd3_light.data.cache_plan import make_cache_plan
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import CaptionFeatures, read_origins
-from sd3_light.data.store.build_folder import BuildFolder
 from sd3_light.data.stream import CachedDataset, MicroBatches
-from sd3_light.encoders.frozen_parts import FrozenParts
-from sd3_light.encoders.vae import load_vae, raw_moments
+from sd3_light.encoding.vae import load_vae, raw_moments
 from sd3_light.engines import Launch
+from sd3_light.engines.feed import make_order, open_cache
+from sd3_light.families.sd3.encoders import FrozenParts
+from sd3_light.families.sd3.prepare import LightSD3Pipeline
 from sd3_light.journeys import build_caches
-from sd3_light.stages import inspect
-from sd3_light.stages.cache import make_recipe
-from sd3_light.stages.cache import recipe as recipe_module
-from sd3_light.stages.cache.freshness import CacheState, check_freshness, last_manifest, render_state
-from sd3_light.stages.cache.recipe import decides_shards, is_trusted
-from sd3_light.stages.cache.shard_builder import ShardBuilder
-from sd3_light.stages.check import disk_faults
-from sd3_light.stages.check.count import count_samples
-from sd3_light.stages.inspect.cache_page import write_cache_page
-from sd3_light.training.data import make_order, open_cache
-from sd3_light.training.sd3 import LightSD3Pipeline
+from sd3_light.report.inspect import verb as inspect
+from sd3_light.report.inspect.cache_page import write_cache_page
+from sd3_light.sources import catalogue
+from sd3_light.sources.claims import Claims
 from sd3_light.world import write_dataset
 from tests.cases import combinations
 from tests.project import Project, with_nan
@@ -626,7 +627,7 @@ def test_a_read_only_cache_can_be_used_for_training(project: Project, monkeypatc
         real(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "mkdir", fail)
-    monkeypatch.setattr("sd3_light.stages.check.disk._cannot_create", lambda path: "cannot be written to")
+    monkeypatch.setattr("sd3_light.check.disk._cannot_create", lambda path: "cannot be written to")
     faults = [fault.key for fault in disk_faults(project.load())]
     assert faults == ["output_dir"], "a finished cache need not be writable"
     with pytest.raises(UserError, match=r"cannot write to .*Read-only file system; .*--trust-cache"):

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd3_light.data.buckets import fits, misfit
-from sd3_light.data.building.decode import Decoded, DecodeTask, Probe, SampleLocation, decode_images, probe_images
-from sd3_light.encoders.frozen_parts import FrozenParts
-from sd3_light.stages import cache, check
-from sd3_light.stages.cache import advice, local_builder, shard_builder
+from sd3_light.cache import advice, local_builder, shard_builder
+from sd3_light.cache import verb as cache
+from sd3_light.check import verb as check
+from sd3_light.families.sd3.encoders import FrozenParts
+from sd3_light.sources.buckets import fits, misfit
+from sd3_light.sources.decode import Decoded, DecodeTask, Probe, SampleLocation, decode_images, probe_images
 from tests.project import Project
 
 WIDE = 'resolutions = [64]\n[[directory]]\npath = "images"\n'
@@ -169,7 +170,7 @@ def test_few_images_with_thumbnails_are_probed_by_other_processes(
     odd_project: Project, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thumbnail is made of the decoded image, which can crash."""
-    monkeypatch.setattr("sd3_light.data.building.catalogue.probe_images", probe_or_crash)
+    monkeypatch.setattr("sd3_light.sources.catalogue.probe_images", probe_or_crash)
     odd_project.data(f'{WIDE}duplicates = "drop_similar"\n')
     build(odd_project, capfd)
     assert rejects(odd_project)["long.png"] == ("decoder_crashed", "while its header was read")

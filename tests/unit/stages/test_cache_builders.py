@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from sd3_light.cache import verb as stage
 from sd3_light.config.faults import UserError
-from sd3_light.data.building.claims import Claims
 from sd3_light.data.manifest import MANIFEST, Manifest
-from sd3_light.encoders.frozen_parts import FrozenParts
 from sd3_light.engines import Launch
+from sd3_light.engines.feed import open_cache
+from sd3_light.families.sd3.encoders import FrozenParts
 from sd3_light.files import file_sha256
-from sd3_light.stages import cache as stage
-from sd3_light.training.data import open_cache
+from sd3_light.sources.claims import Claims
 from tests.cases import combinations
 from tests.project import Project, quick_caching
 from tests.waiting import HANG_SECONDS, wait_until

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from sd3_light.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
 from sd3_light.config.faults import UserError
-from sd3_light.data.buckets import Bucket
-from sd3_light.data.building.cache_plan import Unit
-from sd3_light.stages.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
+from sd3_light.data.cache_plan import Unit
+from sd3_light.sources.buckets import Bucket
 
 
 def unit(number: int) -> Unit:

@@ -12,25 +12,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sd3_light.cache.local_builder import LocalBuilder
+from sd3_light.cache.recipe import recipe_of
+from sd3_light.cache.unit_builder import UnitInProgress
 from sd3_light.core import registry
 from sd3_light.core.caption_lengths import TextLimit, count_cut_captions, cut_prompts
 from sd3_light.core.columns import Column
 from sd3_light.core.encoding import Encoding
 from sd3_light.core.sampling import EncodedText
-from sd3_light.data.building.decode import Decoded
-from sd3_light.data.building.reuse import ValueCounts
-from sd3_light.engines import Launch
-from sd3_light.sampling.prompt_features import (
+from sd3_light.data.prompt_features import (
     encode_prompts,
     encode_prompts_one_by_one,
     prompt_file,
     read_prompt,
     write_prompt,
 )
-from sd3_light.stages.cache.local_builder import LocalBuilder
-from sd3_light.stages.cache.recipe import recipe_of
-from sd3_light.stages.cache.unit_builder import UnitInProgress
-from sd3_light.training import samples
+from sd3_light.engines import Launch
+from sd3_light.sample import in_training as samples
+from sd3_light.sources.decode import Decoded
+from sd3_light.sources.reuse import ValueCounts
 from tests.project import Project
 
 LENGTH = 5

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from sd3_light.cache import cached_prompts as stage_prompts
+from sd3_light.cache import shard_builder
+from sd3_light.cache import verb as cache
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import Manifest
-from sd3_light.encoders.frozen_parts import FrozenParts
+from sd3_light.data.prompt_features import PROMPTS_FOLDER, prompt_file, read_prompt
 from sd3_light.engines import Launch
-from sd3_light.sampling.prompt_features import PROMPTS_FOLDER, prompt_file, read_prompt
-from sd3_light.stages import cache, train
-from sd3_light.stages.cache import cached_prompts as stage_prompts
-from sd3_light.stages.cache import shard_builder
+from sd3_light.families.sd3.encoders import FrozenParts
+from sd3_light.train import verb as train
 from tests.cases import combinations
 from tests.project import Project
 
@@ -43,7 +44,7 @@ def no_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str, *_: object) -> None:
         raise AssertionError(f"{name} was loaded")
 
-    monkeypatch.setattr("sd3_light.encoders.frozen_parts.load_text_model", fail)
+    monkeypatch.setattr("sd3_light.families.sd3.encoders.load_text_model", fail)
 
 
 @pytest.mark.parametrize("text_tokens", ["padded", "real"])

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import sd3_light
+from sd3_light.cache import verb as cache
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.families.sd3.encoding import SD3Encoding
-from sd3_light.stages import cache
 from tests import fake_ray
 from tests.fake_ray import FakeRay
 from tests.project import Project, with_nan
@@ -149,7 +149,7 @@ def test_an_image_that_crashes_its_decoder_is_rejected(fresh_project: Project, r
 def test_new_images_are_probed_by_the_cluster(
     fresh_project: Project, cached_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sd3_light.stages.cache.dataset_build.FEW_IMAGES", 10)
+    monkeypatch.setattr("sd3_light.cache.dataset_build.FEW_IMAGES", 10)
     build(fresh_project, dry_run=True)
     assert {options["name"] for options in ray.task_options} == {"probe images"}
     assert not ray.actor_options
@@ -158,7 +158,7 @@ def test_new_images_are_probed_by_the_cluster(
 
 
 def test_tasks_for_which_no_cpu_gets_free_share_those_of_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd3_light.stages.cache.ray_tasks import QUEUE_SECONDS, TaskPool
+    from sd3_light.cache.ray_tasks import QUEUE_SECONDS, TaskPool
 
     waits: list[float | None] = []
 
@@ -179,7 +179,7 @@ def test_tasks_for_which_no_cpu_gets_free_share_those_of_others(ray: FakeRay, mo
 def test_only_encoders_that_were_never_ready_count_as_failed_starts(
     ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd3_light.stages.cache import ray_builder
+    from sd3_light.cache import ray_builder
 
     def fail(name: str, args: Sequence[Any]) -> None:
         raise fake_ray.RayActorError("the node was removed")
@@ -200,7 +200,7 @@ def test_only_encoders_that_were_never_ready_count_as_failed_starts(
 
 def test_failed_starts_before_a_success_are_forgotten(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long build on preemptible nodes loses more encoders than may fail in a row."""
-    from sd3_light.stages.cache import ray_builder
+    from sd3_light.cache import ray_builder
 
     answers = iter([False] * 6 + [True] + [False] * 7 + [True])
 
@@ -227,7 +227,7 @@ def test_failed_starts_before_a_success_are_forgotten(ray: FakeRay, monkeypatch:
 def test_a_full_disk_of_a_node_is_not_a_poison_unit(
     fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd3_light.stages.cache import ray_encoder
+    from sd3_light.cache import ray_encoder
 
     def full(*_: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/scratch/ray-1")
@@ -253,7 +253,7 @@ def test_a_node_without_the_sources_is_named(
     fresh_project: Project, ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, number: int
 ) -> None:
     """The first decode task is one of the driver, for the reconstructions; the others are those of encoders."""
-    monkeypatch.setattr("sd3_light.stages.cache.dataset_build.FEW_IMAGES", 10)
+    monkeypatch.setattr("sd3_light.cache.dataset_build.FEW_IMAGES", 10)
     calls: Counter[str] = Counter()
 
     def unmount(name: str, args: Sequence[Any]) -> None:
@@ -290,7 +290,7 @@ def test_an_error_of_a_node_names_it(fresh_project: Project, ray: FakeRay, tmp_p
 def test_nodes_with_other_encoders_are_refused(
     fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd3_light.stages.cache import ray_encoder
+    from sd3_light.cache import ray_encoder
 
     monkeypatch.setattr(ray_encoder, "recipe_of", lambda *_: {"vae": "other weights"})
     with pytest.raises(UserError, match=r"another format than on the driver's node; copy the same model folder"):
@@ -300,7 +300,7 @@ def test_nodes_with_other_encoders_are_refused(
 def test_a_folder_that_is_not_shared_is_refused(
     fresh_project: Project, ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd3_light.stages.cache import ray_builder, ray_encoder
+    from sd3_light.cache import ray_builder, ray_encoder
 
     real = ray_encoder.open_unit_folder
     (tmp_path / "another disk" / "shards").mkdir(parents=True)
@@ -325,7 +325,7 @@ def test_workers_do_not_import_from_the_working_directory(
     fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They import from a checkout that is not installed. `tests/e2e/test_working_directory.py` asks a real cluster."""
-    from sd3_light.stages.cache import ray_builder
+    from sd3_light.cache import ray_builder
 
     monkeypatch.chdir(fresh_project.folder)
     build(fresh_project)
@@ -360,7 +360,7 @@ def test_without_ray_the_error_names_the_command(fresh_project: Project, monkeyp
 def test_a_cluster_without_a_free_device_is_reported(
     fresh_project: Project, ray: FakeRay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd3_light.stages.cache import ray_builder
+    from sd3_light.cache import ray_builder
 
     lines: list[str] = []
     answers = iter([False] * 6)

@@ -11,12 +11,12 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from sd3_light.cache import caption
+from sd3_light.cache.caption import Captioner, CaptionOptions
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
-from sd3_light.data.sources.records import Record
-from sd3_light.data.sources.scan import scan
-from sd3_light.stages import caption
-from sd3_light.stages.caption import Captioner, CaptionOptions
+from sd3_light.sources.records import Record
+from sd3_light.sources.scan import scan
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "<image>", "USER", "ASSISTANT", *(f"word{n}" for n in range(40))]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from sd3_light.check import verb as check
 from sd3_light.config import ConfigFaults, Fault
-from sd3_light.stages import check
 
 FROM_FOLDER = ""
 

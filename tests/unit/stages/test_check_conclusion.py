@@ -12,9 +12,10 @@ from rich.console import Console
 
 from sd3_light import system
 from sd3_light.assets import DEMO
+from sd3_light.check import conclusion
+from sd3_light.check import verb as check
+from sd3_light.check.verb import Target, conclude
 from sd3_light.config import SIZES
-from sd3_light.stages import check
-from sd3_light.stages.check import Target, conclude, conclusion
 from sd3_light.system import Gpu, visible_gpus
 from sd3_light.tensor_file import header_bytes
 

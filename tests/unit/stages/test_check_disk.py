@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from sd3_light.check import verb as check
+from sd3_light.check.verb import disk_faults
 from sd3_light.config import ConfigFaults, Fault
 from sd3_light.data.manifest import CACHE_FORMAT, Manifest, ShardEntry
-from sd3_light.model.positions import position_table
-from sd3_light.stages import check
-from sd3_light.stages.check import disk_faults
+from sd3_light.families.sd3.positions import position_table
 from sd3_light.tensor_file import header_bytes
 
 PRETRAIN = 'train_type = "sd3_light_pretrain"\nsize = "demo"\n'

@@ -10,19 +10,19 @@ import pytest
 from rich.console import Console
 from safetensors.torch import save_file
 
-from sd3_light.budget.amount import format_bytes, format_flops
-from sd3_light.budget.data_bytes import caption_bytes, image_bytes, resident_index_bytes
-from sd3_light.budget.training_flops import training_flops
+from sd3_light.check import count as count_module
+from sd3_light.check import estimate as estimate_module
+from sd3_light.check import render, run_setup
+from sd3_light.check import verb as check
+from sd3_light.check.verb import RunEstimate, estimate_run
 from sd3_light.config import SIZES, ConfigFaults, LoadedConfig, UserError
 from sd3_light.core.cost import Layout, Tokens
 from sd3_light.core.registry import family_named, starting_weights
+from sd3_light.cost.amount import format_bytes, format_flops
+from sd3_light.cost.data_bytes import caption_bytes, image_bytes, resident_index_bytes
+from sd3_light.cost.training_flops import training_flops
 from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.model.positions import position_table
-from sd3_light.stages import check
-from sd3_light.stages.check import RunEstimate, estimate_run, render
-from sd3_light.stages.check import count as count_module
-from sd3_light.stages.check import estimate as estimate_module
-from sd3_light.training import run_setup
+from sd3_light.families.sd3.positions import position_table
 from tests.project import Project
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'

@@ -11,6 +11,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from sd3_light.check import render
+from sd3_light.check import verb as check
+from sd3_light.check.verb import Target, conclude
 from sd3_light.config import SIZES, ConfigFaults, Fault, ModelConfig, UserError
 from sd3_light.core import registry
 from sd3_light.core.checks import ModelChecks, ModelFact
@@ -19,10 +22,8 @@ from sd3_light.core.cost import Cost, Tokens
 from sd3_light.core.family import Family
 from sd3_light.core.start import WeightsStart
 from sd3_light.engines import Launch
+from sd3_light.engines.blocks import choose_blocks, require_blocks
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.stages import check
-from sd3_light.stages.check import Target, conclude, render
-from sd3_light.training.blocks import choose_blocks, require_blocks
 from tests.unit.families.test_counted_cost import CountedTiny
 
 CPU = torch.device("cpu")

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from sd3_light.check import verb as check
 from sd3_light.config import ConfigFaults
 from sd3_light.config.hub_ids import HubId
 from sd3_light.downloads import download
-from sd3_light.model.pipeline_folder import missing_parts
-from sd3_light.stages import check
+from sd3_light.model.folder import missing_parts
 from tests.fake_hub import COMMIT, FakeHub, serve_hub, use_hub
 from tests.project import Project
 from tests.warm import REAL_PYTHON

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from sd3_light.check import disk
+from sd3_light.check.disk import disk_faults
 from sd3_light.config import Fault
-from sd3_light.stages.check import disk
-from sd3_light.stages.check.disk import disk_faults
 
 EIGHT_BIT = '[optimizer]\ntype = "adamw8bit"'
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from sd3_light.check import verb as check
 from sd3_light.config import ConfigFaults
-from sd3_light.stages import check
 from tests.project import Project
 
 BAD = """

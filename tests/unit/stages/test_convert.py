@@ -20,12 +20,12 @@ from sd3_light.cli import app
 from sd3_light.config import SIZES, AdapterConfig, ModelSize
 from sd3_light.config.faults import UserError
 from sd3_light.export.lora_file import diffusers_tensors, write_lora
+from sd3_light.export.lora_stack import Lora, add_loras
 from sd3_light.export.trained_file import write_trained
+from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.lora_layers import LoraModule
-from sd3_light.sampling.generate import ImageRequest, generate
-from sd3_light.sampling.lora_stack import Lora, add_loras
-from sd3_light.sampling.texts import TextPolicy
+from sd3_light.sample.generate import ImageRequest, generate
 
 SQUARE = replace(SIZES["tiny2"], pos_embed_max_size=8)
 WIDE = replace(SQUARE, num_heads=4)

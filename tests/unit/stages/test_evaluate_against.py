@@ -11,9 +11,9 @@ from PIL import Image
 from rich.console import Console
 
 from sd3_light.config.faults import UserError
-from sd3_light.metrics.distances import METRICS
-from sd3_light.stages.evaluate import against
-from sd3_light.stages.evaluate.against import COPY, SHUFFLED, TRUE, AgainstOptions
+from sd3_light.evaluate import against
+from sd3_light.evaluate.against import COPY, SHUFFLED, TRUE, AgainstOptions
+from sd3_light.evaluate.distances import METRICS
 from tests.judge_folders import write_clip, write_vision
 from tests.unit.pages.parsed_page import ParsedPage
 

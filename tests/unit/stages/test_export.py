@@ -13,12 +13,12 @@ from torch import Tensor
 from sd3_light.config import load_config, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.core.registry import family_named, starting_weights
-from sd3_light.export.single_file import transformer_from_single_file
+from sd3_light.export import verb as export
+from sd3_light.export.model_facts import ModelFacts
+from sd3_light.families.sd3.single_file import transformer_from_single_file
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_metadata
 from sd3_light.optim.power_function import gamma_from_sigma_rel
-from sd3_light.stages import export
-from sd3_light.training.model_facts import ModelFacts
 from tests.checkpoints import write_checkpoint
 from tests.project import Project
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.stages.report import run_log
-from sd3_light.stages.report.curves import NUM_BINS, CurveBuilder
-from sd3_light.stages.report.run_log import RunReader, RunReport, read_run
+from sd3_light.report import run_log
+from sd3_light.report.curves import NUM_BINS, CurveBuilder
+from sd3_light.report.run_log import RunReader, RunReport, read_run
 
 Event = dict[str, Any]
 

@@ -22,15 +22,15 @@ from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.core.registry import family_named
 from sd3_light.core.start import WeightsStart
-from sd3_light.encoders.text import load_text_model
-from sd3_light.encoders.vae import load_vae
+from sd3_light.encoding.vae import load_vae
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.export import open_pipeline as open_pipeline_module
 from sd3_light.export import proof_process
 from sd3_light.export.lora_file import write_lora
+from sd3_light.families.sd3.sample_texts import TextPolicy
+from sd3_light.families.sd3.text import load_text_model
+from sd3_light.model.folder import TEXT_ENCODER_FOLDERS
 from sd3_light.model.lora_layers import LoraModule
-from sd3_light.model.pipeline_folder import TEXT_ENCODER_FOLDERS
-from sd3_light.sampling.texts import TextPolicy
 from tests.hostile import Outcome, run_cli
 from tests.project import Project
 

@@ -18,16 +18,16 @@ from rich.console import Console
 
 from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
-from sd3_light.data.buckets import Bucket, plan
 from sd3_light.data.manifest import Manifest, ShardEntry
-from sd3_light.data.preprocess import REASONS, decode, fit, fit_mask
 from sd3_light.data.shards import Origin, write_shard
-from sd3_light.encoders.vae import load_vae, raw_moments
+from sd3_light.encoding.vae import load_vae, raw_moments
 from sd3_light.randomness import sample_id
-from sd3_light.stages import inspect
-from sd3_light.stages.inspect.cache_page import CachePage, group_samples, render_page, write_cache_page
-from sd3_light.stages.inspect.cache_stats import inspect_cache
-from sd3_light.stages.inspect.rejects import RejectSummary
+from sd3_light.report.inspect import verb as inspect
+from sd3_light.report.inspect.cache_page import CachePage, group_samples, render_page, write_cache_page
+from sd3_light.report.inspect.cache_stats import inspect_cache
+from sd3_light.report.inspect.rejects import RejectSummary
+from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.preprocess import REASONS, decode, fit, fit_mask
 from sd3_light.world import write_dataset
 from tests.shards import sd3_content
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
@@ -347,7 +347,7 @@ def test_user_errors_are_raised_before_the_work(
     tmp_path: Path, built: SmallCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "sd3_light.stages.inspect.cache_page.collect_content", lambda *_: pytest.fail("called too early")
+        "sd3_light.report.inspect.cache_page.collect_content", lambda *_: pytest.fail("called too early")
     )
     with pytest.raises(UserError, match=r"train.toml is a config; pass the folder of its cache"):
         inspect.run(Path("train.toml"))

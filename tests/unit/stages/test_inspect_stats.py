@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from sd3_light.data.manifest import ShardEntry
-from sd3_light.pages.formats import shorten
-from sd3_light.stages.inspect.cache_stats import bucket_order, draw_samples, num_words, quantile
-from sd3_light.stages.inspect.histogram import histogram_bins
-from sd3_light.stages.inspect.rejects import read_rejects, source_label
+from sd3_light.formats import shorten
+from sd3_light.report.inspect.cache_stats import bucket_order, draw_samples, num_words, quantile
+from sd3_light.report.inspect.histogram import histogram_bins
+from sd3_light.report.inspect.rejects import read_rejects, source_label
 
 
 def entry(number: int, count: int, bucket: str = "64x64") -> ShardEntry:

@@ -11,15 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from sd3_light.assets import DEMO
+from sd3_light.check import verb as check
 from sd3_light.cli import app
 from sd3_light.cli.process import run_guarded
 from sd3_light.config import ConfigFaults, UserError
-from sd3_light.pages.formats import duration
+from sd3_light.formats import duration
+from sd3_light.new import verb as new
+from sd3_light.new.kinds import KINDS
+from sd3_light.new.memory_plan import MemoryPlan
+from sd3_light.new.project_text import TextValues, data_toml, train_toml
 from sd3_light.recipes import FOLDER as RECIPES
-from sd3_light.stages import check, new
-from sd3_light.stages.new.kinds import KINDS
-from sd3_light.stages.new.memory_plan import MemoryPlan
-from sd3_light.stages.new.project_text import TextValues, data_toml, train_toml
 from sd3_light.system import Gpu
 from tests.project import Project
 
@@ -99,7 +100,7 @@ def test_icons_need_a_model(tmp_path: Path, images: str) -> None:
 def test_icons_on_a_cpu_are_planned_for_an_hour(
     tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sd3_light.stages.new.usable_cores", lambda: 0.5)
+    monkeypatch.setattr("sd3_light.new.verb.usable_cores", lambda: 0.5)
     project = new.run("icons", images, str(DEMO), tmp_path / "cpu")
     train = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
     assert (train["model"]["shape"], project.plan.samples_per_step) == (
@@ -111,7 +112,7 @@ def test_icons_on_a_cpu_are_planned_for_an_hour(
     assert project.steps == check.run(check.load(project.train_toml)).total_steps
     shorter = check.load(project.train_toml, ["max_steps=8"])
     assert check.run(shorter).total_steps == 8, "no other key has to change"
-    monkeypatch.setattr("sd3_light.stages.new.usable_cores", lambda: 64)
+    monkeypatch.setattr("sd3_light.new.verb.usable_cores", lambda: 64)
     assert new.run("icons", images, str(DEMO), tmp_path / "many").steps == 2000, "the shortest run"
     monkeypatch.setattr("sd3_light.cli.new_verb.visible_gpus", lambda: [])
     monkeypatch.setattr("sd3_light.cli.new_verb.usable_cores", lambda: 64)
@@ -261,7 +262,7 @@ def test_a_wrong_answer_is_asked_again(tmp_path: Path, images: str, monkeypatch:
 def test_graphs_count_where_training_uses_them(
     tmp_path: Path, images: str, monkeypatch: pytest.MonkeyPatch, limit: float, has_graphs: bool
 ) -> None:
-    monkeypatch.setattr("sd3_light.budget.graph_choice.LAUNCH_BOUND_FLOPS", limit)
+    monkeypatch.setattr("sd3_light.cost.graph_choice.LAUNCH_BOUND_FLOPS", limit)
     project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24))
     estimate = check.run(check.load(project.train_toml))
     assert ("graphs" in estimate.gpu.step.formula) == has_graphs

@@ -17,13 +17,13 @@ from sd3_light.assets import DEMO
 from sd3_light.cli import app
 from sd3_light.config import load_images
 from sd3_light.config.faults import ConfigFaults, Stopped, UserError
-from sd3_light.model.pipeline_folder import check_configs, missing_parts
+from sd3_light.model.folder import check_configs, missing_parts
+from sd3_light.parts import verb as stage
 from sd3_light.parts.contrastive import TextOptions
 from sd3_light.parts.fit import FitOptions
 from sd3_light.parts.sizes import TextSize, VaeSize
 from sd3_light.parts.vae import VaeOptions
-from sd3_light.stages import parts as stage
-from sd3_light.stages.parts import PartsOptions
+from sd3_light.parts.verb import PartsOptions
 from sd3_light.world import write_dataset
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.training.trainable import freeze
+from sd3_light.export.trainable import freeze
 
 
 def test_freezing_everything_is_refused() -> None:

@@ -14,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from sd3_light.config.faults import UserError
-from sd3_light.stages import report as stage
-from sd3_light.stages.report.curves import NUM_BINS, CurveBuilder
-from sd3_light.stages.report.run_charts import validation_charts
-from sd3_light.stages.report.run_log import MOST_EVENTS, MOST_PARSED, EvenSample
+from sd3_light.report import verb as stage
+from sd3_light.report.curves import NUM_BINS, CurveBuilder
+from sd3_light.report.run_charts import validation_charts
+from sd3_light.report.run_log import MOST_EVENTS, MOST_PARSED, EvenSample
 
 Event = dict[str, Any]
 Write = Callable[..., Path]
@@ -162,7 +162,7 @@ def test_an_even_sample_includes_the_last_event() -> None:
 
 
 def test_a_long_log_is_scanned_and_keeps_its_spikes(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sd3_light.stages.report.run_log.MOST_PARSED", 100)
+    monkeypatch.setattr("sd3_light.report.run_log.MOST_PARSED", 100)
 
     def events() -> Iterable[Event]:
         yield event("start", 0, step=0)
@@ -191,7 +191,7 @@ def test_half_a_million_steps_take_seconds_and_little_memory(tmp_path: Path) -> 
         file.write(json.dumps(event("start", 0, step=0)) + "\n")
         file.writelines(text.replace('"step": 1,', f'"step": {x},') + "\n" for x in range(1, 500_001))
     code = (
-        "import resource, time; from pathlib import Path; from sd3_light.stages.report import write_run_page;"
+        "import resource, time; from pathlib import Path; from sd3_light.report.verb import write_run_page;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         f"write_run_page(Path({str(tmp_path)!r}), Path({str(tmp_path / 'page.html')!r}));"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, time.process_time())"

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from sd3_light.config.faults import UserError
-from sd3_light.stages.report import grids, write_run_page
+from sd3_light.report import grids
+from sd3_light.report.verb import write_run_page
 from tests.unit.pages.parsed_page import ParsedPage, assert_self_contained
 
 HOSTILE = "<img src=http://127.0.0.1:9/x onerror=alert(1)>"

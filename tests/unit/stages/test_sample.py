@@ -16,12 +16,12 @@ from sd3_light.assets import DEMO
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
+from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import write_lycoris
 from sd3_light.model.adapter_layers import LycorisModule
-from sd3_light.sampling.image_requests import PromptRow, read_prompt_rows
-from sd3_light.sampling.lora_stack import Lora
-from sd3_light.stages import sample
-from sd3_light.stages.sample import SampleOptions, assign_rows
+from sd3_light.sample import verb as sample
+from sd3_light.sample.image_requests import PromptRow, read_prompt_rows
+from sd3_light.sample.verb import SampleOptions, assign_rows
 from tests.leftovers import leave
 
 FAST = SampleOptions(steps=2)

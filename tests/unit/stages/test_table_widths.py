@@ -12,16 +12,18 @@ import pytest
 from rich.console import Console, RenderableType
 
 from sd3_light import journeys
+from sd3_light.cache.freshness import CacheState, render_state
+from sd3_light.check import verb as check
+from sd3_light.check.conclusion import Target, conclude
 from sd3_light.data.manifest import Manifest, ShardEntry
-from sd3_light.metrics.comparison import Estimate, Scores
-from sd3_light.metrics.composition import DEMANDS, CompositionScore
-from sd3_light.metrics.distances import METRICS
+from sd3_light.evaluate.against import Measured
+from sd3_light.evaluate.comparison import Estimate, Scores
+from sd3_light.evaluate.composition import DEMANDS, CompositionScore
+from sd3_light.evaluate.distances import METRICS
+from sd3_light.report import verb as report
+from sd3_light.report.inspect import verb as inspect
+from sd3_light.report.inspect.cache_stats import Inspection, ShardStats
 from sd3_light.runlog import print_table, show
-from sd3_light.stages import check, inspect, report
-from sd3_light.stages.cache.freshness import CacheState, render_state
-from sd3_light.stages.check.conclusion import Target, conclude
-from sd3_light.stages.evaluate.against import Measured
-from sd3_light.stages.inspect.cache_stats import Inspection, ShardStats
 from tests.unit.stages.conftest import PRETRAIN
 
 WIDTHS = (20, 27, 40, 60, 72, 80, 100, 120, 200)

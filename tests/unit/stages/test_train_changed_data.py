@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from sd3_light.cache.local_builder import LocalBuilder
 from sd3_light.config.faults import UserError
-from sd3_light.stages.cache.local_builder import LocalBuilder
-from sd3_light.stages.train import Resume
+from sd3_light.train.verb import Resume
 from tests.project import Project
 
 ONE_SHARD = ("checkpoint_every_n_steps=1", "sd3_shard_size=512")

@@ -8,10 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
+from sd3_light.check import verb as check
 from sd3_light.checkpoint.store import write_part
 from sd3_light.cli.process import run_guarded
-from sd3_light.stages import check, train
-from sd3_light.stages.train import Resume
+from sd3_light.train import verb as train
+from sd3_light.train.verb import Resume
 from tests.project import Project
 
 STEPS = ("max_steps=12", "checkpoint_every_n_steps=2")

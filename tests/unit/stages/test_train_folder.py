@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from sd3_light.config import load_config
-from sd3_light.stages.train.folder import RunFolder
+from sd3_light.train.folder import RunFolder
 from tests.leftovers import leave
 
 

@@ -8,10 +8,10 @@ import pytest
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
+from sd3_light.engines.blocks import Blocks
 from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.stages.train import memory_hint
-from sd3_light.stages.train.train_state import _choose_graphs
-from sd3_light.training.blocks import Blocks
+from sd3_light.train.state import _choose_graphs
+from sd3_light.train.verb import memory_hint
 
 FAST = Blocks("fast")
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.metrics.distances import METRICS
-from sd3_light.stages import train
-from sd3_light.stages.evaluate import against
-from sd3_light.stages.evaluate.against import AgainstOptions
-from sd3_light.stages.train import Resume
+from sd3_light.evaluate import against
+from sd3_light.evaluate.against import AgainstOptions
+from sd3_light.evaluate.distances import METRICS
+from sd3_light.train import verb as train
+from sd3_light.train.verb import Resume
 from tests.judge_folders import write_clip, write_vision
 from tests.project import Project
 

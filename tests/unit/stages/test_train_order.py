@@ -9,10 +9,10 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.core.registry import starting_weights
 from sd3_light.data.order import Segment, build_order
 from sd3_light.engines import Launch
+from sd3_light.engines.feed import order_facts
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.stages import train
-from sd3_light.stages.train.folder import RunFolder
-from sd3_light.training.data import order_facts
+from sd3_light.train import verb as train
+from sd3_light.train.folder import RunFolder
 from tests.project import Project
 
 SEGMENTS = [Segment(8), Segment(5, 1.5)]
@@ -55,9 +55,9 @@ def test_all_ranks_distribute_samples_in_the_same_way(
         seen.append((rank, by_segment))
         return SimpleNamespace(prefetch_step=lambda step: None)
 
-    monkeypatch.setattr("sd3_light.training.data.MicroBatches", batches)  # reads samples
-    monkeypatch.setattr("sd3_light.stages.train.context.MicroBatches", batches)  # prefetches the first ones
-    monkeypatch.setattr("sd3_light.stages.train.context.start_process_group", lambda *_: ProcessGroups())
+    monkeypatch.setattr("sd3_light.engines.feed.MicroBatches", batches)  # reads samples
+    monkeypatch.setattr("sd3_light.train.context.MicroBatches", batches)  # prefetches the first ones
+    monkeypatch.setattr("sd3_light.train.context.start_process_group", lambda *_: ProcessGroups())
     loaded = cached_project.load("pipeline_stages=2")
     start = starting_weights(loaded.train.model)
     state: Any = SimpleNamespace(engine=None, averages=None, dropout=None, preparer=None)

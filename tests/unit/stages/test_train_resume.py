@@ -13,9 +13,10 @@ from sd3_light.checkpoint.store import checkpoint_name, keep_newest
 from sd3_light.config import EmaConfig, load_config, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.data.order import Segment, build_order
+from sd3_light.engines.feed import order_facts
 from sd3_light.engines.protocol import TensorPiece
 from sd3_light.optim.ema import Averages
-from sd3_light.stages.train.resume import (
+from sd3_light.train.resume import (
     Resume,
     _difference,
     _must_differ,
@@ -24,7 +25,6 @@ from sd3_light.stages.train.resume import (
     choose_checkpoint,
     load_checkpoint,
 )
-from sd3_light.training.data import order_facts
 from tests.checkpoints import write_checkpoint
 
 MODEL = '[model]\ndiffusers_path = "folder"\ntrain_type = "sd3_light_pretrain"\n'

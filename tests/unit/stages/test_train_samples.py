@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sd3_light.stages import train
-from sd3_light.training.exports import _samples
+from sd3_light.export.of_run import _samples
+from sd3_light.train import verb as train
 from tests.project import Project
 
 KEYS = ('sampling.prompts=["a star"]', "sampling.every_n_steps=2", "sampling.steps=1", "max_steps=3")

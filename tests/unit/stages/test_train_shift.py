@@ -11,14 +11,16 @@ import pytest
 import torch
 from diffusers import SD3Transformer2DModel
 
+from sd3_light.check import verb as check
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
+from sd3_light.evaluate import verb as evaluate
+from sd3_light.export.model_facts import ModelFacts
 from sd3_light.families.sd3.sampling import SD3Sampling
-from sd3_light.stages import check, evaluate, train
-from sd3_light.stages.train import Resume
-from sd3_light.training.model_facts import ModelFacts
+from sd3_light.train import verb as train
+from sd3_light.train.verb import Resume
 from sd3_light.world import write_dataset
 from tests.project import Project
 

@@ -166,7 +166,7 @@ def test_a_signal_ends_a_script_with_one_line_and_exit_code_75(tmp_path: Path) -
 
 def test_the_file_save_quit_ends_a_script_with_exit_code_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As it ends the train stage."""
-    monkeypatch.setattr("sd3_light.training.requests.FILE_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("sd3_light.checkpoint.requests.FILE_CHECK_SECONDS", 0.0)
     (tmp_path / "save_quit").touch()
     with pytest.raises(Stopped, match="save_quit at step 1 of 4; resume=True continues") as stopped:
         run(tmp_path, batch_size=2)

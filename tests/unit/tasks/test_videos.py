@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.sources.listing import VIDEOS
-from sd3_light.data.sources.scan import scan
-from sd3_light.data.video import has_av
+from sd3_light.sources.listing import VIDEOS
+from sd3_light.sources.scan import scan
+from sd3_light.sources.video import has_av
 from sd3_light.tasks import VideoDataset, videos
 from tests.unit.data.inputs import directory, rejects, write_files, write_tar
 from tests.unit.data.videos import encode, encode_gif, numbered, numbers

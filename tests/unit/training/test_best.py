@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from sd3_light.training import best as module
-from sd3_light.training.best import BestMeasurement, best_name, mark_best, restore_best
-from sd3_light.training.chosen_model import choose_model
+from sd3_light.export import best as module
+from sd3_light.export.best import BestMeasurement, best_name, mark_best, restore_best
+from sd3_light.export.chosen import choose_model
 
 
 @pytest.mark.parametrize(("metric", "values"), [("kid", (3.0, 2.0, 2.0, 4.0)), ("retrieval", (0.1, 0.5, 0.5, 0.2))])

@@ -8,7 +8,7 @@ import pytest
 
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
-from sd3_light.training.chosen_model import best_export
+from sd3_light.export.chosen import best_export
 
 
 def write_run(run: Path, losses: dict[int, Any]) -> Path:

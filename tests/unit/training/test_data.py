@@ -4,15 +4,15 @@ from typing import Any
 
 import torch
 
-from sd3_light.budget.flops import image_tokens
-from sd3_light.budget.training_flops import step_flops
 from sd3_light.config import SIZES
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Tokens
+from sd3_light.cost.training_flops import step_flops
 from sd3_light.data.order import Segment, build_order
 from sd3_light.engines import Launch
+from sd3_light.engines.feed import flops_counter, training_steps
 from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.training.data import flops_counter, training_steps
+from sd3_light.families.sd3.flops import image_tokens
 
 
 class Config:

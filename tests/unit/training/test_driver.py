@@ -23,9 +23,9 @@ from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, Tens
 from sd3_light.export.export_spec import ExportError
 from sd3_light.export.proof import ProofError
 from sd3_light.optim.ema import Averages
-from sd3_light.training.driver import Driver, HookSchedule, RunHooks
-from sd3_light.training.loop import Run, every
-from sd3_light.training.measurement import Measurement
+from sd3_light.train.driver import Driver, HookSchedule, RunHooks
+from sd3_light.train.loop import Run, every
+from sd3_light.train.measurement import Measurement
 from tests.waiting import HANG_SECONDS
 
 
@@ -157,7 +157,7 @@ def test_the_last_export_is_announced_while_it_is_written(tmp_path: Path, monkey
         assert announced.wait(HANG_SECONDS), "nothing was printed while it is written"
         return tmp_path / "exports" / "step-6"
 
-    monkeypatch.setattr("sd3_light.training.driver.info", info)
+    monkeypatch.setattr("sd3_light.train.driver.info", info)
     Case(tmp_path, hooks=RunHooks(export=export)).train()
     assert re.fullmatch(
         r"step 6: writing the last (checkpoint and )?export, which is verified by reloading it", lines[0]

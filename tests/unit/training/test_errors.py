@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sd3_light.config.faults import PeerLost, UserError
-from sd3_light.training.errors import as_user_error, explain_runtime_errors
+from sd3_light.engines.errors import as_user_error, explain_runtime_errors
 
 MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB.\nOf the allocated"
 

@@ -8,9 +8,9 @@ import torch
 
 from sd3_light.core.batch import Batch
 from sd3_light.engines import Launch
+from sd3_light.evaluate.validation import FIXED_TIMES, QUANTILES
+from sd3_light.evaluate.validation_loss import Evaluator
 from sd3_light.flow.timesteps import FixedTime
-from sd3_light.metrics.validation import FIXED_TIMES, QUANTILES
-from sd3_light.training.evaluation import Evaluator
 from tests.project import NUM_IMAGES, Project
 
 

@@ -10,13 +10,13 @@ import torch
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
+from sd3_light.export import of_run as module
+from sd3_light.export.best import mark_best
 from sd3_light.export.export_spec import ExportSpec
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.training import exports as module
-from sd3_light.training import sd3
-from sd3_light.training.best import mark_best
-from sd3_light.training.exports import Saver
-from sd3_light.training.sd3 import LightSD3Pipeline
+from sd3_light.export.of_run import Saver
+from sd3_light.families.sd3 import prepare as sd3
+from sd3_light.families.sd3.prepare import LightSD3Pipeline
+from sd3_light.families.sd3.random_weights import new_transformer
 
 MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}
 

@@ -17,10 +17,10 @@ from sd3_light.data.loader import LoadTimes
 from sd3_light.engines import Launch
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.training import meter
-from sd3_light.training.idle import WARN_WINDOW, DeviceGaps, HostTimes, IdleAdvice, watch_updates
-from sd3_light.training.loop import Hook, Run, every, train
-from sd3_light.training.meter import Meter
+from sd3_light.train import meter
+from sd3_light.train.idle import WARN_WINDOW, DeviceGaps, HostTimes, IdleAdvice, watch_updates
+from sd3_light.train.loop import Hook, Run, every, train
+from sd3_light.train.meter import Meter
 from tests.unit.engines.test_torch import Line, line_batch
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.requests import RunRequests
 from sd3_light.config import EmaConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.engines.protocol import MicroBatch, StepNumbers, StepStream, TensorPiece
 from sd3_light.optim.ema import Averages
-from sd3_light.training.loop import Hook, Run, every, train
-from sd3_light.training.meter import Meter
-from sd3_light.training.requests import RunRequests
+from sd3_light.train.loop import Hook, Run, every, train
+from sd3_light.train.meter import Meter
 
 
 class Result:

@@ -11,8 +11,8 @@ import torch
 from sd3_light.data.loader import LoadTimes
 from sd3_light.engines.protocol import StepNumbers, StepResult
 from sd3_light.flow.objective import BAND_NAMES, NUM_BANDS, sum_by_band
-from sd3_light.training import meter
-from sd3_light.training.meter import Meter, Window
+from sd3_light.train import meter
+from sd3_light.train.meter import Meter, Window
 
 
 def numbers(loss: float, bands: list[float], counts: list[float]) -> StepNumbers:

@@ -14,8 +14,8 @@ from sd3_light.core.start import WeightsStart
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.order import Segment, build_order
 from sd3_light.data.shard_table import BucketShards
-from sd3_light.stages.train.resume import keep_position_table
-from sd3_light.training.model_facts import ModelFacts, commonest_bucket
+from sd3_light.export.model_facts import ModelFacts, commonest_bucket
+from sd3_light.train.resume import keep_position_table
 from tests.checkpoints import write_checkpoint
 
 CONFIG = SIZES["tiny2"].transformer_config()

@@ -11,9 +11,9 @@ from torch import Tensor
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
-from sd3_light.model.layers import build_layers, run_layers
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.training.module import SD3TrainingModule
+from sd3_light.families.sd3.layers import build_layers, run_layers
+from sd3_light.families.sd3.module import SD3TrainingModule
+from sd3_light.families.sd3.random_weights import new_transformer
 
 Config = Callable[..., TrainConfig]
 KINDS = ("real", "padded")

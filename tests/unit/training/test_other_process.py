@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from sd3_light import journeys
+from sd3_light import journeys, other_process
 from sd3_light.config.faults import Stopped, UserError
+from sd3_light.other_process import train_beside
 from sd3_light.system import process_exists
-from sd3_light.training import other_process
-from sd3_light.training.other_process import train_beside
 from tests.waiting import HANG_SECONDS, wait_until
 
 STEP = {"event": "step", "time": 0, "step": 40, "samples": 640, "loss": 0.25, "lr": 1e-3, "samples_per_second": 200.0}

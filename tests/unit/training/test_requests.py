@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sd3_light.checkpoint import requests as requests_module
+from sd3_light.checkpoint.requests import NUM_FLAGS, RunRequests
 from sd3_light.engines.processes import SharedFlags
-from sd3_light.training import requests as requests_module
-from sd3_light.training.requests import NUM_FLAGS, RunRequests
 
 
 @pytest.fixture

@@ -6,19 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.budget.gpu_memory import CONTEXT_BYTES
-from sd3_light.budget.residence import Room
+from sd3_light.check import verb as check
 from sd3_light.core.cost import Cost
 from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.cost.gpu_memory import CONTEXT_BYTES
+from sd3_light.cost.residence import Room
 from sd3_light.data.order import Order
 from sd3_light.data.resident import CacheTooLarge, ResidentCache
 from sd3_light.data.store import RemoteStore
 from sd3_light.engines import Launch
+from sd3_light.engines.feed import make_order, open_cache
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.stages import check
-from sd3_light.training import residence
-from sd3_light.training.data import make_order, open_cache
-from sd3_light.training.residence import TrainingProcess, place_cache, room_for_cache
+from sd3_light.train import residence
+from sd3_light.train.residence import TrainingProcess, place_cache, room_for_cache
 from tests.project import Project
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

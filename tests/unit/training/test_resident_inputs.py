@@ -11,14 +11,14 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.data.manifest import Manifest
+from sd3_light.data.prepare import GatheringPreparer, IndexPreparer
 from sd3_light.data.resident import ResidentCache
 from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
-from sd3_light.encoders.vae import LatentScale
-from sd3_light.training.prepare import GatheringPreparer, IndexPreparer
-from sd3_light.training.resident_inputs import ResidentInputs
-from sd3_light.training.sd3 import InputPreparer
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.families.sd3.prepare import InputPreparer
+from sd3_light.families.sd3.resident import ResidentInputs
 from tests.unit.data.conftest import toy_content, toy_shard
 
 CPU = torch.device("cpu")

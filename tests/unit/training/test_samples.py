@@ -17,15 +17,15 @@ from sd3_light.config import SIZES
 from sd3_light.core.batch import Batch
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
-from sd3_light.encoders import vae as vae_module
-from sd3_light.encoders.frozen_parts import FrozenParts
-from sd3_light.encoders.vae import VaeDecoder
+from sd3_light.encoding import vae as vae_module
+from sd3_light.encoding.vae import VaeDecoder
 from sd3_light.engines import Launch
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.sampling.scheduler import flow_scheduler
-from sd3_light.sampling.texts import TextPolicy, join_features
-from sd3_light.training.module import SD3TrainingModule
-from sd3_light.training.samples import Sampler, assigned
+from sd3_light.families.sd3.encoders import FrozenParts
+from sd3_light.families.sd3.module import SD3TrainingModule
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.sample_texts import TextPolicy, join_features
+from sd3_light.flow.scheduler import flow_scheduler
+from sd3_light.sample.in_training import Sampler, assigned
 from tests.cases import combinations
 from tests.project import Project
 
@@ -83,7 +83,7 @@ def no_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str, *_: object) -> None:
         raise AssertionError(f"{name} was loaded")
 
-    monkeypatch.setattr("sd3_light.encoders.frozen_parts.load_text_model", refuse)
+    monkeypatch.setattr("sd3_light.families.sd3.encoders.load_text_model", refuse)
 
 
 def stock_pipeline(project: Project, transformer: SD3Transformer2DModel, **scheduler: Any) -> StableDiffusion3Pipeline:

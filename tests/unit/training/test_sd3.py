@@ -15,17 +15,17 @@ from torch import Tensor
 from sd3_light.config import SIZES, ModelConfig, UserError
 from sd3_light.core.batch import Batch
 from sd3_light.core.registry import family_named, starting_weights
-from sd3_light.encoders.vae import LatentScale
-from sd3_light.flow.conditioning import draw_drops
-from sd3_light.flow.image_draws import draw_corners, draw_kept
-from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.randomness import occurrence_words
-from sd3_light.training.sd3 import (
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
+from sd3_light.families.sd3.prepare import (
     InputPreparer,
     LightSD3Pipeline,
     split_batch,
 )
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.text_dropout import draw_drops
+from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
+from sd3_light.randomness import occurrence_words
 
 Model = Callable[..., ModelConfig]
 MakeBatch = Callable[..., dict[str, Any]]

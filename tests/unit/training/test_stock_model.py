@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Objectives, Prediction
+from sd3_light.families.stock.model import StockModel
 from sd3_light.flow.objectives import FlowMatching
 from sd3_light.tasks.latents import pack_latents, unpack_latents
-from sd3_light.training.stock_model import StockModel
 from tests.families import make_denoiser
 
 SIDE = 8

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from sd3_light.sampling.grid import make_grid
-from sd3_light.sampling.png import save_png
+from sd3_light.sample.grid import make_grid
+from sd3_light.sample.png import save_png
 
 PROMPTS, SEEDS = ("a red cat", "一只蓝色的狗"), (0, 7)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.stages import report as stage
+from sd3_light.report import verb as stage
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.run_pages import compare_page, run_page, runs_page
 
@@ -116,7 +116,7 @@ def test_a_spike_does_not_change_the_smoothed_values_after_it(tmp_path: Path) ->
 def test_the_scan_of_a_long_log_parses_a_step_that_is_not_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sd3_light.stages.report.run_log.MOST_PARSED", 1)
+    monkeypatch.setattr("sd3_light.report.run_log.MOST_PARSED", 1)
     common = {"event": "step", "time": 1.8e9}
     write(tmp_path, [{**common, "step": step, "loss": 0.5, "grad_norm": 0.5, "lr": 1} for step in (1, 2, 2.5, 3)])
     with pytest.raises(UserError, match="line 3: step is not a whole number"):

@@ -15,7 +15,7 @@ from PIL import Image
 
 from sd3_light.checkpoint.lock import is_locked, locked_folder
 from sd3_light.config.faults import UserError
-from sd3_light.stages.report import run_log
+from sd3_light.report import run_log
 from sd3_light.ui import folders as folders_module
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
@@ -249,7 +249,7 @@ def test_only_grids_inside_the_run_are_served(runs: Path, file: str) -> None:
 
 @pytest.mark.parametrize("cells", ["[[0, 0, 9999, 9999]]", "[[0, 0, -1, 5]]", '["a"]', "[[[]]]", "{}", "[" * 500])
 def test_hostile_cells_are_ignored(tmp_path: Path, cells: str) -> None:
-    from sd3_light.sampling.png import save_png
+    from sd3_light.sample.png import save_png
 
     save_png(Image.new("RGB", (8, 8)), tmp_path / "grid.png", {"prompts": ["a"], "seeds": [0], "cells": cells})
     with pytest.raises(UserError, match="no image 0"):

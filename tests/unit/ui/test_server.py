@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from sd3_light.assets import DEMO
+from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config.faults import UserError
-from sd3_light.training.requests import SAVE_QUIT
 from sd3_light.ui import playground as playground_module
 from sd3_light.ui.folders import folder_id
 from sd3_light.ui.processes import RunProcesses
@@ -295,7 +295,7 @@ def test_two_clicks_start_one_process(failing: Path, monkeypatch: pytest.MonkeyP
 def test_a_run_folder_as_model_is_loaded_again_after_a_new_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sd3_light.stages import sample
+    from sd3_light.sample import verb as sample
 
     loaded: list[Path] = []
 
@@ -332,7 +332,7 @@ class Drawings:
     """A playground whose models draw nothing: each load is recorded, and what drew each drawing."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from sd3_light.stages import sample
+        from sd3_light.sample import verb as sample
 
         self.loads: list[dict[str, Any]] = []
         self.drawn_with: list[dict[str, Any]] = []
@@ -447,7 +447,7 @@ def painter(tmp_path_factory: pytest.TempPathFactory, models: list[Path]) -> Tes
 def test_images_of_two_models_are_drawn_with_their_settings(
     painter: TestClient, models: list[Path], tmp_path: Path
 ) -> None:
-    from sd3_light.sampling.png import read_png_facts
+    from sd3_light.sample.png import read_png_facts
 
     ids, large = list(map(folder_id, models)), str(2**62 + 1)
     values = {"models": ids, "prompt": "a red circle", "seeds": f"3 {large}", "steps": 2, "guidance": "1.5"}
@@ -547,8 +547,8 @@ def test_waiting_drawings_are_limited_and_never_forgotten(tmp_path: Path, monkey
 
 def test_two_servers_share_a_folder(models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sd3_light.engines import Launch
-    from sd3_light.sampling.png import read_png_facts
-    from sd3_light.stages import sample
+    from sd3_light.sample import verb as sample
+    from sd3_light.sample.png import read_png_facts
 
     out, first_free, others = tmp_path / "out", sample.first_free_number, [b"first", b"second"]
     out.mkdir()

@@ -9,11 +9,11 @@ from typing import Any
 
 from PIL import Image
 
+from sd3_light.cache.manifest_writer import sort_units
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.building.cache_plan import CachePlan, Unit, make_cache_plan
-from sd3_light.data.building.catalogue import Catalogue, InputRow, Listing, make_sources
-from sd3_light.data.building.claims import Claims
-from sd3_light.stages.cache.manifest_writer import sort_units
+from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan
+from sd3_light.sources.catalogue import Catalogue, InputRow, Listing, make_sources
+from sd3_light.sources.claims import Claims
 
 RECIPE = {"t5_max_length": 16, "vae": "abc"}
 COUNT = 30

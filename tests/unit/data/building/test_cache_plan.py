@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from sd3_light.cache.manifest_writer import sort_units
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.buckets import Bucket, assign_all, buckets_by_resolution, fits
-from sd3_light.data.building import cache_plan as module
-from sd3_light.data.building import catalogue as catalogue_module
-from sd3_light.data.building import claims as claims_module
-from sd3_light.data.building.cache_plan import CachePlan, Unit
-from sd3_light.data.building.catalogue import InputRow, chunks, make_sources
+from sd3_light.data import cache_plan as module
+from sd3_light.data.cache_plan import CachePlan, Unit
 from sd3_light.randomness import sample_id
-from sd3_light.stages.cache.manifest_writer import sort_units
+from sd3_light.sources import catalogue as catalogue_module
+from sd3_light.sources import claims as claims_module
+from sd3_light.sources.buckets import Bucket, assign_all, buckets_by_resolution, fits
+from sd3_light.sources.catalogue import InputRow, chunks, make_sources
 from tests.unit.data.building.catalogues import (
     RECIPE,
     directory,

@@ -15,12 +15,12 @@ import pytest
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.config.faults import UserError
-from sd3_light.data.building import cache_plan as module
-from sd3_light.data.building import catalogue as catalogue_module
-from sd3_light.data.building import claims as claims_module
-from sd3_light.data.building.cache_plan import make_cache_plan
-from sd3_light.data.building.catalogue import Catalogue, InputRow, Listing, make_sources
-from sd3_light.data.building.claims import Claims
+from sd3_light.data import cache_plan as module
+from sd3_light.data.cache_plan import make_cache_plan
+from sd3_light.sources import catalogue as catalogue_module
+from sd3_light.sources import claims as claims_module
+from sd3_light.sources.catalogue import Catalogue, InputRow, Listing, make_sources
+from sd3_light.sources.claims import Claims
 from tests.unit.data.building.catalogues import RECIPE, directory, plan_for, sample_names, unit_files, write_image
 from tests.waiting import HANG_SECONDS
 

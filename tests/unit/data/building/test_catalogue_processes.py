@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.building import catalogue as module
-from sd3_light.data.building import claims as claims_module
-from sd3_light.data.building import decode
-from sd3_light.data.building.catalogue import Catalogue, make_sources, rotate_to_share
-from sd3_light.data.building.claims import Claims
-from sd3_light.data.building.decode import Probe, SampleLocation
-from sd3_light.data.sources.records import FileBytes
+from sd3_light.sources import catalogue as module
+from sd3_light.sources import claims as claims_module
+from sd3_light.sources import decode
+from sd3_light.sources.catalogue import Catalogue, make_sources, rotate_to_share
+from sd3_light.sources.claims import Claims
+from sd3_light.sources.decode import Probe, SampleLocation
+from sd3_light.sources.records import FileBytes
 from tests.unit.data.building.catalogues import COUNT, directory, ignore, list_and_probe, open_catalogue
 from tests.waiting import HANG_SECONDS
 

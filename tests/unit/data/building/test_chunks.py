@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from sd3_light.data.building.catalogue import chunks
+from sd3_light.sources.catalogue import chunks
 
 COUNT, MOST = 20_000, 200
 IDS = np.random.default_rng(0).integers(0, 2**63, COUNT).tolist()

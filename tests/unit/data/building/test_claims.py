@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.building import claims as module
-from sd3_light.data.building.claims import Claims
+from sd3_light.sources import claims as module
+from sd3_light.sources.claims import Claims
 from tests.faults import Call, faulty_disk
 from tests.waiting import HANG_SECONDS, wait_until
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd3_light.data.buckets import Bucket, plan
-from sd3_light.data.building.cache_plan import sample_fingerprint
-from sd3_light.data.building.catalogue import InputRow
-from sd3_light.data.building.decode import (
+from sd3_light.data.cache_plan import sample_fingerprint
+from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.catalogue import InputRow
+from sd3_light.sources.decode import (
     CRASHED_DECODE,
     CRASHED_PROBE,
     Decoded,
@@ -22,8 +22,8 @@ from sd3_light.data.building.decode import (
     decode_images,
     probe_images,
 )
-from sd3_light.data.preprocess import REASONS, decode, decode_mask, fit, fit_mask
-from sd3_light.data.sources.records import FileBytes
+from sd3_light.sources.preprocess import REASONS, decode, decode_mask, fit, fit_mask
+from sd3_light.sources.records import FileBytes
 from tests.unit.data.inputs import exif, halves, noise, palette, save
 
 BUCKET = Bucket(48, 64)
@@ -174,5 +174,5 @@ def test_a_crash_has_a_documented_reason() -> None:
 
 
 def test_workers_do_not_import_torch() -> None:
-    code = "import sys, sd3_light.data.building.decode; sys.exit('torch' in sys.modules)"
+    code = "import sys, sd3_light.sources.decode; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from PIL import Image, ImageDraw
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.data.building.catalogue import InputRow
-from sd3_light.data.building.earlier_images import TOLERANCE, are_similar, open_earlier_images
-from sd3_light.data.preprocess import THUMBNAIL_SIDE, make_thumbnail
+from sd3_light.sources.catalogue import InputRow
+from sd3_light.sources.earlier_images import TOLERANCE, are_similar, open_earlier_images
+from sd3_light.sources.preprocess import THUMBNAIL_SIDE, make_thumbnail
 
 DIRECTORY = DirectoryConfig(path=Path("images"), resolutions=[64], duplicates="drop_similar")
 
@@ -55,8 +55,8 @@ def test_the_tree_finds_the_same_pairs_as_comparing_all(seed: int, spread: int) 
     thumbnails = pixels.astype(np.uint8).reshape(40, -1)
     kept: list[int] = []
     with pytest.MonkeyPatch.context() as monkeypatch, open_earlier_images() as images:
-        monkeypatch.setattr("sd3_light.data.building.thumbnail_tree.LEAF_ROWS", 4)
-        monkeypatch.setattr("sd3_light.data.building.thumbnail_tree._MIN_FREE", 2)
+        monkeypatch.setattr("sd3_light.sources.thumbnail_tree.LEAF_ROWS", 4)
+        monkeypatch.setattr("sd3_light.sources.thumbnail_tree._MIN_FREE", 2)
         for number, thumbnail in enumerate(thumbnails):
             expected = next((other for other in kept if are_similar(thumbnail, thumbnails[other])), None)
             duplicate = images.add(row(number, thumbnail.tobytes()), DIRECTORY)
@@ -79,7 +79,7 @@ def test_images_on_a_flat_background_are_compared_with_few(monkeypatch: pytest.M
         compared += len(others)
         return are_similar(thumbnail, others)
 
-    monkeypatch.setattr("sd3_light.data.building.earlier_images.are_similar", counted)
+    monkeypatch.setattr("sd3_light.sources.earlier_images.are_similar", counted)
     with open_earlier_images() as images:
         for number, thumbnail in enumerate(thumbnails):
             images.add(row(number, thumbnail.tobytes()), DIRECTORY)

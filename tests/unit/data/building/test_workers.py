@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sd3_light.data.building.workers import WorkerPool
+from sd3_light.sources.workers import WorkerPool
 from tests.waiting import HANG_SECONDS, wait_until
 
 FORK = multiprocessing.get_context("fork")

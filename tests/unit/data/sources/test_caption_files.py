@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sd3_light.data.sources.records import Rejected
+from sd3_light.sources.records import Rejected
 from tests.unit.data.inputs import captions, png, rejects, scan_items, structs, write_files, write_tar
 
 

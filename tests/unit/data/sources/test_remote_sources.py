@@ -16,15 +16,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from sd3_light import remote_file
+from sd3_light import urls as protocols
 from sd3_light.config import DirectoryConfig, UserError, load_config
-from sd3_light.data.building.catalogue import Catalogue, Listing, make_sources
-from sd3_light.data.building.claims import Claims
-from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.records import Record, Rejected, location_version
-from sd3_light.data.sources.scan import scan
-from sd3_light.data.sources.signature import signature
-from sd3_light.data.store import protocols, remote_file
-from sd3_light.data.store.remote_file import RemoteFile
+from sd3_light.remote_file import RemoteFile
+from sd3_light.sources.catalogue import Catalogue, Listing, make_sources
+from sd3_light.sources.claims import Claims
+from sd3_light.sources.preprocess import Reject
+from sd3_light.sources.records import Record, Rejected, location_version
+from sd3_light.sources.scan import scan
+from sd3_light.sources.signature import signature
 from tests.object_store import ObjectStore, object_store
 from tests.unit.data.inputs import png, structs, write_files, write_tar
 

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from sd3_light.config import UserError
-from sd3_light.data.sources.records import Record, Rejected
-from sd3_light.data.sources.scan import scan
-from sd3_light.data.sources.selection import matches_size
+from sd3_light.sources.records import Record, Rejected
+from sd3_light.sources.scan import scan
+from sd3_light.sources.selection import matches_size
 from tests.unit.data.inputs import captions, directory, png, rejects, scan_items, write_files, write_tar
 
 SCORES: list[Any] = [6.5, 5.0, None, "high", 7]

@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.captions import caption_variants
-from sd3_light.data.sources.records import Record, Rejected
-from sd3_light.data.sources.scan import occurrences, scan
-from sd3_light.data.sources.signature import signature
 from sd3_light.randomness import sample_id
+from sd3_light.sources.captions import caption_variants
+from sd3_light.sources.preprocess import Reject
+from sd3_light.sources.records import Record, Rejected
+from sd3_light.sources.scan import occurrences, scan
+from sd3_light.sources.signature import signature
 from tests.unit.data.inputs import (
     captions,
     directory,

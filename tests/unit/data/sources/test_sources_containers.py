@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sd3_light.data.preprocess import Reject, decode
-from sd3_light.data.sources import parquet
-from sd3_light.data.sources.records import Record, Rejected
-from sd3_light.data.sources.scan import scan
+from sd3_light.sources import parquet
+from sd3_light.sources.preprocess import Reject, decode
+from sd3_light.sources.records import Record, Rejected
+from sd3_light.sources.scan import scan
 from tests.unit.data.inputs import captions, directory, png, rejects, scan_items, structs, write_files, write_tar
 
 # --- tars --------------------------------------------------------------------------------------

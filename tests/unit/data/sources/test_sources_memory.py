@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.sources import json_stream, name_store
-from sd3_light.data.sources.records import Record, Rejected
-from sd3_light.data.sources.scan import scan
-from sd3_light.data.sources.signature import signature
+from sd3_light.sources import json_stream, name_store
+from sd3_light.sources.records import Record, Rejected
+from sd3_light.sources.scan import scan
+from sd3_light.sources.signature import signature
 from tests.unit.data.inputs import captions, directory, png, rejects, scan_items, write_files, write_tar
 
 NOT_UTF8 = os.fsdecode(b"a\xe9.jpg")

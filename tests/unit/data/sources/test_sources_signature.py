@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from sd3_light.data.preprocess import Reject
-from sd3_light.data.sources.locations import location_from_text, location_text
-from sd3_light.data.sources.parquet import ParquetCell
-from sd3_light.data.sources.records import FileBytes, FileRange, Location, Record, file_version
-from sd3_light.data.sources.scan import scan
-from sd3_light.data.sources.signature import signature
+from sd3_light.sources.locations import location_from_text, location_text
+from sd3_light.sources.parquet import ParquetCell
+from sd3_light.sources.preprocess import Reject
+from sd3_light.sources.records import FileBytes, FileRange, Location, Record, file_version
+from sd3_light.sources.scan import scan
+from sd3_light.sources.signature import signature
 from tests.unit.data.inputs import directory, png, structs, write_files, write_tar
 
 # --- locations --------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sd3_light.data.sources.records import Rejected
+from sd3_light.sources.records import Rejected
 from tests.unit.data.inputs import captions, png, rejects, scan_items, write_files
 
 

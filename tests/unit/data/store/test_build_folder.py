@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from sd3_light import urls as protocols
+from sd3_light.cache import build_folder
+from sd3_light.cache.build_folder import BuildFolder, open_build_folder
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, SHARDS, ShardEntry, read_entry
-from sd3_light.data.store import build_folder, protocols, remote
-from sd3_light.data.store.build_folder import BuildFolder, open_build_folder
+from sd3_light.data.store import remote
 from tests.object_store import ObjectStore, object_store
 
 FILE = "images-64x64-abc.safetensors"

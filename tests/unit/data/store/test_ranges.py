@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from sd3_light import urls as protocols
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import ShardEntry
-from sd3_light.data.store import protocols, remote
+from sd3_light.data.store import remote
 from sd3_light.data.store.remote import download
 from tests.object_store import ObjectStore, object_store
 

@@ -21,6 +21,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from sd3_light import urls as protocols
 from sd3_light.config import UserError
 from sd3_light.data import manifest as manifest_module
 from sd3_light.data.manifest import Manifest, ShardEntry
@@ -31,12 +32,11 @@ from sd3_light.data.store import (
     open_shard,
     open_store,
     private_temp_folder,
-    protocols,
     remote,
 )
 from sd3_light.data.store.disk_cache import DiskCache
-from sd3_light.data.store.protocols import protocol_problem
 from sd3_light.data.store.remote import load_remote_manifest
+from sd3_light.urls import protocol_problem
 
 SIZE = 1000
 COUNT = 8

@@ -11,14 +11,14 @@ from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.cross_checks import run_cross_checks
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
+from sd3_light.engines import blocks as chosen
+from sd3_light.engines.blocks import Blocks, choose_blocks, require_blocks
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.families.sd3 import fast_blocks
 from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.model.fast import self_check
-from sd3_light.model.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
-from sd3_light.model.random_weights import new_transformer
-from sd3_light.training import blocks as chosen
-from sd3_light.training.blocks import Blocks, choose_blocks, require_blocks
+from sd3_light.families.sd3.fast import self_check
+from sd3_light.families.sd3.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
+from sd3_light.families.sd3.random_weights import new_transformer
 
 SIZE = SIZES["tiny2"]
 COST = SD3Cost(SIZE)

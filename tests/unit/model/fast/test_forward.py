@@ -9,11 +9,11 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.model.fast import forward
-from sd3_light.model.fast.block import BlockOptions, Keep
-from sd3_light.model.fast.forward import FastDenoiser, why_stock
-from sd3_light.model.layers import build_layers, run_layers
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.families.sd3.fast import forward
+from sd3_light.families.sd3.fast.block import BlockOptions, Keep
+from sd3_light.families.sd3.fast.forward import FastDenoiser, why_stock
+from sd3_light.families.sd3.layers import build_layers, run_layers
+from sd3_light.families.sd3.random_weights import new_transformer
 
 CONFIGS = {
     "three-blocks": SIZES["tiny2"].transformer_config(num_layers=3),

@@ -12,12 +12,12 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from sd3_light.config import SIZES
-from sd3_light.model.fast import reference
-from sd3_light.model.fast.block import BlockOptions, Keep
-from sd3_light.model.fast.forward import FastDenoiser
-from sd3_light.model.fast.fp8 import E4M3, Fp8Rows, multiply, plain_rows, to_form
-from sd3_light.model.fast.weights import WeightCopies
-from sd3_light.model.random_weights import new_transformer
+from sd3_light.families.sd3.fast import reference
+from sd3_light.families.sd3.fast.block import BlockOptions, Keep
+from sd3_light.families.sd3.fast.forward import FastDenoiser
+from sd3_light.families.sd3.fast.fp8 import E4M3, Fp8Rows, multiply, plain_rows, to_form
+from sd3_light.families.sd3.fast.weights import WeightCopies
+from sd3_light.families.sd3.random_weights import new_transformer
 
 LENGTHS = [9, 1, 4]
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from sd3_light.model.fast import reference
-from sd3_light.model.fast.fp8 import E4M3, FLOOR, LARGEST, Fp8Rows, Fp8Weight, RowForm
-from sd3_light.model.fast.row_plan import RowPlan, make_plan
+from sd3_light.families.sd3.fast import reference
+from sd3_light.families.sd3.fast.fp8 import E4M3, FLOOR, LARGEST, Fp8Rows, Fp8Weight, RowForm
+from sd3_light.families.sd3.fast.row_plan import RowPlan, make_plan
 from tests.cases import combinations
 from tests.modules import load_module
 
@@ -26,10 +26,10 @@ PLANS = {"one-length": None, "real": [5, 1, 40, 33]}
 def kernels() -> Iterator[ModuleType]:
     """Load the kernels on a CPU emulation of Triton, whether or not Triton is installed."""
     emulation = load_module("small_triton", Path(__file__).with_name("small_triton.py"))
-    replaced = {**emulation.modules(), "sd3_light.model.fast.kernels_fp8": None}
+    replaced = {**emulation.modules(), "sd3_light.families.sd3.fast.kernels_fp8": None}
     before = {name: sys.modules.pop(name, None) for name in replaced}
     sys.modules.update(emulation.modules())
-    package = sys.modules["sd3_light.model.fast"]
+    package = sys.modules["sd3_light.families.sd3.fast"]
     vars(package).pop("kernels_fp8", None)  # an earlier test's, which an import would find here
     yield load_module("kernels_under_test", Path(reference.__file__).with_name("kernels.py"))
     vars(package).pop("kernels_fp8", None)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.model import fast
-from sd3_light.model.fast import reference, self_check
-from sd3_light.model.fast.fp8 import Fp8Rows
-from sd3_light.model.fast.self_check import KernelShape, cases, check_kernels, kernel_problem
+from sd3_light.families.sd3 import fast
+from sd3_light.families.sd3.fast import reference, self_check
+from sd3_light.families.sd3.fast.fp8 import Fp8Rows
+from sd3_light.families.sd3.fast.self_check import KernelShape, cases, check_kernels, kernel_problem
 from tests.modules import load_module
 
 CPU = torch.device("cpu")
@@ -93,10 +93,10 @@ def emulated() -> Iterator[tuple[types.ModuleType, set[str]]]:
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
-        patch.delitem(sys.modules, "sd3_light.model.fast.kernels_fp8", raising=False)
+        patch.delitem(sys.modules, "sd3_light.families.sd3.fast.kernels_fp8", raising=False)
         patch.delattr(fast, "kernels_fp8", raising=False)
         yield load_module("checked_kernels", Path(reference.__file__).with_name("kernels.py")), launched
-        del sys.modules["sd3_light.model.fast.kernels_fp8"], fast.kernels_fp8  # type: ignore[attr-defined]
+        del sys.modules["sd3_light.families.sd3.fast.kernels_fp8"], fast.kernels_fp8  # type: ignore[attr-defined]
 
 
 def test_every_kernel_is_launched_and_passes(emulated: tuple[types.ModuleType, set[str]]) -> None:

@@ -1,0 +1,1 @@
+"""The cache stage: images and captions become shards."""

@@ -1,0 +1,126 @@
+"""Warnings before anything is encoded: captions that are cut, images that fit badly, a full disk, and a VAE that does
+not fit the images.
+
+Of a large dataset they look at a part that is spread over all units.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from sd3_light.cache.local_builder import Builder
+from sd3_light.config import ModelConfig
+from sd3_light.core.caption_lengths import MAX_CAPTIONS, count_cut_captions, cut_prompts
+from sd3_light.core.columns import Bucket, Column
+from sd3_light.core.encoding import Encoders
+from sd3_light.core.registry import family_of
+from sd3_light.cost.amount import format_bytes
+from sd3_light.cost.data_bytes import at_most, caption_bytes, image_bytes
+from sd3_light.cost.disk_space import CACHE_REMEDY, DOES_NOT_FIT, compare_with_free
+from sd3_light.data.cache_plan import CachePlan, Member, Unit, decode_task
+from sd3_light.data.manifest import SHARDS
+from sd3_light.encoding.vae import LOW_PSNR, psnr
+from sd3_light.runlog import info
+from sd3_light.sources.buckets import plan as plan_resize
+from sd3_light.sources.extreme_fits import ExtremeFits
+from sd3_light.sources.preprocess import Pixels
+
+_RECONSTRUCTED = {"cuda": 16, "cpu": 8}  # images by device: decoding one takes about as long as encoding two
+
+
+def warn_of_cut_captions(title: str, plan: CachePlan, model: ModelConfig) -> None:
+    """Print how many captions are longer than the text encoders read."""
+    captions = dict.fromkeys(caption for _, member in _spread(plan, MAX_CAPTIONS) for caption in member.captions)
+    cut = count_cut_captions(captions, family_of(model).encoding.model_limits(model))
+    if cut is not None and (sentence := cut.sentence()):
+        info(f"{title}: warning: {sentence}")
+
+
+def warn_of_cut_prompts(title: str, prompts: Sequence[str], model: ModelConfig) -> None:
+    """Print which prompts of [sampling] are longer than the text encoders read."""
+    for line in cut_prompts(prompts, family_of(model).encoding.model_limits(model)):
+        info(f"{title}: warning: {line}")
+
+
+def warn_of_extreme_fits(title: str, plan: CachePlan) -> None:
+    """Print how many images lose most of their area or are enlarged many times."""
+    extremes = ExtremeFits()
+    for unit, member in _spread(plan, MAX_CAPTIONS):
+        extremes.add(member.row.key, plan_resize(member.row.width, member.row.height, unit.bucket))
+    if sentence := extremes.sentence():
+        info(f"{title}: warning: images fit their buckets badly: {sentence}")
+
+
+def warn_of_full_disk(title: str, folder: Path, plan: CachePlan, units: Sequence[Unit], model: ModelConfig) -> None:
+    """Print that the shards to encode do not fit on the disk; files that they replace count as free."""
+    members = captions = 0
+    masked = False
+    for _, member in _spread(plan, MAX_CAPTIONS):
+        members += 1
+        captions += len(member.captions)
+        masked = masked or bool(member.row.mask)
+    family, columns = family_of(model), dict[Bucket, tuple[Column, ...]]()
+    needed = 0.0
+    replaced = 0
+    for unit in units:
+        if unit.bucket not in columns:
+            columns[unit.bucket] = family.columns(model, model.diffusers_path, unit.bucket)
+        image = image_bytes(columns[unit.bucket], 2 if unit.flip else 1, masked)
+        needed += unit.count * (image.value + captions / members * caption_bytes(columns[unit.bucket]).value)
+        path = folder / SHARDS / unit.file
+        replaced += path.stat().st_size if path.is_file() else 0
+    size = f"{at_most(family.prepared_columns(model, columns[units[0].bucket]))}{format_bytes(round(needed))}"
+    verdict = compare_with_free(round(needed), folder, size, CACHE_REMEDY, replaced)
+    if verdict.startswith(DOES_NOT_FIT):
+        info(f"{title}: warning: disk, cache: {verdict}")
+
+
+def measure_reconstructions(title: str, plan: CachePlan, builder: Builder) -> None:
+    """Print how well the VAE reconstructs some images, with a warning where it does not."""
+    images = _decode_few(plan, builder)
+    if not images:
+        return
+    scores = builder.call(_reconstruction_scores, images)
+    worst, low = min(scores, key=lambda key: scores[key]), sum(value < LOW_PSNR for value in scores.values())
+    text = f"the VAE reconstructs {len(scores)} images with a median of {median(scores.values()):.1f} dB"
+    text += f", the worst with {scores[worst]:.1f} dB ({worst})"
+    if low:
+        remedy = "choose a VAE that fits them, and see `sd3-light inspect CACHE --out page.html`"
+        text = f"warning: {text}; {low} are below {LOW_PSNR:g} dB: what they show is lost before training; {remedy}"
+    info(f"{title}: {text}")
+
+
+def _decode_few(plan: CachePlan, builder: Builder) -> dict[str, Pixels]:
+    """Return some images that can be decoded, by their keys."""
+    samples = list(_few(plan, _RECONSTRUCTED[builder.device_type]))
+    roots = {unit: plan.source(unit).root for unit, _ in samples}
+    tasks = {member.row.key: decode_task(member, roots[unit]) for unit, member in samples}
+    with builder.decode_pool(list(dict.fromkeys(roots.values()))) as pool:
+        images = dict(zip(tasks, chain.from_iterable(pool.map([task] for task in tasks.values())), strict=True))
+    return {key: image.pixels for key, image in images.items() if image.pixels is not None}
+
+
+def _reconstruction_scores(encoders: Encoders, images: Mapping[str, Pixels]) -> dict[str, float]:
+    """Return the PSNR of each image."""
+    scores: dict[str, float] = {}
+    for key, pixels in images.items():
+        (reconstruction,) = encoders.reconstruct(pixels[np.newaxis])
+        scores[key] = psnr(pixels, reconstruction)
+    return scores
+
+
+def _spread(plan: CachePlan, most: int) -> Iterator[tuple[Unit, Member]]:
+    """Yield the samples of every n-th unit, about ``most`` or all."""
+    total = sum(unit.count for unit in plan.units)
+    for unit in plan.units[:: max(1, round(total / most))]:
+        yield from ((unit, member) for member in plan.members(unit))
+
+
+def _few(plan: CachePlan, count: int) -> Iterator[tuple[Unit, Member]]:
+    """Yield ``count`` samples or all, in turn from as many units as possible."""
+    units = plan.units[:: max(1, len(plan.units) // count)][:count]
+    samples = ([(unit, member) for member in plan.members(unit)] for unit in units)
+    yield from islice((sample for row in zip_longest(*samples) for sample in row if sample is not None), count)

@@ -1,0 +1,305 @@
+"""Build one dataset's cache: list and probe its inputs, plan units, encode what is missing, and finish."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from sd3_light.cache.advice import (
+    measure_reconstructions,
+    warn_of_cut_captions,
+    warn_of_cut_prompts,
+    warn_of_extreme_fits,
+    warn_of_full_disk,
+)
+from sd3_light.cache.build_folder import BuildFolder, open_build_folder, work_name
+from sd3_light.cache.cached_prompts import add_orphans, cache_prompts, missing_prompts, wait_for_prompts
+from sd3_light.cache.freshness import (
+    CacheState,
+    check_freshness,
+    is_readable,
+    last_manifest,
+    mark_damaged,
+    planned_shards,
+    render_state,
+    replaced_entries,
+)
+from sd3_light.cache.local_builder import Builder
+from sd3_light.cache.manifest_writer import is_manifest_current, write_manifest
+from sd3_light.cache.options import CacheOptions, CacheReport
+from sd3_light.cache.recipe import decides_shards, make_recipe
+from sd3_light.cache.report import log_report, small_buckets
+from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
+from sd3_light.cache.unit_builder import empty_content
+from sd3_light.config import DatasetConfig, TrainConfig
+from sd3_light.config.base import CacheLocation
+from sd3_light.config.faults import UserError
+from sd3_light.core.columns import SMALLEST
+from sd3_light.core.registry import family_of
+from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan, reuse_files
+from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
+from sd3_light.data.prompt_features import encode_prompts
+from sd3_light.data.shards import Origin, write_shard
+from sd3_light.data.store import private_temp_folder
+from sd3_light.engines import Launch
+from sd3_light.files import sweep_files
+from sd3_light.randomness import sample_id
+from sd3_light.runlog import info, progress, show
+from sd3_light.sources.catalogue import Catalogue, Listing, make_sources
+from sd3_light.sources.claims import Claims
+from sd3_light.sources.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
+
+FEW_IMAGES = 500
+"""That many images are read faster than worker processes start."""
+
+
+class DatasetBuild:
+    """Builds caches with a config and options; ``builder`` encodes."""
+
+    def __init__(self, train: TrainConfig, launch: Launch, options: CacheOptions, builder: Builder) -> None:
+        self._train, self._launch, self._options, self._builder = train, launch, options, builder
+
+    def build(self, name: str, dataset: DatasetConfig) -> CacheReport:
+        """Build or complete one dataset's cache."""
+        with open_build_folder(dataset.cache_dir, self._work_folder(dataset.cache_dir)) as place:
+            return self._build(name, dataset, place)
+
+    def _work_folder(self, location: CacheLocation) -> Path:
+        """Return the folder in which a cache is built, for a URL that of its local mirror."""
+        if isinstance(location, Path):
+            return location
+        if self._launch.world > 1:
+            raise UserError(f"cache_dir: {location} is built by one process, or by several with --part I/N each")
+        folder = self._train.stream_cache_dir or private_temp_folder(location)
+        return folder / work_name(location, self._options.part)
+
+    def _build(self, name: str, dataset: DatasetConfig, place: BuildFolder) -> CacheReport:
+        title, folder = f"cache {name}".strip(), place.folder
+        shards = folder / SHARDS
+        with Claims(folder / "claims") as claims:
+            shards.mkdir(parents=True, exist_ok=True)
+            recipe = make_recipe(self._train, folder / "parts.json")
+            catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
+            listings = self._list_inputs(title, catalogue, dataset)
+            shard_size = self._train.sd3_shard_size
+            plan = make_cache_plan(catalogue, listings, decides_shards(recipe), shard_size, progress)
+            place.push_catalogue()
+            if not plan.units:
+                reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
+                if plan.counts.unmatched:
+                    reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
+                details = (row.detail for row in plan.rejected() if row.reason == "no_caption")
+                first = next((f"; the first has {detail}" for detail in details), "")
+                problem = f"no usable sample found ({reasons or 'the directories are empty'})"
+                raise UserError(f"{dataset.path}: {problem}{first}")
+            prompts = () if name else self._train.sampling.texts
+            state, reuse = self._check(dataset, place, plan, recipe, prompts, claims)
+            if self._options.dry_run:
+                return CacheReport(folder, reused=state.fresh)
+            if self._options.review is not None and not name:
+                self._options.review(*planned_shards(folder, plan))
+            units = self._in_part(plan.units if self._options.regenerate else state.todo)
+            if self._options.finish and units:
+                remedy = "run the parts (--part I/N) that failed again"
+                raise UserError(f"{len(units):,} shards are missing, such as {units[0].file}; {remedy}")
+            reused = sum(unit.count for unit in self._in_part(plan.units)) - sum(unit.count for unit in units)
+            if units and self._launch.is_main:
+                warn_of_cut_captions(title, plan, self._train.model)
+                warn_of_extreme_fits(title, plan)
+                if isinstance(dataset.cache_dir, Path):
+                    warn_of_full_disk(title, folder, plan, units, self._train.model)
+                if reuse is None or reuse.counts.images:
+                    measure_reconstructions(title, plan, self._builder)
+            job = BuildJob(place, plan, claims, recipe["columns"], reuse, self._options.regenerate)
+            built = self._encode(title, job, units, reused)
+            report = CacheReport(folder, {}, built.samples, reused, values=built.values)
+            if self._options.part and self._options.part[0] > 0:
+                return self._report_part(title, report)
+            empty = self._encode_empty(place, recipe)
+            self._encode_prompts(title, folder, recipe, prompts)
+            if self._options.part:
+                place.publish()
+                return self._report_part(title, report)
+            counts = self._finish(dataset, place, plan, recipe, empty, listings, catalogue)
+        if self._options.prune and self._launch.is_main:
+            _prune(state, place)
+        # evaluation fills up its last batches and drops nothing
+        small = {} if name else small_buckets(plan.units, dataset, self._train, self._launch.world)
+        report = replace(report, counts=counts, small_buckets=small)
+        log_report(title, report, self._train.small_buckets, str(dataset.cache_dir))
+        return report
+
+    def _in_part(self, units: Sequence[Unit]) -> list[Unit]:
+        """Return the units that this run builds: all, or those of its part."""
+        index, count = self._options.part or (0, 1)
+        return [unit for unit in units if unit.number % count == index]
+
+    def _report_part(self, title: str, report: CacheReport) -> CacheReport:
+        index, count = self._options.part or (0, 1)
+        info(
+            f"{title}: part {index} of {count} is complete, {report.encoded:,} samples encoded; when all parts are, "
+            "`--finish` writes the manifest"
+        )
+        return report
+
+    def _list_inputs(self, title: str, catalogue: Catalogue, dataset: DatasetConfig) -> list[Listing]:
+        workers = self._train.map_num_proc or self._train.caching_num_workers
+        with progress(f"{title}: listing", None, "inputs") as bar:
+            listings = catalogue.refresh(make_sources(dataset.directories), bar.advance)
+        if num_unprobed := catalogue.count_unprobed(listings):
+            with progress(f"{title}: probing new images", num_unprobed, "images") as bar:
+                sources = [listing.source for listing in listings]
+                # a header does not crash; a thumbnail needs the whole image
+                few = num_unprobed <= FEW_IMAGES and not any(source.finds_similar for source in sources)
+                pool = None if few else self._builder.probe_pool([source.root for source in sources])
+                catalogue.probe_images(listings, 0 if few else workers, bar.advance, pool)
+        return listings
+
+    def _check(
+        self,
+        dataset: DatasetConfig,
+        place: BuildFolder,
+        plan: CachePlan,
+        recipe: Mapping[str, Any],
+        prompts: Sequence[str],
+        claims: Claims,
+    ) -> tuple[CacheState, ReuseIndex | None]:
+        """Return the state of the cache, and what its missing shards copy from those of the last manifest."""
+        if self._options.verify:
+            _verify(place, self._in_part(plan.units)[self._launch.rank :: self._launch.world])
+        last = last_manifest(place.folder)
+        if last is not None:
+            place.fetch_tables(entry.file for entry in replaced_entries(last[0], plan))
+        state = check_freshness(place.folder, plan, recipe, None if last is None else last[0])
+        add_orphans(state, prompts, recipe)
+        reuse = None if last is None else self._find_reuse(place, plan, recipe, state, last, claims)
+        if reuse is not None:
+            state.values = reuse.counts
+        if state.todo or state.orphans or self._options.dry_run or self._options.verify:
+            show(render_state(state, dataset.cache_dir))
+        if not self._options.dry_run:
+            mark_damaged(state)
+        return state, reuse
+
+    def _find_reuse(
+        self,
+        place: BuildFolder,
+        plan: CachePlan,
+        recipe: Mapping[str, Any],
+        state: CacheState,
+        last: tuple[Manifest, str],
+        claims: Claims,
+    ) -> ReuseIndex | None:
+        """Return what the missing shards copy from those of the last manifest; None if that is nothing."""
+        if not state.todo or self._options.regenerate or self._options.finish:
+            return None
+        manifest, digest = last
+        model = self._train.model
+        columns = family_of(model).columns(model, model.diffusers_path, SMALLEST)
+        copied = CopiedColumns.of(columns, recipe["columns"], manifest.recipe.get("columns", {}))
+        if not copied:
+            return None
+        update = Update(plan, state.todo, manifest, digest, copied, place.folder / SHARDS)
+        reuse = open_reuse(update, claims, place.fetch_tables)
+        place.push_catalogue()
+        return reuse
+
+    def _encode(self, title: str, job: BuildJob, units: Sequence[Unit], reused: int) -> Built:
+        """Build the units. Return what this command built."""
+        total = reused + sum(unit.count for unit in units)
+        if reused:
+            info(f"{title}: {reused:,} of {total:,} images are up to date")
+        with progress(title, total, "images", done=reused) as bar:
+            built = self._builder.build(job, units, bar)
+        if units:
+            values = built.values
+            copied = f"copied {values.copied_images:,} and {values.copied_captions:,} from old shards"
+            share = " (of this process)" if self._launch.world > 1 else ""
+            info(f"{title}: encoded {values.images:,} images and {values.captions:,} captions, {copied}{share}")
+        return built
+
+    def _encode_empty(self, place: BuildFolder, recipe: Mapping[str, Any]) -> ShardEntry:
+        """Return the entry of the empty caption's shard, encoded if it is missing or damaged."""
+        shards, model = place.folder / SHARDS, self._train.model
+        columns = family_of(model).columns(model, model.diffusers_path, SMALLEST)
+        # its image is blank, so only the layout of that decides the bytes
+        facts = [recipe["columns"][column.name] if column.per_caption else column.layout() for column in columns]
+        fingerprint = sample_id(repr([recipe["format"], *facts]))
+        entry = ShardEntry(f"empty-{fingerprint:016x}.safetensors", "empty", (0, 0), "", 0, 0, "", f"{fingerprint:x}")
+        mark = damaged_mark(shards / entry.file)
+        existing = read_entry(shards, entry.file)
+        if existing is not None and self._options.verify and not place.is_intact(existing):
+            mark.touch()
+        if existing is not None and not mark.exists():
+            return existing
+        content = self._builder.call(empty_content, self._train.model)
+        written = write_shard(shards, entry, content, [Origin("", "", 0, 0, ("",))])
+        place.push_unit(entry.file)
+        mark.unlink(missing_ok=True)
+        return written
+
+    def complete_prompts(self, dataset: DatasetConfig) -> None:
+        """Encode missing prompts of [sampling] into an existing cache, if it is a writable folder."""
+        folder = dataset.cache_dir
+        if isinstance(folder, Path) and os.access(folder, os.W_OK) and not self._options.dry_run:
+            self._encode_prompts("cache", folder, Manifest.load(folder).recipe, self._train.sampling.texts)
+
+    def _encode_prompts(self, title: str, folder: Path, recipe: Mapping[str, Any], prompts: Sequence[str]) -> None:
+        if not self._launch.is_main:
+            wait_for_prompts(folder, prompts, recipe, self._train.sd3_manifest_timeout_sec)
+            return
+        todo = list(dict.fromkeys(prompts)) if self._options.regenerate else missing_prompts(folder, prompts, recipe)
+        warn_of_cut_prompts(title, todo, self._train.model)
+        names = family_of(self._train.model).encoding.text_encoders
+        cache_prompts(folder, todo, recipe, lambda prompts: self._builder.call(encode_prompts, prompts, names), title)
+
+    def _finish(
+        self,
+        dataset: DatasetConfig,
+        place: BuildFolder,
+        plan: CachePlan,
+        recipe: dict[str, Any],
+        empty: ShardEntry,
+        listings: Sequence[Listing],
+        catalogue: Catalogue,
+    ) -> dict[str, int]:
+        """Write the manifest in the main process; wait for it in the others. Return its counts."""
+        folder = place.folder
+        if self._launch.is_main:
+            paths = {"diffusers_path": str(self._train.model.diffusers_path)}
+            paths |= {f"directory:{listing.source.label}": str(listing.source.root) for listing in listings}
+            counts = write_manifest(dataset, folder, plan, recipe, empty, paths)
+            place.publish()
+            for path in reuse_files(plan.path):
+                path.unlink(missing_ok=True)
+            catalogue.prune_except(listings)
+            place.push_catalogue()
+            sweep_files(folder)
+            sweep_files(folder / SHARDS)
+            return counts
+        task = f"write {folder / MANIFEST}"
+        wait_for_main(
+            lambda: None if is_manifest_current(folder, recipe, plan.units) else task,
+            self._train.sd3_manifest_timeout_sec,
+        )
+        return Manifest.load(folder).counts
+
+
+def _verify(place: BuildFolder, units: Sequence[Unit]) -> None:
+    """Hash every existing shard and mark the damaged ones."""
+    shards = place.folder / SHARDS
+    with progress("hashing shards", len(units), "shards") as bar:
+        for unit in units:
+            entry = read_entry(shards, unit.file)
+            path = shards / unit.file
+            if entry is not None and not (place.is_intact(entry) and is_readable(path.with_suffix(".arrow"))):
+                damaged_mark(path).touch()
+            bar.advance()
+
+
+def _prune(state: CacheState, place: BuildFolder) -> None:
+    # shards first: the files beside a shard are useless without it, and pruning may be killed
+    place.delete(sorted(state.orphans, key=lambda path: path.suffix != ".safetensors"))
+    if state.orphans:
+        info(f"deleted {len(state.orphans):,} orphaned files, {state.orphan_bytes / 1e9:,.3f} GB")

@@ -1,0 +1,112 @@
+"""Where units are encoded: the interface, and its implementation by the encoders of this process."""
+
+import gc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+
+from sd3_light.cache.copies import OldShards
+from sd3_light.cache.shard_builder import BuildJob, Built, ShardBuilder
+from sd3_light.config import TrainConfig
+from sd3_light.config.base import DataLocation
+from sd3_light.core.encoding import Encoders
+from sd3_light.core.registry import family_of
+from sd3_light.data.cache_plan import Unit
+from sd3_light.engines import Launch
+from sd3_light.runlog import Bar
+from sd3_light.sources.decode import (
+    CRASHED_DECODE,
+    Decoded,
+    DecodeTask,
+    Probe,
+    SampleLocation,
+    decode_images,
+)
+from sd3_light.sources.workers import BatchPool, WorkerPool
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+
+
+class Builder(Protocol):
+    """Encodes units. The encoders are loaded when something has to be encoded, and freed at the end."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: Any) -> None: ...
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that encodes: cuda or cpu."""
+
+    def probe_pool(self, roots: Sequence[DataLocation]) -> BatchPool[SampleLocation, Probe] | None:
+        """Return the pool that probes new images of sources with these folders; None: processes of this machine."""
+
+    def decode_pool(self, roots: Sequence[DataLocation]) -> AbstractContextManager[BatchPool[DecodeTask, Decoded]]:
+        """Return a pool that decodes a few images of sources with these folders."""
+
+    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> Built:
+        """Build units. Return what this command built."""
+
+    def call(
+        self,
+        function: Callable[Concatenate[Encoders, _Params], _Result],
+        *args: _Params.args,
+        **kwargs: _Params.kwargs,
+    ) -> _Result:
+        """Return the result of a function of the encoders, which must be complete when it returns."""
+
+
+class LocalBuilder:
+    """Encodes in this process, together with the other processes of the launch."""
+
+    def __init__(self, train: TrainConfig, launch: Launch) -> None:
+        self._train, self._launch = train, launch
+        self._resources = ExitStack()
+        self._encoders: Encoders | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+        self._encoders = None
+        gc.collect()
+
+    @property
+    def device_type(self) -> str:
+        """The kind of device that encodes."""
+        return self._launch.device(self._train.caching_device).type
+
+    @property
+    def encoders(self) -> Encoders:
+        """The encoders on this process's device."""
+        if self._encoders is None:
+            model = self._train.model
+            device = self._launch.device(self._train.caching_device)
+            encoders = family_of(model).encoding.encoders(model, device, self._train.caching_batch_size)
+            self._encoders = self._resources.enter_context(encoders)
+        return self._encoders
+
+    def probe_pool(self, roots: Sequence[DataLocation]) -> None:
+        """Probe with processes of this machine."""
+
+    def decode_pool(self, roots: Sequence[DataLocation]) -> WorkerPool[DecodeTask, Decoded]:
+        """Decode with one process of this machine, or in this one if it has no worker processes."""
+        return WorkerPool(min(1, self._train.caching_num_workers), decode_images, CRASHED_DECODE)
+
+    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> Built:
+        """Build the units together with other processes. Return what this process built."""
+        old = OldShards(job.place.location, self._train.stream_cache_dir, int(self._train.stream_cache_gb * 1e9))
+        builder = ShardBuilder(job, self.encoders, old, bar, self._train)
+        builder.build(units, (self._launch.rank, self._launch.world))
+        return builder.built
+
+    def call(
+        self,
+        function: Callable[Concatenate[Encoders, _Params], _Result],
+        *args: _Params.args,
+        **kwargs: _Params.kwargs,
+    ) -> _Result:
+        """Call a function with the encoders of this process."""
+        return function(self.encoders, *args, **kwargs)

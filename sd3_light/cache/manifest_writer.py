@@ -1,0 +1,131 @@
+"""Finish a cache build: write the rejects, the duplicates, the counts and the manifest."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from sd3_light.config import DatasetConfig
+from sd3_light.config.faults import UserError
+from sd3_light.data.cache_plan import CachePlan, PlanCounts, Unit
+from sd3_light.data.manifest import (
+    DUPLICATES,
+    DUPLICATES_FILE,
+    REJECTED,
+    REJECTS_FILE,
+    SHARDS,
+    UNMATCHED,
+    Manifest,
+    ShardEntry,
+    read_entry,
+)
+from sd3_light.files import atomic_file
+from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
+from sd3_light.sources.buckets import plan as plan_resize
+from sd3_light.sources.name_store import NameStore
+from sd3_light.sources.rejects import reject_line
+
+
+def write_manifest(
+    dataset: DatasetConfig,
+    folder: Path,
+    plan: CachePlan,
+    recipe: dict[str, Any],
+    empty: ShardEntry,
+    paths: Mapping[str, str],
+) -> dict[str, int]:
+    """Write rejects, duplicates and the manifest of a plan whose units are all built. Return the counts."""
+    shards = folder / SHARDS
+    entries = _entries(plan.units, shards)
+    rejected: Counter[str] = Counter()
+    with atomic_file(folder / REJECTS_FILE) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for line in _reject_lines(plan, shards):
+            rejected[line["reason"]] += 1
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    if not entries:
+        raise UserError(f"{dataset.path}: every sample was rejected; see the reasons in {folder / REJECTS_FILE}")
+    with atomic_file(folder / DUPLICATES_FILE) as temporary:
+        require_regular(plan.duplicates_file)
+        shutil.copyfile(plan.duplicates_file, temporary)
+    undecoded = _count_undecoded(plan, shards)
+    counts = {
+        "used": sum(entry.count for entry in entries),
+        "pictures": plan.counts.images - undecoded.images,
+        "cropped": plan.counts.cropped - undecoded.cropped,
+        "enlarged": plan.counts.enlarged - undecoded.enlarged,
+        **{name: plan.counts.duplicates[key] for key, name in DUPLICATES.items() if plan.counts.duplicates[key]},
+        **({UNMATCHED: plan.counts.unmatched} if plan.counts.unmatched else {}),
+        **{f"{REJECTED}{reason}": count for reason, count in sorted(rejected.items())},
+    }
+    Manifest(recipe, tuple(entries), empty, counts, dict(paths)).save(folder)
+    return counts
+
+
+def _count_undecoded(plan: CachePlan, shards: Path) -> PlanCounts:
+    """Count the planned samples that were rejected when they were decoded."""
+    counts, keys = PlanCounts(), set[str]()
+    for unit in plan.units:
+        rejected = {line["key"] for line in _read_lines((shards / unit.file).with_suffix(".rejects.jsonl"))}
+        for member in plan.members(unit) if rejected else ():
+            if member.row.key in rejected:
+                resize = plan_resize(member.row.width, member.row.height, unit.bucket)
+                counts.cropped += resize.cropped_fraction > 0
+                counts.enlarged += resize.enlarged
+        keys |= rejected
+    counts.images = len(keys)  # an image has a sample per resolution
+    return counts
+
+
+def _entries(units: Sequence[Unit], shards: Path) -> list[ShardEntry]:
+    """Return the entries of all units except those whose samples were all rejected. A missing shard is an error."""
+    entries = []
+    for unit in sort_units(units):
+        if (entry := read_entry(shards, unit.file)) is not None:
+            entries.append(entry)
+        elif not (shards / unit.file).with_suffix(".none").is_file():
+            raise UserError(
+                f"{shards / unit.file} disappeared, perhaps because another run pruned it; run the cache stage again"
+            )
+    return entries
+
+
+def sort_units(units: Sequence[Unit]) -> list[Unit]:
+    """Sort units by source, resolution and bucket, then in the order of their samples."""
+    labels = {label: index for index, label in enumerate(dict.fromkeys(unit.label for unit in units))}
+    return sorted(units, key=lambda unit: (labels[unit.label], unit.resolution, unit.bucket, unit.number))
+
+
+def _reject_lines(plan: CachePlan, shards: Path) -> Iterator[dict[str, str]]:
+    """Yield the rejects of listing and probing, then those of decoding."""
+    for row in plan.rejected():
+        yield reject_line(row.key, row.reason, row.detail, row.image)
+    with closing(NameStore()) as store:
+        seen = store.names()
+        for unit in plan.units:
+            for line in _read_lines((shards / unit.file).with_suffix(".rejects.jsonl")):
+                # an image is decoded once per resolution and fails in each
+                if seen.add_new(f"{line['key']}\0{line['reason']}"):
+                    yield line
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the lines of a unit's rejects; most units have none."""
+    if path.is_file():
+        try:
+            with open_regular(path) as file:
+                yield from map(parse_json, lines_of(file))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} is damaged ({error}); delete it and run again") from error
+
+
+def is_manifest_current(folder: Path, recipe: Mapping[str, Any], units: Sequence[Unit]) -> bool:
+    """Return whether the manifest contains exactly the units of this plan."""
+    try:
+        manifest = Manifest.load(folder)
+        # a table has another order
+        return manifest.recipe == recipe and set(manifest.shards) == set(_entries(units, folder / SHARDS))
+    except UserError:  # missing, or about to be replaced by the main process
+        return False

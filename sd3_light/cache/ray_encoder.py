@@ -1,0 +1,194 @@
+"""The Ray actor of the cache stage: one set of encoders on one GPU or CPU, which builds units."""
+
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sd3_light.cache.build_folder import UnitFiles, open_unit_folder
+from sd3_light.cache.copies import Copies, OldShards
+from sd3_light.cache.ray_tasks import TaskPool, error_line
+from sd3_light.cache.recipe import recipe_of
+from sd3_light.cache.shard_builder import Built, tokenize_missing
+from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, write_unit
+from sd3_light.config import ModelConfig
+from sd3_light.config.base import CacheLocation, DataLocation
+from sd3_light.config.faults import UserError
+from sd3_light.core.encoding import Encoders
+from sd3_light.core.registry import family_of
+from sd3_light.data.cache_plan import Member, Unit
+from sd3_light.data.manifest import SHARDS
+from sd3_light.data.store import private_temp_folder
+from sd3_light.engines import Launch
+from sd3_light.files import disk_error
+from sd3_light.runlog import quiet_libraries
+from sd3_light.sources.decode import CRASHED_DECODE, Decoded, DecodeTask, NodeError, decode_images
+from sd3_light.sources.reuse import UnitCopies
+from sd3_light.sources.workers import BatchPool
+from sd3_light.system import machine, process_start
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class EncoderSettings:
+    """What an actor needs of the config, and the recipe that its own encoders must have.
+
+    ``fetched_bytes`` is the most that old shards of a URL take in ``work_folder``. Actors do not get the rest of the
+    config, because it may contain keys of trackers.
+    """
+
+    model: ModelConfig
+    device_type: str
+    batch_size: int
+    decode_ahead: int
+    work_folder: Path | None
+    fetched_bytes: int
+    recipe: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class UnitTask:
+    """A unit to build and what it copies.
+
+    ``stored`` is what the store has of it; ``decode_cpus`` what its decode tasks reserve.
+    """
+
+    unit: Unit
+    members: Sequence[Member]
+    copies: UnitCopies
+    root: DataLocation
+    location: CacheLocation
+    stored: UnitFiles
+    decode_cpus: int
+
+
+class ShardEncoder:
+    """Builds units. While one is encoded, the images of another are decoded and a third is written."""
+
+    def __init__(self, settings: EncoderSettings) -> None:
+        quiet_libraries()
+        self._settings, self._node = settings, socket.gethostname()
+        self._prepared: tuple[Encoders, Path] | None = None
+        self._preparing, self._device = threading.Lock(), threading.Lock()
+        self._tokenizer = ThreadPoolExecutor(1, "tokens")
+        self._old: dict[CacheLocation, OldShards] = {}
+        self._opening = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"sd3-light encoder ({self._settings.device_type}, {self._node})"
+
+    def ready(self) -> str:
+        """Return the name of this node. Raises a UserError if its encoders differ from those of the driver."""
+        with self._named_errors():
+            try:
+                self._prepare()
+            except UserError:
+                raise
+            except Exception as error:  # of a library: about this node's GPU, driver or installation
+                hint = "--debug shows the traceback"
+                raise UserError(f"cannot load the encoders: {error_line(error)}; {hint}") from error
+            return self._node
+
+    def _prepare(self) -> tuple[Encoders, Path]:
+        """Return the encoders, checked once, and the folder for files of units that are being built."""
+        with self._preparing:
+            if self._prepared is None:
+                settings, folder = self._settings, self._settings.work_folder or private_temp_folder("ray")
+                _require_same_encoders(settings, folder / "parts.json")
+                device = Launch().device(settings.device_type)
+                encoding = family_of(settings.model).encoding
+                encoders = encoding.encoders(settings.model, device, settings.batch_size)
+                self._prepared = encoders, _new_scratch(folder)
+            return self._prepared
+
+    def call(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+        """Return the result of a function of the encoders."""
+        with self._named_errors():
+            encoders, _ = self._prepare()
+            with self._device:
+                return function(encoders, *args, **kwargs)
+
+    def build(self, task: UnitTask) -> tuple[Built, UnitFiles]:
+        """Build a unit in the cache. Return what was built and what the store has of it now."""
+        with self._named_errors():
+            return self._build(task)
+
+    def _build(self, task: UnitTask) -> tuple[Built, UnitFiles]:
+        encoders, scratch = self._prepare()
+        copies = self._open_copies(task)
+        tokens = self._tokenizer.submit(tokenize_missing, encoders, task.members, copies)
+        current = UnitInProgress(task.unit, list(task.members), tokens, copies)
+        batches = decode_batches(task.members, copies, task.root, self._settings.batch_size)
+        images = iter([[]]) if current.is_decoded else self._decoder(task).map(batches)
+        first = next(images)  # decoding starts now, even if the device is busy
+        with self._device:
+            for batch in chain([first], images):
+                current.add(batch, encoders)
+            current.encode_text(encoders)
+            wait = encoders.waiter()
+        wait()
+        with open_unit_folder(task.location, task.stored, scratch) as place:
+            fingerprints = self._settings.recipe["columns"]
+            write_unit(place.folder / SHARDS, current, task.root, self._settings.model, fingerprints)
+            place.push_unit(task.unit.file)
+            return Built(len(current.accepted), current.counts), place.unit_files(task.unit.file)
+
+    def _open_copies(self, task: UnitTask) -> Copies:
+        settings = self._settings
+        with self._opening:
+            old = self._old.setdefault(
+                task.location, OldShards(task.location, settings.work_folder, settings.fetched_bytes)
+            )
+            return Copies(task.copies, old)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Add the name of this node to user errors, which the driver reports. A full disk is one, not a poison unit."""
+        try:
+            yield
+        except NodeError:
+            raise
+        except UserError as error:
+            raise UserError(f"{error} (on the node {self._node})") from error
+        except OSError as error:
+            if (line := disk_error(error)) is None:
+                raise
+            raise UserError(f"{line} (on the node {self._node})") from error
+
+    def _decoder(self, task: UnitTask) -> BatchPool[DecodeTask, Decoded]:
+        # without spare CPUs more than two tasks would only take the encoder's own
+        ahead = self._settings.decode_ahead if task.decode_cpus else 2
+        return TaskPool("decode images", decode_images, CRASHED_DECODE, ahead, task.decode_cpus, [task.root])
+
+
+def _require_same_encoders(settings: EncoderSettings, memo: Path) -> None:
+    """Raise a UserError unless this node has the encoders that the driver has."""
+    path = settings.model.diffusers_path
+    if not path.is_dir():
+        raise UserError(f"model.diffusers_path: {path} does not exist; every node needs it at the same path")
+    own = recipe_of(settings.model, memo)
+    for key, value in settings.recipe.items():
+        if own.get(key) != value:
+            hint = "copy the same model folder and version of sd3-light to all nodes"
+            raise UserError(f"model.diffusers_path: {path} has another {key} than on the driver's node; {hint}")
+
+
+def _new_scratch(folder: Path) -> Path:
+    """Return a folder for the files of units that are being built; remove those of actors that were killed."""
+    prefix = f"ray-{machine()}-"
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(f"{prefix}*-*"):
+        pid, _, start = old.name.removeprefix(prefix).partition("-")
+        if process_start(int(pid)) != start:
+            shutil.rmtree(old, ignore_errors=True)
+    scratch = folder / f"{prefix}{os.getpid()}-{process_start(os.getpid())}"
+    scratch.mkdir(exist_ok=True)
+    return scratch

@@ -1,0 +1,295 @@
+"""Build one unit of work: copy what old shards have, decode and encode the rest, and write its files."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sd3_light.cache.copies import Copies
+from sd3_light.config import ModelConfig
+from sd3_light.config.base import DataLocation
+from sd3_light.config.faults import UserError
+from sd3_light.core.columns import MASK, SMALLEST, Bucket, Column
+from sd3_light.core.encoding import Encoders, Tokens
+from sd3_light.core.registry import family_of
+from sd3_light.data.cache_plan import Member, Unit, decode_task
+from sd3_light.data.manifest import damaged_mark, read_entry
+from sd3_light.data.shards import Origin, ShardContent, write_shard
+from sd3_light.files import write_atomically
+from sd3_light.sources.access import exists
+from sd3_light.sources.decode import Decoded, DecodeTask
+from sd3_light.sources.rejects import reject_line
+from sd3_light.sources.reuse import ValueCounts
+
+
+def is_done(shards: Path, unit: Unit) -> bool:
+    """Return whether a unit's shard (or the note that all its samples were rejected) exists and is not damaged."""
+    path = shards / unit.file
+    if damaged_mark(path).exists():
+        return False
+    return read_entry(shards, unit.file) is not None or path.with_suffix(".none").is_file()
+
+
+@dataclass(frozen=True)
+class TextGroup:
+    """Captions that lack the same columns; None: all."""
+
+    captions: list[str]
+    columns: tuple[str, ...] | None = None
+
+
+@dataclass
+class UnitInProgress:
+    """The copied, decoded and encoded samples of a unit so far. Samples have the numbers of their members.
+
+    Batches are made of the samples that are not copied, in order. ``tokens`` are those of the `text_groups` of all
+    members.
+    """
+
+    unit: Unit
+    members: list[Member]
+    tokens: Future[list[Tokens]]
+    copies: Copies = field(default_factory=Copies)
+    num_decoded: int = 0
+    encoded: list[int] = field(default_factory=list)
+    images: dict[str, list[Tensor]] = field(default_factory=dict)
+    masks: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    texts: list[tuple[TextGroup, dict[str, Tensor]]] = field(default_factory=list)
+    rejected: dict[int, dict[str, str]] = field(default_factory=dict)
+    vae_dtypes: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._to_decode = to_decode(self.members, self.copies)
+
+    def add(self, images: Sequence[Decoded], parts: Encoders) -> None:
+        """Encode the next decoded images; record the rejected ones."""
+        numbers = self._to_decode[self.num_decoded : self.num_decoded + len(images)]
+        self.num_decoded += len(images)
+        pixels = []
+        for number, image in zip(numbers, images, strict=True):
+            if image.reason:
+                row = self.members[number].row
+                self.rejected[number] = reject_line(row.key, image.reason, image.detail, row.image)
+                continue
+            if image.mask is not None:
+                # a copy: the mask of a Ray task refers to memory that also holds the pixels
+                self.masks[number] = image.mask.copy()
+            if image.pixels is not None:
+                self.encoded.append(number)
+                pixels.append(image.pixels)
+        if pixels:
+            for name, values in parts.encode_images(np.stack(pixels), self.unit.flip).items():
+                self.images.setdefault(name, []).append(values)
+            self.vae_dtypes.add(str(parts.vae_dtype).removeprefix("torch."))
+
+    @property
+    def is_decoded(self) -> bool:
+        """Whether all images were added."""
+        return self.num_decoded == len(self._to_decode)
+
+    @property
+    def accepted(self) -> dict[int, Member]:
+        """The samples that were not rejected, by number."""
+        return {number: member for number, member in enumerate(self.members) if number not in self.rejected}
+
+    def encode_text(self, parts: Encoders) -> None:
+        """Encode the captions of the samples that were not rejected."""
+        groups = text_groups(list(self.accepted.values()), self.copies)
+        tokens = [parts.tokenize(group.captions) for group in groups] if self.rejected else self.tokens.result()
+        for group, ids in zip(groups, tokens, strict=True):
+            self.texts.append((group, parts.encode_captions(ids, group.columns)))
+
+    @property
+    def counts(self) -> ValueCounts:
+        """The images and distinct captions that were encoded and copied."""
+        accepted = self.accepted
+        captions = sum(len(group.captions) for group, _ in self.texts)
+        copied = len(distinct_captions(list(accepted.values()))) - captions
+        return ValueCounts(len(self.encoded), len(accepted) - len(self.encoded), captions, copied)
+
+    # --- the shard ------------------------------------------------------------------------------
+
+    def content(self, columns: Sequence[Column], fingerprints: Mapping[str, str]) -> ShardContent:
+        """Return the shard's tensors, which must be those of the columns. The encoders' results must be complete."""
+        accepted = list(self.accepted.values())
+        distinct = distinct_captions(accepted)
+        values: dict[str, Tensor] = {}
+        for column in columns:
+            if column.reads == MASK:
+                values |= self._mask_tensor(column)
+            elif column.per_caption:
+                values |= self._caption_tensors(column, list(distinct))
+            else:
+                values[column.name] = self._image_tensor(column)
+        return ShardContent(
+            columns,
+            torch.tensor([member.identity for member in accepted], dtype=torch.int64),
+            torch.tensor([0, *(len(member.captions) for member in accepted)]).cumsum(0),
+            torch.tensor([distinct[c] for member in accepted for c in member.captions], dtype=torch.int64),
+            values,
+            fingerprints,
+        )
+
+    def _image_tensor(self, column: Column) -> Tensor:
+        accepted, batches = self.accepted, self.images.get(column.name, [])
+        if len(self.encoded) == len(accepted):
+            return torch.cat(batches)
+        encoded = dict(zip(self.encoded, (row for batch in batches for row in batch), strict=True))
+        images = self.copies.images
+        rows = (
+            encoded[number] if number in encoded else self.copies.read(column.name, images[number])
+            for number in accepted
+        )
+        return torch.stack(list(rows))
+
+    def _mask_tensor(self, column: Column) -> dict[str, Tensor]:
+        """Return the masks, 255 for samples without; nothing if no sample has one."""
+        copied, accepted = self.copies.masks, self.accepted
+        if not any(number in copied or number in self.masks for number in accepted):
+            return {}
+        full = torch.full(column.shape, 255, dtype=torch.uint8)
+        rows = []
+        for number in accepted:
+            if number in self.masks:
+                rows.append(torch.from_numpy(self.masks[number]))
+            else:
+                rows.append(self.copies.read(column.name, copied[number]) if number in copied else full)
+        return {column.name: torch.stack(rows)}
+
+    def _caption_tensors(self, column: Column, captions: Sequence[str]) -> dict[str, Tensor]:
+        name = column.tensors[0]
+        groups = [(group.captions, tensors) for group, tensors in self.texts if name in tensors]
+        if [list(captions)] == [texts for texts, _ in groups]:  # none is copied
+            return {name: groups[0][1][name] for name in column.tensors}
+        values: dict[str, Tensor] = {}
+        for texts, tensors in groups:
+            values |= zip(texts, _values(column, tensors), strict=True)
+        for caption in captions:
+            if caption not in values:
+                values[caption] = self.copies.read(column.name, self.copies.captions[caption])
+        ordered = [values[caption] for caption in captions]
+        if not column.ragged:
+            return {name: torch.stack(ordered)}
+        starts = torch.tensor([0, *map(len, ordered)]).cumsum(0)
+        return dict(zip(column.tensors, (torch.cat(ordered), starts), strict=True))
+
+    def origins(self) -> list[Origin]:
+        """Return the origins of the shard's samples."""
+        return [
+            Origin(
+                m.row.key,
+                m.image_fingerprint,
+                m.row.width,
+                m.row.height,
+                m.captions,
+                m.row.image,
+                m.row.mask,
+                m.mask_fingerprint,
+            )
+            for m in self.accepted.values()
+        ]
+
+    @property
+    def vae_dtype(self) -> str:
+        """The precision in which the images were encoded; several if copied ones have another."""
+        return ", ".join(sorted(self.vae_dtypes | self.copies.vae_dtypes())) or "float32"
+
+
+def distinct_captions(members: Sequence[Member]) -> dict[str, int]:
+    """Return the distinct captions of samples, numbered in order."""
+    captions = dict.fromkeys(caption for member in members for caption in member.captions)
+    return {caption: number for number, caption in enumerate(captions)}
+
+
+def text_groups(members: Sequence[Member], copies: Copies) -> list[TextGroup]:
+    """Return the captions of samples that are encoded: those that no old shard has, then those that lack a column."""
+    new, known = list[str](), list[str]()
+    for caption in distinct_captions(members):
+        (known if caption in copies.captions else new).append(caption)
+    groups = [TextGroup(new), TextGroup(known if copies.encoded_columns else [], copies.encoded_columns)]
+    return [group for group in groups if group.captions]
+
+
+def to_decode(members: Sequence[Member], copies: Copies) -> list[int]:
+    """Return the numbers of the samples whose image is encoded, or whose mask alone is read."""
+    return [
+        number
+        for number, member in enumerate(members)
+        if number not in copies.images or (member.row.mask and number not in copies.masks)
+    ]
+
+
+def decode_batches(
+    members: Sequence[Member], copies: Copies, root: DataLocation, size: int
+) -> Iterator[list[DecodeTask]]:
+    """Yield the tasks of decoding what is not copied, in batches of ``size``; one without tasks if that is nothing."""
+    numbers = to_decode(members, copies)
+    for start in range(0, max(1, len(numbers)), size):
+        batch = numbers[start : start + size]
+        yield [decode_task(members[number], root, number not in copies.images) for number in batch]
+
+
+def _values(column: Column, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the value of each caption in the tensors of a column."""
+    rows = tensors[column.tensors[0]]
+    if not column.ragged:
+        return list(rows)
+    starts = tensors[column.tensors[1]].tolist()
+    return [rows[start:end] for start, end in pairwise(starts)]
+
+
+def write_unit(
+    shards: Path, finished: UnitInProgress, root: DataLocation, model: ModelConfig, fingerprints: Mapping[str, str]
+) -> None:
+    """Write the shard of a unit whose results are complete, and its rejects.
+
+    ``root`` is the folder of its source, ``fingerprints`` are those of the columns.
+    """
+    if finished.rejected and not exists(root):
+        raise UserError(
+            f"{root} disappeared while it was being cached; restore it and run again: finished shards are kept"
+        )
+    write_rejects(shards, finished.unit, list(finished.rejected.values()))
+    if finished.accepted:
+        content = finished.content(_columns(model, finished.unit.bucket), fingerprints)
+        write_shard(shards, finished.unit.entry, content, finished.origins(), finished.vae_dtype)
+        (shards / finished.unit.file).with_suffix(".none").unlink(missing_ok=True)
+    else:
+        write_empty_unit(shards, finished.unit)
+
+
+def write_rejects(shards: Path, unit: Unit, rejected: Sequence[Mapping[str, str]]) -> None:
+    """Write the rejects of a unit; without any, remove those of an earlier build."""
+    path = (shards / unit.file).with_suffix(".rejects.jsonl")
+    if rejected:
+        lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in rejected)
+        write_atomically(path, "".join(lines).encode())
+    else:
+        path.unlink(missing_ok=True)
+
+
+def write_empty_unit(shards: Path, unit: Unit) -> None:
+    """Write the note that all samples of a unit were rejected."""
+    write_atomically((shards / unit.file).with_suffix(".none"), b"")
+    (shards / unit.file).unlink(missing_ok=True)
+
+
+def empty_content(parts: Encoders, model: ModelConfig) -> ShardContent:
+    """Return the features of the empty caption, stored like a sample with one blank latent pixel."""
+    text = parts.encode_captions([""])
+    parts.synchronize()
+    columns = _columns(model, SMALLEST)
+    images = [column for column in columns if not column.per_caption and column.reads != MASK]
+    blank = {column.name: torch.zeros(1, 1, *column.shape, dtype=getattr(torch, column.dtype)) for column in images}
+    return ShardContent(columns, torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([0]), blank | text)
+
+
+def _columns(model: ModelConfig, bucket: Bucket) -> tuple[Column, ...]:
+    return family_of(model).columns(model, model.diffusers_path, bucket)

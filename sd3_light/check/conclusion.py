@@ -1,0 +1,199 @@
+"""The conclusion of a check: what trains, whether it fits, how long it takes, and how much disk it needs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sd3_light.check.estimate import RunEstimate
+from sd3_light.config import TrainConfig
+from sd3_light.config.cross_checks import config_warnings
+from sd3_light.core.caption_lengths import cut_prompts
+from sd3_light.core.registry import family_of
+from sd3_light.cost.amount import format_bytes
+from sd3_light.cost.disk_space import (
+    CACHE_REMEDY,
+    DOES_NOT_FIT,
+    RUN_REMEDY,
+    RunSteps,
+    compare_with_free,
+    run_disk,
+)
+from sd3_light.cost.residence import FROM_HOST, LARGEST_SHARE, Room, choose_residence
+from sd3_light.cost.throughput import cpu_assumption, cpu_seconds, measured_speed, training_seconds
+from sd3_light.data.manifest import MANIFEST
+from sd3_light.formats import duration, plural
+from sd3_light.model.base_values import other_shift, with_base_values
+from sd3_light.system import Gpu, available_memory, usable_cores
+
+Line = tuple[str, str]
+"""A label and a sentence."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run is checked for: a GPU of this machine or kind, GPUs elsewhere (``gpu`` None), or a CPU.
+
+    ``elsewhere``: on another machine, so that the disk and memory of this one decide nothing.
+    """
+
+    gpu: Gpu | None = None
+    on_cpu: bool = False
+    elsewhere: bool = False
+
+
+def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
+    """Return the conclusion, one line per subject."""
+    lines = [*_subject(estimate)]
+    if target.on_cpu:
+        lines.append(
+            ("device", "CPU: no GPU is visible; --gpu-memory GIB or --processes N estimate a run on GPUs elsewhere")
+        )
+        lines.append(("time", _cpu_time(estimate)))
+    else:
+        lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
+        lines.append(("time", _time(train, estimate, target.gpu)))
+    lines += [*_disk(train, estimate, target), ("host memory", _host_memory(estimate, target))]
+    return [*lines, ("cache residence", _residence(estimate, target)), *_warnings(train, estimate)]
+
+
+def what_does_not_fit(conclusion: Sequence[Line]) -> list[str]:
+    """Return the labels of the resources that the run exceeds."""
+    return [label for label, text in conclusion if text.startswith(DOES_NOT_FIT)]
+
+
+def first_line(estimate: RunEstimate, conclusion: Sequence[Line]) -> str:
+    """Return the verdict, which leaves out whether it fits a GPU of unknown memory."""
+    text = f"{estimate.path}: no faults"
+    if what_does_not_fit(conclusion):
+        return f"{text}, but the run does not fit"
+    lines = dict(conclusion)
+    is_known = "device" in lines or lines.get("GPU memory", "").startswith("fits")
+    return f"{text} and the run fits" if is_known else text
+
+
+def _subject(estimate: RunEstimate) -> Iterator[Line]:
+    setup = estimate.setup
+    data = estimate.data
+    trained = "" if setup.adapter is None else f"an adapter of {sum(setup.adapter):,} parameters on "
+    facts = "".join(f", {fact.summary}" for fact in estimate.facts if fact.summary)
+    yield "trains", f"{trained}{estimate.start.sentence} ({setup.cost.parameters:,} parameters{facts})"
+    batches = sorted({row.global_batch for row in data.rows})
+    batch = f"{batches[0]:,}" if len(batches) == 1 else f"{batches[0]:,} to {batches[-1]:,}"
+    epochs = estimate.total_steps / max(1, data.steps)
+    images = f"{data.samples:,} images in {plural(len(data.rows), 'bucket')}"
+    yield "steps", f"{estimate.total_steps:,} of {batch} samples: {epochs:,.1f} epochs of {images}"
+
+
+def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
+    needed = estimate.gpu.total
+    if gpu is None or gpu.total_bytes is None:
+        return f"{format_bytes(needed)} per GPU, estimated; --gpu-memory GIB says whether it fits"
+    if needed <= gpu.total_bytes:
+        return f"fits: {format_bytes(needed)} of the {format_bytes(gpu.total_bytes)} of {gpu.name}, estimated"
+    remedy = "lower micro_batch_size_per_gpu, write activation_checkpointing = true, or shard with parallel = 'fsdp2'"
+    return f"{DOES_NOT_FIT}: {format_bytes(needed)}, {gpu.name} has {format_bytes(gpu.total_bytes)}; {remedy}"
+
+
+def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
+    setup = estimate.setup
+    name = "" if gpu is None else gpu.name
+    blocks = "fp8" if train.fp8 else setup.block_kind
+    micro_batches = estimate.total_steps * setup.accumulation
+    num_blocks = setup.cost.num_blocks
+    seconds = training_seconds(name, blocks, estimate.run_flops.value, micro_batches, num_blocks, setup.world)
+    speed = measured_speed(name, blocks)
+    if seconds is None or speed is None:
+        return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"
+    several = "; several GPUs were not measured" if setup.world > 1 else ""
+    share = f"{speed.share_of_peak:.0%} of its peak with {blocks} blocks"
+    at_most = setup.cost.text.at_most or "about "
+    return f"{at_most}{duration(seconds)} of training steps on {setup.world} x {name} ({share}, measured{several})"
+
+
+def _cpu_time(estimate: RunEstimate) -> str:
+    cores = usable_cores()
+    seconds = cpu_seconds(estimate.run_flops.value, cores)
+    at_most = estimate.setup.cost.text.at_most or "about "
+    return f"{at_most}{duration(seconds)} of training steps {cpu_assumption(cores)}"
+
+
+def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
+    yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps))
+    if other := other_shift(with_base_values(train.model)):
+        yield "shift", other
+    yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
+    for data in (estimate.data, *estimate.evals):
+        if data.cut is not None and (sentence := data.cut.sentence()):
+            yield f"captions {data.name}", sentence
+        if sentence := data.extremes.sentence():
+            yield f"images {data.name}", sentence
+
+
+def _cut_prompts(train: TrainConfig) -> list[str]:
+    return cut_prompts(train.sampling.texts, family_of(train.model).encoding.model_limits(train.model))
+
+
+# --- disk ---------------------------------------------------------------------------------------
+
+
+def _disk(train: TrainConfig, estimate: RunEstimate, target: Target) -> Iterator[Line]:
+    caches = [data for data in (estimate.data, *estimate.evals) if isinstance(data.cache_dir, Path)]
+    missing = sum(data.cache.value for data in caches if not (Path(data.cache_dir) / MANIFEST).is_file())
+    if missing:
+        text = f"{estimate.setup.cost.text.at_most}{format_bytes(missing)}"
+        yield "disk, cache", _fits(missing, Path(caches[0].cache_dir), text, target, CACHE_REMEDY)
+    elif caches:
+        yield "disk, cache", "the cache exists"
+    samples = max((row.global_batch for row in estimate.data.rows), default=1)
+    total, text = run_disk(train, estimate.setup, RunSteps(estimate.total_steps, estimate.data.steps, samples))
+    yield "disk, run", _fits(total, train.output_dir, text, target, RUN_REMEDY)
+
+
+def _fits(needed: int, folder: Path, text: str, target: Target, remedy: str) -> str:
+    return text if target.elsewhere else compare_with_free(needed, folder, text, remedy)
+
+
+def _host_memory(estimate: RunEstimate, target: Target) -> str:
+    needed = estimate.host.value
+    free = available_memory()
+    text = f"{format_bytes(needed)} per process, without interpreters"
+    if free is None or estimate.setup.world > 1 or target.elsewhere:
+        return text
+    verdict = _verdict(needed, free)
+    remedy = "" if verdict != DOES_NOT_FIT else "; write cache_residence = 'stream', or lower num_dataloader_workers"
+    return f"{verdict}: {text}; {format_bytes(free)} are free{remedy}"
+
+
+def _residence(estimate: RunEstimate, target: Target) -> str:
+    """Say where the cache is during training, and where else it would fit: "host" or, on GPUs, "device"."""
+    cache = estimate.data.cache.value
+    free = available_memory()
+    options = [f'"host" takes {format_bytes(cache)} of host memory per process']
+    if free is not None and not target.elsewhere:
+        options[0] += f" ({_verdict(cache, int(LARGEST_SHARE * free))}: {format_bytes(free)} are free)"
+    if not target.on_cpu:
+        total = estimate.gpu.total + (0 if estimate.residence == "device" else cache)
+        text = f"{format_bytes(total)} in total"
+        if target.gpu is not None and target.gpu.total_bytes is not None:
+            text = f"{_verdict(total, target.gpu.total_bytes)}: {text}"
+        options.append(f'"device" as much GPU memory ({text})')
+    residence = _auto(estimate, target) if estimate.residence == "auto" else estimate.residence
+    return f"{residence}; {', '.join(options)}"
+
+
+def _auto(estimate: RunEstimate, target: Target) -> str:
+    """Say where `cache_residence = "auto"` puts the cache; all processes count as those of one machine."""
+    data = estimate.data
+    setup = estimate.setup
+    gpu = None if target.gpu is None else target.gpu.total_bytes
+    if gpu is None and not target.on_cpu:
+        return "auto, by the memory of the GPUs when training starts"
+    room = Room(gpu, estimate.gpu.total, None if target.elsewhere else available_memory(), setup.world)
+    epochs = estimate.total_steps / max(1, data.steps)
+    why_not_device = FROM_HOST if setup.stages > 1 else None
+    choice = choose_residence(data.cache.value, [room], epochs, not isinstance(data.cache_dir, Path), why_not_device)
+    return f"auto picks {choice.residence} ({choice.reason})"
+
+
+def _verdict(needed: int, available: int) -> str:
+    return "fits" if needed <= available else DOES_NOT_FIT

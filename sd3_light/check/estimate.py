@@ -1,0 +1,329 @@
+"""Estimate a run: samples, steps, tokens, FLOPs, disk, host memory and GPU memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from sd3_light.check.count import BucketCount, SampleCounts, count_samples
+from sd3_light.check.run_setup import BatchPlan, run_setup
+from sd3_light.config import (
+    BatchSize,
+    CacheLocation,
+    DatasetConfig,
+    DirectoryConfig,
+    Fault,
+    LoadedConfig,
+    Resolution,
+    TrainConfig,
+    batch_size_for,
+)
+from sd3_light.core.caption_lengths import CutCaptions, count_cut_captions
+from sd3_light.core.checks import ModelFact
+from sd3_light.core.columns import Column
+from sd3_light.core.cost import Cost, Layout, Tokens
+from sd3_light.core.registry import family_of
+from sd3_light.core.start import WeightsStart
+from sd3_light.cost.amount import MIB, Amount
+from sd3_light.cost.data_bytes import (
+    batch_bytes,
+    caption_bytes,
+    image_bytes,
+    latent_bytes,
+    loader_bytes,
+    resident_index_bytes,
+    sample_bytes,
+)
+from sd3_light.cost.gpu_memory import GpuMemory, checkpoint_copy_bytes, gpu_memory
+from sd3_light.cost.training_flops import training_flops
+from sd3_light.cost.training_setup import TrainingSetup
+from sd3_light.data.order import BucketOrder, Segment, open_shards
+from sd3_light.data.store.remote import download_bytes
+from sd3_light.model.folder import text_shape
+from sd3_light.model.text_shape import TextShape
+from sd3_light.sources.buckets import Bucket
+from sd3_light.sources.extreme_fits import ExtremeFits
+from sd3_light.sources.rejects import Rejects
+
+
+@dataclass(frozen=True)
+class BucketEstimate:
+    """One bucket at one resolution: its samples, and the cost of one step."""
+
+    bucket: Bucket
+    resolution: Resolution
+    samples: int
+    enlarged: int
+    cropped: float
+    micro_batch: int
+    global_batch: int
+    steps: int
+    padding: int
+    tokens: Tokens
+    step_flops: Amount
+    gpu: GpuMemory
+    prepared: Amount
+    latents: int
+    read: int
+
+
+@dataclass(frozen=True)
+class DatasetEstimate:
+    """The numbers of a dataset. ``samples`` counts usable images; each is in one bucket per resolution.
+
+    ``index`` is the host memory of the cache's index if the cache is held in memory. ``shapes`` counts those of
+    micro-batches.
+    """
+
+    name: str
+    path: Path
+    cache_dir: CacheLocation
+    samples: int
+    rejects: Rejects
+    rows: tuple[BucketEstimate, ...]
+    cache: Amount
+    index: int
+    shapes: int
+    cut: CutCaptions | None = None
+    extremes: ExtremeFits = field(default_factory=ExtremeFits)
+
+    @property
+    def steps(self) -> int:
+        """Steps per epoch over all buckets."""
+        return sum(row.steps for row in self.rows)
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """The numbers of a run; memory is that of the costliest bucket. ``why_stock``: why GPUs run stock blocks.
+
+    With ``residence`` "auto" memory does not contain the cache, which is in memory only if it fits beside the rest.
+    ``facts`` are shown about the weights.
+    """
+
+    path: Path
+    setup: TrainingSetup
+    why_stock: str | None
+    start: WeightsStart
+    facts: tuple[ModelFact, ...]
+    text: TextShape
+    data: DatasetEstimate
+    evals: tuple[DatasetEstimate, ...]
+    total_steps: int
+    run_flops: Amount
+    host: Amount
+    gpu: GpuMemory
+    residence: str
+
+
+def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> RunEstimate:
+    """Scan the data and estimate a run of a config without disk faults."""
+    train = loaded.train
+    family = family_of(train.model)
+    assert layout.world % train.pipeline_stages == 0, "only whole pipelines train"
+    text = text_shape(train.model.diffusers_path, train.model.t5_max_length, train.model.text_tokens == "real")
+    layout = layout._replace(by_deepspeed=layout.by_deepspeed or train.pipeline_stages > 1)
+    cost = family.cost(start, train.model)
+    channels = start.size.latent_channels
+    estimator = _Estimator(train, cost, text, channels, layout, train.gradient_accumulation_steps)
+    repeats = [directory.num_repeats for directory in loaded.dataset.directories]
+    data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
+    resident = data.cache.value if train.residence == "device" else 0
+    setup = replace(estimator, resident=resident, shapes=data.shapes).setup(Tokens(0, 0), 0)
+    evals = tuple(estimator.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
+    limits = (train.max_steps, None if train.epochs is None else train.epochs * data.steps)
+    steps = min(limit for limit in limits if limit is not None)
+    epoch = sum(row.steps * row.step_flops.value for row in data.rows)
+    return RunEstimate(
+        path=loaded.path,
+        setup=setup,
+        why_stock=cost.why_stock(train, layout),
+        start=start,
+        facts=family.checks.facts(start),
+        text=text,
+        data=data,
+        evals=evals,
+        total_steps=steps,
+        run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs per epoch·steps / steps per epoch"),
+        host=_host(train, data, evals, checkpoint_copy_bytes(setup)),
+        gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(setup)),
+        residence=train.residence,
+    )
+
+
+def empty_faults(estimate: RunEstimate) -> list[Fault]:
+    """Return a fault for each dataset without usable samples."""
+    faults = []
+    for data in (estimate.data, *estimate.evals):
+        if data.samples == 0:
+            reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(data.rejects.counts.items()))
+            problem = f"no usable sample ({reasons or 'no images'})"
+            hint = "check the path and the captions"
+            if "no_caption" in data.rejects.counts:
+                hint += ": write each caption next to its image, as NAME.txt"
+                hint += f" ({data.rejects.uncaptioned})" if data.rejects.uncaptioned else ""
+            faults.append(Fault(str(data.path), "directory", problem, hint=hint))
+    if estimate.data.samples and estimate.data.steps == 0:
+        problem = "every bucket is smaller than a global batch, so no samples are left"
+        faults.append(Fault(str(estimate.path), "small_buckets", problem, hint='write "pad", or lower the batch'))
+    return faults
+
+
+@dataclass(frozen=True)
+class _Estimator:
+    """Estimates datasets for one model."""
+
+    train: TrainConfig
+    cost: Cost
+    text: TextShape
+    channels: int
+    """Latent channels."""
+    layout: Layout
+    accumulation: int
+    resident: int = 0
+    """Bytes of the cache in GPU memory."""
+    shapes: int = 1
+    """Shapes of micro-batches."""
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel replicas; the processes of one pipeline count as one."""
+        return self.layout.world // self.train.pipeline_stages
+
+    def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetEstimate:
+        """Estimate an evaluation set: each sample once, without accumulation."""
+        once = replace(self, accumulation=1)
+        repeats = [1.0] * len(dataset.directories)
+        return once.dataset(name, dataset, self.train.eval_micro_batch_size_per_gpu, repeats, streams=True)
+
+    def dataset(
+        self, name: str, dataset: DatasetConfig, batch: BatchSize, repeats: Sequence[float], streams: bool = False
+    ) -> DatasetEstimate:
+        """Estimate a dataset; an evaluation set always ``streams``."""
+        counts = count_samples(dataset, self.train.seed)
+        cache = self.cache(counts, dataset.directories)
+        on_device = self.train.residence == "device" and not streams
+        shapes = sum(map(_num_shapes, counts.buckets.values()))
+        estimator = replace(self, resident=cache.value if on_device else 0, shapes=shapes)
+        images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
+        captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
+        rows = [
+            estimator.row(bucket, resolution, directories, batch_size_for(batch, resolution), repeats)
+            for (resolution, bucket), directories in sorted(counts.buckets.items())
+        ]
+        return DatasetEstimate(
+            name=name,
+            path=dataset.path,
+            cache_dir=dataset.cache_dir,
+            samples=counts.samples,
+            rejects=counts.rejects,
+            rows=tuple(rows),
+            cache=cache,
+            index=resident_index_bytes(images, captions),
+            shapes=shapes,
+            extremes=counts.extremes,
+            cut=count_cut_captions(
+                counts.captions.captions(), family_of(self.train.model).encoding.model_limits(self.train.model)
+            ),
+        )
+
+    def row(
+        self,
+        bucket: Bucket,
+        resolution: Resolution,
+        directories: Mapping[int, BucketCount],
+        micro_batch: int,
+        repeats: Sequence[float],
+    ) -> BucketEstimate:
+        counts = directories.values()
+        segments = tuple(Segment(count.samples, repeats[index]) for index, count in sorted(directories.items()))
+        drop = self.train.small_buckets == "drop"
+        order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
+        tokens = self.cost.tokens(bucket.width, bucket.height)
+        adapter = self.train.adapter is not None
+        flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter)
+        samples = sum(count.samples for count in counts)
+        masked = any(count.masked for count in counts)
+        columns = self.columns(bucket)
+        prepared = family_of(self.train.model).prepared_columns(self.train.model, columns)
+        return BucketEstimate(
+            bucket=bucket,
+            resolution=resolution,
+            samples=samples,
+            enlarged=sum(count.enlarged for count in counts),
+            cropped=sum(count.cropped for count in counts) / samples,
+            micro_batch=micro_batch,
+            global_batch=order.batch,
+            steps=order.num_batches,
+            padding=order.padding,
+            tokens=tokens,
+            step_flops=Amount(order.batch * flops.value, f"{self.cost.text.at_most}samples per step·{flops.formula}"),
+            gpu=gpu_memory(self.setup(tokens, micro_batch)),
+            prepared=batch_bytes(prepared, micro_batch, masked),
+            latents=latent_bytes(prepared, micro_batch, masked),
+            read=micro_batch * sample_bytes(columns, mask=masked).value,
+        )
+
+    def columns(self, bucket: Bucket) -> tuple[Column, ...]:
+        """Return the columns of the cache."""
+        return family_of(self.train.model).columns(self.train.model, self.train.model.diffusers_path, bucket)
+
+    def cache(self, counts: SampleCounts, directories: tuple[DirectoryConfig, ...]) -> Amount:
+        """Return the bytes of the cache's shards; each resolution has its own copy of the captions' features."""
+        total, formula = 0, "no images"
+        for (_, bucket), by_directory in counts.buckets.items():
+            columns = self.columns(bucket)
+            caption = caption_bytes(columns)
+            for index, count in by_directory.items():
+                variants = 2 if directories[index].flip else 1
+                total += count.samples * image_bytes(columns, variants, count.masked > 0).value
+                total += count.captions * caption.value
+            image = f"images·{image_bytes(columns).formula} at {bucket} (twice with flip, + masks)"
+            formula = f"{image} + captions·{self.text.at_most}{caption.formula}"
+        return Amount(total, formula)
+
+    def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
+        plan = BatchPlan(tokens, micro_batch, self.accumulation, self.shapes)
+        return run_setup(self.train, self.cost, self.layout, plan, self.resident)
+
+
+def _num_shapes(directories: Mapping[int, BucketCount]) -> int:
+    """Return the shapes of a bucket's micro-batches: two if only some have masks."""
+    masked, samples = (sum(getattr(count, name) for count in directories.values()) for name in ("masked", "samples"))
+    return 2 if 0 < masked < samples else 1
+
+
+def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEstimate], copies: Amount) -> Amount:
+    """Return the host memory of the loaders of training and evaluation, and of the copies for checkpoints."""
+    loader, micro_batch = _loader(train, data, train.gradient_accumulation_steps)
+    evaluation = max((_loader(train, dataset, 1)[0].value for dataset in evals), default=0)
+    formula = f"{loader.formula}; micro-batch {micro_batch.value / MIB:.1f} MiB = {micro_batch.formula}"
+    if evaluation:
+        formula += f"; + {evaluation / MIB:.0f} MiB by the same formula while evaluating"
+    formula += f"; + {copies.value / MIB:.0f} MiB copies for checkpoints = {copies.formula}"
+    resident = {"host": data.cache.value + data.index, "device": data.index}.get(train.residence, 0)
+    if resident:
+        formula += f"; + {resident / MIB:.0f} MiB for the cache in memory ({train.residence})"
+    return Amount(loader.value + evaluation + copies.value + resident, formula)
+
+
+def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amount, Amount]:
+    """Return the memory of a dataset's loader, and of the largest prepared micro-batch."""
+    prepared = max((row.prepared for row in data.rows), key=lambda amount: amount.value, default=Amount(0, "no sample"))
+    loader = loader_bytes(
+        prepared,
+        train.num_dataloader_workers,
+        train.dataloader_prefetch_per_worker,
+        train.sd3_shard_size,
+        open_shards(train.shuffle_window, max(1, len(data.rows))),
+        latents=max((row.latents for row in data.rows), default=0),
+        read=max((row.read for row in data.rows), default=0),
+        in_use=in_use,
+        downloads=0 if isinstance(data.cache_dir, Path) else _downloads(train, data),
+    )
+    return loader, prepared
+
+
+def _downloads(train: TrainConfig, data: DatasetEstimate) -> int:
+    """Return the memory of a process's downloads."""
+    sample = max((row.read / max(1, row.micro_batch) for row in data.rows), default=0)
+    return download_bytes(round(train.sd3_shard_size * sample))

@@ -1,0 +1,58 @@
+"""The training setup of a config, from which its GPU memory follows; `check` and training share it."""
+
+from dataclasses import dataclass
+
+from sd3_light.config import TrainConfig
+from sd3_light.core.cost import Cost, Layout, Tokens
+from sd3_light.cost.graph_choice import MAX_GRAPHS, why_no_graphs
+from sd3_light.cost.partition import stage_bounds
+from sd3_light.cost.training_flops import training_flops
+from sd3_light.cost.training_setup import TrainingSetup
+from sd3_light.model.folder import stored_weights
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Micro-batches of one kind: the tokens and number of their samples, and how many of them make a step.
+
+    ``shapes`` counts the shapes of all micro-batches of the run.
+    """
+
+    tokens: Tokens
+    samples: int
+    accumulation: int
+    shapes: int = 1
+
+
+def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, cache: int = 0) -> TrainingSetup:
+    """Return the setup of a run; ``cache`` are the bytes of the cache in GPU memory."""
+    draws_samples = bool(train.sampling.images) or train.metrics is not None
+    adapter = None if train.adapter is None else cost.adapter_parameters(train.adapter)
+    weights = cost.layer_parameters if adapter is None else adapter
+    flops = plan.samples * training_flops(cost.unrouted, plan.tokens).value
+    vae = stored_weights(train.model.diffusers_path / "vae") if draws_samples else ()
+    return TrainingSetup(
+        cost,
+        plan.tokens,
+        plan.samples,
+        ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
+        checkpointing=train.activation_checkpointing,
+        compiled=train.compile,
+        fast=cost.why_stock(train, layout) is None,
+        graphs=why_no_graphs(train, cost, flops, layout) is None,
+        graph_shapes=min(plan.shapes, MAX_GRAPHS),
+        compute_dtype=train.model.transformer_dtype,
+        accumulation=plan.accumulation,
+        optimizer=train.optimizer.type,
+        world=layout.world,
+        parallel=train.parallel,
+        evaluates=bool(train.eval_datasets) or draws_samples,
+        other_models=4 * sum(count for _, count in vae),
+        cache=cache,
+        adapter=adapter,
+        deepspeed=layout.by_deepspeed,
+        zero=train.zero_stage,
+        stages=train.pipeline_stages,
+        bounds=stage_bounds(weights, train.pipeline_stages, train.partition_method, train.partition_split),
+        base_bits=16 if train.adapter is None else train.adapter.base_bits,
+    )

@@ -1,0 +1,106 @@
+"""Bytes of samples: in the cache on disk, as prepared micro-batches, and in the loader's host memory (law 10).
+
+Pure arithmetic; each number comes with its formula. Bytes follow from the columns that a family declares, of its cache
+or of its prepared batches.
+"""
+
+from collections.abc import Sequence
+
+from sd3_light.core.columns import MASK, Column
+from sd3_light.cost.amount import MIB, Amount
+
+MALLOC_CACHE_BYTES = 64 * MIB
+"""Upper bound of the freed memory that the C library keeps in a process that builds batches: twice the 32 MiB above
+which an allocation always goes to the kernel."""
+
+
+def image_bytes(columns: Sequence[Column], variants: int = 1, mask: bool = False) -> Amount:
+    """Return the bytes of one image, with ``mask`` also of its mask: all columns but those of captions."""
+    images = _bytes_of([column for column in columns if not column.per_caption and column.reads != MASK])
+    formula = f"{variants} variants·{images.formula}" if variants > 1 else images.formula
+    masks = _bytes_of([column for column in columns if mask and column.reads == MASK])
+    return Amount(variants * images.value + masks.value, f"{formula} + {masks.formula} mask" if mask else formula)
+
+
+def caption_bytes(columns: Sequence[Column]) -> Amount:
+    """Return the bytes of one caption, the longest in ragged columns."""
+    return _bytes_of([column for column in columns if column.per_caption])
+
+
+def _bytes_of(columns: Sequence[Column]) -> Amount:
+    """Return the bytes of one value of each column: `(77·768 + 256·4096 + 768)·2 B`."""
+    terms = []
+    for size in dict.fromkeys(column.item_bytes for column in columns):
+        shapes = ["·".join(map(str, column.shape)) for column in columns if column.item_bytes == size]
+        terms.append(f"({' + '.join(shapes)})·{size} B" if len(shapes) > 1 else f"{shapes[0]}·{size} B")
+    return Amount(sum(column.nbytes for column in columns), " + ".join(terms))
+
+
+def sample_bytes(columns: Sequence[Column], captions: int = 1, variants: int = 1, mask: bool = False) -> Amount:
+    """Return the cache bytes of one sample, without its fingerprint in the Arrow file (a few hundred bytes)."""
+    image, caption = image_bytes(columns, variants, mask), caption_bytes(columns)
+    value = image.value + captions * caption.value
+    return Amount(value, f"{image.formula} + {captions} caption{'s' if captions != 1 else ''}·{caption.formula}")
+
+
+def latent_bytes(prepared: Sequence[Column], batch: int, mask: bool = False) -> int:
+    """Return the bytes of a prepared micro-batch's noisy latents, targets and masks."""
+    return batch * image_bytes(prepared, mask=mask).value
+
+
+def batch_bytes(prepared: Sequence[Column], batch: int, mask: bool = False) -> Amount:
+    """Return the bytes of one prepared micro-batch, an upper bound for GPUs, which get cached values and add noise.
+
+    Samples add their time and the lengths of ragged columns.
+    """
+    image, caption = image_bytes(prepared, mask=mask), caption_bytes(prepared)
+    value = batch * (image.value + caption.value + 4 + 8 * sum(column.ragged for column in prepared))
+    return Amount(value, f"{at_most(prepared)}B·({image.formula} + {caption.formula})")
+
+
+def at_most(prepared: Sequence[Column]) -> str:
+    """Return the prefix of numbers that hold for the longest caption."""
+    return "at most " if any(column.ragged for column in prepared) else ""
+
+
+def open_shard_bytes(shard_size: int, captions: float = 1.0) -> int:
+    """Return the bytes that an open shard holds in memory: ids, and the offsets of captions and tokens."""
+    return round(8 * (2 * shard_size + 4 * shard_size * captions))
+
+
+def resident_index_bytes(samples: int, captions: int) -> int:
+    """Return the host memory of the index of a cache that is held in memory: ids, and offsets of images and text."""
+    return 8 * (4 * samples + 5 * captions)
+
+
+def loader_bytes(
+    prepared: Amount,
+    workers: int,
+    prefetch: int,
+    shard_size: int,
+    open_shards: int,
+    *,
+    latents: int = 0,
+    read: int = 0,
+    in_use: int = 1,
+    downloads: int = 0,
+) -> Amount:
+    """Return the host memory of one rank's loader, without interpreters.
+
+    It holds the prefetched micro-batches, those of the step ``in_use`` and one being copied to a device. Each process
+    that prepares them adds the ``read`` bytes of a micro-batch's samples, three times its ``latents`` (noise, the
+    posterior draw and intermediate values), malloc's cache, the indices of ``open_shards`` shards, and
+    the ``downloads`` in progress from a URL.
+    """
+    preparers, in_copy = max(1, workers), int(workers > 0)
+    index = open_shard_bytes(shard_size)
+    batches = workers * prefetch + in_use + in_copy
+    own = 3 * latents + read + MALLOC_CACHE_BYTES + open_shards * index + downloads
+    value = batches * prepared.value + preparers * own
+    formula = (
+        f"({workers} workers·{prefetch} prefetched + {in_use} in use + {in_copy} in copy)·micro-batch + {preparers}·"
+        f"(3·{latents / MIB:.1f} MiB latents + {read / MIB:.1f} MiB read + 64 MiB malloc + "
+        f"{open_shards} open shards·{index / 1024:.1f} KiB"
+        f"{f' + {downloads / MIB:.0f} MiB downloads' if downloads else ''})"
+    )
+    return Amount(value, formula)

@@ -1,0 +1,62 @@
+"""The duration of training steps, from speeds that were measured on a kind of GPU. Pure.
+
+Each row is from docs/LOG.md: the share of the dense bf16 peak that training of `sd3_light` reaches, by kind of blocks,
+and the time per block below which no micro-batch gets, because the host cannot launch its kernels faster.
+"""
+
+import re
+from typing import NamedTuple
+
+from sd3_light.cost.device_peaks import peak_flops
+
+CPU_CORE_FLOPS = 20e9
+"""Assumed FLOP/s of training in float32 per CPU core; cores differ several times."""
+
+
+def cpu_seconds(flops: float, cores: int) -> float:
+    """Return the time of training steps on CPU cores, at an assumed speed."""
+    return flops / (CPU_CORE_FLOPS * cores)
+
+
+def cpu_assumption(cores: int) -> str:
+    """Return the device and the assumed speed behind `cpu_seconds`, to follow a duration."""
+    return f"on {cores} CPU cores, at an assumed {CPU_CORE_FLOPS / 1e9:.0f} GFLOP/s per core"
+
+
+class MeasuredSpeed(NamedTuple):
+    """Words that a GPU's name contains, the kind of its blocks, and what was measured."""
+
+    words: str
+    blocks: str
+    share_of_peak: float
+    block_seconds: float
+
+
+# fmt: off
+_MEASURED = (
+    #             words   blocks      share  seconds per block
+    MeasuredSpeed("h200", "fast",     0.49,  0.009),
+    MeasuredSpeed("h200", "fp8",      0.55,  0.009),
+    MeasuredSpeed("h200", "compiled", 0.43,  0.009),
+    MeasuredSpeed("h200", "stock",    0.23,  0.009),
+)
+# fmt: on
+
+
+def measured_speed(device_name: str, blocks: str) -> MeasuredSpeed | None:
+    """Return what was measured on this kind of GPU with these blocks; None if nothing was."""
+    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+    return next((row for row in _MEASURED if row.blocks == blocks and words.issuperset(row.words.split())), None)
+
+
+def training_seconds(
+    device_name: str, blocks: str, flops: float, micro_batches: int, num_layers: int, gpus: int = 1
+) -> float | None:
+    """Return the seconds of ``flops`` in ``micro_batches`` per GPU; None for a kind of GPU that was not measured.
+
+    Several GPUs are assumed to scale linearly, which was not measured.
+    """
+    speed, peak = measured_speed(device_name, blocks), peak_flops(device_name, "bfloat16")
+    if speed is None or peak is None:
+        return None
+    return max(flops / (gpus * peak * speed.share_of_peak), micro_batches * num_layers * speed.block_seconds)

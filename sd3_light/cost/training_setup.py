@@ -1,0 +1,140 @@
+"""Everything that the memory of a training run depends on: model, batch, engine and layout."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from sd3_light.config.base import Checkpointing
+from sd3_light.core.cost import BlockKind, Compute, Cost, SampleBytes, Tokens
+from sd3_light.cost.partition import stage_bounds
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """How a denoiser is trained. ``world`` is the number of GPUs.
+
+    With ``deepspeed`` they form pipelines of ``stages`` with ZeRO stage ``zero``. The numbers are those of stage
+    ``stage``, whose layers follow from ``bounds`` (empty: as even in parameters as DeepSpeed makes them).
+    """
+
+    cost: Cost
+    tokens: Tokens
+    batch: int
+    ema_tracks: int = 0
+    checkpointing: Checkpointing = False
+    compiled: bool = False
+    fast: bool = False
+    graphs: bool = False  # CUDA graphs: gradients, and the memory of a step, stay allocated
+    graph_shapes: int = 1  # recorded shapes of micro-batches; each has its own inputs
+    compute_dtype: str = "bfloat16"
+    accumulation: int = 1
+    optimizer: str = "adamw"
+    world: int = 1
+    parallel: str = "ddp"
+    evaluates: bool = False
+    other_models: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
+    cache: int = 0  # bytes of the training cache, if it is in GPU memory
+    adapter: tuple[int, ...] | None = None  # trained parameters per layer; the denoiser's own are frozen then
+    base_bits: int = 16  # bits of a frozen weight in the matrices of the blocks; under 16, one GPU holds all of them
+    deepspeed: bool = False
+    zero: int = 1
+    stages: int = 1
+    bounds: tuple[int, ...] = ()
+    stage: int = 0
+
+    # --- the layout ----------------------------------------------------------------------------
+
+    @property
+    def zero_stage(self) -> int | None:
+        """DeepSpeed's effective ZeRO stage; None with the torch engine."""
+        if not self.deepspeed:
+            return None
+        return 0 if self.world == 1 and self.zero == 1 else self.zero  # one process has nothing to shard
+
+    @property
+    def replicas(self) -> int:
+        """Pipelines that train on different micro-batches."""
+        return self.world // self.stages
+
+    @property
+    def shards(self) -> int:
+        """GPUs over which weights and averages are sharded."""
+        sharded = self.zero_stage == 3 or (self.zero_stage is None and self.parallel == "fsdp2")
+        return self.world if sharded else 1
+
+    @property
+    def moment_shards(self) -> int:
+        """GPUs over which the optimizer state is sharded."""
+        return self.replicas if self.zero_stage in (1, 2) else self.shards
+
+    @property
+    def uses_ddp(self) -> bool:
+        """Whether torch's DDP averages gradients, in buckets that stay allocated."""
+        return self.zero_stage is None and self.world > 1 and self.shards == 1
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches of this stage that wait for their backward pass (one-forward-one-backward schedule)."""
+        return min(self.accumulation, self.stages - self.stage)
+
+    @property
+    def block_kind(self) -> BlockKind:
+        """The kind of the blocks on GPUs."""
+        return "fast" if self.fast else "compiled" if self.compiled else "stock"
+
+    # --- the layers of this stage --------------------------------------------------------------
+
+    @cached_property
+    def layer_bounds(self) -> tuple[int, ...]:
+        """Bounds of the stages in the list of layers."""
+        weights = self.cost.layer_parameters if self.adapter is None else self.adapter
+        return self.bounds or stage_bounds(weights, self.stages, "parameters")
+
+    @cached_property
+    def layers(self) -> range:
+        """The layers of this stage."""
+        return range(self.layer_bounds[self.stage], self.layer_bounds[self.stage + 1])
+
+    @property
+    def blocks(self) -> range:
+        """The blocks of this stage, counted from 0."""
+        return range(max(self.layers.start - 1, 0), min(self.layers.stop - 1, self.cost.num_blocks))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage embeds the inputs."""
+        return 0 in self.layers
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes the loss."""
+        return self.cost.num_blocks + 1 in self.layers
+
+    @cached_property
+    def parameters(self) -> int:
+        """All parameters of this stage, P."""
+        return sum(self.cost.layer_parameters[self.layers.start : self.layers.stop])
+
+    @cached_property
+    def trained_parameters(self) -> int:
+        """The trained parameters of this stage: P, or those of the adapter."""
+        return self.parameters if self.adapter is None else sum(self.adapter[self.layers.start : self.layers.stop])
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of the frozen weights under an adapter: in their compute dtype, or quantized with their scales."""
+        if self.adapter is None:
+            return 0
+        quantized = self.cost.block_matrices if self.base_bits < 16 else 0
+        scales = quantized / 64 * (1 + 4 / 256) if self.base_bits == 4 else 0  # 8-bit rows' scales are negligible
+        width = 4 if self.compute_dtype == "float32" else 2
+        return round((self.parameters - quantized) * width + quantized * self.base_bits / 8 + scales)
+
+    @property
+    def block_parameters(self) -> int:
+        """Parameters of the largest block of this stage."""
+        return max((self.cost.layer_parameters[block + 1] for block in self.blocks), default=0)
+
+    @cached_property
+    def sample(self) -> SampleBytes:
+        """The memory of one sample."""
+        return self.cost.sample_bytes(self.tokens, Compute(self.block_kind, self.compute_dtype))

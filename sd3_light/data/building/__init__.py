@@ -1,1 +1,0 @@
-"""From sources to shards: the catalogue of inputs, the cache plan, claims among processes, and decoding."""

@@ -1,0 +1,425 @@
+"""The cache plan: which samples go into which shard, as a pure function of the catalogue.
+
+A unit of work is one shard: samples of one source, one resolution and one bucket. Its file name contains the
+fingerprint of everything that determines it, so a unit whose file exists is done, no matter which process built it, and
+a change renames only the units that it affects. Sample hashes decide where units end, so an added file changes its own
+unit and rarely the next.
+
+A plan is stored on disk: `plan-DIGEST.arrow` has one row per unit with the positions of its samples in the catalogue,
+read when the unit is built; `plan-DIGEST.jsonl` lists the duplicates; `plan-DIGEST.json` has the counts and
+is written last.
+"""
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from sd3_light.config import DirectoryConfig
+from sd3_light.config.base import DataLocation
+from sd3_light.data.manifest import DUPLICATES, ShardEntry
+from sd3_light.files import atomic_file, write_atomically
+from sd3_light.inputs import read_json_file, require_regular
+from sd3_light.randomness import sample_id
+from sd3_light.sources.buckets import Bucket, fits, limits_sizes, misfit
+from sd3_light.sources.captions import caption_variants
+from sd3_light.sources.catalogue import (
+    PART_ROWS,
+    Catalogue,
+    InputRow,
+    Listing,
+    Source,
+    is_end,
+    sample_location,
+)
+from sd3_light.sources.claims import Claims
+from sd3_light.sources.decode import DecodeTask, Probe
+from sd3_light.sources.earlier_images import EarlierImages, open_earlier_images
+from sd3_light.sources.preprocess import PREPROCESS_VERSION
+from sd3_light.sources.selection import matches_size
+
+PLAN_VERSION = 3
+_UNITS_PER_BATCH = 64
+_MAX_PLANS = 8
+_DUPLICATES = ".jsonl"
+_TAGS_SEED = 0  # the cached caption shuffles serve every training seed
+_IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "num_repeats", "caption_weights"}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One sample of a unit. Its image and its captions have fingerprints of their own, which do not name the sample."""
+
+    row: InputRow
+    identity: int
+    captions: tuple[str, ...]
+    bucket: Bucket
+    flip: bool
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the sample's contents, at any size."""
+        return sample_fingerprint(self.row, self.captions)
+
+    @property
+    def image_fingerprint(self) -> str:
+        """A hash of everything that decides the pixels that are encoded; equal images of other samples have it too."""
+        return digest_of("image", self.row.digest, str(self.bucket), str(self.flip), str(PREPROCESS_VERSION))
+
+    @property
+    def mask_fingerprint(self) -> str:
+        """A hash of everything that decides the mask at latent resolution; "" without one."""
+        row = self.row
+        if not row.mask_digest:
+            return ""
+        size = f"{row.width}x{row.height}"  # of the image, which the mask is cropped with
+        return digest_of("mask", row.mask_digest, size, str(self.bucket), str(PREPROCESS_VERSION))
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit of work: one shard to build."""
+
+    number: int
+    file: str
+    label: str
+    bucket: Bucket
+    resolution: tuple[int, int]
+    flip: bool
+    fingerprint: str
+    count: int
+
+    @property
+    def entry(self) -> ShardEntry:
+        """The manifest entry; count, size and hash are filled in when the shard is written."""
+        return ShardEntry(self.file, str(self.bucket), self.resolution, self.label, 0, 0, "", self.fingerprint)
+
+
+@dataclass
+class PlanCounts:
+    """Counts of inputs, made while planning."""
+
+    images: int = 0
+    cropped: int = 0
+    enlarged: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    unmatched: int = 0
+    duplicates: Counter[str] = field(default_factory=Counter)
+
+
+class CachePlan:
+    """All units of a dataset. The samples of a unit are read from the catalogue on request."""
+
+    def __init__(self, path: Path, catalogue: Catalogue, listings: Sequence[Listing]) -> None:
+        self.path, self._catalogue = path, catalogue
+        self._sources = {listing.source.label: listing.source for listing in listings}
+        self._parts = [part for listing in listings for part in listing.parts]
+        self._directories = [listing.source.directory for listing in listings for _ in listing.parts]
+        counts = read_json_file(path.with_suffix(".json"))
+        self.counts = PlanCounts(counts["pictures"], counts["cropped"], counts["enlarged"], Counter(counts["rejected"]))
+        self.counts.unmatched = counts.get("unmatched", 0) + sum(listing.unmatched for listing in listings)
+        self.counts.duplicates = Counter(counts["duplicates"])
+        self.duplicates_file = path.with_suffix(_DUPLICATES)
+        os.utime(self.duplicates_file)
+        require_regular(path)
+        self._file = pa.ipc.open_file(pa.memory_map(str(path)))
+        self.units = list(self._read_units())
+
+    def _read_units(self) -> Iterator[Unit]:
+        self._starts = [0]
+        for number in range(self._file.num_record_batches):
+            batch = self._file.get_batch(number)
+            rows = batch.select(["file", "label", "size", "resolution", "flip", "fingerprint", "count"]).to_pylist()
+            for index, row in enumerate(rows):
+                bucket, resolution = Bucket(*row.pop("size")), tuple(row.pop("resolution"))
+                yield Unit(number=self._starts[-1] + index, bucket=bucket, resolution=resolution, **row)
+            self._starts.append(self._starts[-1] + len(rows))
+
+    def source(self, unit: Unit) -> Source:
+        """Return the source of a unit's samples."""
+        return self._sources[unit.label]
+
+    def ids(self, unit: Unit) -> NDArray[np.int64]:
+        """Return the ids of a unit's samples."""
+        return self._column(unit, "ids")
+
+    def members(self, unit: Unit) -> list[Member]:
+        """Return the samples of a unit, in order."""
+        positions, directory = self._column(unit, "places"), self.source(unit).directory
+        members: list[Member] = []
+        for part in dict.fromkeys((positions // PART_ROWS).tolist()):
+            numbers = (positions[positions // PART_ROWS == part] % PART_ROWS).tolist()
+            rows = self._catalogue.rows(self._parts[part], numbers)
+            captions = (cached_captions(row, directory) for row in rows)
+            members += [
+                Member(row, sample_id(row.key), texts, unit.bucket, unit.flip)
+                for row, texts in zip(rows, captions, strict=True)
+            ]
+        return members
+
+    def rejected(self) -> Iterator[InputRow]:
+        """Yield every rejected input, part by part; images whose size the directory's limits exclude last."""
+        for part, directory in zip(self._parts, self._directories, strict=True):
+            yield from self._catalogue.rejected(part)
+            for row in self._catalogue.rows(part) if limits_sizes(directory) else ():
+                if row.reason or not matches_size(directory.where, row.attributes, row.width, row.height):
+                    continue
+                if reason := misfit(row.width, row.height, directory):
+                    yield replace(row, reason=reason, detail=f"{row.width}x{row.height}")
+
+    def _column(self, unit: Unit, name: str) -> NDArray[np.int64]:
+        batch = int(np.searchsorted(self._starts, unit.number, side="right")) - 1
+        column = self._file.get_batch(batch).column(name)
+        values: NDArray[np.int64] = column[unit.number - self._starts[batch]].values.to_numpy()
+        return values
+
+
+def make_cache_plan(
+    catalogue: Catalogue,
+    listings: Sequence[Listing],
+    decided_by: Mapping[str, Any],
+    shard_size: int,
+    show_progress: "ShowProgress | None" = None,
+) -> CachePlan:
+    """Return the plan of the catalogue's contents. A new plan is written by one process while the others wait.
+
+    ``decided_by`` is everything besides the samples that decides the bytes of a shard. ``show_progress``
+    (`runlog.progress`) shows a bar while similar images are looked for.
+    """
+    contents = digest_of(repr(sorted(decided_by.items())))
+    settings = [
+        (*listing.parts, listing.source.directory.model_dump_json(exclude=_IGNORED_SETTINGS)) for listing in listings
+    ]
+    name = f"plan-{digest_of(contents, repr(settings), str(shard_size), str(PLAN_VERSION))}"
+    path = catalogue.folder / f"{name}.arrow"
+
+    def write(_: str) -> None:
+        _Planner(catalogue, contents, shard_size, show_progress).write(path, listings)
+        _prune_plans(catalogue.folder)
+
+    catalogue.claims.divide([name], lambda _: _is_planned(path, catalogue.claims), write)
+    try:
+        os.utime(path)
+        return CachePlan(path, catalogue, listings)
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+        # damaged: the plan follows from the catalogue, so rebuild it, once
+        _Planner(catalogue, contents, shard_size).write(path, listings)
+        return CachePlan(path, catalogue, listings)
+
+
+def _is_planned(path: Path, claims: Claims) -> bool:
+    """Return whether a valid plan exists; with unreadable inputs, whether it was written during this run."""
+    counts = path.with_suffix(".json")
+    try:
+        rejected = read_json_file(counts)["rejected"]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return False
+    return "unreadable" not in rejected or claims.is_newer(counts, path.stem)
+
+
+def _prune_plans(folder: Path) -> None:
+    """Remove all but the most recently used plans."""
+    for path in sorted(folder.glob("plan-*.arrow"), key=_last_use)[:-_MAX_PLANS]:
+        for suffix in (".json", _DUPLICATES, ".arrow"):
+            path.with_suffix(suffix).unlink(missing_ok=True)
+        for index in reuse_files(path):
+            index.unlink(missing_ok=True)
+
+
+def reuse_files(plan: Path, manifest: str = "*") -> list[Path]:
+    """Return the files that say what the shards of a plan copy from those of an old manifest (`building.reuse`)."""
+    return sorted(plan.parent.glob(f"{reuse_name(plan, manifest)}.*"))
+
+
+def reuse_name(plan: Path, manifest: str) -> str:
+    """Return the name of these files for the plan at a path and a hash of the old manifest."""
+    return f"reuse-{plan.stem.removeprefix('plan-')}-{manifest}"
+
+
+def _last_use(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # pruned by another process
+        return 0.0
+
+
+_PLAN_SCHEMA = pa.schema(
+    [
+        *((name, pa.string()) for name in ("file", "label", "fingerprint")),
+        ("size", pa.list_(pa.int32(), 2)),
+        ("resolution", pa.list_(pa.int32(), 2)),
+        ("flip", pa.bool_()),
+        ("count", pa.int32()),
+        ("places", pa.list_(pa.int64())),
+        ("ids", pa.list_(pa.int64())),
+    ]
+)
+
+ShowProgress = Callable[[str, int | None, str], AbstractContextManager[Any]]
+"""Shows a bar with a title, a total and a unit; `advance` of what it yields counts."""
+_UnitKey = tuple[tuple[int, int], Bucket]
+"""(resolution, bucket) of a unit."""
+_Placed = tuple[int, int, str]
+"""Position in the catalogue, id and fingerprint of a sample."""
+
+
+class _Planner:
+    """Assigns samples to units in catalogue order; holds one open unit per bucket and a few finished ones."""
+
+    def __init__(
+        self, catalogue: Catalogue, contents: str, shard_size: int, show_progress: "ShowProgress | None" = None
+    ) -> None:
+        self._catalogue, self._contents, self._shard_size = catalogue, contents, shard_size
+        self._show_progress = show_progress
+        self._counts = PlanCounts()
+        self._duplicates: TextIO
+        self._advance: Callable[[], None]
+
+    def write(self, path: Path, listings: Sequence[Listing]) -> None:
+        """Write the plan, counts last."""
+        with (
+            open_earlier_images() as earlier,
+            _comparison_bar(listings, self._show_progress) as self._advance,
+            atomic_file(path.with_suffix(_DUPLICATES)) as list_path,
+            open(list_path, "w", encoding="utf-8") as self._duplicates,
+            atomic_file(path) as temporary,
+            pa.OSFile(str(temporary), "wb") as sink,
+            pa.ipc.new_file(sink, _PLAN_SCHEMA) as writer,
+        ):
+            units = self._units(listings, earlier)
+            while batch := list(islice(units, _UNITS_PER_BATCH)):
+                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema=_PLAN_SCHEMA))
+        counts = {
+            "pictures": self._counts.images,
+            "cropped": self._counts.cropped,
+            "enlarged": self._counts.enlarged,
+            "rejected": dict(self._counts.rejected),
+            "unmatched": self._counts.unmatched,
+            "duplicates": dict(self._counts.duplicates),
+        }
+        write_atomically(path.with_suffix(".json"), json.dumps(counts).encode())
+
+    def _units(self, listings: Sequence[Listing], earlier: EarlierImages) -> Iterator[dict[str, Any]]:
+        part_number = 0
+        for listing in listings:
+            open_units: defaultdict[_UnitKey, list[_Placed]] = defaultdict(list)
+            for part in listing.parts:
+                rows = self._catalogue.rows(part)
+                yield from self._assign(listing.source, part_number * PART_ROWS, rows, open_units, earlier)
+                part_number += 1
+            for key, unit in open_units.items():
+                if unit:
+                    yield _finish_unit(listing.source, key, unit, self._contents)
+
+    def _assign(
+        self,
+        source: Source,
+        first: int,
+        rows: Sequence[InputRow],
+        open_units: defaultdict[_UnitKey, list[_Placed]],
+        earlier: EarlierImages,
+    ) -> Iterator[dict[str, Any]]:
+        for position, row in enumerate(rows, start=first):
+            self._advance()
+            if row.reason:
+                self._counts.rejected[row.reason] += 1
+                continue
+            if not matches_size(source.directory.where, row.attributes, row.width, row.height):
+                self._counts.unmatched += 1
+                continue
+            if reason := misfit(row.width, row.height, source.directory):
+                self._counts.rejected[reason] += 1
+                continue
+            if self._is_dropped(row, source.directory, earlier):
+                continue
+            self._counts.images += 1
+            identity = sample_id(row.key)
+            fingerprint = sample_fingerprint(row, cached_captions(row, source.directory))
+            for resolution, bucket, resize in fits(row.width, row.height, source.directory):
+                self._counts.cropped += resize.cropped_fraction > 0
+                self._counts.enlarged += resize.enlarged
+                unit = open_units[resolution, bucket]
+                unit.append((position, identity, fingerprint))
+                if is_end(len(unit), identity, self._shard_size):
+                    yield _finish_unit(source, (resolution, bucket), unit, self._contents)
+                    open_units[resolution, bucket] = []
+
+    def _is_dropped(self, row: InputRow, directory: DirectoryConfig, earlier: EarlierImages) -> bool:
+        """Return whether an image is left out because of an earlier one. A duplicate is counted and listed."""
+        duplicate = earlier.add(row, directory)
+        if duplicate is None:
+            return False
+        self._counts.duplicates[duplicate.kind] += 1
+        names = {"first": duplicate.first, "first_image": duplicate.first_image}
+        line = {"key": row.key, "image": row.image, "kind": DUPLICATES[duplicate.kind], **names}
+        self._duplicates.write(json.dumps(line, ensure_ascii=False) + "\n")
+        return duplicate.is_dropped
+
+
+@contextmanager
+def _comparison_bar(listings: Sequence[Listing], show: "ShowProgress | None") -> Iterator[Callable[[], None]]:
+    """Yield a function to call per row: it advances a bar if similar images are to be found, which takes time."""
+    if show is None or not any(listing.source.finds_similar for listing in listings):
+        yield lambda: None
+        return
+    with show("comparing images", sum(listing.rows for listing in listings), "images") as bar:
+        yield bar.advance
+
+
+def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed], contents: str) -> dict[str, Any]:
+    (resolution, bucket), flip = key, source.directory.flip
+    positions, ids, fingerprints = zip(*unit, strict=True)
+    fingerprint = digest_of(*fingerprints, str(bucket), str(flip), contents)
+    return {
+        "file": f"{source.name}-r{resolution[0]}x{resolution[1]}-{bucket}-{fingerprint[:20]}.safetensors",
+        "label": source.label,
+        "fingerprint": fingerprint,
+        "size": [bucket.width, bucket.height],
+        "resolution": list(resolution),
+        "flip": flip,
+        "count": len(unit),
+        "places": positions,
+        "ids": ids,
+    }
+
+
+def cached_captions(row: InputRow, directory: DirectoryConfig) -> tuple[str, ...]:
+    """Return the captions of a row as they are encoded."""
+    return caption_variants(row.captions, _TAGS_SEED, row.key, directory)
+
+
+def sample_fingerprint(row: InputRow, captions: tuple[str, ...]) -> str:
+    """Return a hash of a sample's key, image, mask and captions, and of how its image is read."""
+    return digest_of(row.key, row.digest, row.mask_digest, repr(captions), str(PREPROCESS_VERSION))
+
+
+def caption_fingerprint(caption: str) -> str:
+    """Return a hash of a caption's text."""
+    return digest_of("caption", caption)
+
+
+def decode_task(member: Member, root: DataLocation, with_pixels: bool = True) -> DecodeTask:
+    """Return the task of decoding a sample, or only its mask; ``root`` is the folder of its source."""
+    row = member.row
+    probe = Probe(row.width, row.height, row.digest, mask_digest=row.mask_digest)
+    return DecodeTask(sample_location(row, root), probe, member.bucket, with_pixels)
+
+
+def digest_of(*parts: str) -> str:
+    """Return a hash of texts, in which the end of one and the beginning of the next cannot be exchanged."""
+    digest = blake2b(digest_size=16)
+    for part in parts:
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little"))
+        digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,220 @@
+"""From cached rows to the batches of a denoiser: times, latents and noise. A family adds its conditioning.
+
+Everything is drawn per sample (law 1), so the same rows give the same batch in any process.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sd3_light.config import ModelConfig
+from sd3_light.core.batch import Batch
+from sd3_light.core.training import Preparer, ResidentPreparer
+from sd3_light.data.order import Picks
+from sd3_light.data.resident import ResidentCache
+from sd3_light.data.slots import AllocateTensor
+from sd3_light.data.stream import CachedBatch
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.flow.noise import DeviceNoise
+from sd3_light.flow.objective import interpolate, velocity
+from sd3_light.flow.timesteps import open_interval, times_from_quantiles
+from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
+
+Occurrences = NDArray[np.int64]
+"""The `randomness.occurrence_words` of a batch's samples."""
+Draw = Callable[[tuple[int, ...]], Tensor]
+"""Shape of a sample -> standard normals of the batch."""
+
+
+class Conditioning(NamedTuple):
+    """What a denoiser gets beside latents and time: values for the device, and counts that stay on the host."""
+
+    values: Mapping[str, Tensor]
+    host: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class FlowPreparer(Preparer, ABC):
+    """Turns cached rows into batches. Small: workers get a copy."""
+
+    seed: int
+    model: ModelConfig
+    scale: LatentScale
+
+    @abstractmethod
+    def condition(
+        self, rows: CachedBatch, occurrences: Occurrences, evaluation: bool, allocate: AllocateTensor | None
+    ) -> Conditioning:
+        """Return the conditioning of a batch, with dropout unless in ``evaluation``.
+
+        The value with most of the bytes is in memory that ``allocate`` returns.
+        """
+
+    def image_draws(self, occurrences: Occurrences, shape: torch.Size) -> dict[str, Tensor]:
+        """Return what training draws per image, for latents of a shape that ends with height and width."""
+        return {}
+
+    @abstractmethod
+    def resident(self, cache: ResidentCache, seed: int) -> ResidentPreparer:
+        """Return what prepares the same batches from a cache in memory; ``seed`` is that of the order."""
+
+    # --- whole batches ---------------------------------------------------------------------------
+
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Batch:
+        """Return noisy, t, the conditioning, target and, where there is one, mask.
+
+        In training there are also the `image_draws`. ``timestep_quantile`` makes a validation batch: that quantile of t
+        for all samples, noise that depends on the sample alone, the posterior's mean and no dropout.
+        """
+        return self.prepare_into(batch, None, timestep_quantile)
+
+    def prepare_into(
+        self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None = None
+    ) -> Batch:
+        """Like `prepare_inputs`, with most of the bytes in memory that ``allocate`` returns."""
+        return self.add_noise(self._clean(batch, allocate, timestep_quantile), timestep_quantile is not None)
+
+    def prepare_clean(self, batch: CachedBatch, allocate: AllocateTensor | None = None) -> Batch:
+        """Return moments, t, the conditioning, words and so on, to get noise later.
+
+        ``words`` are `randomness.occurrence_words` as int32 [B, 4].
+        """
+        return self._clean(batch, allocate, None)
+
+    def add_noise(self, clean: Batch, evaluation: bool = False) -> Batch:
+        """Return the batch of `prepare_inputs` for one of `prepare_clean`, both on the host."""
+        occurrences = clean["words"].view(torch.int64).numpy()
+        if evaluation:
+            draw = partial(self._normals, "eval-noise", occurrence_words(0, 0, occurrences[:, 1]))
+            return self._noisy(clean, draw, None)
+        draws = (partial(self._normals, purpose, occurrences) for purpose in ("noise", "posterior"))
+        return self._noisy(clean, *draws)
+
+    def noise_adder(self, device: torch.device) -> Callable[[Batch], Batch]:
+        """Return a function that turns a batch of `prepare_clean` on the device into one of `prepare_inputs`.
+
+        Noise and posterior draws have the same bits as on the host; latents and targets agree to rounding.
+        """
+        noise = DeviceNoise(self.seed, device)
+
+        def add(clean: Batch) -> Batch:
+            words = clean["words"].view(torch.int64)
+            draws = (partial(noise.normals, purpose, words) for purpose in ("noise", "posterior"))
+            return self._noisy(clean, *draws)
+
+        return add
+
+    # --- parts of a batch ------------------------------------------------------------------------
+
+    def times(self, occurrences: Occurrences, shape: torch.Size, quantile: float | None = None) -> Tensor:
+        """Return t [B] for latents of a shape that ends with height and width."""
+        if quantile is None:
+            drawn = uniforms(first_words(self.seed, "timestep", occurrences)[0]).tolist()
+            quantiles = [open_interval(value) for value in drawn]
+        else:
+            quantiles = [quantile] * len(occurrences)
+        tokens = math.prod(token_grid(shape))
+        return torch.tensor(times_from_quantiles(quantiles, tokens, self.model), dtype=torch.float32)
+
+    def _clean(self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None) -> Batch:
+        occurrences = occurrence_words(batch["epoch"], batch["repeat"], batch["sample_id"])
+        moments = batch["moments"]
+        is_evaluation = timestep_quantile is not None
+        values = {"moments": moments, "t": self.times(occurrences, moments.shape, timestep_quantile)}
+        conditioning = self.condition(batch, occurrences, is_evaluation, allocate)
+        values |= conditioning.values
+        if not is_evaluation:
+            values |= self.image_draws(occurrences, moments.shape)
+        values["words"] = torch.from_numpy(occurrences).view(torch.int32)
+        return Batch(len(moments), values, dict(conditioning.host)).with_values({"mask": batch.get("mask")})
+
+    def _noisy(self, clean: Batch, noise: Draw, posterior: Draw | None) -> Batch:
+        moments = clean["moments"]
+        mask = clean.get("mask")
+        shape = self.scale.latent_shape(moments.shape)
+        drawn = noise(shape)
+        sample = posterior if self.scale.has_distribution else None
+        latent = self.scale.draw(moments, None if sample is None else sample(shape))
+        rest = clean.with_values({}, without=("moments", "words", "mask"))
+        values = {"noisy": interpolate(latent, drawn, clean["t"]), **rest.values, "target": velocity(latent, drawn)}
+        return replace(clean, values=values).with_values({"mask": None if mask is None else _mask_weights(mask)})
+
+    def _normals(self, purpose: str, occurrences: Occurrences, shape: tuple[int, ...]) -> Tensor:
+        values = np.empty((len(occurrences), *shape), dtype=np.float32)
+        for at, draw in enumerate(streams(self.seed, purpose, occurrences)):
+            fill_normals(draw, values[at])
+        return torch.from_numpy(values)
+
+
+def token_grid(shape: torch.Size) -> tuple[int, int]:
+    """Return the rows and columns of tokens of latents whose shape ends with height and width: 2 x 2 pixels each."""
+    return shape[-2] // 2, shape[-1] // 2
+
+
+def _mask_weights(mask: Tensor) -> Tensor:
+    """Return the weights 0 to 1 of a mask of bytes, with the same bits on every device.
+
+    A GPU divides by a number of the host as a multiplication by its reciprocal, by a tensor exactly.
+    """
+    return mask.float() / mask.new_full((), 255.0, dtype=torch.float32)
+
+
+# --- who prepares what -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CleanPreparer:
+    """Prepares batches without noise, for a device that adds it."""
+
+    preparer: Preparer
+
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Batch:
+        """See `Preparer.prepare_clean`."""
+        return self.preparer.prepare_clean(batch)
+
+    def prepare_into(self, batch: CachedBatch, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
+        """See `Preparer.prepare_clean`."""
+        return self.preparer.prepare_clean(batch, empty)
+
+
+@dataclass(frozen=True)
+class IndexPreparer:
+    """Prepares batches of indices, for a device that holds the cache."""
+
+    inputs: ResidentPreparer
+
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
+        """See `ResidentPreparer.indices`."""
+        return self.inputs.indices(batch)
+
+    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
+        """See `ResidentPreparer.indices`."""
+        return self.inputs.indices(batch)
+
+
+@dataclass(frozen=True)
+class GatheringPreparer:
+    """Gathers batches on the host, with noise if no device adds it."""
+
+    inputs: ResidentPreparer
+    adds_noise: bool
+
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
+        """Return the gathered batch."""
+        return self._prepared(batch, None)
+
+    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
+        """Like `prepare_inputs`, in memory from ``empty``."""
+        return self._prepared(batch, empty)
+
+    def _prepared(self, picks: Picks, empty: AllocateTensor | None) -> Batch:
+        clean = self.inputs.gather(self.inputs.indices(picks), empty)
+        return self.inputs.preparer.add_noise(clean) if self.adds_noise else clean

@@ -1,0 +1,195 @@
+"""The data of a run: a cache, the order of its samples, and the loader that follows it."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from hashlib import blake2b
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
+from sd3_light.core.batch import Batch
+from sd3_light.core.cost import Cost
+from sd3_light.core.registry import family_of
+from sd3_light.core.training import Preparer
+from sd3_light.cost.training_flops import step_flops
+from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
+from sd3_light.data.order import Order
+from sd3_light.data.prepare import CleanPreparer, GatheringPreparer, IndexPreparer
+from sd3_light.data.resident import ResidentCache, ResidentPicks
+from sd3_light.data.shard_table import ShardEntry, group_shards
+from sd3_light.data.slot_size import largest_batch_bytes
+from sd3_light.data.slots import Pin
+from sd3_light.data.store import open_store
+from sd3_light.data.stream import CachedDataset, MicroBatches, order_of_shards
+from sd3_light.engines import Launch
+from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
+from sd3_light.engines.protocol import StepStream
+from sd3_light.sources.catalogue import make_sources
+
+
+def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch) -> CachedDataset:
+    """Open a dataset's cache; only its manifest is read."""
+    limit = int(config.stream_cache_gb * 1e9)
+    store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
+    weights = {source.label: source.directory.caption_weights for source in make_sources(dataset.directories)}
+    columns = partial(family_of(config.model).columns, config.model, config.model.diffusers_path)
+    return CachedDataset(store, launch.world > 1, weights, columns)
+
+
+def load_cache(data: CachedDataset, config: TrainConfig, launch: Launch, device: torch.device) -> ResidentCache | None:
+    """Read a whole cache into the memory of host or device, as the config says; None if it is streamed."""
+    assert config.residence != "auto", "`place_cache` chooses"
+    if config.residence == "stream":
+        return None
+    # the first process of a machine checks the memory for all: the others may start when it is already in use
+    processes = launch.local_world if launch.local_rank == 0 else 1
+    return ResidentCache(data, device if config.residence == "device" else torch.device("cpu"), processes)
+
+
+def make_order(data: CachedDataset, loaded: LoadedConfig, launch: Launch) -> Order:
+    """Return the order of samples in training."""
+    return data.order(*_order_settings(loaded, launch))
+
+
+def planned_order(shards: Sequence[ShardEntry], loaded: LoadedConfig, launch: Launch) -> Order:
+    """Return the order of samples in training on a cache with these shards."""
+    return order_of_shards(group_shards(shards), *_order_settings(loaded, launch))
+
+
+def _order_settings(
+    loaded: LoadedConfig, launch: Launch
+) -> tuple[int, dict[str, float], Callable[[tuple[int, int]], int], int, str]:
+    """Return the settings that determine the order: the arguments of `CachedDataset.order`."""
+    config = loaded.train
+    repeats = {source.label: source.directory.num_repeats for source in make_sources(loaded.dataset.directories)}
+    batch_of = partial(_global_batch, config, world=launch.world)
+    return config.seed, repeats, batch_of, config.shuffle_window, config.small_buckets
+
+
+def _global_batch(config: TrainConfig, resolution: tuple[int, int], world: int) -> int:
+    """Return the samples per optimizer step at a resolution."""
+    return batch_size_for(config.micro_batch_size_per_gpu, resolution) * config.gradient_accumulation_steps * world
+
+
+def order_facts(order: Order) -> dict[str, Any]:
+    """Return the facts that two orders must share for a position to mean the same samples in both."""
+    buckets = []
+    for bucket in order.buckets:
+        shards = blake2b(digest_size=8)
+        shards.update(repr([(shard.size, shard.repeats) for shard in bucket.segments]).encode())
+        buckets.append([bucket.batch, bucket.window, bucket.length, bucket.num_batches, shards.hexdigest()])
+    return {"seed": order.seed, "buckets": buckets}
+
+
+def make_loader(
+    config: TrainConfig,
+    dataset: Dataset[Any],
+    engine: object,
+    micro_batches: int,
+    preparer: PreparesInPlace,
+    items: range | None = None,
+    pin: Pin | None = None,
+    times: LoadTimes | None = None,
+    slot_bytes: int = 0,
+) -> PipelineDataLoader:
+    """Return a loader with the config's workers."""
+    return PipelineDataLoader(
+        dataset,
+        engine,
+        micro_batches,
+        preparer,
+        num_dataloader_workers=config.num_dataloader_workers,
+        prefetch_batches_per_worker=config.dataloader_prefetch_per_worker,
+        items=items,
+        pin=pin,
+        prepare_into=preparer.prepare_into,
+        times=times,
+        slot_bytes=slot_bytes,
+    )
+
+
+def training_steps(
+    config: TrainConfig,
+    data: CachedDataset,
+    order: Order,
+    launch: Launch,
+    engine: object,
+    preparer: Preparer,
+    prefetch_to: torch.device | None = None,
+    reads_data: bool = True,
+    times: LoadTimes | None = None,
+    resident: ResidentCache | None = None,
+    by_segment: bool = False,
+) -> Callable[[int], StepStream]:
+    """Return a function that yields the micro-batches of endless steps, starting at a position in the order.
+
+    They are copied to the device ``prefetch_to`` while it computes earlier ones, and get their noise there. Without
+    ``reads_data`` the batches are placeholders: see `placeholder_batch`. ``times`` get the loader's times. Samples come
+    from the shards of ``data``, or from ``resident``. ``by_segment``, equal on all ranks, assigns them to ranks by
+    their shards.
+    """
+    micro = config.gradient_accumulation_steps
+    if not reads_data:
+        return lambda first: _placeholder_steps(order, first, launch.world, micro)
+    share = order, launch.rank, launch.world, micro, by_segment
+    dataset: Dataset[Any] = MicroBatches(data, *share) if resident is None else ResidentPicks(*share)
+    in_workers, finish = _divide_work(preparer, resident, order.seed, prefetch_to)
+
+    def steps(first: int) -> StepStream:
+        items = range(first * micro, 2**62)
+        if prefetch_to is None:
+            return make_loader(config, dataset, engine, micro, in_workers, items, times=times).steps()
+        batches = [batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution) for bucket in data.buckets]
+        prepared = partial(family_of(config.model).prepared_columns, config.model)
+        only_indices = isinstance(in_workers, IndexPreparer)
+        largest = largest_batch_bytes(data, batches, prepared, only_indices) if finish else 0
+        loader = make_loader(config, dataset, engine, micro, in_workers, items, _pin_for(prefetch_to), times, largest)
+        return prefetch_steps(iter(loader), micro, prefetch_to, finish, largest)
+
+    return steps
+
+
+def _pin_for(device: torch.device) -> Pin | None:
+    """Return the function that pins memory from which the device copies."""
+    return partial(pin_host_memory, device=device) if device.type == "cuda" else None
+
+
+def _divide_work(
+    preparer: Preparer, resident: ResidentCache | None, seed: int, device: torch.device | None
+) -> tuple[PreparesInPlace, Finish | None]:
+    """Return what workers do, and what the device does with the result; None: nothing."""
+    add_noise = None if device is None else preparer.noise_adder(device)
+    if resident is None:
+        return preparer if add_noise is None else CleanPreparer(preparer), add_noise
+    inputs = preparer.resident(resident, seed)
+    if resident.device.type == "cpu":
+        return GatheringPreparer(inputs, adds_noise=add_noise is None), add_noise
+    assert add_noise is not None, "a cache on a device that prepares nothing"
+    return IndexPreparer(inputs), lambda batch: add_noise(inputs.gather(batch))
+
+
+def placeholder_batch(samples: int) -> Batch:
+    """Return a micro-batch without data, for pipeline stages that need only its size."""
+    return Batch(samples)
+
+
+def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> StepStream:
+    for step in count(first):
+        yield [placeholder_batch(order.batch_size(step) // world // micro)] * micro
+
+
+def flops_counter(cost: Cost, world: int, adapter: bool = False) -> Callable[[Sequence[Batch]], int]:
+    """Return a function that counts the FLOPs of a step over all processes, from the tokens in its micro-batches.
+
+    It returns 0 for placeholder batches.
+    """
+
+    def flops(batches: Sequence[Batch]) -> int:
+        if not all(batch.values for batch in batches):
+            return 0
+        return world * sum(step_flops(cost, cost.batch_tokens(batch), adapter) for batch in batches)
+
+    return flops

@@ -1,0 +1,1 @@
+"""Metrics of a model: validation loss, composition score, comparison with true images."""

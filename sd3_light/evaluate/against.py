@@ -1,0 +1,208 @@
+"""Measure models against true images: draw every caption with each model, and compare by features.
+
+The table has a row per model and rows to compare with: the true images, true images of other captions, and, if the
+set lists concepts and styles, the same concept in the nearest other style.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.box import SIMPLE
+from rich.text import Text
+
+from sd3_light import __version__
+from sd3_light.config import DEFAULT_GUIDANCE
+from sd3_light.config.faults import UserError
+from sd3_light.engines import Launch
+from sd3_light.evaluate.comparison import Comparison, Scores, image_features, text_features
+from sd3_light.evaluate.distances import METRICS
+from sd3_light.evaluate.judge import Judge, load_judge
+from sd3_light.evaluate.truths import CELLS, Truth, load_truths, style_copies
+from sd3_light.export.chosen import ChosenModel, choose_model
+from sd3_light.export.export_spec import write_json
+from sd3_light.export.lora_merge import add_adapters
+from sd3_light.export.lora_stack import Lora
+from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.pages import check_output_path, data_uri, render_template, save_page
+from sd3_light.runlog import ResultTable, info, progress
+from sd3_light.sample.generate import ImageRequest, generate
+from sd3_light.sources.preprocess import Pixels
+
+TRUE, COPY, SHUFFLED = "true images", "same concept, nearest style", "true images, captions shuffled"
+TITLES = {
+    "frechet": "Frechet distance", "kid": "KID", "precision": "precision", "recall": "recall",
+    "retrieval": "retrieval", "distance": "distance to truth",
+}  # fmt: skip
+_MOST_SHOWN = 100  # samples on the page
+
+
+@dataclass(frozen=True)
+class AgainstOptions:
+    """How many captions to draw, and how. ``cells`` lists concept and style of each image; None: `cells.json` beside
+    the dataset TOML, if there is one."""
+
+    count: int = 1000
+    steps: int = 20
+    guidance: float = DEFAULT_GUIDANCE
+    seed: int = 0
+    batch: int = 16
+    cells: Path | None = None
+    loras: tuple[Lora, ...] = ()
+
+
+@dataclass
+class Measured:
+    """The scores by row of the table, and the images that the page shows, by number of the truth."""
+
+    truths: Sequence[Truth]
+    among: int
+    scores: dict[str, Scores] = field(default_factory=dict)
+    images: dict[str, Mapping[int, Pixels]] = field(default_factory=dict)
+
+    def table(self) -> ResultTable:
+        """Return the scores as a table with 95% intervals."""
+        title = f"{len(self.truths):,} captions; retrieval among {self.among}"
+        table = ResultTable("", title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+        for metric in METRICS:
+            table.add_column(TITLES[metric], justify="right")
+        for name, scores in self.scores.items():
+            table.add_row(Text(name), *(Text("\n".join(_texts(scores, metric))) for metric in METRICS))
+        return table
+
+
+def run(
+    models: Sequence[Path],
+    data: Path,
+    features: Path,
+    options: AgainstOptions | None = None,
+    out: Path | None = None,
+    page: Path | None = None,
+) -> Measured:
+    """Measure the models and the baselines; write the scores as JSON and a page with images, if requested."""
+    options = options or AgainstOptions()
+    if page is not None:
+        check_output_path(page)
+    chosen = {str(model): _choose(model) for model in models}
+    device = Launch().device()
+    judge = load_judge(features, device)
+    options = replace(options, cells=_cells(data, options.cells))
+    truths = load_truths(data, options.count)
+    measured = _measure(chosen, truths, judge, options, shown=0 if page is None else _MOST_SHOWN)
+    facts = {"against": str(data), "features": str(features), "version": __version__, **_drawn_with(options)}
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        rows = {name: scores.as_dict() for name, scores in measured.scores.items()}
+        write_json(out, {**facts, "captions": len(truths), "among": measured.among, "rows": rows})
+    if page is not None:
+        save_page(page, render_template("evaluation.html", **_page_values(measured, facts)))
+    return measured
+
+
+def _choose(model: Path) -> ChosenModel:
+    chosen = choose_model(model)
+    if not (chosen.folder / "model_index.json").is_file():
+        raise UserError(f"{model} is not a diffusers folder (no model_index.json); pass an export or an SD3 folder")
+    return chosen
+
+
+def _cells(data: Path, cells: Path | None) -> Path | None:
+    beside = data.parent / CELLS
+    return cells or (beside if beside.is_file() else None)
+
+
+def _drawn_with(options: AgainstOptions) -> dict[str, Any]:
+    loras = [{"file": str(lora.file), "strength": lora.strength} for lora in options.loras]
+    return {"steps": options.steps, "guidance": options.guidance, "seed": options.seed, "loras": loras}
+
+
+def _measure(
+    chosen: Mapping[str, ChosenModel],
+    truths: Sequence[Truth],
+    judge: Judge,
+    options: AgainstOptions,
+    shown: int,
+) -> Measured:
+    captions = [truth.caption for truth in truths]
+    embed = partial(image_features, judge)
+    comparison = Comparison(
+        embed([truth.pixels for truth in truths]),
+        text_features(judge, captions) if judge.reads_text else None,
+        captions,
+        options.seed,
+    )
+    measured = Measured(truths, comparison.among)
+    measured.scores[TRUE] = comparison.of_truths()
+    measured.images[TRUE] = {row: truth.pixels for row, truth in enumerate(truths[:shown])}
+    measured.scores[SHUFFLED] = comparison.of_shuffled_truths()
+    if options.cells is not None:
+        copies = style_copies(truths, comparison.truths, options.cells, embed)
+        vectors = torch.stack([vector for _, vector in copies.values()])
+        measured.scores[COPY] = comparison.of_images(vectors, list(copies))
+        measured.images[COPY] = {row: pixels for row, (pixels, _) in copies.items() if row < shown}
+    for name, model in chosen.items():
+        images = draw(model, truths, judge.device, options)
+        measured.scores[name] = comparison.of_images(embed(images))
+        measured.images[name] = dict(enumerate(images[:shown]))
+    return measured
+
+
+def draw(chosen: ChosenModel, truths: Sequence[Truth], device: torch.device, options: AgainstOptions) -> list[Pixels]:
+    """Return one image per truth: its caption at its size, image i with the seed `seed + i`."""
+    pipe, policy = open_pipeline(chosen.folder, device, chosen.text_facts)
+    add_adapters(pipe, (*chosen.loras, *options.loras))
+    requests = [ImageRequest(truth.caption, options.seed + row, *truth.size) for row, truth in enumerate(truths)]
+    info(f"drawing {len(requests):,} captions with {chosen.text_facts}")
+    with progress("draw", len(requests), "images") as bar:
+        images = generate(
+            pipe, requests, policy, options.steps, options.guidance, options.batch, bar.set_done,
+            exact=device.type == "cpu",
+        )  # fmt: skip
+    return [np.asarray(image.convert("RGB")) for image in images]
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+def _texts(scores: Scores, metric: str) -> tuple[str, str]:
+    estimate = scores.estimates[metric]
+    return ("-", "") if estimate is None else estimate.texts
+
+
+def _page_values(measured: Measured, facts: Mapping[str, Any]) -> dict[str, Any]:
+    shown = range(min(_MOST_SHOWN, len(measured.truths)))
+    return {
+        "name": Path(facts["against"]).name,
+        "folder": facts["against"],
+        "notes": [],
+        "titles": [TITLES[metric] for metric in METRICS],
+        "rows": [
+            (name, scores.count, [_texts(scores, metric) for metric in METRICS])
+            for name, scores in measured.scores.items()
+        ],
+        "among": measured.among,
+        "facts": [(key, str(value), "") for key, value in facts.items()],
+        "total": len(measured.truths),
+        "samples": [_card(measured, row) for row in shown],
+    }
+
+
+def _card(measured: Measured, row: int) -> dict[str, Any]:
+    truth = measured.truths[row]
+    figures = [
+        (data_uri(Image.fromarray(images[row])), name + _judged(measured.scores[name], list(images).index(row)))
+        for name, images in measured.images.items()
+        if row in images
+    ]
+    return {"size": truth.size, "caption": truth.caption, "figures": figures}
+
+
+def _judged(scores: Scores, index: int) -> str:
+    """Return what was measured of one image."""
+    text = "" if scores.hits is None else "; finds its caption" if scores.hits[index] else "; finds another caption"
+    return text if scores.distances is None else f"{text}; distance {scores.distances[index]:.3f}"

@@ -1,0 +1,287 @@
+"""Exports of a run: a complete diffusers folder or an adapter's file, in a series with a retention rule."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.store import checkpoint_name, remove, step_of
+from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
+from sd3_light.config.load_dataset import load_directories
+from sd3_light.core.registry import family_of
+from sd3_light.core.start import WeightsStart
+from sd3_light.export.adapter_folder import write_adapter
+from sd3_light.export.best import best_name
+from sd3_light.export.diffusers_folder import write_folder
+from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError, ExportSpec
+from sd3_light.export.model_facts import ModelFacts
+from sd3_light.flow.timesteps import constant_shift
+from sd3_light.inputs import open_regular, read_json_file
+from sd3_light.model.base_values import kept_scheduler
+from sd3_light.runlog import info, measured, read_log
+
+RAW = "raw"
+SAMPLES = "samples"
+"""The folder of a run's sample images."""
+_CARD_SIDE = 2048  # pixels
+
+
+# --- export specs ------------------------------------------------------------------------------
+
+
+def model_spec(model: ModelConfig, transformer_config: Mapping[str, Any], **fields: Any) -> ExportSpec:
+    """Return the spec of an export of this [model] table; ``fields`` are other fields of `ExportSpec`."""
+    kept = kept_scheduler(model)
+    spec = {
+        "family": family_of(model),
+        "base": model.diffusers_path,
+        "transformer_config": dict(transformer_config),
+        "save_dtype": getattr(torch, model.dtype),
+        "shift": constant_shift(model, _default_tokens(transformer_config)) or 1.0,
+        "flux_shift": model.flux_shift or kept is not None,
+        "scheduler": kept,
+        "text": _text_policy(model),
+    }
+    return ExportSpec(**{**spec, **fields})
+
+
+def export_spec(
+    config: TrainConfig,
+    transformer_config: Mapping[str, object],
+    weights: str,
+    progress: Progress,
+    run: Path | None = None,
+) -> ExportSpec:
+    """Return the spec of a run's export; its card takes losses and scores from the folder ``run``."""
+    return model_spec(config.model, transformer_config, **_run_fields(config, weights, progress, run))
+
+
+def adapter_spec(
+    config: TrainConfig, start: WeightsStart, weights: str, progress: Progress, run: Path | None = None
+) -> AdapterSpec:
+    """Return the spec of an adapter's export; its card takes losses and scores from the folder ``run``."""
+    assert config.adapter is not None
+    assert start.source is not None, "an adapter on random weights"
+    return AdapterSpec(
+        family=family_of(config.model),
+        adapter=config.adapter,
+        base=start.source,
+        transformer_config=start.size.transformer_config(),
+        text=_text_policy(config.model),
+        **_run_fields(config, weights, progress, run),
+    )
+
+
+def _run_fields(config: TrainConfig, weights: str, progress: Progress, run: Path | None) -> dict[str, Any]:
+    return {
+        "save_dtype": getattr(torch, config.save_dtype),
+        "facts": {"weights": weights, **progress.as_dict()},
+        "about": {} if run is None else _card_facts(config.dataset, run, weights, progress),
+        "files": {"config.toml": _config_toml(config)},
+        "images": {} if run is None else _samples(run, progress.step),
+    }
+
+
+def _samples(run: Path, step: int) -> dict[str, bytes]:
+    """Return the newest grid of samples up to this step, as a JPEG for the card; empty if there is none."""
+    grids = [path for path in sorted((run / SAMPLES).glob("step-*.png")) if step_of(path.with_suffix("")) <= step]
+    if not grids:
+        return {}
+    jpeg = BytesIO()
+    try:
+        with open_regular(grids[-1]) as file, Image.open(file) as grid:
+            grid.thumbnail((_CARD_SIDE, _CARD_SIDE))
+            grid.convert("RGB").save(jpeg, "JPEG", quality=90)
+    except OSError as error:  # a card without samples is better than no export
+        info(f"the card has no samples: {grids[-1]} cannot be read: {error}")
+        return {}
+    return {SAMPLES_FILE: jpeg.getvalue()}
+
+
+def _default_tokens(transformer_config: Mapping[str, Any]) -> int:
+    """Return the tokens of an image of the default size."""
+    side: int = transformer_config["sample_size"] // transformer_config["patch_size"]
+    return side**2
+
+
+def _text_policy(model: ModelConfig) -> dict[str, Any]:
+    """Return how texts were encoded in training, for `sd3_light.json`."""
+    uncond_text = model.uncond_text or "zero"
+    return {"text_tokens": model.text_tokens, "uncond_text": uncond_text, "t5_max_length": model.t5_max_length}
+
+
+def _config_toml(config: TrainConfig) -> str:
+    """Return the config as TOML, secrets removed, as the run's folder has it."""
+    dataset = DatasetConfig(config.dataset, config.cache_dir or config.dataset, ())
+    return resolved_toml(LoadedConfig(config.output_dir, config, dataset, {}))
+
+
+def model_config(transformer: nn.Module, facts: ModelFacts | None = None) -> dict[str, Any]:
+    """Return the constructor arguments of this denoiser for an export, without private entries."""
+    stored: Any = transformer.config
+    config = {key: value for key, value in stored.items() if not key.startswith("_")}
+    return config if facts is None else facts.export_config(config)
+
+
+# --- facts of a run for the model card -----------------------------------------------------------
+
+
+def _card_facts(dataset: Path, run: Path, weights: str, progress: Progress) -> dict[str, Any]:
+    """Return what the dataset TOML and the run folder say about the model with these weights at this point."""
+    return {
+        "name": run.name,
+        **_dataset_facts(dataset),
+        "losses": _losses(run / "log.jsonl", weights, progress.step),
+        "scores": _scores(run / "score.json"),
+    }
+
+
+def _dataset_facts(dataset: Path) -> dict[str, str]:
+    """Return the dataset's name and its image sizes."""
+    name = {"data set": dataset.stem}
+    if not dataset.is_file():
+        return name
+    directories, _ = load_directories(dataset)
+    sizes = {size for directory in directories for size in (directory.size_buckets or directory.resolutions or ())}
+    return {**name, "resolutions": ", ".join(f"{width}x{height}" for width, height in sorted(sizes))}
+
+
+def _losses(log: Path, weights: str, step: int) -> dict[str, float]:
+    """Return the last validation loss of each evaluation set up to this step, where it is finite."""
+    if not log.is_file():
+        return {}
+    events = (event for event in read_log(log) if event["event"] == "eval")
+    chosen = (event for event in events if event["weights"] == weights and event["step"] <= step)
+    losses = {event["set"]: measured(event, "flow") for event in chosen}
+    return {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+
+
+def _scores(path: Path) -> dict[str, float]:
+    """Return the rates that `sd3-light evaluate --out` wrote into the run folder."""
+    if not path.is_file():
+        return {}
+    scores = read_json_file(path)
+    return {name: rate for name, rate in scores.items() if isinstance(rate, float)} if isinstance(scores, dict) else {}
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def whole_state(transformer: nn.Module, trained: Mapping[str, Tensor], freeze: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Return every parameter and buffer of the denoiser; ``trained`` must hold all that ``freeze`` does not name.
+
+    A missing trained weight is an error; the weight that training started from is never used instead.
+    """
+    parameters = [name for name, _ in transformer.named_parameters()]
+    names = [name for name in parameters if not any(fnmatchcase(name, pattern) for pattern in freeze)]
+    problems = [f"missing {name}" for name in names if name not in trained]
+    problems += [f"unexpected {name}" for name in trained if name not in set(names)]
+    if problems:
+        raise ExportError(f"not the weights of this config: {'; '.join(problems[:5])} ({len(problems)} in all)")
+    return {**transformer.state_dict(), **trained}
+
+
+def gather_trainable(transformer: nn.Module) -> dict[str, Tensor] | None:
+    """Return the parameters that train by name, whole and in host memory; None on ranks other than 0.
+
+    With FSDP2 all ranks call it together, and one weight at a time is gathered.
+    """
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    weights = {}
+    for name, parameter in transformer.named_parameters():
+        if parameter.requires_grad:
+            local = parameter.detach()
+            whole = local.full_tensor() if isinstance(local, DTensor) else local
+            if writes:
+                weights[name] = whole.cpu()
+    return weights if writes else None
+
+
+# --- saving ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Saver:
+    """Writes a run's exports ``<folder>/NAME`` and deletes old ones; only the main process writes.
+
+    An export is a complete diffusers folder; if an adapter on ``start`` trains, it is the adapter's file without the
+    model under it. ``live()`` returns the current trained weights, whole, or None on ranks that do not write.
+    ``untrained`` are the frozen weights and the buffers of a complete folder.
+    """
+
+    config: TrainConfig
+    folder: Path
+    live: Callable[[], Mapping[str, Tensor] | None]
+    transformer_config: Mapping[str, object]
+    untrained: Mapping[str, Tensor]
+    start: WeightsStart | None
+
+    @staticmethod
+    def of(
+        config: TrainConfig,
+        transformer: nn.Module,
+        folder: Path,
+        start: WeightsStart | None = None,
+        facts: ModelFacts | None = None,
+    ) -> "Saver":
+        """Return the saver of a run; call it after freezing and adding the adapter, before the engine is made."""
+        untrained = {}
+        if config.adapter is None:
+            trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
+            rest = {name: tensor for name, tensor in transformer.state_dict().items() if name not in trained}
+            # copies: a thread must be able to export without touching a module that is training
+            untrained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
+        live = partial(gather_trainable, transformer)
+        return Saver(config, folder, live, model_config(transformer, facts), untrained, start)
+
+    def save_full_model(
+        self,
+        name: str,
+        trained: Mapping[str, Tensor] | None = None,
+        weights: str = RAW,
+        progress: Progress | None = None,
+    ) -> Path:
+        """Write the verified folder ``name`` with these trained weights; return its path.
+
+        ``save_full_model(name)`` takes the live weights; all ranks call it, the main one writes.
+        """
+        trained = self.live() if trained is None else trained
+        path = self.folder / name
+        return path if trained is None else self._write(path, trained, weights, progress or Progress())
+
+    def save_model(
+        self, name: str | Mapping[str, Tensor], weights: str = RAW, progress: Progress | None = None
+    ) -> Path:
+        """Write an export. ``save_model(name)`` saves what trains as it is now (see `save_full_model`).
+
+        ``save_model(trained, weights, progress)`` writes the export of this step, one of the series, and deletes the
+        oldest when there are more than ``keep_last_n_exports``, except the one that is marked as the best.
+        """
+        if isinstance(name, str):
+            return self.save_full_model(name, None, weights, progress)
+        progress = progress or Progress()
+        path = self.save_full_model(checkpoint_name(progress.step), name, weights, progress)
+        if self.config.keep_last_n_exports:
+            for old in sorted(self.folder.glob("step-*"))[: -self.config.keep_last_n_exports]:
+                if old != path and old.name != best_name(self.folder):
+                    remove(old)
+        return path
+
+    def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
+        run = self.folder.parent
+        if self.config.adapter is not None:
+            assert self.start is not None, "an adapter without a base"
+            return write_adapter(path, trained, adapter_spec(self.config, self.start, weights, progress, run))
+        spec = export_spec(self.config, self.transformer_config, weights, progress, run)
+        return write_folder(path, {**self.untrained, **trained}, spec)

@@ -1,0 +1,196 @@
+"""The export stage: a verified diffusers folder, single file or adapter, from a run's checkpoint or snapshots."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from sd3_light.checkpoint.progress import EMA, Progress, track_kind
+from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
+from sd3_light.checkpoint.store import incomplete_checkpoints
+from sd3_light.config import TrainConfig, load_config
+from sd3_light.config.faults import UserError
+from sd3_light.core.files import Contents, is_single_file
+from sd3_light.core.registry import family_of, single_files, starting_weights
+from sd3_light.engines.protocol import PARAM_KIND
+from sd3_light.export.adapter_folder import write_adapter
+from sd3_light.export.background_saves import FOLDERS, SNAPSHOT, newest_usable
+from sd3_light.export.diffusers_folder import write_folder
+from sd3_light.export.export_spec import ExportError
+from sd3_light.export.hub import check_push, push
+from sd3_light.export.model_facts import ModelFacts
+from sd3_light.export.of_run import RAW, adapter_spec, export_spec, model_config, whole_state
+from sd3_light.export.proof import ProofError
+from sd3_light.files import refuse_existing, scratch_folder, write_errors
+from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
+from sd3_light.runlog import info
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Trained weights, their description, the progress of training, and what was stored about the model."""
+
+    trained: dict[str, Tensor]
+    description: str
+    progress: Progress
+    model: ModelFacts
+
+
+def run(
+    run_folder: Path,
+    out: Path,
+    checkpoint: Path | None = None,
+    weights: str | None = None,
+    ema_length: float | None = None,
+    push_to_hub: str | None = None,
+    contents: Contents | None = None,
+) -> Path:
+    """Export ``checkpoint``, by default the newest, to ``out``; return ``out``.
+
+    ``weights`` is `raw`, `ema` or the name of another average; by default `ema` if it exists. With ``ema_length`` (a
+    width sigma_rel), an average of that length is rebuilt from the run's snapshots, as of the newest one (not after the
+    step of ``checkpoint``). ``push_to_hub`` is a repository on the Hugging Face hub to upload to. An ``out`` that ends
+    in .safetensors becomes a single file with ``contents``; the folder it is made from is verified and then removed.
+    """
+    if ema_length is not None and weights is not None:
+        raise UserError("--ema-length and --weights exclude each other; use one of them")
+    refuse_existing(out)
+    _check_options(out, contents, push_to_hub)
+    train = load_config(run_folder / "config.toml").train
+    if is_single_file(out) and train.adapter is None:
+        single_files(family_of(train.model), out)  # reports a family without them before any work
+    if ema_length is None:
+        weights_to_export = _from_checkpoint(_checkpoint_of(run_folder, checkpoint), weights)
+    else:
+        weights_to_export = _from_snapshots(run_folder / FOLDERS[SNAPSHOT], checkpoint, ema_length)
+    try:
+        _write(train, weights_to_export, run_folder, out, contents)
+    except ExportError as error:
+        if isinstance(error.__cause__, UserError):  # it names its own remedy
+            raise UserError(f"{out} was not written: {error}") from error
+        raise UserError(f"{run_folder}: {error}; does its config.toml belong to these weights?") from error
+    except ProofError as error:
+        raise UserError(f"{out} was not written: {error}. The run is unchanged") from error
+    if push_to_hub is not None:
+        info(f"pushed to {push(out, push_to_hub)}")
+    return out
+
+
+def _check_options(out: Path, contents: Contents | None, push_to_hub: str | None) -> None:
+    """Raise a UserError for options that do not fit together, before any work."""
+    if push_to_hub is not None:
+        if is_single_file(out):
+            raise UserError(f"--push-to-hub uploads a folder, but {out} is a single file; pass the name of a folder")
+        check_push(push_to_hub)
+    if contents not in (None, Contents()) and not is_single_file(out):
+        raise UserError(
+            f"--vae, --text-encoders and --pad-blocks are for single files, but {out} names a folder; use a name that "
+            "ends in .safetensors"
+        )
+
+
+def _write(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path, contents: Contents | None) -> None:
+    """Write the full model, or the adapter of a run that trains one."""
+    if train.adapter is not None:
+        _write_adapter(train, weights, run_folder, out)
+        return
+    family = family_of(train.model)
+    start = weights.model.keep_table(starting_weights(train.model))
+    transformer = family.weights.load(start, train.seed)
+    config = model_config(transformer, weights.model)
+    spec = export_spec(train, config, weights.description, weights.progress, run_folder)
+    state = whole_state(transformer, weights.trained, train.freeze)
+    with write_errors(out):
+        if not is_single_file(out):
+            write_folder(out, state, spec, replace=False)
+            return
+        with scratch_folder(out) as scratch:
+            folder = write_folder(scratch / out.stem, state, spec)
+            for note in single_files(family, out).write(folder, out, contents or Contents()).notes:
+                info(f"note: {note}")
+
+
+def _write_adapter(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path) -> None:
+    """Write a folder with the adapter's file, card and proof, or only the file."""
+    start = starting_weights(train.model)
+    spec = adapter_spec(train, start, weights.description, weights.progress, run_folder)
+    with write_errors(out):
+        if not is_single_file(out):
+            write_adapter(out, weights.trained, spec)
+            return
+        with scratch_folder(out) as scratch:
+            os.replace(write_adapter(scratch / out.stem, weights.trained, spec) / spec.file, out)
+
+
+# --- from a checkpoint ------------------------------------------------------------------------
+
+
+def _checkpoint_of(run_folder: Path, path: Path | None) -> Checkpoint:
+    path = path or newest_usable(run_folder, "restore one from a copy")
+    if path is None:
+        raise UserError(f"{run_folder} has no checkpoint to export yet")
+    return open_checkpoint(path)
+
+
+def _from_checkpoint(saved: Checkpoint, weights: str | None) -> _Weights:
+    available = [RAW, *_tracks(saved)]
+    name = weights or (EMA if EMA in available else RAW)
+    if name not in available:
+        raise UserError(f"--weights: {saved.path} has no {name!r}; it has {', '.join(available)}")
+    kind = PARAM_KIND if name == RAW else track_kind(name)
+    trained = {tensor: saved.tensor(f"{kind}/{tensor}") for tensor in saved.names(kind)}
+    return _Weights(trained, name, saved.progress, ModelFacts.of(saved))
+
+
+def _tracks(saved: Checkpoint) -> list[str]:
+    """Return the names of the averages in a checkpoint, the main one first."""
+    kinds = dict.fromkeys(sorted(name.partition("/")[0] for name in saved.shapes))
+    return [kind.removeprefix(f"{EMA}.") for kind in kinds if kind == EMA or kind.startswith(f"{EMA}.")]
+
+
+# --- from snapshots ---------------------------------------------------------------------------
+
+
+def _from_snapshots(folder: Path, checkpoint: Path | None, length: float) -> _Weights:
+    last_step = None if checkpoint is None else open_checkpoint(checkpoint).progress.step
+    folders = sorted({*folder.glob("step-*")} - {*incomplete_checkpoints(folder)})
+    checkpoints = [open_checkpoint(path) for path in folders]
+    pairs = [(snapshot, saved) for saved in checkpoints for snapshot in parse_snapshots(saved.facts)]
+    pairs = [(snapshot, saved) for snapshot, saved in pairs if last_step is None or snapshot.step <= last_step]
+    if not pairs:
+        when = "" if last_step is None else f" up to step {last_step}"
+        raise UserError(
+            f"{folder} has no snapshots{when} to rebuild an average from; train with a [[ema.track]] that has "
+            "power_width, or export an existing average with --weights"
+        )
+    snapshots = [snapshot for snapshot, _ in pairs]
+    newest = max(snapshots, key=lambda snapshot: snapshot.time)
+    newest_saved = next(saved for snapshot, saved in pairs if snapshot is newest)
+    _require_reachable(snapshots, newest.time, length)
+    fit = solve(snapshots, newest.time, length)
+    info(
+        f"average of length {length:g} at step {newest.time} from {len(snapshots)} snapshots: its profile deviates by "
+        f"{fit.mismatch:.1%}, rounding adds {fit.noise:.2%} of the weights"
+    )
+    names = newest_saved.names(track_kind(newest.track))
+    trained = dict(combine(fit, [_reader(*pair) for pair in pairs], names))
+    progress = Progress(**newest_saved.facts.get("progress", {"step": newest.step}))
+    return _Weights(trained, f"average of length {length:g}", progress, ModelFacts.of(newest_saved))
+
+
+def _require_reachable(snapshots: list[Snapshot], time: int, length: float) -> None:
+    span = reachable_widths(snapshots, time)
+    if span is None:
+        raise UserError("--ema-length: this run has too few snapshots to rebuild an average")
+    if not span[0] <= length <= span[1]:
+        raise UserError(
+            f"--ema-length {length:g}: the {len(snapshots)} snapshots of this run cover lengths from {span[0]:.3f} to "
+            f"{span[1]:.3f}; choose one in this range"
+        )
+
+
+def _reader(snapshot: Snapshot, saved: Checkpoint) -> Callable[[str], Tensor]:
+    kind = track_kind(snapshot.track)
+    return lambda name: saved.tensor(f"{kind}/{name}")

@@ -1,0 +1,169 @@
+"""Run the whole denoiser through the fast blocks, with the stock module's weights, inputs and outputs."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from sd3_light.config import size_from_transformer_config
+from sd3_light.families.sd3.between_blocks import BetweenBlocks
+from sd3_light.families.sd3.fast import reference
+from sd3_light.families.sd3.fast.block import BlockOptions, FastBlock, FinalNorm, modulate
+from sd3_light.families.sd3.fast.row_plan import RowPlan, Rows, make_plan
+from sd3_light.families.sd3.fast.weights import StreamWeights, WeightCopies
+from sd3_light.families.sd3.layers import embed_patches
+
+StreamState = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""A stream and its pending update: (x, y, bias, gate)."""
+
+
+def why_stock(transformer: SD3Transformer2DModel) -> str | None:
+    """Return why the fast blocks cannot run this transformer, or None if they can."""
+    config = transformer.config
+    if any(block.attn2 is not None for block in transformer.transformer_blocks):
+        return "the denoiser has SD3.5's second attention"
+    if config.attention_head_dim & (config.attention_head_dim - 1):
+        return f"the head width {config.attention_head_dim} is not a power of two"
+    if config.qk_norm not in (None, "rms_norm"):
+        return f"its qk-norm is {config.qk_norm!r}"
+    linears = size_from_transformer_config(config, "denoiser").linear_layers()
+    names = [name for name in linears if name.startswith(("transformer_blocks.", "norm_out."))]
+    if any(type(transformer.get_submodule(name)) is not nn.Linear for name in names):
+        return "the linear layers of its blocks are wrapped (adapters)"
+    return None
+
+
+class FastDenoiser:
+    """``denoiser(features, lengths)`` returns the patches [B, N, P] of `families/sd3/layers.py`, up to rounding.
+
+    ``features`` are (noisy_BCHW, timestep_B, prompt_BTE, pooled_BP); ``lengths`` are the number of real text tokens of
+    each sample, on the host, or None if all are real. The transformer must already be on its device. ``dtype`` is the
+    compute dtype; the weights stay float32.
+    """
+
+    def __init__(
+        self, transformer: SD3Transformer2DModel, dtype: torch.dtype, options: BlockOptions | None = None
+    ) -> None:
+        assert why_stock(transformer) is None, why_stock(transformer)
+        self.transformer, self.dtype, self.options = transformer, dtype, options or BlockOptions()
+        self.heads = int(transformer.config.num_attention_heads)
+        self.weights = WeightCopies(transformer, dtype, self.options.products == "fp8")
+
+    def __call__(self, features: Sequence[Tensor], lengths: Sequence[int] | None = None) -> Tensor:
+        """Return the predicted patches."""
+        return self.with_text(features, lengths, None)[0]
+
+    def with_text(
+        self,
+        features: Sequence[Tensor],
+        lengths: Sequence[int] | None,
+        target_layer: int | None,
+        between: BetweenBlocks | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return (patches,), or with a ``target_layer`` k (patches, last text [B, T, D], detached text after block k).
+
+        Text rows after a sample's real tokens are zeros. ``features`` may end with the corners of the position crops.
+        ``between`` gets the image tokens between blocks.
+        """
+        noisy, timestep, prompt, pooled, *corners = features
+        self.weights.refresh()
+        with torch.autocast(noisy.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            image_BND = embed_patches(self.transformer.pos_embed, noisy, *corners)
+            num_image = image_BND.shape[1]
+            plans = _plans(len(noisy), num_image, prompt.shape[1], lengths, noisy.device, between)
+            text, time = self._embed(timestep, prompt, pooled, plans[num_image])
+            image = image_BND.flatten(0, 1).to(self.dtype)
+            patches, *texts = self._run(image, text, time, plans, target_layer, between)
+        patches = patches.view(len(noisy), -1, patches.shape[1])
+        return (patches, *(_by_sample(rows, plans[num_image], prompt.shape[1]) for rows in texts))
+
+    def _embed(self, timestep: Tensor, prompt: Tensor, pooled: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
+        """Return the text rows, and the activated embedding of time and pooled text."""
+        transformer: Any = self.transformer
+        rows = prompt.flatten(0, 1)
+        if plan.text_index is not None:
+            rows = rows[plan.text_index]
+        # times up to 1000 need float32, and the embedding takes its dtype from the pooled text
+        time = F.silu(transformer.time_text_embed(timestep, pooled.float()))
+        return transformer.context_embedder(rows), time.to(self.dtype)
+
+    def _run(
+        self,
+        image: Tensor,
+        text: Tensor,
+        time: Tensor,
+        plans: Mapping[int, RowPlan],
+        target_layer: int | None,
+        between: BetweenBlocks | None,
+    ) -> tuple[Tensor, ...]:
+        """Run the blocks; ``plans`` has one per number of image tokens that a block may get."""
+        width, samples = image.shape[1], len(time)
+        blocks = self.weights.blocks
+        # per block and stream: five parts, then the gate of the pending update; the last text has two parts
+        sizes = [5 * width, width] * (2 * len(blocks) - 1) + [2 * width, 2 * width]
+        parts = list(modulate(self.weights, time, self.options).split(sizes, dim=1))
+        streams: list[StreamState] = [(image, None, None, None), (text, None, None, None)]
+        texts: list[Tensor] = []
+        for number, pair in enumerate(blocks):
+            plan = plans[len(streams[0][0]) // samples]
+            if between is not None and between.acts_after(number):
+                rows = between.after(number, _with_pending(streams[0], plan.image).unflatten(0, (samples, -1)))
+                streams[0], plan = (rows.flatten(0, 1), None, None, None), plans[rows.shape[1]]
+            if target_layer == number:
+                texts.append(_with_pending(streams[1], plan.text).detach())
+            if target_layer is not None and number == len(blocks) - 1:
+                texts.insert(0, _with_pending(streams[1], plan.text))
+            block_parts = parts[4 * number : 4 * number + 4]
+            gates = [block_parts[1], block_parts[3] if pair[1].out is not None else None]
+            outputs = self._run_block(plan, pair, streams, (block_parts[0], block_parts[2]))
+            streams = [
+                (x, y, stream.down.modules[0].bias, gate)
+                for (x, y), stream, gate in zip(outputs, pair, gates, strict=False)
+                if stream.down is not None
+            ]
+        rows = FinalNorm.apply(plan.image, *streams[0], parts[-1])  # type: ignore[no-untyped-call]
+        return self.transformer.proj_out(rows), *texts
+
+    def _run_block(
+        self,
+        plan: RowPlan,
+        pair: tuple[StreamWeights, StreamWeights],
+        streams: list[StreamState],
+        modulation: tuple[Tensor, Tensor],
+    ) -> list[tuple[Tensor, Tensor]]:
+        tensors: list[Any] = []
+        for stream, values, parts in zip(pair, streams, modulation, strict=True):
+            tensors += [*values, parts, None if stream.out is None else stream.out.modules[0].bias]
+        parameters = [parameter for stream in pair for parameter in stream.parameters()]
+        outputs = FastBlock.apply(plan, pair, self.heads, self.options, *tensors, *parameters)  # type: ignore[no-untyped-call]
+        return [(outputs[index], outputs[index + 1]) for index in range(0, len(outputs), 2)]
+
+
+def _plans(
+    samples: int, num_image: int, num_text: int, lengths: Sequence[int] | None, device: torch.device, between: Any
+) -> dict[int, RowPlan]:
+    """Return the row layouts by number of image tokens: all, and those in routed blocks."""
+    counts = {num_image, num_image if between is None or between.num_kept is None else between.num_kept}
+    return {count: make_plan(samples, count, num_text, lengths, device) for count in counts}
+
+
+def _with_pending(stream: StreamState, rows: Rows) -> Tensor:
+    """Return the rows of a stream with the pending update added; the backward pass recomputes its intermediates."""
+    x, y, bias, gate = stream
+    if y is None or bias is None or gate is None:
+        return x
+    updated: Tensor = checkpoint(
+        reference.add_pending, x, (y, bias, gate), rows, use_reentrant=False, preserve_rng_state=False
+    )
+    return updated
+
+
+def _by_sample(rows: Tensor, plan: RowPlan, num_text: int) -> Tensor:
+    """Reshape text rows to [B, T, D]."""
+    if plan.text_index is not None:
+        rows = rows.new_zeros(plan.samples * num_text, rows.shape[1]).index_copy(0, plan.text_index, rows)
+    return rows.view(plan.samples, num_text, -1)

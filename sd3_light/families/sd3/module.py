@@ -1,0 +1,164 @@
+"""Batch in, loss out: runs the denoiser's layers and compares the result with the flow's velocity."""
+
+from collections.abc import Sequence
+
+import torch
+from diffusers import SD3Transformer2DModel
+from torch import Tensor, nn
+
+from sd3_light.config import TrainConfig
+from sd3_light.core.batch import Batch
+from sd3_light.core.model import Losses, TrainedModel
+from sd3_light.core.objective import Objective, Objectives, Prediction
+from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
+from sd3_light.families.sd3.fast.block import BlockOptions, Keep, Products
+from sd3_light.families.sd3.fast.forward import FastDenoiser
+from sd3_light.families.sd3.layers import Embed, LayerState, build_layers, run_layers, unpatchify
+from sd3_light.flow.objective import alignment_loss
+from sd3_light.flow.objectives import FlowMatching, LayerSync, TextReconstruction
+
+_KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
+
+
+class SD3TrainingModule(TrainedModel):
+    """The denoiser with its training loss.
+
+    ``module(batch)`` returns the loss of a micro-batch of `InputPreparer.prepare_inputs`, its parts (means over the
+    samples), and the flow loss of ``each`` sample; ``module.denoise(batch)`` returns the predicted velocity. The prompt
+    has lengths exactly if the config's text is real. Without the config's draws per image all tokens run through all
+    blocks, at the centre of the position table. With ``fast`` the blocks use hand-written kernels (`model/fast`).
+    """
+
+    def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:
+        super().__init__(transformer, sd3_objective(config))
+        self.fast = fast
+        self.gamma = config.model.text_recon_gamma
+        self.checkpointing = config.activation_checkpointing
+        self.compute_dtype = getattr(torch, config.model.transformer_dtype)
+        self.real_text = config.model.text_tokens == "real"
+        target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
+        self.target_layer = target_layer
+        self.plan = BetweenPlan.of(config.model, transformer)
+        draws = {"kept": self.plan.route, "corners": config.model.position_crop_side}
+        self.image_draws = [name for name, setting in draws.items() if setting is not None]
+        self.products: Products = "fp8" if config.fp8 else "plain"
+        self._fast: FastDenoiser | None = None
+        # a plain list: the layers share the transformer's modules and must not name its parameters twice
+        self._layers = [*build_layers(transformer, target_layer, self.real_text)]
+
+    def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        """See `TrainedModel.predict`."""
+        assert not taps, "SD3 returns no features"
+        return self.prediction(self.run(batch), batch["noisy"].shape[-2:])
+
+    def losses(self, outputs: LayerState, batch: Batch) -> Losses:
+        """Return the losses of `forward` from the last layer's outputs and the batch's target and mask."""
+        return self.total(self.objective.losses(self.prediction(outputs, batch["target"].shape[-2:]), batch))
+
+    def velocity(self, outputs: LayerState, size: Sequence[int]) -> Tensor:
+        """Return the velocity of `denoise` from the last layer's outputs; ``size`` is the latent's height and width."""
+        return self.prediction(outputs, size).velocity.float()
+
+    def prediction(self, outputs: LayerState, size: Sequence[int]) -> Prediction:
+        """Return the prediction from the last layer's outputs; ``size`` is the latent's height and width."""
+        height, width = size
+        patches, text, *rest = outputs
+        extras: dict[str, Tensor] = {}
+        if self.plan.pair is not None:
+            extras["compared"] = rest.pop()
+        if self.gamma > 0:
+            extras |= {"text": text, "text_target": rest[-1]}
+            if self.real_text:
+                extras["lengths"] = rest[0]
+        return Prediction(unpatchify(patches, height, width), extras=extras)
+
+    def pipeline_layers(self) -> list[nn.Module]:
+        """Return the layers as modules that run one after another, in several processes, as in `forward`."""
+        return [PipelineLayer(self, layer, number) for number, layer in enumerate(self._layers)]
+
+    def run(self, batch: Batch) -> LayerState:
+        """Run all layers and return the last one's outputs, for `prediction`."""
+        if self.dropout is not None:
+            self.dropout.forward(batch["noisy"].device)
+        kept = batch.get("kept")
+        drawn = [name for name in ("kept", "corners") if name in batch.values]
+        assert drawn in ([], self.image_draws), f"a batch with {drawn} instead of {self.image_draws}"
+        assert (batch.lengths("prompt") is not None) == self.real_text, "exactly real text has lengths"
+        between = BetweenBlocks(self.plan, kept, alignment_loss) if any(self.plan) else None
+        run = self._run_fast if self.fast else self._run_stock
+        outputs = run(batch, between)
+        return outputs if between is None or between.compared is None else (*outputs, between.compared)
+
+    def _run_stock(self, batch: Batch, between: BetweenBlocks | None) -> LayerState:
+        return self.run_some(self._layers, self.inputs(batch), between)
+
+    def inputs(self, batch: Batch) -> LayerState:
+        """Return the input of the first layer."""
+        noisy = batch["noisy"]
+        lengths = batch.lengths("prompt")
+        counts = () if lengths is None else (lengths.to(noisy.device, non_blocking=True),)
+        times = (1000 * batch["t"]).float()
+        features = (noisy.float(), times, batch["prompt"].float(), batch["pooled"].float())
+        return (*features, *counts, *batch.select(("corners",)).tensors())
+
+    def _run_fast(self, batch: Batch, between: BetweenBlocks | None) -> LayerState:
+        """Return the last layer's outputs; the text stream is empty where no loss reads it."""
+        noisy = batch["noisy"]
+        lengths = batch.lengths("prompt")
+        fast = self._fast_denoiser(noisy.device)
+        times = (1000 * batch["t"]).float()
+        corners = batch.select(("corners",)).tensors()
+        inputs = (noisy.float(), times, batch["prompt"].to(fast.dtype), batch["pooled"], *corners)
+        counts = None if lengths is None else lengths.tolist()
+        patches, *texts = fast.with_text(inputs, counts, self.target_layer, between)
+        if not texts:
+            return (patches, patches.new_empty(0))
+        text, target = texts
+        on_device = () if lengths is None else (lengths.to(noisy.device, non_blocking=True),)
+        return (patches, text, *on_device, target)
+
+    def _fast_denoiser(self, device: torch.device) -> FastDenoiser:
+        """Return the fast denoiser, built at first use, when the weights are on their device."""
+        if self._fast is None:
+            dtype = self.compute_dtype if device.type == "cuda" else torch.float32
+            options = BlockOptions(keep=_KEEPS[self.checkpointing], products=self.products)
+            self._fast = FastDenoiser(self.denoiser, dtype, options)
+        return self._fast
+
+    def run_some(
+        self, layers: Sequence[nn.Module], state: LayerState, between: BetweenBlocks | None = None
+    ) -> LayerState:
+        """Run these layers in the config's compute dtype."""
+        device = state[0].device
+        autocast = device.type == "cuda" and self.compute_dtype != torch.float32
+        with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
+            return run_layers(layers, state, self.checkpointing, between)
+
+
+def sd3_objective(config: TrainConfig) -> Objectives:
+    """Return the objective of a config."""
+    model = config.model
+    parts: list[Objective] = [FlowMatching(config.pseudo_huber_c)]
+    if model.text_recon_gamma > 0:
+        parts.append(TextReconstruction(model.text_recon_gamma))
+    if model.layer_sync is not None:
+        parts.append(LayerSync(model.layer_sync.weight))
+    return Objectives(parts)
+
+
+class PipelineLayer(nn.Module):
+    """One layer of a module, for a pipeline's stages; the first one takes the tensors of `Embed` in any dtype."""
+
+    def __init__(self, module: SD3TrainingModule, layer: nn.Module, number: int) -> None:
+        super().__init__()
+        self.layer, self.number = layer, number
+        self._module = (module,)  # in a tuple: not a submodule of this one
+
+    def forward(self, state: LayerState) -> LayerState:
+        """Run the layer alone."""
+        (module,) = self._module
+        if module.dropout is not None:
+            module.dropout.forward(state[0].device, self.number)
+        if isinstance(self.layer, Embed):  # here, so that no process holds its inputs in float32 for all micro-batches
+            state = (*(part.float() for part in state[:4]), *state[4:])
+        return module.run_some([self.layer], state)

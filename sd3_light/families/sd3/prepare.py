@@ -1,0 +1,146 @@
+"""SD3 in training: model inputs from cached features, the denoiser before the first step, saving."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from diffusers import SD3Transformer2DModel
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sd3_light.config import ModelConfig
+from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.core.start import WeightsStart
+from sd3_light.core.training import ResidentPreparer
+from sd3_light.data.prepare import Conditioning, FlowPreparer, Occurrences, token_grid
+from sd3_light.data.resident import ResidentCache
+from sd3_light.data.shards import CaptionFeatures
+from sd3_light.data.slots import AllocateTensor
+from sd3_light.data.stream import CachedBatch
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.export.diffusers_folder import write_folder
+from sd3_light.export.of_run import model_config, model_spec
+from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
+from sd3_light.families.sd3.text import join_text, unpad_text
+from sd3_light.families.sd3.text_dropout import draw_drops, drop_text
+
+_TEXT = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")
+_LENGTHS = ("clip_l.length", "clip_g.length", "t5.length")
+
+Pair = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
+"""(features, label) of a batch, as training loops outside this package take them."""
+
+
+@dataclass(frozen=True)
+class InputPreparer(FlowPreparer):
+    """SD3's batches: prompt and pooled are the joined texts of three encoders.
+
+    With real text tokens ``prompt.length`` says how many first rows of prompt are a sample's own. ``empty_text`` are
+    the features of the empty caption, or None where a fully dropped sample carries zeros. ``num_positions`` is the side
+    of the denoiser's position table.
+    """
+
+    empty_text: CaptionFeatures | None = None
+    num_positions: int = 0
+
+    def condition(
+        self, rows: CachedBatch, occurrences: Occurrences, evaluation: bool, allocate: AllocateTensor | None
+    ) -> Conditioning:
+        """See `FlowPreparer.condition`."""
+        real = self.model.text_tokens == "real"
+        texts = unpad_text({name: rows[name] for name in (_TEXT + _LENGTHS if real else _TEXT)})
+        if self.model.enable_uncond_text_dropout and not evaluation:
+            probability = self.model.uncond_text_dropout_prob
+            joint = self.model.uncond_text_dropout == "joint"
+            drops = draw_drops(self.seed, occurrences, probability, joint)
+            texts = drop_text(texts, drops, self.empty_text, real)
+        prompt, pooled, lengths = join_text(texts, allocate)
+        return Conditioning({"prompt": prompt, "pooled": pooled}, self.host_values(lengths))
+
+    def host_values(self, lengths: Tensor) -> dict[str, Tensor]:
+        """Return a batch's counts: the lengths of real text."""
+        return {"prompt.length": lengths} if self.model.text_tokens == "real" else {}
+
+    def image_draws(self, occurrences: Occurrences, shape: torch.Size) -> dict[str, Tensor]:
+        """Return what the config draws per image: ``kept`` tokens of a route, ``corners`` of position crops."""
+        routing = self.model.routing
+        side = self.model.position_crop_side
+        draws: dict[str, NDArray[np.int64]] = {}
+        if routing is not None:
+            draws["kept"] = draw_kept(self.seed, occurrences, math.prod(token_grid(shape)), routing.share)
+        if side is not None:
+            draws["corners"] = draw_corners(self.seed, occurrences, token_grid(shape), side, self.num_positions)
+        return {name: torch.from_numpy(draw.astype(np.int32)) for name, draw in draws.items()}
+
+    def resident(self, cache: ResidentCache, seed: int) -> ResidentPreparer:
+        """See `FlowPreparer.resident`."""
+        from sd3_light.families.sd3.resident import ResidentInputs
+
+        return ResidentInputs(self, cache, seed)
+
+
+class LightSD3Pipeline:
+    """SD3 for the training stage: a denoiser in float32, the preparation of its inputs, and saving.
+
+    ``start`` names the weights to start from; by default those of ``model``.
+    """
+
+    name = "sd3"
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        seed: int,
+        empty_text: CaptionFeatures | None,
+        start: WeightsStart | None = None,
+    ) -> None:
+        self.model = model
+        denoiser = family_of(model).weights.load(start or starting_weights(model), seed)
+        assert isinstance(denoiser, SD3Transformer2DModel)
+        self.transformer = denoiser
+        uncond = empty_text if model.uncond_text == "empty" else None
+        scale, positions = LatentScale.of_folder(model.diffusers_path), self.transformer.config.pos_embed_max_size
+        self.preparer = InputPreparer(seed, model, scale, uncond, positions)
+
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Pair:
+        """Return ((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).
+
+        With real text tokens the lengths of the prompts follow the features, then the config's draws per image.
+        """
+        prepared = self.preparer.prepare_inputs(batch, timestep_quantile)
+        lengths = prepared.lengths("prompt")
+        draws = prepared.select(("kept", "corners")).tensors()
+        features = (prepared["noisy"], 1000 * prepared["t"], prepared["prompt"], prepared["pooled"])
+        return (*features, *(() if lengths is None else (lengths,)), *draws), (prepared["target"], prepared.get("mask"))
+
+    def save_model(self, folder: Path, state_dict: Mapping[str, Tensor]) -> Path:
+        """Write a complete, verified diffusers folder with all weights and buffers of the denoiser, in `model.dtype`.
+
+        A run saves in its `save_dtype`: see `Saver`.
+        """
+        spec = model_spec(self.model, model_config(self.transformer))
+        return write_folder(Path(folder), state_dict, spec)
+
+
+def split_batch(prepared: Pair, pieces: int) -> list[Pair]:
+    """Split (features, label) of `LightSD3Pipeline.prepare_inputs` into ``pieces`` equal pairs.
+
+    Real text is cut to each one's longest sample.
+    """
+    features, (target, mask) = prepared
+    assert target is not None and len(target) % pieces == 0, pieces
+    parts = [_shortened(part) for part in zip(*(tensor.chunk(pieces) for tensor in features), strict=True)]
+    masks = [None] * pieces if mask is None else mask.chunk(pieces)
+    return list(zip(parts, zip(target.chunk(pieces), masks, strict=True), strict=True))
+
+
+def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    # lengths are the only int64 among the features
+    lengths = next((feature for feature in features[4:] if feature.dtype == torch.int64), None)
+    if lengths is None:
+        return features
+    noisy, times, prompt, *rest = features
+    return noisy, times, prompt[:, : int(lengths.max())], *rest

@@ -1,0 +1,142 @@
+"""The text of a new project's TOMLs: a recipe with other values, in which the comments stay."""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from typing import Any
+
+import tomli_w
+
+from sd3_light.new.kinds import Kind
+from sd3_light.new.memory_plan import MemoryPlan
+from sd3_light.recipes import FOLDER
+
+_HEAD = """# Trains {description}.
+#
+#   sd3-light check {name}.toml     memory, time, disk
+#   sd3-light train {name}.toml     encode the images once, then train
+#
+# Every key is documented in docs/config.md.
+"""
+
+
+@dataclass(frozen=True)
+class TextValues:
+    """The values of a project: its name, data and model as written, and what they were fitted to.
+
+    ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU.
+    """
+
+    name: str
+    data: str
+    model: str
+    resolution: int
+    plan: MemoryPlan
+    t5_length: int = 1
+    shift: float = 3.0
+    epoch_steps: int = 1
+    affordable: int | None = None
+    layers: int | None = None
+    prompts: tuple[str, ...] = ()
+
+
+def data_toml(kind: Kind, values: TextValues) -> str:
+    """Return the text of the dataset TOML."""
+    text = (FOLDER / f"{kind.recipe}_data.toml").read_text(encoding="utf-8")
+    head = (
+        f"# The images of {values.name}.toml, at {values.resolution} px. Sources, filters and captions: docs/guide.md.",
+        "# `sd3-light inspect` shows the dataset once it is cached.",
+    )
+    first, _, _ = _without_head(text).partition("[[directory]]")
+    text = _set("\n".join((*head, _without_edits(first))), "resolutions", [values.resolution])
+    return f"{text.rstrip()}\n\n[[directory]]\npath = {_toml(values.data)}\n"
+
+
+def train_toml(kind: Kind, values: TextValues) -> str:
+    """Return the text of the train TOML."""
+    plan, steps = values.plan, kind.steps(values.epoch_steps, values.affordable)
+    text = _without_edits(_without_head((FOLDER / f"{kind.recipe}.toml").read_text(encoding="utf-8")))
+    text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
+    text = re.sub(r"^eval_.*\n", "", text, flags=re.MULTILINE)  # a new project has no validation images
+    text = _HEAD.format(description=kind.description, name=values.name) + text
+    for key, (value, comment) in {**_changes(kind, values, text), **_lengths(values, text, steps)}.items():
+        text = _set(text, key, value, comment)
+    if plan.accumulation > 1:
+        line = f"gradient_accumulation_steps = {plan.accumulation}"
+        text = re.sub(r"^(micro_batch_size_per_gpu =.*)$", rf"\1\n{line}", text, flags=re.MULTILINE)
+    return text.rstrip() + "\n" + (_sampling(values.prompts, max(1, steps // 10)) if values.prompts else "")
+
+
+def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
+    """Return the keys that name the project or depend on memory, each with its value and a comment."""
+    plan = values.plan
+    changes = {
+        "output_dir": (f"runs/{values.name}", ""),
+        "dataset": (f"{values.name}_data.toml", ""),
+        "micro_batch_size_per_gpu": (plan.micro_batch, f"{plan.samples_per_step} samples per step in all"),
+        "activation_checkpointing": (plan.checkpointing, 'fast to small: false, "selective", true'),
+        "model.diffusers_path": (values.model, ""),
+        "model.t5_max_length": (values.t5_length, "tokens"),
+    }
+    if values.layers is not None:
+        changes |= {f"model.shape.num_{part}": (values.layers, "few, for a CPU") for part in ("layers", "heads")}
+    if kind.continues and "shift" in tomllib.loads(text)["model"]:
+        changes["model.shift"] = (values.shift, "as in the model's scheduler")
+    if "parallel" in _keys(text) and plan.processes == 1:
+        changes["parallel"] = ("ddp", 'several GPUs: "fsdp2" shards the weights')
+    return changes
+
+
+def _lengths(values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, str]]:
+    """Return the number of steps, and the intervals of the recipe that are too long for it."""
+    keys = _keys(text)
+    changes: dict[str, tuple[Any, str]] = {}
+    if "max_steps" in keys:
+        changes["max_steps"] = (steps, f"{steps / values.epoch_steps:,.0f} epochs")
+    if "cooldown_steps" in keys:
+        changes["cooldown_steps"] = (0.17, "decay to 0 over the last sixth")  # a share: max_steps may be edited
+    for key, share in (("save_every_n_steps", 4), ("checkpoint_every_n_steps", 4), ("warmup_steps", 10)):
+        limit = max(1, steps // share)
+        if int(keys.get(key, 0)) > limit:
+            changes[key] = (limit, "")
+    return changes
+
+
+def _sampling(prompts: tuple[str, ...], interval: int) -> str:
+    lines = "".join(f"    {_toml(prompt)},\n" for prompt in prompts)
+    return f"\n# sample images during training\n[sampling]\nprompts = [\n{lines}]\nevery_n_steps = {interval}\n"
+
+
+def _without_head(text: str) -> str:
+    """Return a recipe without the comment at its top."""
+    return re.sub(r"\A(#.*\n)+", "", text)
+
+
+def _without_edits(text: str) -> str:
+    """Return a recipe without the comments about values to edit."""
+    return re.sub(r"^# EDIT.*\n", "", text, flags=re.MULTILINE)
+
+
+def _keys(text: str) -> dict[str, Any]:
+    """Return the keys and values before the first table."""
+    return tomllib.loads(text.partition("\n[")[0])
+
+
+def _set(text: str, key: str, value: Any, comment: str = "") -> str:
+    """Return ``text`` with another value of a key, or with the key added to its table; `table.key` names a table."""
+    table, _, name = key.rpartition(".")
+    head, header, rest = text.partition(f"\n[{table}]\n") if table else ("", "", text)
+    body, tail = re.match(r"(.*?)((?:^\[.*)?)\Z", rest, re.DOTALL | re.MULTILINE).groups()  # type: ignore[union-attr]
+    line = f"{name} = {_toml(value)}"
+    line = f"{line:<31} # {comment}" if comment else line
+    changed, count = re.subn(rf"^{name} =.*$", lambda _: line, body, count=1, flags=re.MULTILINE)
+    if not count:
+        changed = f"{body.rstrip()}\n{line}\n\n"
+    return head + header + changed + tail
+
+
+def _toml(value: Any) -> str:
+    """Return a value as TOML writes it."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return tomli_w.dumps({"x": value}).removeprefix("x = ").strip()

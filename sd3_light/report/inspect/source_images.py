@@ -1,0 +1,45 @@
+"""Source images for the page: finding, opening and tinting them."""
+
+from collections.abc import Mapping
+
+import numpy as np
+from PIL import Image, ImageFile
+
+from sd3_light.sources.locations import location_from_text
+from sd3_light.sources.preprocess import Pixels, Reject, decode
+from sd3_light.sources.records import Location
+
+THUMBNAIL_SIDE = 160
+
+_TINT = np.array([214, 40, 130], dtype=np.float32)
+
+
+def tint_masked(pixels: Pixels, mask: Pixels) -> Image.Image:
+    """Return the image with a tint over the part that a mask (of latent size, 255 is trained on) excludes."""
+    height, width, _ = pixels.shape
+    large = np.asarray(Image.fromarray(mask).resize((width, height), Image.Resampling.NEAREST), dtype=np.float32)
+    opacity = (1 - large / 255)[:, :, None] * 0.7
+    return Image.fromarray((pixels * (1 - opacity) + _TINT * opacity).round().astype(np.uint8))
+
+
+def image_location(places: Mapping[str, str], directory: str, text: str) -> Location:
+    """Return where the bytes of an image are; raise Reject where the cache does not record it."""
+    root = places.get(f"directory:{directory}")
+    if not text or root is None:
+        raise Reject("missing_file", "the cache does not record where it is")
+    try:
+        location = location_from_text(text, root)
+    except ValueError as error:
+        raise Reject("missing_file", str(error)) from error
+    assert location is not None, "only an empty text has no location"
+    return location
+
+
+def open_truncated(data: bytes) -> Image.Image:
+    """Return an image whose end may be missing; raise Reject where nothing can be shown."""
+    # Pillow's setting is global to the process, and the cache relies on its default: change it for one image only
+    before, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, True
+    try:
+        return decode(data)
+    finally:
+        ImageFile.LOAD_TRUNCATED_IMAGES = before

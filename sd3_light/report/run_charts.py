@@ -1,0 +1,166 @@
+"""The charts of the page: which curves share a chart, and their hints."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from sd3_light.formats import utc_time
+from sd3_light.pages import Chart, ChartLine, ChartMark
+from sd3_light.report.curves import Curve
+from sd3_light.report.run_log import RunReport
+
+Points = Sequence[tuple[float, float]]
+
+_MOST_MARKS = 60
+_COLORS = tuple(f"c{index}" for index in range(6))
+_RAMP = tuple(f"q{index}" for index in range(1, 11))  # from low t (blue) to high t (red)
+_LOSS_TERMS = {"flow": "flow", "text_recon": "text reconstruction", "layer_sync": "layer sync"}
+_MEANS = (
+    ("flow", "all t", ""),
+    ("fixed", "t = 0.1 to 0.9", "Comparable between runs with different distributions of t."),
+)
+_METRICS = {"frechet": "Frechet distance", "kid": "KID", "distance": "distance to truth"}
+_METRICS |= {name: name for name in ("precision", "recall", "retrieval")}
+_GPU_MEMORY = {"gpu_memory_gib": "allocated", "gpu_reserved_gib": "reserved"}
+
+
+def loss_charts(report: RunReport) -> list[Chart]:
+    """Return the loss, its terms, and the loss by timestep."""
+    charts = [_noisy_chart(report, "loss", "Loss", wide=True)]
+    terms = {title: report.steps[name].smooth()[0] for name, title in _LOSS_TERMS.items() if name in report.steps}
+    if len(terms) > 1:
+        charts.append(_chart(report, "Loss terms", _lines(terms), "Smoothed like the loss."))
+    bands = _group(report, "band")
+    if bands:
+        # bands are named by their range of t: "0.0-0.1" is the first
+        colors = [_ramp_color(band.partition("-")[0], first=0) for band in bands]
+        lines = _lines({f"t {band}": curve.smooth()[0] for band, curve in bands.items()}, colors)
+        hint = "The flow loss of samples by their timestep t: little noise near 0, pure noise near 1. Smoothed."
+        charts.append(_chart(report, "Loss by timestep", lines, hint))
+    return charts
+
+
+def validation_charts(report: RunReport) -> list[Chart]:
+    """Return the validation loss of every set: its mean over t for all weights, then at each t."""
+    charts = []
+    for name in dict.fromkeys(name for name, _ in report.evals):
+        by_weights = {weights: curves for (of, weights), curves in report.evals.items() if of == name}
+        for field, span, hint in _MEANS:
+            means = {weights or "weights": each[field].points for weights, each in by_weights.items() if field in each}
+            if means or field == "flow":
+                charts.append(_chart(report, f"{name or 'Validation'}: mean over {span}", _lines(means), hint))
+        for weights, curves in by_weights.items():
+            times = [key.removeprefix("flow@") for key in curves if key.startswith("flow@")]
+            if times:
+                lines = _lines({f"t {t}": curves[f"flow@{t}"].points for t in times}, [_ramp_color(t) for t in times])
+                suffix = f", {weights} weights" if weights else ""
+                charts.append(_chart(report, f"{name or 'Validation'}: at each t{suffix}", lines))
+    return [*charts, *_metric_charts(report)]
+
+
+def _metric_charts(report: RunReport) -> Iterator[Chart]:
+    """Yield the measurements against true images, each with its interval."""
+    for (name, weights), curves in report.metrics.items():
+        for metric, title in _METRICS.items():
+            if f"{metric}/value" in curves:
+                bounds = [curves[f"{metric}/{end}"].points for end in ("low", "high") if f"{metric}/{end}" in curves]
+                lines = [ChartLine("95% interval", points, "c0", faint=True) for points in bounds]
+                lines.append(_line(title, curves[f"{metric}/value"].points, "c0"))
+                yield _chart(report, f"{name}: {title}, {weights} weights", lines, "Against true images.")
+
+
+def optimization_charts(report: RunReport) -> list[Chart]:
+    """Return the learning rate, the norms and the EMA decays."""
+    charts = []
+    if "lr" in report.steps:
+        charts.append(_chart(report, "Learning rate", _lines({"lr": report.steps["lr"].points}), include_zero=True))
+    if "grad_norm" in report.steps:
+        charts.append(_noisy_chart(report, "grad_norm", "Gradient norm", "Before clipping."))
+    if "param_norm" in report.steps:
+        charts.append(_chart(report, "Parameter norm", _lines({"norm": report.steps["param_norm"].points})))
+    decays = _group(report, "ema_decay")
+    if decays:
+        charts.append(_chart(report, "EMA decay", _lines({name: curve.points for name, curve in decays.items()})))
+    return charts
+
+
+def speed_charts(report: RunReport) -> list[Chart]:
+    """Return throughput, data wait and utilization."""
+    on_cpu = any(segment.begin.get("device") == "CPU" for segment in report.segments)
+    device, devices = ("process", "processes") if on_cpu else ("GPU", "GPUs")
+    charts = (
+        ("samples_per_second", "Samples per second", f"All {devices} together.", False),
+        (
+            "data_wait",
+            "Data wait",
+            f"Share of the time in which the {device} waited for {'data' if on_cpu else 'the host'}.",
+            True,
+        ),
+        ("mfu", "Model FLOPs utilization", "Share of the device's peak.", True),
+        ("tflops_per_gpu", f"TFLOP/s per {device}", "", False),
+    )
+    return [
+        _noisy_chart(report, name, title, hint, include_zero=True, percent=percent)
+        for name, title, hint, percent in charts
+        if name in report.steps
+    ]
+
+
+def memory_charts(report: RunReport) -> list[Chart]:
+    """Return GPU and host memory: the extremes, because the peak is what must fit."""
+    charts = []
+    gpu = {title: report.steps[name].extremes for name, title in _GPU_MEMORY.items() if name in report.steps}
+    if gpu:
+        hint = "GPU of the main process."
+        charts.append(_chart(report, "GPU memory, GiB", _lines(gpu), hint, include_zero=True))
+    if "host_memory_gib" in report.steps:
+        lines = _lines({"host": report.steps["host_memory_gib"].extremes}, ["c2"])
+        charts.append(_chart(report, "Host memory, GiB", lines, include_zero=True))
+    return charts
+
+
+def _group(report: RunReport, group: str) -> dict[str, Curve]:
+    names = sorted(name for name in report.steps if name.startswith(f"{group}/"))
+    return {name.removeprefix(f"{group}/"): report.steps[name] for name in names}
+
+
+def _chart(
+    report: RunReport,
+    title: str,
+    lines: Sequence[ChartLine],
+    hint: str = "",
+    nonfinite: Iterable[float] = (),
+    include_zero: bool = False,
+    percent: bool = False,
+    wide: bool = False,
+) -> Chart:
+    marks = [ChartMark(step, f"resumed {utc_time(time)}") for step, time in report.resumes[-_MOST_MARKS:]]
+    marks += [ChartMark(x, "not finite", "nonfinite") for x in nonfinite]
+    return Chart(title, lines, hint, marks, include_zero, percent, report.step_range, wide=wide)
+
+
+def _noisy_chart(report: RunReport, name: str, title: str, hint: str = "", **options: bool) -> Chart:
+    """Return a chart of one curve: all values faint behind the smoothed ones, unless they are too few to smooth."""
+    curve = report.steps.get(name, Curve())
+    points, window = curve.smooth()
+    lines = [_line("smoothed" if window > 1 else "logged", points, "c0")]
+    if window > 1:
+        lines.insert(0, ChartLine("logged", curve.extremes, "c0", faint=True))
+        faint = "all values" if curve.bin_size == 1 else f"the lowest and highest of each {curve.bin_size:,}"
+        hint += f" Bold: moving mean of {window:,} logged values; faint: {faint}."
+    return _chart(report, title, lines, hint.strip(), curve.nonfinite, **options)
+
+
+def _line(name: str, points: Points, color: str) -> ChartLine:
+    return ChartLine(name, points, color, last=points[-1][1] if points else None)
+
+
+def _lines(points: Mapping[str, Points], colors: Sequence[str] = _COLORS) -> list[ChartLine]:
+    return [_line(name, line, colors[index % len(colors)]) for index, (name, line) in enumerate(points.items())]
+
+
+def _ramp_color(t: str, first: int = 1) -> str:
+    """Return the color of a time t in tenths; ``first`` is the number of tenths of the first color."""
+    try:
+        index = round(10 * float(t)) - first
+    except ValueError:
+        index = 0
+    return _RAMP[min(len(_RAMP) - 1, max(0, index))]

@@ -1,0 +1,273 @@
+"""Generate images with a loaded stock pipeline; every image depends only on its own request.
+
+Matrix products round differently in a batch than alone, and with two threads than with one. So there are two modes:
+`exact` generates each image alone with one thread, several in parallel on a CPU's cores, with the same bytes for any
+batch size and number of processes or cores. The other generates batches, which GPUs need.
+"""
+
+import copy
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache, partial
+from queue import SimpleQueue
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+from torch import Tensor
+
+from sd3_light.config import DEFAULT_GUIDANCE
+from sd3_light.config.faults import UserError
+from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs
+from sd3_light.sample.png import save_png
+from sd3_light.system import usable_cores
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+__all__ = [
+    "Cancelled",
+    "ImageRequest",
+    "generate",
+    "not_finite",
+    "run_pipeline",
+    "save_png",
+    "stream_images",
+    "to_images",
+]
+
+
+class Cancelled(Exception):
+    """The caller cancelled the images while they were drawn."""
+
+
+NumberedImages = list[tuple[int, Image.Image]]
+"""Images, each with the index of its request."""
+
+_CACHED_TEXTS = 64  # an encoded text of SD3 takes 5 MB
+
+
+def generate(
+    pipe: "DiffusionPipeline",
+    requests: Sequence[ImageRequest],
+    policy: PipelineInputs,
+    steps: int = 28,
+    guidance: float = DEFAULT_GUIDANCE,
+    batch_size: int = 16,
+    on_progress: Callable[[int, int], None] | None = None,
+    exact: bool = False,
+) -> list[Image.Image]:
+    """Return the image of every request, in order. See `stream_images`; `on_progress(done, total)` reports progress."""
+    images: dict[int, Image.Image] = {}
+    for batch in stream_images(pipe, requests, policy, steps, guidance, batch_size, exact):
+        images.update(batch)
+        if on_progress is not None:
+            on_progress(len(images), len(requests))
+    return [images[index] for index in range(len(requests))]
+
+
+def stream_images(
+    pipe: "DiffusionPipeline",
+    requests: Sequence[ImageRequest],
+    policy: PipelineInputs,
+    steps: int = 28,
+    guidance: float = DEFAULT_GUIDANCE,
+    batch_size: int = 16,
+    exact: bool = False,
+    threads: int = 1,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> Generator[NumberedImages, None, None]:
+    """Yield the images as they are finished.
+
+    `steps` and `guidance` are the defaults for requests without their own; a `guidance` of 1 or less disables it.
+
+    The initial noise of an image comes from its own CPU generator, so with `uncond_text` "empty" SD3's image equals
+    `pipe(prompt, generator=torch.Generator("cpu").manual_seed(seed), max_sequence_length=t5_max_length,
+    num_inference_steps=steps, guidance_scale=guidance, width=..., height=...)`: the same bytes when `batch_size` is 1
+    or with `exact` (there with `threads` torch threads). In larger batches a few colours differ by 1/255 in fp32, more
+    in half precision. With `exact`, up to `batch_size` images are generated in parallel, as cores allow.
+
+    `is_cancelled` is called after every denoising step; once it returns True, `Cancelled` is raised.
+    """
+    full = [_with_defaults(request, steps, guidance) for request in requests]
+    for request in full:
+        fault = policy.size_fault(pipe, request.width, request.height)
+        if fault:
+            raise UserError(fault)
+    with policy.prepared(pipe):
+        if exact:
+            yield from _generate_exactly(pipe, full, policy, batch_size, threads, is_cancelled)
+            return
+        encode_batch = partial(policy.encode, pipe)
+        for indices in _batches(full, batch_size):
+            batch = [full[index] for index in indices]
+            images = _generate_batch(pipe, batch, policy, encode_batch, is_cancelled)
+            yield list(zip(indices, images, strict=True))
+
+
+def _with_defaults(request: ImageRequest, steps: int, guidance: float) -> ImageRequest:
+    return replace(
+        request,
+        steps=steps if request.steps is None else request.steps,
+        guidance=guidance if request.guidance is None else request.guidance,
+    )
+
+
+def _batches(requests: Sequence[ImageRequest], batch_size: int) -> Iterator[list[int]]:
+    """Yield the requests' indices in batches of equal image size, steps and guidance, in order of first occurrence."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        groups.setdefault((request.width, request.height, request.steps, request.guidance), []).append(index)
+    for indices in groups.values():
+        for start in range(0, len(indices), batch_size):
+            yield indices[start : start + batch_size]
+
+
+def _generate_exactly(
+    pipe: "DiffusionPipeline",
+    requests: Sequence[ImageRequest],
+    policy: PipelineInputs,
+    parallel: int,
+    threads: int,
+    is_cancelled: Callable[[], bool],
+) -> Iterator[NumberedImages]:
+    """Generate one image per pipeline call, so that images do not affect each other."""
+    workers = max(1, min(parallel, len(requests), _cores() // threads))
+    pipes: SimpleQueue[DiffusionPipeline] = SimpleQueue()
+    for _ in range(workers):
+        pipes.put(_copy_pipeline(pipe))
+    stopped = Event()
+    lock = Lock()  # tokenizers change their settings in each call
+
+    @lru_cache(_CACHED_TEXTS)
+    def encode_one(text: str) -> EncodedText:
+        return policy.encode(pipe, [text])[0]
+
+    def encode_each(texts: Sequence[str]) -> list[EncodedText]:
+        with lock:
+            return [encode_one(text) for text in texts]
+
+    def generate_one(index: int) -> NumberedImages:
+        own_pipe = pipes.get()
+        try:
+            (image,) = _generate_batch(
+                own_pipe, [requests[index]], policy, encode_each, lambda: stopped.is_set() or is_cancelled()
+            )
+            return [(index, image)]
+        finally:
+            pipes.put(own_pipe)
+
+    with _torch_threads(threads), ThreadPoolExecutor(workers) as pool:
+        try:
+            for done in as_completed([pool.submit(generate_one, index) for index in range(len(requests))]):
+                yield done.result()
+        finally:  # after an error, or when the caller stops early
+            stopped.set()
+            pool.shutdown(cancel_futures=True)
+
+
+def _copy_pipeline(pipe: "DiffusionPipeline") -> "DiffusionPipeline":
+    """Return a pipeline with the same networks but its own settings and scheduler, for use in another thread."""
+    scheduler = copy.copy(pipe.scheduler)
+    scheduler.register_to_config()  # copies the config: DPM++ writes the shift for an image size into it
+    own_pipe = copy.copy(pipe)
+    own_pipe.scheduler = scheduler
+    return own_pipe
+
+
+def _cores() -> int:
+    """Return the cores for this process: its share among the processes of its launcher on this machine."""
+    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+@contextmanager
+def _torch_threads(count: int) -> Iterator[None]:
+    """Set the number of torch threads for this thread and those started in the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def _generate_batch(
+    pipe: "DiffusionPipeline",
+    batch: Sequence[ImageRequest],
+    policy: PipelineInputs,
+    encoder: Callable[[Sequence[str]], list[EncodedText]],
+    is_cancelled: Callable[[], bool],
+) -> list[Image.Image]:
+    """Generate requests of equal size, steps and guidance."""
+    arguments = policy.arguments(pipe, batch, encoder)
+    images, fault = run_pipeline(pipe, batch, arguments, is_cancelled)
+    if fault:
+        raise UserError(f"no image of {batch[0].prompt!r}: {fault}")
+    return images
+
+
+def run_pipeline(
+    pipe: "DiffusionPipeline",
+    batch: Sequence[ImageRequest],
+    arguments: Mapping[str, Any],
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> tuple[list[Image.Image], str | None]:
+    """Run the stock pipeline for requests of one size; return the images and what is wrong with them.
+
+    ``arguments`` are those of `PipelineInputs.arguments`. Raises `Cancelled` after a step where ``is_cancelled``
+    returns True.
+    """
+    latents: Tensor | None = None
+
+    def keep_latents(_pipe: object, _step: int, _time: object, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        nonlocal latents
+        latents = tensors["latents"]
+        if is_cancelled():
+            raise Cancelled
+        return {}
+
+    with _no_progress_bar(pipe), torch.no_grad():
+        pixels: Tensor = pipe(
+            **arguments,
+            # with a list, diffusers draws each image's noise independently of the batch
+            generator=[torch.Generator("cpu").manual_seed(request.seed) for request in batch],
+            width=batch[0].width,
+            height=batch[0].height,
+            num_inference_steps=batch[0].steps,
+            callback_on_step_end=keep_latents,
+            output_type="pt",
+        ).images
+    assert latents is not None, "at least one step"
+    texts = [value for value in arguments.values() if isinstance(value, Tensor)]
+    return to_images(pixels), not_finite({"text encoder": texts, "denoiser": [latents], "VAE": [pixels]})
+
+
+def to_images(pixels: Tensor) -> list[Image.Image]:
+    """Return images of pixels [B, 3, H, W] from 0 to 1, as stock pipelines convert them."""
+    images: list[Image.Image] = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(pixels.nan_to_num()))
+    return images
+
+
+def not_finite(computed: Mapping[str, Iterable[Tensor]]) -> str | None:
+    """Return what is wrong with the first part that computed values which are not finite; None if there is none."""
+    for part, tensors in computed.items():
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):
+            return f"the {part} returned NaN or infinity; check its weights"
+    return None
+
+
+@contextmanager
+def _no_progress_bar(pipe: "DiffusionPipeline") -> Iterator[None]:
+    """Disable diffusers' progress bar (one per batch), and restore its settings afterwards."""
+    settings = dict(getattr(pipe, "_progress_bar_config", {}))
+    pipe.set_progress_bar_config(disable=True)
+    try:
+        yield
+    finally:
+        pipe.set_progress_bar_config(**settings)

@@ -1,0 +1,281 @@
+"""Sample grids during training: the config's prompts and seeds, drawn by all ranks with the current weights.
+
+Every rank draws its share and calls the denoiser as often as the others, as sharded weights need. No text encoder is
+loaded: the features of the prompts come from the cache.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor
+
+from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
+from sd3_light.config.base import CacheLocation
+from sd3_light.config.schema_tables import SampleImage, SamplingConfig
+from sd3_light.core.caption_lengths import cut_prompts
+from sd3_light.core.registry import family_of
+from sd3_light.core.sampling import Decoder, EncodedText, ImageRequest, Sampling
+from sd3_light.data.prompt_features import encode_prompts_one_by_one, read_prompt
+from sd3_light.data.shard_table import BucketShards
+from sd3_light.data.stream import CachedDataset
+from sd3_light.engines import Launch
+from sd3_light.export.model_facts import bucket_size
+from sd3_light.formats import plural
+from sd3_light.runlog import info
+from sd3_light.sample.generate import not_finite, to_images
+from sd3_light.sample.grid import make_grid
+from sd3_light.sample.loop import Denoise, draw_latents, starting_noise
+from sd3_light.sample.png import save_png
+
+_MAX_BATCH = 16
+_GRID_SIDE = 128  # small images are enlarged to about this
+
+
+@dataclass
+class Sampler:
+    """Draws the grids of a run. Built once on every rank; the VAE is loaded with the first grid and stays on the host.
+
+    ``requests`` are the images of the whole grid in order: all seeds of the first prompt, then of the next. An image
+    depends on its own request alone, except for rounding: up to 1/255 with another number of ranks. ``negative`` is the
+    text of requests without a negative prompt, None if guidance needs none. A batch has at most ``batch_size`` images
+    of ``batch_pixels`` pixels.
+    """
+
+    config: TrainConfig
+    requests: tuple[ImageRequest, ...]
+    texts: Mapping[str, EncodedText]
+    negative: EncodedText | None
+    batch_size: int
+    batch_pixels: int
+    launch: Launch
+    device: torch.device
+    stages: int = 1
+    _decoder: Decoder | None = field(default=None, repr=False)
+    _fault: str | None = None
+
+    @staticmethod
+    def of_config(
+        config: TrainConfig,
+        cache_dir: CacheLocation,
+        data: CachedDataset,
+        bucket: BucketShards,
+        launch: Launch,
+        device: torch.device,
+        stages: int = 1,
+    ) -> "Sampler":
+        """Return the sampler of a run on ``data``, the cache at ``cache_dir``; images have the size of ``bucket``.
+
+        Prompts that are not in the cache (it is at a URL, or read-only) are encoded now, one encoder in memory at a
+        time. The processes of a pipeline of ``stages`` draw the same images.
+        """
+        settings, size = config.sampling, config.sampling.size or bucket_size(bucket)
+        requests = tuple(_request(image, seed, settings, size) for image in settings.images for seed in settings.seeds)
+        return Sampler.of_requests(config, requests, cache_dir, data, bucket, launch, device, stages)
+
+    @staticmethod
+    def of_requests(
+        config: TrainConfig,
+        requests: tuple[ImageRequest, ...],
+        cache_dir: CacheLocation,
+        data: CachedDataset,
+        bucket: BucketShards,
+        launch: Launch,
+        device: torch.device,
+        stages: int = 1,
+    ) -> "Sampler":
+        """Return the sampler of these images, which have steps and guidance; see `of_config`."""
+        assert requests, "nothing to draw"
+        family = family_of(config.model).sampling
+        negative = family.negative_text(family.text(data.empty_text()), config.model)
+        micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
+        # the denoiser gets no more samples than a micro-batch has, so it needs no more memory than training
+        guided = any(request.guidance > 1 for request in requests if request.guidance is not None)
+        batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if guided and negative is not None else 1)))
+        pixels = math.prod(bucket_size(bucket))
+        sampler = Sampler(config, requests, {}, negative, batch_size, pixels, launch, device, stages)
+        own = [requests[index] for indices in sampler._share(launch.rank) for index in indices]
+        negatives = (request.negative_prompt for request in own if request.negative_prompt)
+        texts = list(dict.fromkeys([*(request.prompt for request in own), *negatives]))
+        return replace(sampler, texts=_texts(config.model, texts, cache_dir, data.manifest.recipe, device))
+
+    def sample(
+        self, denoise: Denoise, path: Path, facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
+    ) -> Image.Image | None:
+        """Draw a grid with all ranks and write it to ``path``; return it on rank 0 and None elsewhere.
+
+        ``facts`` (the step, ...) go into the PNG's metadata with prompts, seeds and settings. ``group`` joins all ranks
+        and transfers CPU tensors (gloo). A grid that cannot be written, or with values that are not finite, is
+        reported, and None on rank 0 too.
+        """
+        images, fault = self._gather(self.draw(denoise), group), self._first_fault(group)
+        if images is None:
+            return None
+        if fault is not None:
+            info(f"the grid {path} was not written: {fault}")
+            return None
+        grid = self._grid(images, facts)
+        settings = self.config.sampling
+        about = {name: getattr(settings, name) for name in ("seeds", "steps", "guidance", "negative_prompt")}
+        about |= {"prompts": [image.prompt for image in settings.images], "size": self._size}
+        about |= {"uncond_text": self.config.model.uncond_text, "cells": grid.info["cells"]}
+        try:
+            save_png(grid, path, {**facts, **about})
+        except OSError as error:  # a full disk does not stop training
+            info(f"the grid {path} was not written: {error.strerror or error}")
+            return None
+        return grid
+
+    @property
+    def _size(self) -> tuple[int, int]:
+        return self.requests[0].width, self.requests[0].height
+
+    def draw(self, denoise: Denoise) -> list[tuple[int, Image.Image]]:
+        """Return this rank's images with the numbers of their requests; all ranks call ``denoise`` equally often.
+
+        Values that are not finite raise no error, as other ranks would wait; see `_first_fault`.
+        """
+        self._fault = None
+        latents: list[tuple[list[int], Tensor]] = []
+        for share in self._share(self.launch.rank):
+            first = self.requests[share[0]]
+            batch_size = max(
+                1, self.batch_size * self.batch_pixels // max(self.batch_pixels, first.width * first.height)
+            )
+            for start in range(0, len(share), batch_size):
+                indices = share[start : start + batch_size]
+                latents.append((indices, self._draw_latents(denoise, [self.requests[index] for index in indices])))
+        return self._decode(latents)
+
+    @property
+    def _family(self) -> Sampling:
+        return family_of(self.config.model).sampling
+
+    def _draw_latents(self, denoise: Denoise, batch: Sequence[ImageRequest]) -> Tensor:
+        """Draw requests of one group."""
+        family = self._family
+        model = self.config.model
+        first = batch[0]
+        assert first.steps is not None and first.guidance is not None
+        texts = [self.texts[request.prompt] for request in batch]
+        guide = None
+        if self.negative is not None and first.guidance > 1:
+            negatives = [request.negative_prompt for request in batch]
+            texts = [self.texts[negative] if negative else self.negative for negative in negatives] + texts
+            guide = partial(family.guide, guidance=first.guidance)
+        size = (first.width, first.height)
+        noise = starting_noise([request.seed for request in batch], family.latent_shape(model, size), self.device)
+        scheduler = family.scheduler(model, size, first.steps, self.device)
+        inputs = family.batch(texts, model, first.guidance).to(self.device)
+        latents = draw_latents(denoise, scheduler, noise, inputs, guide)
+        self._fault = self._fault or not_finite({"text encoder": inputs.tensors(), "denoiser": [latents]})
+        return latents
+
+    def _decode(self, latents: Sequence[tuple[list[int], Tensor]]) -> list[tuple[int, Image.Image]]:
+        """Return the images of batches of latents, with the numbers of their requests."""
+        if self._decoder is None:
+            self._decoder = self._family.decoder(self.config.model, self.device)
+        drawn: list[tuple[int, Image.Image]] = []
+        with self._decoder:
+            for indices, batch in latents:
+                pixels = self._decoder.decode(batch)
+                self._fault = self._fault or not_finite({"VAE": [pixels]})
+                drawn += zip(indices, to_images(pixels), strict=True)
+        return drawn
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong with the images that this rank drew last, if they are not finite."""
+        return self._fault
+
+    def _first_fault(self, group: dist.ProcessGroup | None) -> str | None:
+        """Return on rank 0 what was wrong with the images of any rank."""
+        if self.launch.world == 1:
+            return self._fault
+        faults: list[str | None] | None = [None] * self.launch.world if self.launch.is_main else None
+        dist.gather_object(self._fault, faults, dst=0, group=group)
+        return next(filter(None, faults or ()), None)
+
+    def _share(self, rank: int) -> list[list[int]]:
+        """Return the numbers of a rank's requests, in groups of equal size, steps and guidance.
+
+        Each rank has as many of every group, so that all of them call the denoiser equally often.
+        """
+        data_launch = replace(self.launch, rank=rank).data_launch(self.stages)
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for number, request in enumerate(self.requests):
+            key = (request.width, request.height, request.steps, request.guidance)
+            groups.setdefault(key, []).append(number)
+        return [
+            [numbers[turn] for turn in assigned(len(numbers), data_launch.rank, data_launch.world)]
+            for numbers in groups.values()
+        ]
+
+    def _gather(
+        self, drawn: Sequence[tuple[int, Image.Image]], group: dist.ProcessGroup | None
+    ) -> list[Image.Image] | None:
+        """Return all images of the grid on rank 0, None elsewhere."""
+        images = dict(drawn)
+        for number, share in enumerate(self._share(self.launch.rank) if self.launch.world > 1 else ()):
+            pixels = torch.from_numpy(np.stack([np.asarray(images[index]) for index in share]))
+            parts = [torch.empty_like(pixels) for _ in range(self.launch.world)] if self.launch.is_main else None
+            dist.gather(pixels, parts, dst=0, group=group)
+            for rank, part in enumerate(parts or ()):
+                indices = self._share(rank)[number]
+                images |= {index: Image.fromarray(array) for index, array in zip(indices, part.numpy(), strict=True)}
+        return [images[index] for index in range(len(self.requests))] if self.launch.is_main else None
+
+    def _grid(self, images: Sequence[Image.Image], facts: Mapping[str, Any]) -> Image.Image:
+        seeds = len(self.config.sampling.seeds)
+        captions = [
+            f"{request.prompt} (seed {request.seed})" if seeds > 1 else request.prompt for request in self.requests
+        ]
+        return make_grid(
+            images,
+            captions,
+            columns=seeds if 1 < seeds <= 8 else min(8, len(images)),
+            scale=max(1, _GRID_SIDE // max(self._size)),
+            title=f"step {facts['step']:,}" if "step" in facts else None,
+        )
+
+
+def _request(image: SampleImage, seed: int, settings: SamplingConfig, size: tuple[int, int]) -> ImageRequest:
+    """Return the image of one prompt and seed; what the prompt does not set comes from [sampling]."""
+
+    def chosen(name: str) -> Any:
+        own = getattr(image, name)
+        return getattr(settings, name) if own is None else own
+
+    values = {name: chosen(name) for name in ("negative_prompt", "steps", "guidance")}
+    return ImageRequest(image.prompt, seed, *(image.size or size), **values)
+
+
+def assigned(count: int, rank: int, world: int) -> list[int]:
+    """Return the numbers of a rank's requests among ``count``: equally many for all, so some may be drawn twice."""
+    return [(rank + turn * world) % count for turn in range(math.ceil(count / world))]
+
+
+def _texts(
+    model: ModelConfig,
+    prompts: Sequence[str],
+    cache_dir: CacheLocation,
+    recipe: Mapping[str, Any],
+    device: torch.device,
+) -> dict[str, EncodedText]:
+    """Return the prompts' encoded texts, from the cache or, if they are missing there, from the encoders."""
+    cached = {prompt: read_prompt(cache_dir, prompt, recipe) for prompt in prompts}
+    missing = [prompt for prompt, features in cached.items() if features is None]
+    if missing:
+        info(f"train: not in the cache, encoding now: {plural(len(missing), 'prompt')}")
+        for line in cut_prompts(missing, family_of(model).encoding.model_limits(model)):
+            info(f"train: warning: {line}")
+        cached |= dict(zip(missing, encode_prompts_one_by_one(model, missing, device), strict=True))
+    text = family_of(model).sampling.text
+    return {prompt: text(features) for prompt, features in cached.items() if features is not None}

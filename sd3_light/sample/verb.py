@@ -1,0 +1,307 @@
+"""The sample stage: generate images from a model folder with any number of processes.
+
+Each process generates its share of the requests. Only the main process waits for the others, to make the grid. An
+image is named by the number of its request, so processes need not communicate.
+"""
+
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from PIL import Image
+
+from sd3_light import __version__
+from sd3_light.config import DEFAULT_GUIDANCE
+from sd3_light.config.faults import UserError
+from sd3_light.core.caption_lengths import cut_prompts
+from sd3_light.core.sampling import ImageRequest, PipelineInputs
+from sd3_light.engines import Launch
+from sd3_light.export.chosen import ChosenModel, choose_model
+from sd3_light.export.lora_merge import add_adapters
+from sd3_light.export.lora_stack import Lora
+from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.files import sweep_files, write_errors
+from sd3_light.flow.scheduler import SAMPLERS, check_sampler, use_sampler
+from sd3_light.inputs import open_regular
+from sd3_light.runlog import info, progress
+from sd3_light.sample.generate import stream_images
+from sd3_light.sample.grid import make_grid
+from sd3_light.sample.image_requests import PromptRow
+from sd3_light.sample.png import PNG_FACTS, parameters, read_png_facts, save_new_png, save_png
+from sd3_light.sample.precision import check_dtype, compute_in
+
+GRID = "grid.png"
+
+_REQUEST_FACTS = ("prompt", "negative_prompt", "seed", "steps", "guidance", "width", "height")
+_MAX_GRID_IMAGES = 256
+_MAX_THUMBNAIL_SIDE = 384  # larger images are shrunk to this in the grid
+_MIN_THUMBNAIL_SIDE = 128  # smaller images are enlarged to about this
+_MIN_TIMEOUT_SEC = 600.0  # without a new image from another process
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """How to sample, unless a row overrides it. A size of 0 means the model's own."""
+
+    steps: int = 28
+    guidance: float = DEFAULT_GUIDANCE
+    width: int = 0
+    height: int = 0
+    batch: int = 8
+    negative_prompt: str = ""
+    sampler: str = "euler"
+    dtype: str = "float32"
+    loras: tuple[Lora, ...] = ()
+    grid: bool = True
+    threads: int = 1
+    best: bool = False
+
+
+def run(
+    model: Path,
+    rows: Sequence[PromptRow],
+    seeds: Sequence[int],
+    out: Path,
+    options: SampleOptions,
+    launch: Launch | None = None,
+) -> Path:
+    """Write OUT/00000.png, ... and the grid: each row with each seed, or once with its own seed.
+
+    ``model`` may be a run folder (see `choose_model`). Returns the path to show to the user: the grid or the folder.
+    Nothing is overwritten: numbers continue after those in the folder. Several processes, which do not communicate,
+    need a folder without such images.
+    """
+    launch = launch or Launch()
+    if not rows:
+        raise UserError("no prompt; pass one, or a prompt file with --file")
+    check_sampler(options.sampler)
+    _check_options(rows, out, options)
+    jobs = [(row, seed) for row in rows for seed in (seeds if row.seed is None else (row.seed,))]
+    first = first_free_number(out) if launch.world == 1 else 0
+    share = [first + number for number in assign_rows([row for row, _ in jobs], launch.rank, launch.world)]
+    shown = list(range(first, first + len(jobs)))[:_MAX_GRID_IMAGES] if options.grid and launch.is_main else []
+    grid = out / (f"grid-{first:05d}.png" if first else GRID)
+    _refuse_to_overwrite([*(image_path(out, number) for number in share), *([grid] if shown else [])])
+    if share or shown:
+        sweep_images(out)
+        opened = open_model(model, options, launch)
+        requests = {first + at: opened.request(row, seed) for at, (row, seed) in enumerate(jobs)}
+        for line in opened.cut_prompts(requests.values()):
+            info(f"warning: {line}")
+        slowest = _generate(opened, {number: requests[number] for number in share}, out)
+        if shown:
+            _wait_for([image_path(out, number) for number in shown], max(_MIN_TIMEOUT_SEC, 10 * slowest))
+            _make_grid({number: requests[number] for number in shown}, len(jobs), out, grid)
+    return grid if options.grid else out
+
+
+def assign_rows(rows: Sequence[PromptRow], rank: int, world: int) -> list[int]:
+    """Return the numbers of a process's rows. Similar rows are spread evenly, so that all have about the same work."""
+
+    def cost_key(number: int) -> tuple[float, ...]:
+        row = rows[number]
+        return tuple(value or 0 for value in (row.width, row.height, row.steps, row.guidance))
+
+    return sorted(sorted(range(len(rows)), key=cost_key)[rank::world])
+
+
+def _check_options(rows: Sequence[PromptRow], out: Path, options: SampleOptions) -> None:
+    """Raise a UserError for faults that can be detected without the model."""
+    if not math.isfinite(options.guidance):
+        raise UserError(f"--guidance {options.guidance}: pass a finite number")
+    for text in (options.negative_prompt, *(row.prompt for row in rows)):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"the prompt {text!a} is not UTF-8; set the terminal to UTF-8, or use --file") from None
+    parent = next(path for path in (out, *out.absolute().parents) if os.path.lexists(path))
+    if not parent.is_dir() or not os.access(parent, os.W_OK):
+        raise UserError(f"--out {out}: {parent} is not a writable folder; choose another")
+
+
+def image_path(out: Path, number: int) -> Path:
+    """Return the path of an image by its number."""
+    return out / f"{number:05d}.png"
+
+
+def first_free_number(out: Path) -> int:
+    """Return the number after the highest of the images in the folder."""
+    numbers = [int(path.stem) for path in out.glob("*.png") if re.fullmatch(r"\d{5,}", path.stem)]
+    return max(numbers, default=-1) + 1
+
+
+def sweep_images(out: Path) -> None:
+    """Remove the parts of images that killed processes left in the folder."""
+    sweep_files(out, [".*.png.*~*~*.tmp"])
+
+
+def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
+    for path in paths:
+        if os.path.lexists(path):
+            raise UserError(f"{path} already exists; choose another folder with --out. Nothing was changed")
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A loaded model with its adapters; ``options`` are those of the images to draw next."""
+
+    pipe: DiffusionPipeline
+    policy: PipelineInputs
+    chosen: ChosenModel
+    options: SampleOptions
+
+    def request(self, row: PromptRow, seed: int) -> ImageRequest:
+        """Return the complete request of a row; an error names the row's file and line."""
+        options = self.options
+        default_width, default_height = self.policy.default_size(self.pipe)
+        width, height = row.width or options.width or default_width, row.height or options.height or default_height
+        negative = options.negative_prompt if row.negative_prompt is None else row.negative_prompt
+        fault = self.policy.size_fault(self.pipe, width, height)
+        if negative:
+            fault = self.policy.negative_fault() or fault
+        if fault:
+            raise UserError(f"{row.where}: {fault}" if row.where else fault)
+        steps = options.steps if row.steps is None else row.steps
+        guidance = options.guidance if row.guidance is None else row.guidance
+        return ImageRequest(row.prompt, seed, width, height, negative, steps, guidance)
+
+    def cut_prompts(self, requests: Iterable[ImageRequest]) -> list[str]:
+        """Return one line per prompt or negative prompt that the text encoders cut."""
+        texts = [text for request in requests for text in (request.prompt, request.negative_prompt)]
+        return cut_prompts(texts, self.policy.text_limits(self.chosen.folder))
+
+    def draw(
+        self,
+        requests: Mapping[int, ImageRequest],
+        out: Path,
+        renumber: bool = False,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[dict[int, Path]]:
+        """Generate the images and write each to ``out`` by its number; yield the files by number as they are written.
+
+        A number that another process has used meanwhile is an error, or, with ``renumber``, replaced by the next free
+        one. Once ``is_cancelled`` returns True, `Cancelled` is raised.
+        """
+        numbers, options, common = list(requests), self.options, self._common_facts()
+        exact = self.pipe.device.type == "cpu"
+        images = list(requests.values())
+        batches = stream_images(
+            self.pipe,
+            images,
+            self.policy,
+            batch_size=options.batch,
+            exact=exact,
+            threads=options.threads,
+            is_cancelled=is_cancelled,
+        )
+        with closing(batches):
+            for batch in batches:
+                files = {}
+                for index, image in batch:
+                    facts = {name: getattr(images[index], name) for name in _REQUEST_FACTS} | common
+                    metadata = {"parameters": parameters(facts, SAMPLERS[options.sampler]), PNG_FACTS: facts}
+                    files[numbers[index]] = _write_image(image, metadata, out, numbers[index], renumber)
+                yield files
+
+    def _common_facts(self) -> dict[str, Any]:
+        """Return the metadata that all images share."""
+        scheduler, options = self.pipe.scheduler.config, self.options
+        shift = scheduler.get("flow_shift", scheduler.get("shift"))
+        loras = (*self.chosen.loras, *options.loras)
+        return {
+            "sampler": options.sampler,
+            "shift": "dynamic" if scheduler.get("use_dynamic_shifting") else shift,
+            "dtype": options.dtype,
+            "device": self.pipe.device.type,
+            "model": self.chosen.folder.resolve().name,
+            "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in loras],
+            **self.policy.facts(),
+            "made_by": f"sd3-light {__version__}, diffusers {diffusers.__version__}, torch {torch.__version__}",
+        }
+
+
+def _write_image(image: Image.Image, metadata: Mapping[str, Any], out: Path, number: int, renumber: bool) -> Path:
+    """Write an image by its number, with ``renumber`` by the next free one where that is taken; return its path."""
+    while True:
+        path = image_path(out, number)
+        with write_errors(path):
+            try:
+                save_new_png(image, path, metadata)
+            except FileExistsError:
+                if renumber:
+                    number = first_free_number(out)
+                else:
+                    _refuse_to_overwrite([path])
+            else:
+                return path
+
+
+def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel:
+    """Load a model folder, or an export of a run folder (see `choose_model`), with the adapters of the options."""
+    chosen = choose_model(model, options.best)
+    if chosen.text_facts != model:
+        info(f"using {chosen.text_facts}")
+    dtype = check_dtype(options.dtype)
+    pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), chosen.text_facts)
+    use_sampler(pipe, options.sampler)
+    add_adapters(pipe, (*chosen.loras, *options.loras))
+    compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
+    pipe.vae.enable_slicing()  # one image at a time: its activations are the largest
+    return OpenModel(pipe.to(launch.device()), policy, chosen, options)
+
+
+def _generate(model: OpenModel, requests: Mapping[int, ImageRequest], out: Path) -> float:
+    """Generate and write this process's images; return the longest time between two batches, in seconds."""
+    slowest, last = 0.0, time.monotonic()
+    with progress("sample", len(requests), "images") as bar:
+        for files in model.draw(requests, out):
+            bar.advance(len(files))
+            slowest, last = max(slowest, time.monotonic() - last), time.monotonic()
+    return slowest
+
+
+def _wait_for(paths: Sequence[Path], timeout: float, pause: float = 0.2) -> None:
+    """Wait until all files exist; raise a UserError after ``timeout`` seconds without a new one."""
+    missing, last_change = [path for path in paths if not path.exists()], time.monotonic()
+    while missing:
+        if time.monotonic() - last_change > timeout:
+            raise UserError(
+                f"no grid: {len(missing)} images of other processes are missing, such as {missing[0]}; "
+                "use --no-grid if the machines do not share a folder"
+            )
+        time.sleep(pause)
+        still_missing = [path for path in missing if not path.exists()]
+        if len(still_missing) < len(missing):
+            missing, last_change = still_missing, time.monotonic()
+
+
+def _make_grid(requests: dict[int, ImageRequest], total: int, out: Path, path: Path) -> None:
+    several_seeds = len({request.seed for request in requests.values()}) > 1
+    captions = [f"{r.prompt} (seed {r.seed})" if several_seeds else r.prompt for r in requests.values()]
+    images = list(_thumbnails(requests, out))
+    largest = max(max(image.size) for image in images)
+    sheet = make_grid(images, captions, columns=min(8, len(images)), scale=max(1, _MIN_THUMBNAIL_SIDE // largest))
+    with write_errors(path):
+        save_png(sheet, path, {})
+    if total > len(images):
+        info(f"the grid shows the first {len(images)} of {total} images")
+
+
+def _thumbnails(requests: dict[int, ImageRequest], out: Path) -> Iterator[Image.Image]:
+    for number, request in requests.items():
+        path = image_path(out, number)
+        facts = read_png_facts(path)
+        if (facts.get("prompt"), facts.get("seed")) != (request.prompt, request.seed):
+            raise UserError(f"no grid: {path} was written by another command; choose another folder with --out")
+        with open_regular(path) as file, Image.open(file) as image:
+            image.thumbnail((_MAX_THUMBNAIL_SIDE, _MAX_THUMBNAIL_SIDE), Image.Resampling.LANCZOS)  # never enlarges
+            yield image.convert("RGB")

@@ -1,0 +1,110 @@
+"""The items of a scan: records of usable samples, and rejects with a reason.
+
+A record is small: it has the location of the bytes and reads them on demand.
+"""
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sd3_light.sources.access import file_size, read_file, read_range, version_of
+from sd3_light.sources.preprocess import Reject
+
+
+class Location(Protocol):
+    """The location of the bytes of one image. Small, immutable and picklable."""
+
+    @property
+    def path(self) -> str:
+        """The file that contains the bytes."""
+
+    def num_bytes(self) -> int:
+        """Return the number of bytes, 0 if only `read` finds it or why it cannot."""
+
+    def read(self) -> bytes:
+        """Read the bytes; raises Reject if that is not possible."""
+
+
+def location_version(location: Location) -> str:
+    """Return the version of the file that contains the bytes. Raises Reject("unreadable") if it is missing."""
+    return (isinstance(location, FileBytes) and location.listed) or file_version(location.path)
+
+
+def file_version(path: str) -> str:
+    """Return ``SIZE-MTIME_NS`` of a file, ``SIZE-ETAG`` at a URL. Raises Reject("unreadable") if it is missing."""
+    try:
+        return version_of(path)
+    except OSError as error:
+        raise Reject("unreadable", str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class FileBytes:
+    """A whole file. ``listed`` is its version in the listing of a store, which saves requests; "" if unknown."""
+
+    path: str
+    listed: str = field(default="", compare=False)
+
+    def num_bytes(self) -> int:
+        """Return the file's size."""
+        try:
+            return int(self.listed.partition("-")[0]) if self.listed else file_size(self.path)
+        except OSError:
+            return 0
+
+    def read(self) -> bytes:
+        """Read the file."""
+        try:
+            return read_file(self.path)
+        except OSError as error:
+            raise Reject("unreadable", str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """``size`` bytes of a file from ``offset``: a member of a tar."""
+
+    path: str
+    offset: int
+    size: int
+
+    def num_bytes(self) -> int:
+        """Return the size that the tar declares."""
+        return self.size
+
+    def read(self) -> bytes:
+        """Read the range; nothing is allocated for bytes that the file does not have."""
+        try:
+            return read_range(self.path, self.offset, self.size)
+        except EOFError as error:
+            raise Reject("truncated", f"{self.path!r} ends {error} bytes before the end of its member") from error
+        except OSError as error:
+            raise Reject("unreadable", str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One sample of a dataset, by reference.
+
+    ``key`` is its stable source key, unique in the dataset: ``NAME#N/path/in/the/directory.jpg``. ``captions`` is never
+    empty (an empty caption is ``""``) and includes the caption prefix; tags are not shuffled yet. ``attributes`` is the
+    JSON of the values that `where` combines with the image's size.
+    """
+
+    key: str
+    captions: tuple[str, ...]
+    image: Location
+    mask: Location | None = None
+    attributes: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """An input that cannot be used: a code of `preprocess.REASONS`, details, and the location of an image to show."""
+
+    key: str
+    reason: str
+    detail: str = ""
+    image: Location | None = None
+
+
+ScanItem = Record | Rejected

@@ -1,0 +1,145 @@
+"""The context of a scan, shared by all kinds of sources: keys, subsampling, captions and masks."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from sd3_light.config import DirectoryConfig
+from sd3_light.config.base import DataLocation
+from sd3_light.randomness import sample_id
+from sd3_light.sources.access import folder_entries, version_of
+from sd3_light.sources.captions import Columns, is_utf8, prepare_captions
+from sd3_light.sources.listing import IMAGES, Media, is_image_name, listed_version, mask_paths
+from sd3_light.sources.name_store import NameStore
+from sd3_light.sources.preprocess import Reject
+from sd3_light.sources.records import FileBytes, Location, Record, Rejected, ScanItem
+from sd3_light.sources.selection import Selection
+
+
+class ScanContext:
+    """One directory of the dataset during a scan. Names are relative to its root, with forward slashes."""
+
+    def __init__(
+        self,
+        directory: DirectoryConfig,
+        index: int,
+        name_store: NameStore,
+        media: Media = IMAGES,
+        on_unmatched: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.media = media
+        self.selection = Selection(directory.where) if directory.where.strip() else None
+        self._on_unmatched = on_unmatched
+        self.columns = Columns(directory.image_column, directory.caption_columns, media.columns)
+        self.excluded = mask_paths(directory)
+        self.name_store = name_store
+        self.max_image_bytes = 1e6 * directory.max_image_mb
+        self._directory = directory
+        # the index comes last: whatever characters a name has, different pairs have different prefixes
+        self._prefix = f"{directory.name}#{index}"
+        self._masks = _Masks(directory, name_store)
+        self._limit = round(directory.subsample_ratio * 2**63)
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix}/{name}"
+
+    def sample(
+        self,
+        name: str,
+        image: Location,
+        raw_captions: Callable[[], Sequence[str]],
+        mask_name: str | None = None,
+        raw_columns: Callable[[], Mapping[str, Any]] = dict,
+    ) -> Iterator[ScanItem]:
+        """Yield the record of an image, or its reject; nothing if subsampling or ``where`` leaves it out.
+
+        Captions and columns are fetched only if needed. ``mask_name`` is looked up in ``mask_path`` without its suffix.
+        """
+        key = self._key(name)
+        if not is_utf8(key):
+            yield Rejected(_printable(key), "name_not_utf8", image=image)
+        elif self._is_chosen(key):
+            try:
+                values = self.selection.checked(raw_columns()) if self.selection else {}
+                if self.selection and not self.selection.matches_columns(values):
+                    self._on_unmatched()
+                    return
+                captions = prepare_captions(raw_captions(), self._directory)
+                if self.selection and not self.selection.matches_caption(values, self._caption_length(captions)):
+                    self._on_unmatched()
+                    return
+                mask = self._masks.find(mask_name or name)
+                if self.media is IMAGES:  # videos are not read at once
+                    self._require_size(image, mask)
+                yield Record(key, captions, image, mask, self.selection.kept(values) if self.selection else "")
+            except Reject as reject:
+                yield Rejected(key, reject.reason, _printable(reject.detail), image)
+
+    def _caption_length(self, captions: Sequence[str]) -> int:
+        """Return the number of characters of the longest caption, without the prefix."""
+        return max(map(len, captions)) - len(self._directory.caption_prefix)
+
+    def _require_size(self, *locations: Location | None) -> None:
+        for location in filter(None, locations):
+            if (size := location.num_bytes()) > self.max_image_bytes:
+                limit = self._directory.max_image_mb
+                raise Reject("file_too_large", f"{location.path!r}: {size / 1e6:,.1f} MB, max_image_mb = {limit:g}")
+
+    def reject(self, name: str, reason: str, detail: str = "", image: Location | None = None) -> Iterator[Rejected]:
+        """Yield the reject of ``name``, unless subsampling leaves it out."""
+        key = _printable(self._key(name))
+        if self._is_chosen(key):
+            yield Rejected(key, reason, _printable(detail), image)
+
+    def reject_container(self, name: str, reason: str, detail: str = "") -> Rejected:
+        """Return the reject of a container (folder, table, tar); never left out, as it affects many samples."""
+        return Rejected(_printable(self._key(name)), reason, _printable(detail))
+
+    def _is_chosen(self, key: str) -> bool:
+        return sample_id(key) < self._limit
+
+
+class _Masks:
+    """Finds masks: ``mask_path/NAME.*`` for an image NAME, else the default mask, else None."""
+
+    def __init__(self, directory: DirectoryConfig, name_store: NameStore) -> None:
+        self._root = directory.mask_path
+        self._default = _default_mask(directory.default_mask_file)
+        self._folder: str | None = None
+        self._names = name_store.names()
+
+    def find(self, name: str) -> Location | None:
+        if self._root is None:
+            return self._default
+        image = PurePosixPath(name)
+        parent = str(image.parent)
+        folder = str(self._root) if parent == "." else f"{self._root}/{parent}"
+        # images come folder by folder, so only one listing is kept
+        if folder != self._folder:
+            self._list(folder)
+        file = next(filter(is_image_name, self._names.with_stem(image.stem)), None)
+        return FileBytes(f"{folder}/{file}", self._names.note(file)) if file else self._default
+
+    def _list(self, folder: str) -> None:
+        self._folder = None
+        self._names.clear()
+        try:
+            with folder_entries(folder) as entries:
+                for entry in entries:
+                    self._names.add(entry.name, listed_version(entry))
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            # the mask may exist, so the image must not be used without it
+            raise Reject("unreadable", str(error)) from error
+        self._folder = folder
+
+
+def _default_mask(mask: DataLocation | None) -> FileBytes | None:
+    # the version of one at a URL is asked for once, not for every sample
+    return None if mask is None else FileBytes(str(mask), version_of(mask) if isinstance(mask, str) else "")
+
+
+def _printable(text: str) -> str:
+    """Return the text with escapes for everything that is not UTF-8 (names from a disk or a tar)."""
+    return text.encode("utf-8", "backslashreplace").decode()

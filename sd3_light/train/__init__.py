@@ -1,0 +1,1 @@
+"""Training: the verb, the loop and the driver around it."""

@@ -1,0 +1,78 @@
+"""The state of a run that training changes: model, engine, averages."""
+
+from dataclasses import dataclass
+
+from sd3_light.config import AdapterConfig
+from sd3_light.core.cost import Cost, Layout
+from sd3_light.core.model import StepDropout, compile_blocks
+from sd3_light.core.registry import family_of
+from sd3_light.core.start import WeightsStart
+from sd3_light.core.training import Preparer
+from sd3_light.cost.graph_choice import why_no_graphs
+from sd3_light.engines import Engine, deepspeed
+from sd3_light.engines.blocks import Blocks, choose_blocks
+from sd3_light.engines.processes import apply_timeout
+from sd3_light.engines.torch import TorchEngine
+from sd3_light.export.of_run import Saver
+from sd3_light.export.trainable import choose_what_trains
+from sd3_light.model.adapter_layers import AdapterDropout
+from sd3_light.optim.ema import Averages
+from sd3_light.runlog import info
+from sd3_light.train.context import RunContext
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """The parts of a run that hold or use weights. ``saver`` exports them, ``preparer`` makes the batches."""
+
+    preparer: Preparer
+    dropout: StepDropout | None
+    engine: Engine
+    averages: Averages
+    saver: Saver
+
+
+def make_train_state(context: RunContext) -> TrainState:
+    """Build the model with its starting weights and wrap it in the engine; all processes call it together."""
+    config, launch, device, start = context.config, context.launch, context.device, context.start
+    family = family_of(config.model)
+    denoiser = family.weights.load(start, config.seed)
+    choose_what_trains(denoiser, config, device)
+    saver = Saver.of(config, denoiser, context.folder.path / "exports", start, context.model_facts)
+    blocks = choose_blocks(config, context.cost, denoiser, launch, device, context.groups, context.by_deepspeed)
+    module = family.training.model(denoiser, config, blocks.kind == "fast")
+    if blocks.kind == "compiled":
+        compile_blocks(denoiser)
+    if config.adapter is not None and config.adapter.dropout > 0:
+        module.dropout = AdapterDropout(denoiser, config.seed, launch.rank)
+    make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
+    engine: Engine = make(module, config, launch, device, context.groups.writers)
+    if isinstance(engine, TorchEngine) and device.type == "cuda":
+        _choose_graphs(engine, context, blocks)
+    apply_timeout(context.groups, config.dist_timeout_sec)
+    saver.live = lambda: engine.gather(engine.weights)
+    preparer = family.training.preparer(config, start, context.data.empty_text())
+    return TrainState(preparer, module.dropout, engine, Averages(engine.weights, config.ema), saver)
+
+
+def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> None:
+    """Let the engine replay CUDA graphs if the config allows it and they may help; print it."""
+    config = context.config
+    layout = Layout(context.launch.world, context.by_deepspeed)
+    reason = why_no_graphs(config, context.cost, context.largest_flops, layout)
+    if blocks.kind == "compiled":
+        reason = reason or "the blocks are compiled"
+    if reason is None:
+        engine.use_graphs()
+        info("CUDA graphs: forward and backward passes are recorded once per bucket shape, then replayed")
+    elif config.cuda_graphs is True:
+        info(f"cuda_graphs = true is not available: {reason}; kernels are launched one by one")
+
+
+def describe_start(start: WeightsStart, cost: Cost, adapter: AdapterConfig | None) -> str:
+    """Describe the weights to start from and what trains."""
+    if adapter is None:
+        return start.sentence
+    kind = {"lora": "LoRA", "lokr": "LoKr", "loha": "LoHa"}[adapter.type]
+    count = sum(cost.adapter_parameters(adapter))
+    return f"a {kind} of rank {adapter.rank} ({count:,} weights) on the {start.sentence}"

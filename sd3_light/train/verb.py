@@ -1,0 +1,295 @@
+"""The training stage: from a cache to checkpoints and exports."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.requests import RunRequests
+from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.config import LoadedConfig, TrainConfig
+from sd3_light.config.faults import Stopped
+from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.cost.device_peaks import peak_flops
+from sd3_light.cost.residence import Residence
+from sd3_light.data.loader import LoadTimes
+from sd3_light.data.order import Order
+from sd3_light.engines import Engine, Launch, deepspeed
+from sd3_light.engines.blocks import require_blocks
+from sd3_light.engines.cpu_threads import use_training_threads
+from sd3_light.engines.errors import explain_runtime_errors
+from sd3_light.engines.feed import flops_counter, order_facts, training_steps
+from sd3_light.evaluate.truths import load_truths
+from sd3_light.evaluate.validation_loss import Evaluator
+from sd3_light.export.background_saves import EXPORT, FOLDERS
+from sd3_light.export.best import restore_best
+from sd3_light.export.of_run import SAMPLES
+from sd3_light.optim.schedules import learning_rate
+from sd3_light.runlog import info
+from sd3_light.sample.in_training import Sampler
+from sd3_light.sample.loop import Denoise
+from sd3_light.train.context import RunContext, open_context
+from sd3_light.train.driver import Driver, HookSchedule, RunHooks
+from sd3_light.train.folder import RunFolder
+from sd3_light.train.idle import DeviceGaps, IdleAdvice, watch_updates
+from sd3_light.train.loop import Run, every
+from sd3_light.train.measurement import Measurer, caption_requests
+from sd3_light.train.meter import Meter
+from sd3_light.train.resume import (
+    NOISE,
+    Resume,
+    changed_keys,
+    is_own_checkpoint,
+    load_checkpoint,
+    order_review,
+    rate_settings,
+    require_start,
+)
+from sd3_light.train.state import TrainState, describe_start, make_train_state
+
+__all__ = ["OnSample", "Resume", "order_review", "require_start", "run"]
+
+_OUT_OF_MEMORY = (
+    "lower micro_batch_size_per_gpu (and raise gradient_accumulation_steps), or write activation_checkpointing = true, "
+    "compile = true or, on several GPUs, parallel = 'fsdp2'; `sd3-light check` estimates memory use"
+)
+_GRAPHS_OUT_OF_MEMORY = f"write cuda_graphs = false, which needs about half of a step's memory, or {_OUT_OF_MEMORY}"
+
+
+OnSample = Callable[[Progress, Sampler, Denoise], None]
+"""Draws with the weights in the model: ``sampler.draw(denoise)`` returns the images of the config's prompts."""
+
+
+def run(
+    loaded: LoadedConfig,
+    launch: Launch | None = None,
+    resume: Resume | None = None,
+    by_deepspeed: bool = False,
+    on_sample: OnSample | None = None,
+) -> Progress:
+    """Train to the end of the config's epochs or steps, with torch's engine or DeepSpeed's, on an existing cache.
+
+    With ``on_sample`` the run is only measured: it is called in place of writing sample grids, and nothing is exported.
+    Raises `Stopped` if a signal stopped the run; the checkpoint to resume from is saved.
+    """
+    launch = launch or Launch()
+    deepspeed.require(loaded.train, launch, by_deepspeed)
+    start = starting_weights(loaded.train.model)
+    device = launch.device()
+    cost = family_of(loaded.train.model).cost(start, loaded.train.model)
+    require_blocks(loaded.train, cost, launch, device, by_deepspeed)  # raises before anything is opened
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    with RunFolder(loaded, launch.is_main) as folder, explain_runtime_errors(_OUT_OF_MEMORY):
+        context = open_context(loaded, start, launch, folder, resume, by_deepspeed)
+        if device.type == "cpu":
+            _use_cpu(context)
+        # before the engine fills the GPU: prompts that are not in the cache are encoded now
+        sampler, measurer = _make_sampler(context), _make_measurer(context)
+        state, resumed, options = make_train_state(context), context.resumed, resume or Resume()
+        progress, window = Progress(), None
+        if resumed is not None:
+            changes = changed_keys(replace(loaded, train=context.config), resumed)
+            progress, window = load_checkpoint(resumed, state.engine, state.averages, context.order, options, changes)
+        if measurer is not None:
+            measurer.resume(folder.path / "log.jsonl", progress.step)
+            if launch.is_main:
+                restore_best(folder.path / FOLDERS[EXPORT], measurer.best)
+        training = _make_run(context, state, progress, window)
+        context.announce(
+            describe_start(context.start, context.cost, context.config.adapter), progress, training.total_steps
+        )
+        driver = Driver(
+            run=training,
+            launch=launch,
+            groups=context.groups,
+            folder=folder.path,
+            hooks=_make_hooks(context, state, sampler, measurer, on_sample),
+            schedule=_make_schedule(context.config, context.order.steps_per_epoch, training.total_steps),
+            facts=_checkpoint_facts(context),
+            keep_last=context.config.keep_last_n_checkpoints,
+            out_of_memory=memory_hint(state.engine, context.residence),
+            resume_hint="--resume",
+            stop_if_first_save_fails=context.config.stop_if_first_save_fails,
+        )
+        with driver.running():
+            if driver.hooks.evaluate and context.config.eval_before_first_step and progress.step == 0:
+                driver.evaluate(progress)
+            if driver.hooks.sample and context.config.sampling.before_first_step and progress.step == 0:
+                driver.sample(progress)
+            if resumed and is_own_checkpoint(resumed.path, folder.path) and progress.position:
+                driver.catch_up(progress)
+            end = driver.train()
+    requests, total = training.requests, training.total_steps
+    stopped = f"{requests.reason} at step {end.step} of {total}; the checkpoint is saved: resume to continue"
+    if requests.is_interrupted and end.step < total:
+        raise Stopped(stopped)
+    if end.step < total:
+        info(f"stopped: {stopped}")
+    elif end.step > progress.step:
+        info(f"finished: {total:,} steps, {end.samples:,} samples; the run is in {folder.path}")
+    return end
+
+
+def memory_hint(engine: Engine, residence: Residence = "stream") -> str:
+    """Return what to change if the GPU's memory is full, given where the cache is."""
+    hint = _OUT_OF_MEMORY if getattr(engine, "graphs", None) is None else _GRAPHS_OUT_OF_MEMORY
+    return hint if residence != "device" else f'write cache_residence = "stream", or {hint}'
+
+
+def _checkpoint_facts(context: RunContext) -> dict[str, Any]:
+    """Return what a checkpoint says about the run."""
+    return {
+        "order": order_facts(context.order),
+        "settings": rate_settings(context.config),
+        "noise": NOISE,
+        "model": context.model_facts.as_dict(),
+    }
+
+
+def _use_cpu(context: RunContext) -> None:
+    """Choose the CPU threads of the run for its largest micro-batch."""
+    threads = use_training_threads(context.largest_flops, context.launch.local_world)
+    if threads is not None:
+        info(f"CPU threads: {threads} (OMP_NUM_THREADS sets another number)")
+
+
+def _make_run(context: RunContext, state: TrainState, progress: Progress, window: Mapping[str, Any] | None) -> Run:
+    """Return the run that the loop trains, without its hooks."""
+    config, launch, device, order = context.config, context.launch, context.device, context.order
+    engine, share = state.engine, context.share
+    total = total_steps(config, order, progress)
+    folder = context.folder.path if launch.is_main else None
+    prefetch_to, peak, gaps, advice, times = None, None, None, None, LoadTimes()
+    if device.type == "cuda":
+        prefetch_to = device if engine.sequential_micro_batches else None
+        peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
+        gaps, advice = DeviceGaps(), IdleAdvice(config.num_dataloader_workers, times)
+        watch_updates(engine, gaps)
+    dropout = state.dropout
+    reads_data = launch.reads_data(context.stages)
+    return Run(
+        engine=engine,
+        steps=training_steps(
+            *(config, context.data, order, share, engine, state.preparer, prefetch_to, reads_data),
+            times,
+            context.resident,
+            context.by_segment,
+        ),
+        samples_in=order.batch_size,
+        learning_rate=lambda step: rate(config, step, total),
+        total_steps=total,
+        progress=progress,
+        averages=state.averages,
+        log=context.folder.log,
+        meter=Meter(launch.world, peak, window, gaps, times),
+        requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
+        flops_in=flops_counter(context.cost, share.world, config.adapter is not None),
+        steps_per_epoch=order.steps_per_epoch,
+        max_nonfinite_steps=config.max_nonfinite_steps,
+        logging_steps=config.logging_steps,
+        steps_per_print=config.steps_per_print,
+        begin_step=dropout.begin if dropout is not None else lambda step: None,
+        idle_advice=advice,
+    )
+
+
+def total_steps(config: TrainConfig, order: Order, progress: Progress) -> int:
+    """Return the step that ends the run: the lower of `max_steps` and the end of the epochs, from the data position."""
+    by_epochs = None
+    if config.epochs:
+        by_epochs = progress.step + max(0, config.epochs * order.steps_per_epoch - progress.position)
+    return min(limit for limit in (by_epochs, config.max_steps) if limit is not None)
+
+
+def rate(config: TrainConfig, step: int, total: int) -> float:
+    """Return the learning rate of a step."""
+    if config.force_constant_lr is not None:
+        return config.force_constant_lr
+    return learning_rate(step, total, config.optimizer.lr, config)
+
+
+# --- hooks -------------------------------------------------------------------------------------
+
+
+def _make_sampler(context: RunContext) -> Sampler | None:
+    """Return the sampler of the config's prompts; None if there are none."""
+    if not context.config.sampling.images:
+        return None
+    cache_dir = context.loaded.dataset.cache_dir
+    return Sampler.of_config(
+        context.config, cache_dir, context.data, context.bucket, context.launch, context.device, context.stages
+    )
+
+
+def _make_measurer(context: RunContext) -> Measurer | None:
+    """Return what measures against true images; None without [metrics]."""
+    config, table = context.config, context.config.metrics
+    if table is None:
+        return None
+    truths = load_truths(table.dataset, table.images)
+    sampler = Sampler.of_requests(
+        *(config, caption_requests(table, truths), context.loaded.dataset.cache_dir, context.data, context.bucket),
+        *(context.launch, context.device, context.stages),
+    )
+    return Measurer.of_config(table, sampler, truths, context.groups)
+
+
+def _make_hooks(
+    context: RunContext,
+    state: TrainState,
+    sampler: Sampler | None,
+    measurer: Measurer | None,
+    on_sample: OnSample | None,
+) -> RunHooks:
+    """Return the hooks of the train stage."""
+    loaded, launch, stages = context.loaded, context.launch, context.stages
+    evaluator = Evaluator(loaded, launch, state.engine, state.preparer, stages)
+    sample = None
+    if sampler is not None:
+        sample = _observed(state, sampler, on_sample) if on_sample else _grids(context, state, sampler)
+    return RunHooks(
+        evaluate=evaluator.losses if loaded.eval_datasets else None,
+        evaluate_all=True,
+        sample=sample,
+        measure=None if measurer is None else partial(measurer.measure, state.engine.denoise),
+        export=None if on_sample else state.saver.save_model,
+    )
+
+
+def _observed(state: TrainState, sampler: Sampler, on_sample: OnSample) -> Callable[[Progress, str], Path | None]:
+    def sample(progress: Progress, weights: str) -> Path | None:
+        on_sample(progress, sampler, state.engine.denoise)
+        return None
+
+    return sample
+
+
+def _grids(context: RunContext, state: TrainState, sampler: Sampler) -> Callable[[Progress, str], Path | None]:
+    def sample(progress: Progress, weights: str) -> Path | None:
+        path = context.folder.path / SAMPLES / f"{checkpoint_name(progress.step)}.png"
+        facts = {**progress.counts(), "weights": weights}
+        grid = sampler.sample(state.engine.denoise, path, facts, context.groups.control)
+        if grid is None:
+            return None
+        context.folder.log_image(grid, progress, weights)
+        return path
+
+    return sample
+
+
+def _make_schedule(config: TrainConfig, steps_per_epoch: int, total_steps: int) -> HookSchedule:
+    """Return the schedule of the intervals in a config."""
+    c = config
+    sample, last = every(c.sampling.every_n_steps), every(total_steps if c.sampling.after_last_step else None)
+    return HookSchedule(
+        evaluate=every(c.eval_every_n_steps, c.eval_every_n_epochs, c.eval_every_n_examples, steps_per_epoch),
+        sample=lambda *at: sample(*at) or last(*at),
+        measure=every(None if c.metrics is None else c.metrics.every_n_steps),
+        checkpoint=every(c.checkpoint_every_n_steps, c.checkpoint_every_n_epochs, steps_per_epoch=steps_per_epoch),
+        export=every(c.save_every_n_steps, c.save_every_n_epochs, c.save_every_n_examples, steps_per_epoch),
+    )
