@@ -8,6 +8,7 @@ from typing import BinaryIO, TypeVar
 
 from torch import Tensor
 
+from sd3_light.cache.reuse import Place, UnitCopies
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import SHARDS, ShardEntry, damaged_mark
@@ -16,7 +17,6 @@ from sd3_light.data.store.disk_cache import DiskCache, private_temp_folder
 from sd3_light.data.store.remote import download
 from sd3_light.data.verify import is_intact
 from sd3_light.runlog import info
-from sd3_light.sources.reuse import Place, UnitCopies
 from sd3_light.urls import RemoteForbidden, RemoteUnreachable
 
 _MAX_OPEN = 32

@@ -30,6 +30,7 @@ from sd3_light.cache.manifest_writer import is_manifest_current, write_manifest
 from sd3_light.cache.options import CacheOptions, CacheReport
 from sd3_light.cache.recipe import decides_shards, make_recipe
 from sd3_light.cache.report import log_report, small_buckets
+from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
 from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
 from sd3_light.cache.unit_builder import empty_content
 from sd3_light.config import DatasetConfig, TrainConfig
@@ -48,7 +49,6 @@ from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress, show
 from sd3_light.sources.catalogue import Catalogue, Listing, make_sources
 from sd3_light.sources.claims import Claims
-from sd3_light.sources.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
 
 FEW_IMAGES = 500
 """That many images are read faster than worker processes start."""

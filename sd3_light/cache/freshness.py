@@ -12,6 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
 
+from sd3_light.cache.reuse import ValueCounts
+from sd3_light.cache.sorted_array import SortedArray
 from sd3_light.cache.unit_builder import is_done
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
@@ -21,8 +23,6 @@ from sd3_light.data.shards import Origin, read_origins
 from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import ResultTable, info
-from sd3_light.sources.reuse import ValueCounts
-from sd3_light.sources.sorted_array import SortedArray
 
 _TRANSIENT = ("unreadable", "changed_meanwhile", "shard_failed")
 _UNCHANGED = "unchanged, but its shard has other samples or settings"

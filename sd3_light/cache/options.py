@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sd3_light.cache.reuse import ValueCounts
 from sd3_light.data.shard_table import ShardEntry
-from sd3_light.sources.reuse import ValueCounts
 
 Review = Callable[[Sequence[ShardEntry], bool], None]
 """Gets the shards of a cache as they will be, and whether their counts are known; images of new shards may be rejected

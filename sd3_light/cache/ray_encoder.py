@@ -16,6 +16,7 @@ from sd3_light.cache.build_folder import UnitFiles, open_unit_folder
 from sd3_light.cache.copies import Copies, OldShards
 from sd3_light.cache.ray_tasks import TaskPool, error_line
 from sd3_light.cache.recipe import recipe_of
+from sd3_light.cache.reuse import UnitCopies
 from sd3_light.cache.shard_builder import Built, tokenize_missing
 from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, write_unit
 from sd3_light.config import ModelConfig
@@ -30,7 +31,6 @@ from sd3_light.engines import Launch
 from sd3_light.files import disk_error
 from sd3_light.runlog import quiet_libraries
 from sd3_light.sources.decode import CRASHED_DECODE, Decoded, DecodeTask, NodeError, decode_images
-from sd3_light.sources.reuse import UnitCopies
 from sd3_light.sources.workers import BatchPool
 from sd3_light.system import machine, process_start
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from sd3_light.cache.build_folder import BuildFolder
 from sd3_light.cache.copies import Copies, OldShards
+from sd3_light.cache.reuse import ReuseIndex, UnitCopies, ValueCounts
 from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, is_done, text_groups, write_unit
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
@@ -18,7 +19,6 @@ from sd3_light.runlog import Bar
 from sd3_light.sources.catalogue import rotate_to_share
 from sd3_light.sources.claims import POLL_SECONDS, Claims
 from sd3_light.sources.decode import CRASHED_DECODE, Decoded, DecodeTask, decode_images
-from sd3_light.sources.reuse import ReuseIndex, UnitCopies, ValueCounts
 from sd3_light.sources.workers import WorkerPool
 
 WRITERS = 2

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.cache.copies import Copies
+from sd3_light.cache.reuse import ValueCounts
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
@@ -26,7 +27,6 @@ from sd3_light.files import write_atomically
 from sd3_light.sources.access import exists
 from sd3_light.sources.decode import Decoded, DecodeTask
 from sd3_light.sources.rejects import reject_line
-from sd3_light.sources.reuse import ValueCounts
 
 
 def is_done(shards: Path, unit: Unit) -> bool:

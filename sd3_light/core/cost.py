@@ -1,6 +1,6 @@
 """What training a denoiser costs: FLOPs, weights and the memory of one sample.
 
-A family counts it (`Family.cost`); `budget/` sums it up over batches, processes and the moments of a step.
+A family counts it (`Family.cost`); `cost/` sums it up over batches, processes and the moments of a step.
 """
 
 from abc import ABC, abstractmethod

@@ -237,7 +237,7 @@ def _prune_plans(folder: Path) -> None:
 
 
 def reuse_files(plan: Path, manifest: str = "*") -> list[Path]:
-    """Return the files that say what the shards of a plan copy from those of an old manifest (`building.reuse`)."""
+    """Return the files that say what the shards of a plan copy from those of an old manifest (`cache.reuse`)."""
     return sorted(plan.parent.glob(f"{reuse_name(plan, manifest)}.*"))
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 METRICS = ("frechet", "kid", "precision", "recall", "retrieval", "distance")
-LOWER_IS_BETTER = ("frechet", "kid", "distance")
 
 NEIGHBOURS = 3
 """k of precision and recall (Kynkäänniemi et al. 2019)."""

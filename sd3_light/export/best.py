@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.evaluate.distances import LOWER_IS_BETTER
 from sd3_light.runlog import info, read_log
 
 BEST = "best"
 METRICS_EVENT = "metrics"
+_LOWER_IS_BETTER = ("frechet", "kid", "distance")
 
 
 @dataclass
@@ -23,7 +23,7 @@ class BestMeasurement:
 
     def add(self, step: int, value: float) -> bool:
         """Add a measurement; return whether it is the best."""
-        sign = 1 if self.metric in LOWER_IS_BETTER else -1
+        sign = 1 if self.metric in _LOWER_IS_BETTER else -1
         if self.value is not None and sign * value >= sign * self.value:
             self.since += 1
             return False

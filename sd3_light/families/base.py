@@ -71,7 +71,7 @@ class StockFamily(Family):
 
     @abstractmethod
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """Set a scheduler's timesteps as the stock pipeline does, for an image of so many tokens."""
+        """Set a scheduler's timesteps as the stock pipeline does, for an image with this number of tokens."""
 
     @abstractmethod
     def pipeline_arguments(

@@ -7,8 +7,7 @@ from typing import Any
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.start import start_source
-from sd3_light.families.sd3.start import single_file_metadata
-from sd3_light.model.part_configs import FACTS_FILE, check_config, read_config, read_json
+from sd3_light.model.part_configs import FACTS_FILE, check_config, read_config, read_json, single_file_metadata
 
 _SMALLEST, _LARGEST = 0.001, 1000.0  # as in the config
 

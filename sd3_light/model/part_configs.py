@@ -9,8 +9,8 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from sd3_light.config.faults import UserError
-from sd3_light.inputs import TEXT_BYTES, read_json_file, require_regular
-from sd3_light.tensor_file import check_header
+from sd3_light.inputs import TEXT_BYTES, parse_json, read_json_file, require_regular
+from sd3_light.tensor_file import METADATA_KEY, check_header, open_tensors
 
 WEIGHTS_STEM = "diffusion_pytorch_model"
 """File name, without its ending, of the weights in a diffusers model folder."""
@@ -179,3 +179,16 @@ def _is_layers(value: Any) -> bool:
 def _is_factor(value: Any, key: str) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return is_number and abs(value) <= _MAX_FACTOR and (value > 0 or key == "shift_factor")
+
+
+def single_file_metadata(path: Path) -> dict[str, Any]:
+    """Return what sd3-light stored about the model in a single file that it wrote; empty for other files."""
+    _, metadata = open_tensors(path)
+    if METADATA_KEY not in metadata:
+        return {}
+    try:
+        stored: dict[str, Any] = dict(parse_json(metadata[METADATA_KEY]))
+        dict(stored["config"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise UserError(f"{path}: its metadata is damaged ({error!r}); write the file again") from error
+    return stored

@@ -70,7 +70,7 @@ BFLOAT16 = ActivationBytes(block=54, last_text=22, dual=16, norm=20, norm_dual=2
 COMPILED = ActivationBytes(block=36, last_text=12, dual=14, norm=4, norm_dual=4, output=10, stream=2, work=16)
 # in bf16: outputs of products (q, k, v, out, up, down) and attention, and the block's inputs
 SELECTIVE = ActivationBytes(block=22, last_text=10, dual=10, norm=0, norm_dual=0, output=10, stream=2, work=10)
-# the fast blocks of `families/sd3/fast/block.py`: stream 2 + 2, norms 2 + 2, qkv 6, q, k, v and result 8, the result's rows
+# the fast blocks of `fast/block.py`: stream 2 + 2, norms 2 + 2, qkv 6, q, k, v and result 8, the result's rows
 # 2, out 2, before and after GELU 8 + 8, down 2. Selective leaves out norms, q, k, v, the result's rows and GELU.
 FAST = ActivationBytes(block=44, last_text=18, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=16)
 FAST_SELECTIVE = ActivationBytes(block=24, last_text=10, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=24)

@@ -9,10 +9,9 @@ from typing import Any
 
 from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, resolve_size, size_from_transformer_config
 from sd3_light.config.sizes import CUSTOM_SIZE, PRETRAIN_SIZE
-from sd3_light.inputs import parse_json
 from sd3_light.model.folder import text_shape, vae_shape
-from sd3_light.model.part_configs import check_config, read_config
-from sd3_light.tensor_file import METADATA_KEY, open_tensors
+from sd3_light.model.part_configs import check_config, read_config, single_file_metadata
+from sd3_light.tensor_file import open_tensors
 
 HEAD_WIDTH = 64  # of every SD3; other readers assume it
 DENOISER_PREFIX = "model.diffusion_model."
@@ -99,19 +98,6 @@ def single_file_config(path: Path) -> dict[str, Any]:
         if bare or name.startswith(DENOISER_PREFIX)
     }
     return config_of_shapes(shapes, str(path))
-
-
-def single_file_metadata(path: Path) -> dict[str, Any]:
-    """Return what sd3-light stored about the model in a single file that it wrote; empty for other files."""
-    _, metadata = open_tensors(path)
-    if METADATA_KEY not in metadata:
-        return {}
-    try:
-        stored: dict[str, Any] = dict(parse_json(metadata[METADATA_KEY]))
-        dict(stored["config"])
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{path}: its metadata is damaged ({error!r}); write the file again") from error
-    return stored
 
 
 def named_size(config: dict[str, Any], path: Path) -> ModelSize:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sd3_light.cache.local_builder import LocalBuilder
 from sd3_light.cache.recipe import recipe_of
+from sd3_light.cache.reuse import ValueCounts
 from sd3_light.cache.unit_builder import UnitInProgress
 from sd3_light.core import registry
 from sd3_light.core.caption_lengths import TextLimit, count_cut_captions, cut_prompts
@@ -30,7 +31,6 @@ from sd3_light.data.prompt_features import (
 from sd3_light.engines import Launch
 from sd3_light.sample import in_training as samples
 from sd3_light.sources.decode import Decoded
-from sd3_light.sources.reuse import ValueCounts
 from tests.project import Project
 
 LENGTH = 5

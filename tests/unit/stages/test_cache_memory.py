@@ -16,10 +16,10 @@ import pytest
 
 from sd3_light.cache import dataset_build
 from sd3_light.cache import verb as cache
+from sd3_light.cache.sorted_array import SortedArray
 from sd3_light.data import cache_plan
 from sd3_light.families.sd3 import encoders as frozen_parts
 from sd3_light.sources import catalogue
-from sd3_light.sources.sorted_array import SortedArray
 from tests.modules import load_module
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "memory.py"

@@ -23,6 +23,7 @@ import pyarrow.compute as pc
 import pyarrow.feather as feather
 from numpy.typing import NDArray
 
+from sd3_light.cache.sorted_array import SortedArray
 from sd3_light.core.columns import MASK, Column
 from sd3_light.data.cache_plan import CachePlan, Member, Unit, caption_fingerprint, reuse_name
 from sd3_light.data.manifest import Manifest, ShardEntry, damaged_mark
@@ -30,7 +31,6 @@ from sd3_light.data.shard_table import ShardTable
 from sd3_light.files import atomic_file, file_sha256, write_atomically
 from sd3_light.inputs import read_json_file, require_regular
 from sd3_light.sources.claims import Claims
-from sd3_light.sources.sorted_array import SortedArray
 
 Place = tuple[int, int]
 """The number of a shard and a row of it: that of a sample, or that of a distinct caption."""
