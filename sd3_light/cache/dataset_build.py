@@ -29,7 +29,7 @@ from sd3_light.cache.local_builder import Builder
 from sd3_light.cache.manifest_writer import is_manifest_current, write_manifest
 from sd3_light.cache.options import CacheOptions, CacheReport
 from sd3_light.cache.recipe import decides_shards, make_recipe
-from sd3_light.cache.report import log_report, small_buckets
+from sd3_light.cache.report import describe_values, log_report, small_buckets
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
 from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
 from sd3_light.cache.unit_builder import empty_content
@@ -213,10 +213,8 @@ class DatasetBuild:
         with progress(title, total, "images", done=reused) as bar:
             built = self._builder.build(job, units, bar)
         if units:
-            values = built.values
-            copied = f"copied {values.copied_images:,} and {values.copied_captions:,} from old shards"
-            share = " (of this process)" if self._launch.world > 1 else ""
-            info(f"{title}: encoded {values.images:,} images and {values.captions:,} captions, {copied}{share}")
+            share = " by this process" if self._launch.world > 1 else ""
+            info(f"{title}: {describe_values(built.values)}{share}")
         return built
 
     def _encode_empty(self, place: BuildFolder, recipe: Mapping[str, Any]) -> ShardEntry:
