@@ -195,9 +195,9 @@ class DatasetBuild:
         if not state.todo or self._options.regenerate or self._options.finish:
             return None
         manifest, digest = last
-        model = self._train.model
+        model, old = self._train.model, manifest.recipe.get("columns")
         columns = family_of(model).columns(model, model.diffusers_path, SMALLEST)
-        copied = CopiedColumns.of(columns, recipe["columns"], manifest.recipe.get("columns", {}))
+        copied = CopiedColumns.of(columns, recipe["columns"], old if isinstance(old, dict) else {})
         if not copied:
             return None
         update = Update(plan, state.todo, manifest, digest, copied, place.folder / SHARDS)

@@ -30,15 +30,28 @@ def recipe_of(model: ModelConfig, memo: Path | None = None) -> dict[str, Any]:
     """
     family = family_of(model)
     parts = parts_fingerprint(model.diffusers_path, family.encoding.folders, memo)
-    columns = family.columns(model, model.diffusers_path, SMALLEST)
     return {
         "format": CACHE_FORMAT,
         "preprocess": PREPROCESS_VERSION,
         **family.encoding.text_settings(model),
+        "dtype": model.dtype,
         # precisions that `auto` chooses differ by less than the latents' own noise
         **({} if model.vae_dtype == "auto" else {"vae_dtype": model.vae_dtype}),
         **parts,
-        "columns": {column.name: column.fingerprint(parts) for column in columns},
+        "columns": column_fingerprints(model, parts),
+    }
+
+
+def column_fingerprints(model: ModelConfig, parts: Mapping[str, str]) -> dict[str, str]:
+    """Return the fingerprint of each column; ``parts`` are the hashes of the model's subfolders.
+
+    Text encoders of every family compute in `dtype` on GPUs, so it decides the columns of captions. It is the dtype
+    that the config asks for: CPUs compute in float32 whatever it says, and a cache continues on every device.
+    """
+    columns = family_of(model).columns(model, model.diffusers_path, SMALLEST)
+    return {
+        column.name: column.fingerprint(parts, {"dtype": model.dtype} if column.per_caption else {})
+        for column in columns
     }
 
 

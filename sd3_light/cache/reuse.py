@@ -37,7 +37,7 @@ Place = tuple[int, int]
 
 _FINGERPRINT = 16  # bytes
 _RECORD = np.dtype(f"S{_FINGERPRINT + 8}")
-_CHUNK = 1 << 20  # records that are compared or written at a time
+_CHUNK = 1 << 14  # records that are compared or written at a time
 
 
 @dataclass(frozen=True)

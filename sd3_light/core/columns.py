@@ -113,13 +113,14 @@ class Column:
         """Return what the metadata of a shard says about the column; dtype and shape are those of its tensors."""
         return {"reads": self.reads, "ragged": True} if self.ragged else {"reads": self.reads}
 
-    def fingerprint(self, parts: Mapping[str, str]) -> str:
-        """Return a hash of everything that decides the column's values; ``parts`` has a hash of each subfolder.
+    def fingerprint(self, parts: Mapping[str, str], more_settings: Mapping[str, Any]) -> str:
+        """Return a hash of everything that decides the column's values.
 
-        Caches store that of the columns of `SMALLEST`, which is the same for all buckets.
+        ``parts`` has a hash of each subfolder, ``more_settings`` those that a family does not declare. Caches store
+        the fingerprints of the columns of `SMALLEST`, which are the same for all buckets.
         """
-        used = {name: parts[name] for name in self.parts}
-        facts = [self.name, self.reads, self.dtype, self.shape, self.ragged, used, dict(self.settings)]
+        used, settings = {name: parts[name] for name in self.parts}, {**self.settings, **more_settings}
+        facts = [self.name, self.reads, self.dtype, self.shape, self.ragged, used, settings]
         return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def layout(self, with_shape: bool = True) -> str:

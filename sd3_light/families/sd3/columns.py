@@ -39,18 +39,13 @@ def _text_columns(model: ModelConfig, folder: Path) -> list[Column]:
     }
     columns = []
     for name, shape in shapes.items():
-        settings = _text_settings(model, shape[0])
+        settings = {"text_tokens": model.text_tokens, "max_length": shape[0]}
         columns.append(Column(name, CAPTION, "bfloat16", shape, _PARTS[name], ragged=True, settings=settings))
     for name, (encoder, _) in (("clip_l", _CLIP_L), ("clip_g", _CLIP_G)):
         width = int(read_config(folder / encoder, encoder).get("projection_dim", 512))
-        settings = _text_settings(model, text.clip_tokens)
+        settings = {"text_tokens": model.text_tokens, "max_length": text.clip_tokens}
         columns.append(Column(f"{name}.pooled", CAPTION, "bfloat16", (width,), _PARTS[name], settings=settings))
     return columns
-
-
-def _text_settings(model: ModelConfig, max_length: int) -> dict[str, str | int]:
-    # `dtype` is what GPUs compute in; CPUs compute in float32 for any, so that a cache continues on every device
-    return {"text_tokens": model.text_tokens, "max_length": max_length, "dtype": model.dtype}
 
 
 def prepared_columns(model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:

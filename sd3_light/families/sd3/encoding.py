@@ -30,7 +30,7 @@ class SD3Encoding(Encoding):
 
     def text_settings(self, model: ModelConfig) -> dict[str, Any]:
         """See `Encoding.text_settings`."""
-        return {"text_tokens": model.text_tokens, "t5_max_length": model.t5_max_length, "dtype": model.dtype}
+        return {"text_tokens": model.text_tokens, "t5_max_length": model.t5_max_length}
 
     def text_limits(self, folder: Path, settings: Mapping[str, Any]) -> list[TextLimit]:
         """See `Encoding.text_limits`."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from sd3_light.cache.recipe import column_fingerprints
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import SMALLEST, Bucket, Column, named_bucket
 from sd3_light.core.registry import family_named, starting_weights
@@ -41,7 +42,6 @@ def test_images_of_a_bucket_have_a_latent_pixel_per_step_of_the_vae(raw_project:
     [
         ("model.t5_max_length=7", {"t5"}),
         ('model.text_tokens="real"', TEXT),
-        ('model.dtype="bfloat16"', TEXT),
         ('model.vae_dtype="bfloat16"', {"moments"}),
         ("model.shift=2.0", set()),
         ('model.uncond_text="zero"', set()),
@@ -90,9 +90,7 @@ def test_the_fingerprints_change_with_the_folders_that_decide_columns(
 
 
 def fingerprints(model: ModelConfig, **parts: str) -> dict[str, str]:
-    hashes = dict.fromkeys(SD3.encoding.folders, "0") | parts
-    columns = SD3.columns(model, model.diffusers_path, SMALLEST)
-    return {column.name: column.fingerprint(hashes) for column in columns}
+    return column_fingerprints(model, dict.fromkeys(SD3.encoding.folders, "0") | parts)
 
 
 def test_every_encoded_folder_decides_a_column(raw_project: Project) -> None:

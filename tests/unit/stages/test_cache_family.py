@@ -137,7 +137,7 @@ def test_the_recipe_and_the_name_of_a_prompt_follow_from_the_family(
 ) -> None:
     model = raw_project.load().train.model
     recipe = recipe_of(model)
-    assert set(recipe) == {"format", "preprocess", "words", "vae", "text_encoder", "tokenizer", "columns"}
+    assert set(recipe) == {"format", "preprocess", "words", "vae", "text_encoder", "tokenizer", "dtype", "columns"}
     assert set(recipe["columns"]) == {"moments", "text"}
     name = prompt_file("a star", recipe)
     assert prompt_file("a star", {**recipe, "vae": "another", "preprocess": 0, "vae_dtype": "float16"}) == name
