@@ -86,13 +86,7 @@ class DatasetBuild:
             plan = make_cache_plan(catalogue, listings, decides_shards(recipe), shard_size, progress)
             place.push_catalogue()
             if not plan.units:
-                reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
-                if plan.counts.unmatched:
-                    reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
-                details = (row.detail for row in plan.rejected() if row.reason == "no_caption")
-                first = next((f"; the first has {detail}" for detail in details), "")
-                problem = f"no usable sample found ({reasons or 'the directories are empty'})"
-                raise UserError(f"{dataset.path}: {problem}{first}")
+                raise UserError(f"{dataset.path}: {_why_empty(plan)}")
             prompts = () if name else self._train.sampling.texts
             state, reuse = self._check(dataset, place, plan, recipe, prompts, claims)
             if self._options.dry_run:
@@ -104,14 +98,9 @@ class DatasetBuild:
                 remedy = "run the parts (--part I/N) that failed again"
                 raise UserError(f"{len(units):,} shards are missing, such as {units[0].file}; {remedy}")
             reused = sum(unit.count for unit in self._in_part(plan.units)) - sum(unit.count for unit in units)
-            if units and self._launch.is_main:
-                warn_of_cut_captions(title, plan, self._train.model)
-                warn_of_extreme_fits(title, plan)
-                if isinstance(dataset.cache_dir, Path):
-                    warn_of_full_disk(title, folder, plan, units, self._train.model)
-                if reuse is None or reuse.counts.images:
-                    measure_reconstructions(title, plan, self._builder)
             job = BuildJob(place, plan, claims, recipe["columns"], reuse, self._options.regenerate)
+            if units and self._launch.is_main:
+                self._warn(title, job, units)
             built = self._encode(title, job, units, reused)
             report = CacheReport(folder, {}, built.samples, reused, values=built.values)
             if self._options.part and self._options.part[0] > 0:
@@ -205,6 +194,16 @@ class DatasetBuild:
         place.push_catalogue()
         return reuse
 
+    def _warn(self, title: str, job: BuildJob, units: Sequence[Unit]) -> None:
+        """Print what to know before anything is encoded."""
+        plan, model = job.plan, self._train.model
+        warn_of_cut_captions(title, plan, model)
+        warn_of_extreme_fits(title, plan)
+        if isinstance(job.place.location, Path):
+            warn_of_full_disk(title, job.place.location, plan, units, model)
+        if job.reuse is None or job.reuse.counts.images:
+            measure_reconstructions(title, plan, self._builder)
+
     def _encode(self, title: str, job: BuildJob, units: Sequence[Unit], reused: int) -> Built:
         """Build the units. Return what this command built."""
         total = reused + sum(unit.count for unit in units)
@@ -282,6 +281,16 @@ class DatasetBuild:
             self._train.sd3_manifest_timeout_sec,
         )
         return Manifest.load(folder).counts
+
+
+def _why_empty(plan: CachePlan) -> str:
+    """Return why a plan has no samples."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
+    if plan.counts.unmatched:
+        reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
+    details = (row.detail for row in plan.rejected() if row.reason == "no_caption")
+    first = next((f"; the first has {detail}" for detail in details), "")
+    return f"no usable sample found ({reasons or 'the directories are empty'}){first}"
 
 
 def _verify(place: BuildFolder, units: Sequence[Unit]) -> None:

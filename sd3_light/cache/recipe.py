@@ -90,5 +90,6 @@ def _require(location: str, manifest: Manifest, train: TrainConfig, memo: Path, 
         value, built = (recipe.get(key, _DEFAULTS.get(key)) for recipe in (expected, manifest.recipe))
         if built != value:
             is_known = key in {*expected, *_DEFAULTS} - hashes
-            difference = f"{key} = {built!r}, the config says {value!r}" if is_known else f"another {key}"
+            other = "other columns" if key == "columns" else f"another {key}"
+            difference = f"{key} = {built!r}, the config says {value!r}" if is_known else other
             raise UserError(f"{location} was built with {difference}; {hint}")

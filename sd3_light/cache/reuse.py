@@ -30,6 +30,7 @@ from sd3_light.data.manifest import Manifest, ShardEntry, damaged_mark
 from sd3_light.data.shard_table import ShardTable
 from sd3_light.files import atomic_file, file_sha256, write_atomically
 from sd3_light.inputs import read_json_file, require_regular
+from sd3_light.runlog import progress
 from sd3_light.sources.claims import Claims
 
 Place = tuple[int, int]
@@ -37,6 +38,7 @@ Place = tuple[int, int]
 
 _FINGERPRINT = 16  # bytes
 _RECORD = np.dtype(f"S{_FINGERPRINT + 8}")
+_MANY_SHARDS = 500  # to compare fewer takes seconds
 _CHUNK = 1 << 14  # records that are compared or written at a time
 
 
@@ -196,6 +198,9 @@ def open_reuse(update: Update, claims: Claims, fetch_tables: Callable[[Iterable[
 def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> None:
     columns = update.columns
     with ExitStack() as stack:
+        bar = None
+        if len(update.units) > _MANY_SHARDS:
+            bar = stack.enter_context(progress("comparing with the old shards", len(update.units), "shards"))
         images, masks, captions = (stack.enter_context(SortedArray(f"S{_FINGERPRINT}")) for _ in range(3))
         for unit in update.units:
             members = update.plan.members(unit)
@@ -203,6 +208,8 @@ def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> Non
             images.add(_as_bytes(member.image_fingerprint for member in members))
             masks.add(_as_bytes(member.mask_fingerprint for member in members if member.mask_fingerprint))
             captions.add(_as_bytes(map(caption_fingerprint, texts)))
+            if bar is not None:
+                bar.advance()
         wanted = {
             **({"image_fingerprint": images} if columns.images else {}),
             **({"mask_fingerprint": masks} if columns.masks and len(masks.values) else {}),
