@@ -58,7 +58,7 @@ _IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "num_repeats", "c
 
 @dataclass(frozen=True)
 class Member:
-    """One sample of a unit. Its image and its captions have fingerprints of their own, which do not name the sample."""
+    """One sample of a unit. The fingerprints of its image and its mask do not name the sample."""
 
     row: InputRow
     identity: int
