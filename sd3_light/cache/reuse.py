@@ -312,6 +312,7 @@ def _columns_of(records: NDArray[np.bytes_]) -> NDArray[np.uint8]:
 
 
 def _map_records(path: Path) -> NDArray[np.bytes_]:
+    require_regular(path)
     if not path.stat().st_size:  # an empty file cannot be mapped
         return np.empty(0, _RECORD)
     return np.memmap(path, _RECORD, "r")
