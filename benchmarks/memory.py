@@ -143,6 +143,9 @@ class ZeroEncoders:
         starts = {f"{name}.start": torch.arange(count + 1) * TOKENS for name in WIDTHS}
         return {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in text.items()} | starts
 
+    def encode_empty(self) -> dict[str, Tensor]:
+        return self.encode_captions([""])
+
     def synchronize(self) -> None:
         pass
 

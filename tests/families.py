@@ -1,13 +1,16 @@
-"""Tiny denoisers and whole pipelines of several families, with random weights in the real classes."""
+"""Tiny denoisers and whole pipelines of all families, with random weights in the real classes: one row per family."""
 
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import diffusers
 import torch
 import transformers
+from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 
 from sd3_light.assets import DEMO
@@ -19,7 +22,7 @@ DENOISERS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32}
         | {"axes_dims_rope": (4, 4, 8)},
     ),
-    "qwen": (
+    "qwen_image": (
         "QwenImageTransformer2DModel",
         {"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
         | {"joint_attention_dim": 32, "axes_dims_rope": (4, 4, 8)},
@@ -40,36 +43,83 @@ DENOISERS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_attention_heads": 2, "attention_head_dim": 12, "num_layers": 2, "in_channels": 4, "out_channels": 4}
         | {"text_dim": 32, "freq_dim": 32, "ffn_dim": 48, "rope_max_seq_len": 32},
     ),
+    "flux2": (
+        "Flux2Transformer2DModel",
+        {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "guidance_embeds": False}
+        | {"num_attention_heads": 2, "joint_attention_dim": 48, "axes_dims_rope": (4, 4, 4, 4)}
+        | {"timestep_guidance_channels": 32},
+    ),
+    "krea2": (
+        "Krea2Transformer2DModel",
+        {"in_channels": 16, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
+        | {"intermediate_size": 48, "num_key_value_heads": 1, "timestep_embed_dim": 32, "text_hidden_dim": 32}
+        | {"num_text_layers": 3, "text_num_attention_heads": 2, "text_num_key_value_heads": 2}
+        | {"text_intermediate_size": 48, "num_layerwise_text_blocks": 1, "num_refiner_text_blocks": 1}
+        | {"axes_dims_rope": (4, 4, 8)},
+    ),
+    "prx": (
+        "PRXTransformer2DModel",
+        {"in_channels": 4, "patch_size": 2, "context_in_dim": 32, "hidden_size": 32, "mlp_ratio": 2.0, "num_heads": 2}
+        | {"depth": 2, "axes_dim": [8, 8]},
+    ),
 }
 _TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 _TEXT |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300, "max_position_embeddings": 2048}
+_VISION = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
+_ROPE = {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 1e4}
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 
 
-def make_denoiser(family: str) -> nn.Module:
-    """Return the family's transformer with random weights."""
+def make_denoiser(family: str, **more: Any) -> nn.Module:
+    """Return the family's transformer with random weights; ``more`` are other entries of its config."""
     name, config = DENOISERS[family]
-    denoiser: nn.Module = getattr(diffusers, name)(**config)
+    denoiser: nn.Module = getattr(diffusers, name)(**config | more)
     return denoiser
 
 
-def make_vae(family: str) -> Any:
-    """Return the family's VAE: normalised by shift and scale, by mean and deviation, or without a distribution."""
-    if family == "qwen":
-        statistics = {"latents_mean": [0.1, -0.2, 0.3, 0.4], "latents_std": [1.5, 0.5, 2.0, 0.8]}
-        sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
-        return diffusers.AutoencoderKLQwenImage(**sizes, **statistics)
-    if family == "sana":
-        blocks, widths = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock"), (8, 8, 8, 8)
-        sides = {f"{side}_block_types": blocks for side in ("encoder", "decoder")}
-        sides |= {f"{side}_block_out_channels": widths for side in ("encoder", "decoder")}
-        sides |= {f"{side}_layers_per_block": (1, 1, 1, 1) for side in ("encoder", "decoder")}
-        sides |= {f"{side}_qkv_multiscales": ((), (), (), ()) for side in ("encoder", "decoder")}
-        return diffusers.AutoencoderDC(latent_channels=4, attention_head_dim=4, scaling_factor=0.41407, **sides)
-    down, up = (("DownEncoderBlock2D",) * 4, ("UpDecoderBlock2D",) * 4)
-    sizes = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
+# --- VAEs ----------------------------------------------------------------------------------------
+
+_STATISTICS = {"latents_mean": [0.1, -0.2, 0.3, 0.4], "latents_std": [1.5, 0.5, 2.0, 0.8]}
+_LEVELS = {"block_out_channels": (8, 8, 8, 8), "norm_num_groups": 4, "latent_channels": 4}
+
+
+def _kl_vae() -> Any:
+    """Normalised by shift and scale."""
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
     scale = {"scaling_factor": 0.3611, "shift_factor": 0.1159, "use_quant_conv": False, "use_post_quant_conv": False}
-    return diffusers.AutoencoderKL(down_block_types=down, up_block_types=up, **sizes, **scale)
+    return diffusers.AutoencoderKL(**blocks, **_LEVELS, **scale)
+
+
+def _flux2_vae() -> Any:
+    """Normalised by statistics in its weights."""
+    vae = diffusers.AutoencoderKLFlux2(**_LEVELS, layers_per_block=1)
+    vae.bn.running_mean.normal_(0, 0.3)
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    return vae
+
+
+def _qwen_vae() -> Any:
+    """Normalised by mean and deviation; images are videos of one frame."""
+    sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    return diffusers.AutoencoderKLQwenImage(**sizes, **_STATISTICS)
+
+
+def _wan_vae() -> Any:
+    sizes = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+    return diffusers.AutoencoderKLWan(**sizes, **_STATISTICS, temperal_downsample=[False, True, True])
+
+
+def _dc_vae() -> Any:
+    """Without a distribution."""
+    blocks = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock")
+    sides: dict[str, Any] = {}
+    for side in ("encoder", "decoder"):
+        sides |= {f"{side}_block_types": blocks, f"{side}_block_out_channels": (8, 8, 8, 8)}
+        sides |= {f"{side}_layers_per_block": (1, 1, 1, 1), f"{side}_qkv_multiscales": ((), (), (), ())}
+    return diffusers.AutoencoderDC(latent_channels=4, attention_head_dim=4, scaling_factor=0.41407, **sides)
+
+
+# --- text encoders and tokenizers ----------------------------------------------------------------
 
 
 def _qwen_tokenizer() -> Any:
@@ -80,10 +130,18 @@ def _qwen_tokenizer() -> Any:
     return tokenizer
 
 
-def _gemma_tokenizer() -> Any:
+def _gemma_tokenizer(**settings: Any) -> Any:
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
     letters = [chr(code) for code in range(33, 127)]
-    return transformers.GemmaTokenizer({name: at for at, name in enumerate([*special, "▁", *letters])}, [])
+    vocab = {name: at for at, name in enumerate([*special, "▁", *letters])}
+    tokenizer = transformers.GemmaTokenizer(vocab, [], **settings)
+    bos = TemplateProcessing(single="<bos> $A", pair="<bos> $A <bos> $B", special_tokens=[("<bos>", vocab["<bos>"])])
+    tokenizer._tokenizer.post_processor = bos  # as the published ones: the empty text has one token
+    return tokenizer
+
+
+def _t5_tokenizer() -> Any:
+    return transformers.T5TokenizerFast.from_pretrained(DEMO / "tokenizer_3")
 
 
 def _flux_parts() -> dict[str, Any]:
@@ -96,15 +154,18 @@ def _flux_parts() -> dict[str, Any]:
         "text_encoder": transformers.CLIPTextModel(clip),
         "tokenizer": transformers.CLIPTokenizer.from_pretrained(DEMO / "tokenizer"),
         "text_encoder_2": transformers.T5EncoderModel(t5),
-        "tokenizer_2": transformers.T5TokenizerFast.from_pretrained(DEMO / "tokenizer_3"),
+        "tokenizer_2": _t5_tokenizer(),
     }
 
 
+def _flux2_parts() -> dict[str, Any]:
+    """The pipeline reads the hidden states 9, 18 and 27."""
+    config = transformers.Qwen3Config(**_TEXT | {"hidden_size": 16, "num_hidden_layers": 28})
+    return {"text_encoder": transformers.Qwen3ForCausalLM(config), "tokenizer": _qwen_tokenizer()}
+
+
 def _qwen_parts() -> dict[str, Any]:
-    rope = {"rope_type": "default", "mrope_section": [2, 2, 4], "rope_theta": 1e4}
-    text = {**_TEXT, "rope_parameters": rope}
-    vision = {"depth": 1, "hidden_size": 32, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 48}
-    config = transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+    config = transformers.Qwen2_5_VLConfig(text_config={**_TEXT, "rope_parameters": _ROPE}, vision_config=_VISION)
     return {"text_encoder": transformers.Qwen2_5_VLForConditionalGeneration(config), "tokenizer": _qwen_tokenizer()}
 
 
@@ -118,18 +179,86 @@ def _sana_parts() -> dict[str, Any]:
     return {"text_encoder": encoder, "tokenizer": _gemma_tokenizer()}
 
 
-PIPELINES = {
-    "flux": (diffusers.FluxPipeline, _flux_parts),
-    "qwen": (diffusers.QwenImagePipeline, _qwen_parts),
-    "z_image": (diffusers.ZImagePipeline, _z_image_parts),
-    "sana": (diffusers.SanaPipeline, _sana_parts),
+def _wan_parts() -> dict[str, Any]:
+    tokenizer = _t5_tokenizer()
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 1, "num_heads": 2, "vocab_size": len(tokenizer)}
+    encoder = transformers.UMT5EncoderModel(transformers.UMT5Config(**sizes, is_encoder_decoder=False))
+    return {"text_encoder": encoder, "tokenizer": tokenizer}
+
+
+def _krea2_parts() -> dict[str, Any]:
+    text = {**_TEXT, "num_hidden_layers": 4, "rope_parameters": {**_ROPE, "mrope_interleaved": True}}
+    vision = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    return {"text_encoder": transformers.Qwen3VLModel(config), "tokenizer": _qwen_tokenizer()}
+
+
+def _prx_parts() -> dict[str, Any]:
+    from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
+    from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+    module = T5GemmaModuleConfig(**_TEXT | {"query_pre_attn_scalar": 16})
+    config = transformers.T5GemmaConfig(encoder=module, decoder=module, vocab_size=_TEXT["vocab_size"])
+    encoder = T5GemmaEncoder(config.encoder)  # the composite config also sets dropout_rate
+    return {"text_encoder": encoder, "tokenizer": _gemma_tokenizer(model_max_length=32)}
+
+
+# --- whole pipelines -----------------------------------------------------------------------------
+
+
+class TinyPipeline(NamedTuple):
+    """A family's pipeline: its class, what makes its text encoders, VAE and scheduler, and its own settings."""
+
+    kind: str
+    parts: Callable[[], dict[str, Any]]
+    vae: Callable[[], Any]
+    scheduler: Callable[[], Any]
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+def _multistep(kind: Any) -> Callable[[], Any]:
+    flow = {"use_flow_sigmas": True, "flow_shift": 3.0, "prediction_type": "flow_prediction", "solver_order": 2}
+    return lambda: kind(**flow)
+
+
+_QWEN_LINE = {"max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02, "shift": 1.0}
+PIPELINES = {  # with the published settings of schedulers
+    "flux": TinyPipeline("FluxPipeline", _flux_parts, _kl_vae, lambda: Euler(shift=3.0, use_dynamic_shifting=True)),
+    "flux2": TinyPipeline(
+        "Flux2KleinPipeline", _flux2_parts, _flux2_vae, lambda: Euler(shift=3.0, use_dynamic_shifting=True)
+    ),
+    "qwen_image": TinyPipeline(
+        "QwenImagePipeline", _qwen_parts, _qwen_vae, lambda: Euler(use_dynamic_shifting=True, **_QWEN_LINE)
+    ),
+    "z_image": TinyPipeline("ZImagePipeline", _z_image_parts, _kl_vae, lambda: Euler(shift=3.0)),
+    "sana": TinyPipeline("SanaPipeline", _sana_parts, _dc_vae, _multistep(diffusers.DPMSolverMultistepScheduler)),
+    "wan": TinyPipeline("WanPipeline", _wan_parts, _wan_vae, _multistep(diffusers.UniPCMultistepScheduler)),
+    "krea2": TinyPipeline(
+        "Krea2Pipeline",
+        _krea2_parts,
+        _qwen_vae,
+        lambda: Euler(use_dynamic_shifting=True, max_image_seq_len=6400),
+        {"text_encoder_select_layers": (1, 2, 4)},
+    ),
+    "prx": TinyPipeline("PRXPipeline", _prx_parts, _kl_vae, lambda: Euler(shift=3.0)),
 }
+
+
+def make_vae(family: str) -> Any:
+    """Return the family's VAE with random weights."""
+    return PIPELINES[family].vae()
+
+
+def make_pipeline(family: str, scheduler: Any = None, **config: Any) -> Any:
+    """Return a whole pipeline with random weights; ``config`` are other entries of its denoiser's config."""
+    torch.manual_seed(0)
+    tiny = PIPELINES[family]
+    kind: Any = getattr(diffusers, tiny.kind)
+    parts = {"transformer": make_denoiser(family, **config), "vae": tiny.vae(), **tiny.parts()}
+    return kind(scheduler=scheduler or tiny.scheduler(), **parts, **tiny.settings)
 
 
 def save_pipeline(family: str, folder: Path) -> Path:
     """Write a whole pipeline with random weights; its scheduler takes the times that a test gives."""
-    torch.manual_seed(0)
-    kind, parts = PIPELINES[family]
-    make: Any = partial(kind, scheduler=diffusers.FlowMatchEulerDiscreteScheduler())
-    make(transformer=make_denoiser(family), vae=make_vae(family), **parts()).save_pretrained(folder)
+    make_pipeline(family, Euler()).save_pretrained(folder)
     return folder

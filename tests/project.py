@@ -113,16 +113,17 @@ def quick_caching() -> Iterator[None]:
     Loading takes longer than encoding the project's images. A loader that a test has replaced stays replaced.
     """
     from sd3_light.cache import advice
-    from sd3_light.encoding import half_vae
+    from sd3_light.encoding import half_vae, image_encoders
     from sd3_light.families.sd3 import encoders as frozen_parts
     from sd3_light.families.sd3 import text
 
-    loaders = (text.load_text_model, text.load_tokenizer, half_vae.load_encoding_vae)
+    of_texts, of_images = (text.load_text_model, text.load_tokenizer), (half_vae.load_encoding_vae,)
     with ExitStack() as patches:
         patches.enter_context(patch.dict(advice._RECONSTRUCTED, cpu=1))
-        for loader in loaders:
-            if getattr(frozen_parts, loader.__name__) is loader:
-                patches.enter_context(patch.object(frozen_parts, loader.__name__, partial(_load_once, loader)))
+        for module, loaders in ((frozen_parts, of_texts), (image_encoders, of_images)):
+            for loader in loaders:
+                if getattr(module, loader.__name__) is loader:
+                    patches.enter_context(patch.object(module, loader.__name__, partial(_load_once, loader)))
         yield
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from sd3_light.cache.local_builder import Builder
 from sd3_light.config import ModelConfig
 from sd3_light.core.caption_lengths import MAX_CAPTIONS, count_cut_captions, cut_prompts
-from sd3_light.core.columns import Bucket, Column
+from sd3_light.core.columns import Bucket, Column, with_pairs
 from sd3_light.core.encoding import Encoders
 from sd3_light.core.registry import family_of
 from sd3_light.cost.amount import format_bytes
@@ -58,16 +58,19 @@ def warn_of_full_disk(title: str, folder: Path, plan: CachePlan, units: Sequence
     """Print that the shards to encode do not fit on the disk; files that they replace count as free."""
     members = captions = 0
     masked = False
+    paired = False
     for _, member in _spread(plan, MAX_CAPTIONS):
         members += 1
         captions += len(member.captions)
         masked = masked or bool(member.row.mask)
+        paired = paired or bool(member.row.rejected)
     family, columns = family_of(model), dict[Bucket, tuple[Column, ...]]()
     needed = 0.0
     replaced = 0
     for unit in units:
         if unit.bucket not in columns:
-            columns[unit.bucket] = family.columns(model, model.diffusers_path, unit.bucket)
+            declared = family.columns(model, model.diffusers_path, unit.bucket)
+            columns[unit.bucket] = with_pairs(declared) if paired else declared
         image = image_bytes(columns[unit.bucket], 2 if unit.flip else 1, masked)
         needed += unit.count * (image.value + captions / members * caption_bytes(columns[unit.bucket]).value)
         path = folder / SHARDS / unit.file

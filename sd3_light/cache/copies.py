@@ -11,6 +11,7 @@ from torch import Tensor
 from sd3_light.cache.reuse import Place, UnitCopies
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
+from sd3_light.core.columns import IMAGE, REJECTED
 from sd3_light.data.manifest import SHARDS, ShardEntry, damaged_mark
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.store.disk_cache import DiskCache, private_temp_folder
@@ -92,7 +93,7 @@ class OldShards:
 
 
 class Copies:
-    """What a unit copies, from open shards: places of images and masks by sample, and of captions by text.
+    """What a unit copies, from open shards: for each entry the places by sample, and those of captions by text.
 
     ``encoded_columns`` are those of captions that are not copied. Values of shards that are damaged, or have other
     columns than the manifest says, are left out: they are encoded.
@@ -105,13 +106,16 @@ class Copies:
         for number, reader in enumerate(self._readers):
             if reader is not None and not _agrees(reader, found.columns.fingerprints):
                 self._readers[number] = None
-        self.images = self._of_intact(found.images)
-        self.masks = self._of_intact(found.masks)
+        self.entries = {entry: self._of_intact(places) for entry, places in found.entries.items()}
         self.captions = self._of_intact(found.captions)
         self.encoded_columns = found.columns.encoded
 
     def _of_intact(self, places: Mapping[_Key, Place]) -> dict[_Key, Place]:
         return {key: place for key, place in places.items() if self._readers[place[0]] is not None}
+
+    def of_sample(self, number: int) -> tuple[str, ...]:
+        """Return the entries of a sample that are copied."""
+        return tuple(entry for entry, places in self.entries.items() if number in places)
 
     def read(self, name: str, place: Place) -> Tensor:
         """Return the value of a column at a place."""
@@ -119,7 +123,8 @@ class Copies:
 
     def vae_dtypes(self) -> set[str]:
         """Return the precisions in which the copied images were encoded."""
-        return {self._reader(place).vae_dtype for place in self.images.values()}
+        images = (self.entries.get(entry, {}) for entry in (IMAGE, REJECTED))
+        return {self._reader(place).vae_dtype for places in images for place in places.values()}
 
     def _reader(self, place: Place) -> ShardReader:
         reader = self._readers[place[0]]

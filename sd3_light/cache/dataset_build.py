@@ -28,7 +28,7 @@ from sd3_light.cache.freshness import (
 from sd3_light.cache.local_builder import Builder
 from sd3_light.cache.manifest_writer import is_manifest_current, write_manifest
 from sd3_light.cache.options import CacheOptions, CacheReport
-from sd3_light.cache.recipe import decides_shards, make_recipe
+from sd3_light.cache.recipe import decides_shards, make_recipe, stored_columns
 from sd3_light.cache.report import describe_values, log_report, small_buckets
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
 from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
@@ -36,7 +36,6 @@ from sd3_light.cache.unit_builder import empty_content
 from sd3_light.config import DatasetConfig, TrainConfig
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import SMALLEST
 from sd3_light.core.registry import family_of
 from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan, reuse_files
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
@@ -184,8 +183,8 @@ class DatasetBuild:
         if not state.todo or self._options.regenerate or self._options.finish:
             return None
         manifest, digest = last
-        model, old = self._train.model, manifest.recipe.get("columns")
-        columns = family_of(model).columns(model, model.diffusers_path, SMALLEST)
+        old = manifest.recipe.get("columns")
+        columns = stored_columns(self._train.model)
         copied = CopiedColumns.of(columns, recipe["columns"], old if isinstance(old, dict) else {})
         if not copied:
             return None
@@ -218,8 +217,7 @@ class DatasetBuild:
 
     def _encode_empty(self, place: BuildFolder, recipe: Mapping[str, Any]) -> ShardEntry:
         """Return the entry of the empty caption's shard, encoded if it is missing or damaged."""
-        shards, model = place.folder / SHARDS, self._train.model
-        columns = family_of(model).columns(model, model.diffusers_path, SMALLEST)
+        shards, columns = place.folder / SHARDS, stored_columns(self._train.model)
         # its image is blank, so only the layout of that decides the bytes
         facts = [recipe["columns"][column.name] if column.per_caption else column.layout() for column in columns]
         fingerprint = sample_id(repr([recipe["format"], *facts]))

@@ -223,14 +223,14 @@ def _count_causes(state: CacheState, shards: Path, replaced: Sequence[ShardEntry
 
 def _hashes_of(origin: Origin, bucket: str) -> list[int]:
     """Return hashes of a sample's key in its bucket, of key and captions, and of key and image."""
-    images = [origin.image_fingerprint + origin.mask_fingerprint]
+    images = [origin.image_fingerprint + origin.mask_fingerprint + origin.rejected_fingerprint]
     return _hashes(f"{bucket}/{origin.key}", origin.captions, images)
 
 
 def _hashes_of_member(member: Member) -> list[int]:
     """Return such hashes, and that of the image with the other value of `flip`."""
     flips = (member, replace(member, flip=not member.flip))
-    images = [each.image_fingerprint + each.mask_fingerprint for each in flips]
+    images = ["".join(each.fingerprints.values()) for each in flips]
     return _hashes(f"{member.bucket}/{member.row.key}", member.captions, images)
 
 

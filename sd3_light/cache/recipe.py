@@ -6,7 +6,7 @@ from typing import Any
 
 from sd3_light.config import DatasetConfig, ModelConfig, TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import SMALLEST
+from sd3_light.core.columns import SMALLEST, Column, with_pairs
 from sd3_light.core.registry import family_of
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest
 from sd3_light.data.store import private_temp_folder
@@ -48,11 +48,15 @@ def column_fingerprints(model: ModelConfig, parts: Mapping[str, str]) -> dict[st
     Text encoders of every family compute in `dtype` on GPUs, so it decides the columns of captions. It is the dtype
     that the config asks for: CPUs compute in float32 whatever it says, and a cache continues on every device.
     """
-    columns = family_of(model).columns(model, model.diffusers_path, SMALLEST)
     return {
         column.name: column.fingerprint(parts, {"dtype": model.dtype} if column.per_caption else {})
-        for column in columns
+        for column in stored_columns(model)
     }
+
+
+def stored_columns(model: ModelConfig) -> tuple[Column, ...]:
+    """Return the columns that a cache may store, with the fewest rows."""
+    return with_pairs(family_of(model).columns(model, model.diffusers_path, SMALLEST))
 
 
 def decides_shards(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ import pyarrow.feather as feather
 from numpy.typing import NDArray
 
 from sd3_light.cache.sorted_array import SortedArray
-from sd3_light.core.columns import MASK, Column
+from sd3_light.core.columns import IMAGE, OPTIONAL, REJECTED, Column, entry_of, shares_captions
 from sd3_light.data.cache_plan import CachePlan, Member, Unit, caption_fingerprint, reuse_name
 from sd3_light.data.manifest import Manifest, ShardEntry, damaged_mark
 from sd3_light.data.shard_table import ShardTable
@@ -36,6 +36,7 @@ from sd3_light.sources.claims import Claims
 Place = tuple[int, int]
 """The number of a shard and a row of it: that of a sample, or that of a distinct caption."""
 
+_ENTRIES, _CAPTIONS = (IMAGE, *OPTIONAL), "captions"
 _FINGERPRINT = 16  # bytes
 _RECORD = np.dtype(f"S{_FINGERPRINT + 8}")
 _MANY_SHARDS = 500  # to compare fewer takes seconds
@@ -57,13 +58,12 @@ class ValueCounts:
 
 @dataclass(frozen=True)
 class CopiedColumns:
-    """Which columns can be copied: those of images, if all of them can, masks, and those of captions by name.
+    """Which columns can be copied: all of an entry of samples (image, mask, rejected), and those of captions by name.
 
     ``encoded`` are the other columns of captions. ``fingerprints`` are those of the copied columns.
     """
 
-    images: bool = False
-    masks: bool = False
+    entries: tuple[str, ...] = ()
     captions: tuple[str, ...] = ()
     encoded: tuple[str, ...] = ()
     fingerprints: Mapping[str, str] = field(default_factory=dict)
@@ -73,29 +73,27 @@ class CopiedColumns:
         """Compare the fingerprints of a cache's columns with those of the old manifest."""
         same = {name: fingerprint for name, fingerprint in new.items() if old.get(name) == fingerprint}
         captions = [column.name for column in columns if column.per_caption]
-        images = [column.name for column in columns if not column.per_caption and column.reads != MASK]
-        return CopiedColumns(
-            same.keys() >= set(images),
-            any(column.reads == MASK and column.name in same for column in columns),
-            tuple(name for name in captions if name in same),
-            tuple(name for name in captions if name not in same),
-            same,
-        )
+        entries = dict.fromkeys(entry_of(column) for column in columns if not column.per_caption)
+        for column in columns:
+            if not column.per_caption and column.name not in same:
+                entries.pop(entry_of(column), None)
+        # if a column reads more than the caption, its text does not identify a value
+        known = [name for name in captions if name in same and shares_captions(columns)]
+        return CopiedColumns(tuple(entries), tuple(known), tuple(name for name in captions if name not in known), same)
 
     def __bool__(self) -> bool:
-        return self.images or self.masks or bool(self.captions)
+        return bool(self.entries or self.captions)
 
 
 @dataclass(frozen=True)
 class UnitCopies:
-    """What a unit copies: the places of images and masks by the numbers of its samples, and of captions by their text.
+    """What a unit copies: for each entry the places by the numbers of samples, and those of captions by their text.
 
     The shards of places are numbered as in ``shards``.
     """
 
     shards: tuple[ShardEntry, ...] = ()
-    images: Mapping[int, Place] = field(default_factory=dict)
-    masks: Mapping[int, Place] = field(default_factory=dict)
+    entries: Mapping[str, Mapping[int, Place]] = field(default_factory=dict)
     captions: Mapping[str, Place] = field(default_factory=dict)
     columns: CopiedColumns = CopiedColumns()
 
@@ -135,7 +133,7 @@ class ReuseIndex:
 
     def __init__(self, path: Path) -> None:
         facts = read_json_file(path.with_suffix(".json"))
-        names = {name: tuple(facts["columns"][name]) for name in ("captions", "encoded")}
+        names = {name: tuple(facts["columns"][name]) for name in ("entries", "captions", "encoded")}
         self.columns = CopiedColumns(**{**facts["columns"], **names})
         self.counts = ValueCounts(**facts["counts"])
         cells = path.with_suffix(".cells")
@@ -148,19 +146,18 @@ class ReuseIndex:
     def copies(self, members: Sequence[Member]) -> UnitCopies:
         """Return what the unit with these samples copies."""
         texts = list(dict.fromkeys(text for member in members for text in member.captions))
-        images = self._find([member.image_fingerprint for member in members])
-        masks = self._find([member.mask_fingerprint for member in members])
+        fingerprints = [member.fingerprints for member in members]
+        entries = {entry: self._find(each.get(entry, "") for each in fingerprints) for entry in self.columns.entries}
         captions = self._find(map(caption_fingerprint, texts))
-        places = (*images.values(), *masks.values(), *captions.values())
-        numbers = {number: index for index, number in enumerate(sorted({number for number, _ in places}))}
+        used = {number for found in (*entries.values(), captions) for number, _ in found.values()}
+        numbers = {number: index for index, number in enumerate(sorted(used))}
 
         def renumbered(found: Mapping[int, Place]) -> dict[int, Place]:
             return {at: (numbers[number], row) for at, (number, row) in found.items()}
 
         return UnitCopies(
             tuple(self._shards[number] for number in numbers),
-            renumbered(images),
-            renumbered(masks),
+            {entry: renumbered(found) for entry, found in entries.items()},
             {texts[at]: place for at, place in renumbered(captions).items()},
             self.columns,
         )
@@ -198,31 +195,35 @@ def open_reuse(update: Update, claims: Claims, fetch_tables: Callable[[Iterable[
 def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> None:
     columns = update.columns
     with ExitStack() as stack:
+        wanted = {name: stack.enter_context(SortedArray(f"S{_FINGERPRINT}")) for name in (*_ENTRIES, _CAPTIONS)}
+        _add_wanted(update, wanted)
+        copied = {*columns.entries, *([_CAPTIONS] if columns.captions else [])}
+        cells = stack.enter_context(SortedArray(_RECORD))
+        searched = {name: array for name, array in wanted.items() if name in copied and len(array.values)}
+        used = list(_add_cells(update, searched, cells, fetch_tables))
+        totals = [len(wanted[IMAGE].values) + len(wanted[REJECTED].values), len(wanted[_CAPTIONS].values)]
+        found = [_count_found(wanted[IMAGE], cells) + _count_found(wanted[REJECTED], cells), 0]
+        if not columns.encoded:  # else every caption lacks some value
+            found[1] = _count_found(wanted[_CAPTIONS], cells)
+        counts = ValueCounts(totals[0] - found[0], found[0], totals[1] - found[1], found[1])
+        _save(update.path, columns, counts, used, cells.values)
+
+
+def _add_wanted(update: Update, wanted: Mapping[str, SortedArray]) -> None:
+    """Add the fingerprints of what the units consist of."""
+    with ExitStack() as stack:
         bar = None
         if len(update.units) > _MANY_SHARDS:
             bar = stack.enter_context(progress("comparing with the old shards", len(update.units), "shards"))
-        images, masks, captions = (stack.enter_context(SortedArray(f"S{_FINGERPRINT}")) for _ in range(3))
         for unit in update.units:
             members = update.plan.members(unit)
+            fingerprints = [member.fingerprints for member in members]
+            for entry in _ENTRIES:
+                wanted[entry].add(_as_bytes(each[entry] for each in fingerprints if entry in each))
             texts = dict.fromkeys(text for member in members for text in member.captions)
-            images.add(_as_bytes(member.image_fingerprint for member in members))
-            masks.add(_as_bytes(member.mask_fingerprint for member in members if member.mask_fingerprint))
-            captions.add(_as_bytes(map(caption_fingerprint, texts)))
+            wanted[_CAPTIONS].add(_as_bytes(map(caption_fingerprint, texts)))
             if bar is not None:
                 bar.advance()
-        wanted = {
-            **({"image_fingerprint": images} if columns.images else {}),
-            **({"mask_fingerprint": masks} if columns.masks and len(masks.values) else {}),
-            **({"captions": captions} if columns.captions else {}),
-        }
-        cells = stack.enter_context(SortedArray(_RECORD))
-        used = list(_add_cells(update, wanted, cells, fetch_tables))
-        num_images = _count_found(images, cells)
-        # if a column is encoded again, every caption lacks some value
-        num_captions = 0 if columns.encoded else _count_found(captions, cells)
-        totals = len(images.values), len(captions.values)
-        counts = ValueCounts(totals[0] - num_images, num_images, totals[1] - num_captions, num_captions)
-        _save(update.path, columns, counts, used, cells.values)
 
 
 def _add_cells(
@@ -235,10 +236,11 @@ def _add_cells(
     sources, number = update.sources(), 0
     fetch_tables(entry.file for entry in sources)
     for entry in sources:
-        table = _read_table((update.shards / entry.file).with_suffix(".arrow"), list(wanted), entry)
+        names = {name: name if name == _CAPTIONS else f"{name}_fingerprint" for name in wanted}
+        table = _read_table((update.shards / entry.file).with_suffix(".arrow"), list(names.values()), entry)
         if table is None:
             continue
-        records = [_wanted_records(_fingerprints(table, name), wanted[name], number) for name in wanted]
+        records = [_wanted_records(_fingerprints(table, names[name]), wanted[name], number) for name in wanted]
         if any(map(len, records)):
             for part in records:
                 cells.add(part)
@@ -260,9 +262,9 @@ def _read_table(path: Path, names: list[str], entry: ShardEntry) -> Any:
 
 def _fingerprints(table: Any, name: str) -> NDArray[np.bytes_]:
     """Return the fingerprints of a shard's rows, or of its distinct captions in their order."""
-    if name != "captions":
+    if name != _CAPTIONS:
         return _as_bytes(table[name].to_pylist())
-    distinct = pc.unique(table["captions"].combine_chunks().flatten())
+    distinct = pc.unique(table[_CAPTIONS].combine_chunks().flatten())
     return _as_bytes(map(caption_fingerprint, distinct.to_pylist()))
 
 

@@ -17,7 +17,7 @@ from sd3_light.cache.reuse import ValueCounts
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import MASK, SMALLEST, Bucket, Column
+from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REJECTED, SMALLEST, Bucket, Column, entry_of, with_pairs
 from sd3_light.core.encoding import Encoders, Tokens
 from sd3_light.core.registry import family_of
 from sd3_light.data.cache_plan import Member, Unit, decode_task
@@ -26,6 +26,7 @@ from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.files import write_atomically
 from sd3_light.sources.access import exists
 from sd3_light.sources.decode import Decoded, DecodeTask
+from sd3_light.sources.preprocess import Pixels
 from sd3_light.sources.rejects import reject_line
 
 
@@ -58,7 +59,7 @@ class UnitInProgress:
     tokens: Future[list[Tokens]]
     copies: Copies = field(default_factory=Copies)
     num_decoded: int = 0
-    encoded: list[int] = field(default_factory=list)
+    encoded: dict[str, list[int]] = field(default_factory=lambda: {IMAGE: [], REJECTED: []})
     images: dict[str, list[Tensor]] = field(default_factory=dict)
     masks: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
     texts: list[tuple[TextGroup, dict[str, Tensor]]] = field(default_factory=list)
@@ -72,7 +73,7 @@ class UnitInProgress:
         """Encode the next decoded images; record the rejected ones."""
         numbers = self._to_decode[self.num_decoded : self.num_decoded + len(images)]
         self.num_decoded += len(images)
-        pixels = []
+        pixels: dict[str, list[Pixels]] = {entry: [] for entry in self.encoded}
         for number, image in zip(numbers, images, strict=True):
             if image.reason:
                 row = self.members[number].row
@@ -81,13 +82,15 @@ class UnitInProgress:
             if image.mask is not None:
                 # a copy: the mask of a Ray task refers to memory that also holds the pixels
                 self.masks[number] = image.mask.copy()
-            if image.pixels is not None:
-                self.encoded.append(number)
-                pixels.append(image.pixels)
-        if pixels:
-            for name, values in parts.encode_images(np.stack(pixels), self.unit.flip).items():
-                self.images.setdefault(name, []).append(values)
-            self.vae_dtypes.add(str(parts.vae_dtype).removeprefix("torch."))
+            for entry, decoded in ((IMAGE, image.pixels), (REJECTED, image.worse)):
+                if decoded is not None:
+                    self.encoded[entry].append(number)
+                    pixels[entry].append(decoded)
+        for entry, batch in pixels.items():
+            if batch:
+                for name, values in parts.encode_images(np.stack(batch), self.unit.flip).items():
+                    self.images.setdefault(name if entry == IMAGE else f"{name}.{entry}", []).append(values)
+                self.vae_dtypes.add(str(parts.vae_dtype).removeprefix("torch."))
 
     @property
     def is_decoded(self) -> bool:
@@ -109,10 +112,11 @@ class UnitInProgress:
     @property
     def counts(self) -> ValueCounts:
         """The images and distinct captions that were encoded and copied."""
-        accepted = self.accepted
+        accepted = list(self.accepted.values())
+        images = sum(map(len, self.encoded.values()))
+        total = sum(1 + bool(member.row.rejected) for member in accepted)
         captions = sum(len(group.captions) for group, _ in self.texts)
-        copied = len(distinct_captions(list(accepted.values()))) - captions
-        return ValueCounts(len(self.encoded), len(accepted) - len(self.encoded), captions, copied)
+        return ValueCounts(images, total - images, captions, len(distinct_captions(accepted)) - captions)
 
     # --- the shard ------------------------------------------------------------------------------
 
@@ -127,7 +131,7 @@ class UnitInProgress:
             elif column.per_caption:
                 values |= self._caption_tensors(column, list(distinct))
             else:
-                values[column.name] = self._image_tensor(column)
+                values |= self._image_tensor(column)
         return ShardContent(
             columns,
             torch.tensor([member.identity for member in accepted], dtype=torch.int64),
@@ -137,21 +141,24 @@ class UnitInProgress:
             fingerprints,
         )
 
-    def _image_tensor(self, column: Column) -> Tensor:
+    def _image_tensor(self, column: Column) -> dict[str, Tensor]:
+        """Return the values of images; nothing if no sample has such an image."""
         accepted, batches = self.accepted, self.images.get(column.name, [])
-        if len(self.encoded) == len(accepted):
-            return torch.cat(batches)
-        encoded = dict(zip(self.encoded, (row for batch in batches for row in batch), strict=True))
-        images = self.copies.images
+        numbers, copied = self.encoded[entry_of(column)], self.copies.entries.get(entry_of(column), {})
+        if not numbers and not copied:
+            return {}
+        if len(numbers) == len(accepted):
+            return {column.name: torch.cat(batches)}
+        encoded = dict(zip(numbers, (row for batch in batches for row in batch), strict=True))
         rows = (
-            encoded[number] if number in encoded else self.copies.read(column.name, images[number])
+            encoded[number] if number in encoded else self.copies.read(column.name, copied[number])
             for number in accepted
         )
-        return torch.stack(list(rows))
+        return {column.name: torch.stack(list(rows))}
 
     def _mask_tensor(self, column: Column) -> dict[str, Tensor]:
         """Return the masks, 255 for samples without; nothing if no sample has one."""
-        copied, accepted = self.copies.masks, self.accepted
+        copied, accepted = self.copies.entries.get(MASK, {}), self.accepted
         if not any(number in copied or number in self.masks for number in accepted):
             return {}
         full = torch.full(column.shape, 255, dtype=torch.uint8)
@@ -165,7 +172,11 @@ class UnitInProgress:
 
     def _caption_tensors(self, column: Column, captions: Sequence[str]) -> dict[str, Tensor]:
         name = column.tensors[0]
-        groups = [(group.captions, tensors) for group, tensors in self.texts if name in tensors]
+        groups = [
+            (group.captions, tensors)
+            for group, tensors in self.texts
+            if group.columns is None or column.name in group.columns
+        ]
         if [list(captions)] == [texts for texts, _ in groups]:  # none is copied
             return {name: groups[0][1][name] for name in column.tensors}
         values: dict[str, Tensor] = {}
@@ -182,24 +193,26 @@ class UnitInProgress:
 
     def origins(self) -> list[Origin]:
         """Return the origins of the shard's samples."""
-        return [
-            Origin(
-                m.row.key,
-                m.image_fingerprint,
-                m.row.width,
-                m.row.height,
-                m.captions,
-                m.row.image,
-                m.row.mask,
-                m.mask_fingerprint,
-            )
-            for m in self.accepted.values()
-        ]
+        return [_origin(member) for member in self.accepted.values()]
 
     @property
     def vae_dtype(self) -> str:
         """The precision in which the images were encoded; several if copied ones have another."""
         return ", ".join(sorted(self.vae_dtypes | self.copies.vae_dtypes())) or "float32"
+
+
+def _origin(member: Member) -> Origin:
+    row = member.row
+    fingerprints = {f"{entry}_fingerprint": fingerprint for entry, fingerprint in member.fingerprints.items()}
+    return Origin(
+        row.key,
+        width=row.width,
+        height=row.height,
+        captions=member.captions,
+        image=row.image,
+        mask=row.mask,
+        **fingerprints,
+    )
 
 
 def distinct_captions(members: Sequence[Member]) -> dict[str, int]:
@@ -218,12 +231,13 @@ def text_groups(members: Sequence[Member], copies: Copies) -> list[TextGroup]:
 
 
 def to_decode(members: Sequence[Member], copies: Copies) -> list[int]:
-    """Return the numbers of the samples whose image is encoded, or whose mask alone is read."""
-    return [
-        number
-        for number, member in enumerate(members)
-        if number not in copies.images or (member.row.mask and number not in copies.masks)
-    ]
+    """Return the numbers of the samples that have an image or a mask that is not copied."""
+    numbers = []
+    for number, member in enumerate(members):
+        entries = {IMAGE, *([MASK] if member.row.mask else []), *([REJECTED] if member.row.rejected else [])}
+        if not entries <= set(copies.of_sample(number)):
+            numbers.append(number)
+    return numbers
 
 
 def decode_batches(
@@ -233,7 +247,7 @@ def decode_batches(
     numbers = to_decode(members, copies)
     for start in range(0, max(1, len(numbers)), size):
         batch = numbers[start : start + size]
-        yield [decode_task(members[number], root, number not in copies.images) for number in batch]
+        yield [decode_task(members[number], root, copies.of_sample(number)) for number in batch]
 
 
 def _values(column: Column, tensors: Mapping[str, Tensor]) -> list[Tensor]:
@@ -283,13 +297,13 @@ def write_empty_unit(shards: Path, unit: Unit) -> None:
 
 def empty_content(parts: Encoders, model: ModelConfig) -> ShardContent:
     """Return the features of the empty caption, stored like a sample with one blank latent pixel."""
-    text = parts.encode_captions([""])
+    text = parts.encode_empty()
     parts.synchronize()
     columns = _columns(model, SMALLEST)
-    images = [column for column in columns if not column.per_caption and column.reads != MASK]
+    images = [column for column in columns if not column.per_caption and column.reads not in OPTIONAL]
     blank = {column.name: torch.zeros(1, 1, *column.shape, dtype=getattr(torch, column.dtype)) for column in images}
     return ShardContent(columns, torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([0]), blank | text)
 
 
 def _columns(model: ModelConfig, bucket: Bucket) -> tuple[Column, ...]:
-    return family_of(model).columns(model, model.diffusers_path, bucket)
+    return with_pairs(family_of(model).columns(model, model.diffusers_path, bucket))

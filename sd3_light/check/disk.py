@@ -1,5 +1,6 @@
 """Check a config against the disk, the second pass of law 7."""
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -10,9 +11,12 @@ from pathlib import Path
 from sd3_light.config import DatasetConfig, DirectoryConfig, Fault, LoadedConfig, UserError
 from sd3_light.config.base import DataLocation
 from sd3_light.config.cross_checks import negative_prompts
+from sd3_light.config.family_keys import AUTO, unknown_keys
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
-from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.config.schema_objective import TERM_FAMILIES
+from sd3_light.core.family import Family
+from sd3_light.core.registry import family_of, names_family
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.model import folder as pipeline_folder
@@ -40,37 +44,58 @@ def check_disk(
     checks = _DiskChecks(loaded)
     if not caching:
         checks.libraries()
-        checks.fast_blocks()
-    checks.add_all(checks.family.checks.folder_faults(checks.model))
-    checks.init()
-    start = checks.start() if with_size else None
-    checks.add_all(checks.family.checks.encoder_faults(checks.model, start))
-    if start is not None:
-        checks.add_all(checks.family.checks.key_faults(checks.model, start))
-        checks.adapter(start)
-        checks.sampling(start)
-        checks.continued_values()
-    checks.metrics(start)
+    start = None
+    if checks.family is not None:
+        start = _check_model(checks, checks.family, caching, with_size)
+    checks.metrics()
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
         # training uses a cache at a URL as it is: its machines need not have the images
         if caching or isinstance(dataset.cache_dir, Path):
             checks.sources(dataset)
-        if start is not None:
-            checks.buckets(dataset, start)
+        checks.buckets(dataset)
     checks.outputs()
     checks.memory()
     return start, list(dict.fromkeys(checks.faults))
 
 
+def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size: bool) -> WeightsStart | None:
+    """Check everything that depends on the family, and return the initial weights."""
+    model = checks.model
+    if names_family(model):
+        checks.add_all(unknown_keys(checks.loaded.train.model, "model.", family.name, family.title))
+    if not caching:
+        checks.engines(family)
+    checks.add_all(family.checks.folder_faults(model))
+    checks.init(family)
+    start = checks.start(family) if with_size else None
+    checks.add_all(family.checks.encoder_faults(model, start))
+    if start is not None:
+        checks.add_all(family.checks.key_faults(checks.train, start))
+        checks.objective(family)
+        checks.adapter(family, start)
+        checks.largest_side = family.checks.largest_side(start)
+        with checks.user_errors_of("model.diffusers_path"):
+            checks.step = family.checks.side_step(model)
+        checks.sampling()
+        checks.continued_values()
+    return start
+
+
 class _DiskChecks:
-    """Collects the faults of a config that the disk shows."""
+    """Collects the faults of a config that the disk shows; without a known family those of its model are left out."""
 
     def __init__(self, loaded: LoadedConfig) -> None:
         self.loaded = loaded
         self.train = loaded.train
-        self.model = loaded.train.model
-        self.family = family_of(self.model)
         self.faults: list[Fault] = []
+        self.family: Family | None = None
+        self.largest_side: int | None = None
+        self.step = 16
+        key = "model.diffusers_path" if self.train.model.type == AUTO else "model.type"
+        with self.user_errors_of(key):
+            self.family = family_of(self.train.model)
+            self.train = self.family.completed(self.train)
+        self.model = self.train.model
 
     def add(self, key: str, problem: str, value: object = None, hint: str | None = None, **more: str) -> None:
         text = None if value is None else str(value)
@@ -104,15 +129,31 @@ class _DiskChecks:
 
     # --- the model ----------------------------------------------------------------------------
 
-    def fast_blocks(self) -> None:
-        """Check that the family has the kernels that the config requires."""
-        if self.family.fast_blocks is not None:
-            return
-        for key, remedy in (("fast", 'write fast = "auto"'), ("fp8", "write fp8 = false")):
-            if getattr(self.train, key) is True:
-                self.add(key, f"{self.family.title} has no fast blocks", "true", remedy)
+    def objective(self, family: Family) -> None:
+        """Check that the family has the terms of the objective, and a teacher's folder a denoiser of the family."""
+        for name, (families, reason) in TERM_FAMILIES.items():
+            if name in self.train.terms.tables() and family.name not in families:
+                key = name if self.train.objective is None else f"objective.{name}"
+                self.add(key, f"{family.title} does not have this term: {reason}", hint="remove it")
+        folder = self.train.terms.teacher
+        if isinstance(folder, Path):
+            with self.user_errors_of("objective.dpo.teacher", folder):
+                family.weights.require(denoiser_folder(folder))
 
-    def init(self) -> None:
+    def engines(self, family: Family) -> None:
+        """Check that the family has the kernels and the pipeline stages that the config requires."""
+        for key, remedy in (("fast", 'write fast = "auto"'), ("fp8", "write fp8 = false")):
+            if family.fast_blocks is None and getattr(self.train, key) is True:
+                self.add(key, f"{family.title} has no fast blocks", "true", remedy)
+        stages = self.train.pipeline_stages
+        if stages > 1 and not family.has_stages:
+            hint = 'write pipeline_stages = 1, and parallel = "fsdp2" or zero_stage = 3 to shard the weights'
+            self.add("pipeline_stages", f"{family.title} has no pipeline stages", stages, hint)
+        if self.train.adapter is not None and not family.loads_adapters:
+            hint = "remove [adapter] and train the weights; freeze leaves some of them out"
+            self.add("adapter", f"the stock pipeline of {family.title} loads no adapter", hint=hint)
+
+    def init(self, family: Family) -> None:
         """Check that the folder in `init` contains a denoiser; the content of a file is checked with its size."""
         init, key = self.model.init, "model.init"
         if init is None or init == "random" or init == self.model.diffusers_path or init.is_file():
@@ -121,24 +162,24 @@ class _DiskChecks:
             self.add(key, "no such folder", init, 'give a folder with a denoiser, a single file, or "random"')
             return
         folder = denoiser_folder(init)
-        hint = f"give an export, a folder of {self.family.title} or its transformer folder"
+        hint = f"give an export, a folder of {family.title} or its transformer folder"
         with self.user_errors_of(key):
             for part in pipeline_folder.missing_denoiser(folder):
                 problem = f"the folder has no complete denoiser: {folder.relative_to(init) / part} is missing"
                 self.add(key, problem, init, hint)
 
-    def start(self) -> WeightsStart | None:
+    def start(self, family: Family) -> WeightsStart | None:
         """Return the initial weights, or None; other checks report missing files."""
-        if not self.family.checks.has_size(self.model):
+        if not family.checks.has_size(self.model):
             return None
         source = start_source(self.model)
         key = "model.size" if source is None else "model.init" if self.model.init else "model.diffusers_path"
         start = None
         with self.user_errors_of(key):
-            start = starting_weights(self.model)
+            start = family.weights.start(self.model)
         return start
 
-    def adapter(self, start: WeightsStart) -> None:
+    def adapter(self, family: Family, start: WeightsStart) -> None:
         """Check that an adapter has trained weights below it, matching layers and a file to start from."""
         adapter = self.train.adapter
         if adapter is None:
@@ -150,7 +191,7 @@ class _DiskChecks:
         if existing is not None and not existing.exists():
             self.add("adapter.init_from_existing", "no such file or folder", existing)
         with self.user_errors_of("adapter.target_modules", hint="see docs/finetune.md for names and patterns"):
-            self.family.cost(start, self.model).adapter_parameters(adapter)
+            family.cost(start, self.model).adapter_parameters(adapter)
 
     # --- the data -----------------------------------------------------------------------------
 
@@ -160,18 +201,20 @@ class _DiskChecks:
             for key, problem, path in _path_problems(directory):
                 self.add(f"directory[{index}].{key}", problem, path, PATH_HINT, file=str(dataset.path))
 
-    def buckets(self, dataset: DatasetConfig, start: WeightsStart) -> None:
-        """Check that no bucket is larger than the denoiser's position table."""
-        limit = self.family.checks.largest_side(start)
-        if limit is None:
-            return
-        problem = f"the denoiser's position table ends at {limit} px"
-        hint = "choose smaller resolutions, or narrower ratios (min_ar, max_ar)"
+    def buckets(self, dataset: DatasetConfig) -> None:
+        """Check that no bucket is larger than the denoiser's position table, and that sides are whole tokens."""
+        limit = self.largest_side or math.inf
         for index, directory in enumerate(dataset.directories):
             key = f"directory[{index}].{'size_buckets' if directory.size_buckets else 'resolutions'}"
-            too_wide = [str(bucket) for bucket in buckets_for(directory) if max(bucket.width, bucket.height) > limit]
-            if too_wide:
+            buckets = buckets_for(directory)
+            if too_wide := [str(bucket) for bucket in buckets if max(bucket.width, bucket.height) > limit]:
+                problem = f"the denoiser's position table ends at {limit} px"
+                hint = "choose smaller resolutions, or narrower ratios (min_ar, max_ar)"
                 self.add(key, problem, ", ".join(too_wide), hint, file=str(dataset.path))
+            if uneven := [str(bucket) for bucket in buckets if bucket.width % self.step or bucket.height % self.step]:
+                problem = f"the model needs sides that are multiples of {self.step}"
+                hint = f"write side_step = {self.step}" if directory.enable_ar_bucket else "choose other sizes"
+                self.add(key, problem, ", ".join(uneven), hint, file=str(dataset.path))
 
     def continued_values(self) -> None:
         """Check the scheduler of continued weights, and negative prompts against the text they were trained with."""
@@ -183,17 +226,20 @@ class _DiskChecks:
             faults = negative_prompts(self.train, text or "zero") if self.model.uncond_text is None else ()
             self.add_all(faults)
 
-    def sampling(self, start: WeightsStart) -> None:
+    def sampling(self) -> None:
         """Check that no sample image is larger than the denoiser's position table."""
         settings = self.train.sampling
-        limit = self.family.checks.largest_side(start)
+        limit = self.largest_side
         sizes = {"sampling.size": settings.size}
         sizes |= {f"sampling.image[{index}].size": image.size for index, image in enumerate(settings.image)}
         for key, sides in sizes.items():
             if limit is not None and sides is not None and max(sides) > limit:
                 self.add(key, f"the denoiser's position table ends at {limit} px", list(sides), "choose a smaller size")
+            if sides is not None and any(side % self.step for side in sides):
+                problem = f"the model needs sides that are multiples of {self.step}"
+                self.add(key, problem, list(sides), "choose another size")
 
-    def metrics(self, start: WeightsStart | None) -> None:
+    def metrics(self) -> None:
         """Check the dataset TOML and the folder of [metrics]."""
         table = self.train.metrics
         if table is None:
@@ -208,8 +254,7 @@ class _DiskChecks:
         self.faults += faults
         dataset = DatasetConfig(table.dataset, table.dataset.with_suffix(".cache"), directories)
         self.sources(dataset)
-        if start is not None:
-            self.buckets(dataset, start)
+        self.buckets(dataset)
 
     # --- outputs and memory -------------------------------------------------------------------
 
@@ -245,11 +290,11 @@ class _DiskChecks:
 
 
 def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataLocation]]:
-    sources = {key: getattr(directory, key) for key in ("path", "mask_path", "default_mask_file")}
+    sources = {key: getattr(directory, key) for key in ("path", "mask_path", "default_mask_file", "rejected")}
     for key, url in sources.items():
         if isinstance(url, str) and (problem := _url_problem(url)):
             yield key, problem, url
-    path, masks, mask = (None if isinstance(source, str) else source for source in sources.values())
+    path, masks, mask, rejected = (None if isinstance(source, str) else source for source in sources.values())
     is_container = path is not None and path.is_file() and path.suffix.lower() in CONTAINERS
     if path is not None and path.exists() and not path.is_dir() and not is_container:
         yield "path", "neither a folder nor a .tar or .parquet file", path
@@ -257,7 +302,9 @@ def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataL
         yield "mask_path", "not a folder (use default_mask_file for one mask for all)", masks
     if mask is not None and mask.exists() and not mask.is_file():
         yield "default_mask_file", "not a file", mask
-    for key, source in (("path", path), ("mask_path", masks), ("default_mask_file", mask)):
+    if rejected is not None and rejected.exists() and not rejected.is_dir():
+        yield "rejected", "not a folder", rejected
+    for key, source in zip(sources, (path, masks, mask, rejected), strict=True):
         if source is not None and not source.exists():
             yield key, "no such file or folder", source
         elif source is not None and not os.access(source, os.R_OK | (os.X_OK if source.is_dir() else 0)):

@@ -19,7 +19,7 @@ from sd3_light.config import (
 )
 from sd3_light.core.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.core.checks import ModelFact
-from sd3_light.core.columns import Column
+from sd3_light.core.columns import Column, with_pairs
 from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
@@ -38,8 +38,6 @@ from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.data.store.remote import download_bytes
-from sd3_light.model.folder import text_shape
-from sd3_light.model.text_shape import TextShape
 from sd3_light.sources.buckets import Bucket
 from sd3_light.sources.extreme_fits import ExtremeFits
 from sd3_light.sources.rejects import Rejects
@@ -105,7 +103,6 @@ class RunEstimate:
     why_stock: str | None
     start: WeightsStart
     facts: tuple[ModelFact, ...]
-    text: TextShape
     data: DatasetEstimate
     evals: tuple[DatasetEstimate, ...]
     total_steps: int
@@ -120,11 +117,9 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> R
     train = loaded.train
     family = family_of(train.model)
     assert layout.world % train.pipeline_stages == 0, "only whole pipelines train"
-    text = text_shape(train.model.diffusers_path, train.model.t5_max_length, train.model.text_tokens == "real")
     layout = layout._replace(by_deepspeed=layout.by_deepspeed or train.pipeline_stages > 1)
     cost = family.cost(start, train.model)
-    channels = start.size.latent_channels
-    estimator = _Estimator(train, cost, text, channels, layout, train.gradient_accumulation_steps)
+    estimator = _Estimator(train, cost, layout, train.gradient_accumulation_steps)
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
     resident = data.cache.value if train.residence == "device" else 0
@@ -139,7 +134,6 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> R
         why_stock=cost.why_stock(train, layout),
         start=start,
         facts=family.checks.facts(start),
-        text=text,
         data=data,
         evals=evals,
         total_steps=steps,
@@ -174,15 +168,14 @@ class _Estimator:
 
     train: TrainConfig
     cost: Cost
-    text: TextShape
-    channels: int
-    """Latent channels."""
     layout: Layout
     accumulation: int
     resident: int = 0
     """Bytes of the cache in GPU memory."""
     shapes: int = 1
     """Shapes of micro-batches."""
+    paired: bool = False
+    """Whether the dataset has rejected images."""
 
     @property
     def replicas(self) -> int:
@@ -200,10 +193,11 @@ class _Estimator:
     ) -> DatasetEstimate:
         """Estimate a dataset; an evaluation set always ``streams``."""
         counts = count_samples(dataset, self.train.seed)
-        cache = self.cache(counts, dataset.directories)
+        estimator = replace(self, paired=any(directory.rejected for directory in dataset.directories))
+        cache = estimator.cache(counts, dataset.directories)
         on_device = self.train.residence == "device" and not streams
         shapes = sum(map(_num_shapes, counts.buckets.values()))
-        estimator = replace(self, resident=cache.value if on_device else 0, shapes=shapes)
+        estimator = replace(estimator, resident=cache.value if on_device else 0, shapes=shapes)
         images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
         captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
         rows = [
@@ -240,11 +234,13 @@ class _Estimator:
         order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
         tokens = self.cost.tokens(bucket.width, bucket.height)
         adapter = self.train.adapter is not None
-        flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter)
+        flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter, self.train.terms)
         samples = sum(count.samples for count in counts)
         masked = any(count.masked for count in counts)
         columns = self.columns(bucket)
         prepared = family_of(self.train.model).prepared_columns(self.train.model, columns)
+        if self.paired and self.train.terms.dpo is not None:
+            prepared = with_pairs(prepared)
         return BucketEstimate(
             bucket=bucket,
             resolution=resolution,
@@ -265,7 +261,9 @@ class _Estimator:
 
     def columns(self, bucket: Bucket) -> tuple[Column, ...]:
         """Return the columns of the cache."""
-        return family_of(self.train.model).columns(self.train.model, self.train.model.diffusers_path, bucket)
+        model = self.train.model
+        columns = family_of(model).columns(model, model.diffusers_path, bucket)
+        return with_pairs(columns) if self.paired else columns
 
     def cache(self, counts: SampleCounts, directories: tuple[DirectoryConfig, ...]) -> Amount:
         """Return the bytes of the cache's shards; each resolution has its own copy of the captions' features."""
@@ -278,7 +276,7 @@ class _Estimator:
                 total += count.samples * image_bytes(columns, variants, count.masked > 0).value
                 total += count.captions * caption.value
             image = f"images·{image_bytes(columns).formula} at {bucket} (twice with flip, + masks)"
-            formula = f"{image} + captions·{self.text.at_most}{caption.formula}"
+            formula = f"{image} + captions·{self.cost.text.at_most}{caption.formula}"
         return Amount(total, formula)
 
     def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:

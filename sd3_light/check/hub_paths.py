@@ -8,14 +8,11 @@ from sd3_light.config import ConfigFaults, DatasetConfig, Fault, LoadedConfig, U
 from sd3_light.config.base import DataLocation
 from sd3_light.config.hub_ids import SCHEME, HubId, hub_id_of
 from sd3_light.downloads import download
-from sd3_light.model.folder import REQUIRED_PARTS, TRANSFORMER
+from sd3_light.model.folder import REQUIRED_PARTS, TRANSFORMER, components
 
-_FOLDERS = tuple(part.name for part in (*REQUIRED_PARTS, TRANSFORMER) if part.name != ".")
-MODEL_FILES = (
-    *("model_index.json", "sd3_light*.json", "README.md", "LICENSE*"),
-    *(f"{folder}/*{suffix}" for folder in _FOLDERS for suffix in (".json", ".txt", ".model", ".safetensors")),
-)
-"""The files of an SD3 repository that are downloaded."""
+_SD3_FOLDERS = tuple(part.name for part in (*REQUIRED_PARTS, TRANSFORMER) if part.name != ".")
+_TOP_FILES = ("model_index.json", "sd3_light*.json", "README.md", "LICENSE*")
+_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".safetensors")
 OTHER_VARIANTS = ("*.fp16*", "*.bf16*")
 """Copies of the weights in another dtype, which are not."""
 
@@ -36,13 +33,20 @@ def with_local_paths(loaded: LoadedConfig) -> LoadedConfig:
     faults = []
     for file, key, hub_id in hub_keys(loaded):
         try:
-            is_model = hub_id.kind == "model"
-            folders[hub_id] = download(hub_id, MODEL_FILES, OTHER_VARIANTS) if is_model else download(hub_id)
+            folders[hub_id] = _download_model(hub_id) if hub_id.kind == "model" else download(hub_id)
         except UserError as error:
             faults.append(Fault(file, key, str(error).removeprefix(SCHEME)))
     if faults:
         raise ConfigFaults(list(dict.fromkeys(faults)))
     return _replaced(loaded, folders)
+
+
+def _download_model(hub_id: HubId) -> Path:
+    """Download the parts that a repository's `model_index.json` names, or those of SD3 if there is none."""
+    folder = download(hub_id, _TOP_FILES)
+    names = components(folder) if (folder / "model_index.json").is_file() else _SD3_FOLDERS
+    files = (f"{name}/*{suffix}" for name in names for suffix in _SUFFIXES)
+    return download(hub_id, (*_TOP_FILES, *files), OTHER_VARIANTS)
 
 
 def _replaced(loaded: LoadedConfig, folders: dict[HubId, Path]) -> LoadedConfig:

@@ -73,7 +73,7 @@ def _lines(estimate: RunEstimate, on_cpu: bool) -> list[tuple[str, str, str]]:
         ("parameters", f"{cost.parameters:,}", cost.description),
         *((fact.name, fact.value, fact.meaning) for fact in estimate.facts),
         ("text tokens", f"{text.most}", text.formula),
-        ("image tokens", _span(images), "width/16·height/16, by bucket"),
+        ("image tokens", _span(images), f"width/{cost.token_side}·height/{cost.token_side}, by bucket"),
         ("processes", f"{setup.world:,}", layout_text(setup)),
         *([] if on_cpu else [("blocks on GPUs", *blocks)]),
         ("samples per step", _span(batches), batch),

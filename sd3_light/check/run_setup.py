@@ -1,9 +1,11 @@
 """The training setup of a config, from which its GPU memory follows; `check` and training share it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.cost import Cost, Layout, Tokens
+from sd3_light.core.start import denoiser_folder
 from sd3_light.cost.graph_choice import MAX_GRAPHS, why_no_graphs
 from sd3_light.cost.partition import stage_bounds
 from sd3_light.cost.training_flops import training_flops
@@ -27,6 +29,7 @@ class BatchPlan:
 def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, cache: int = 0) -> TrainingSetup:
     """Return the setup of a run; ``cache`` are the bytes of the cache in GPU memory."""
     draws_samples = bool(train.sampling.images) or train.metrics is not None
+    terms = train.terms
     adapter = None if train.adapter is None else cost.adapter_parameters(train.adapter)
     weights = cost.layer_parameters if adapter is None else adapter
     flops = plan.samples * training_flops(cost.unrouted, plan.tokens).value
@@ -34,7 +37,7 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
     return TrainingSetup(
         cost,
         plan.tokens,
-        plan.samples,
+        plan.samples * terms.passes,
         ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
         checkpointing=train.activation_checkpointing,
         compiled=train.compile,
@@ -46,8 +49,8 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         optimizer=train.optimizer.type,
         world=layout.world,
         parallel=train.parallel,
-        evaluates=bool(train.eval_datasets) or draws_samples,
-        other_models=4 * sum(count for _, count in vae),
+        evaluates=bool(train.eval_datasets) or draws_samples or terms.teacher == "average",
+        other_models=4 * sum(count for _, count in vae) + teacher_bytes(train, cost),
         cache=cache,
         adapter=adapter,
         deepspeed=layout.by_deepspeed,
@@ -56,3 +59,12 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         bounds=stage_bounds(weights, train.pipeline_stages, train.partition_method, train.partition_split),
         base_bits=16 if train.adapter is None else train.adapter.base_bits,
     )
+
+
+def teacher_bytes(train: TrainConfig, cost: Cost) -> int:
+    """Return the bytes of a teacher's own weights on every GPU, in the compute dtype."""
+    teacher = train.terms.teacher
+    width = 4 if train.model.transformer_dtype == "float32" else 2
+    if isinstance(teacher, Path):
+        return width * sum(count for _, count in stored_weights(denoiser_folder(teacher)))
+    return width * sum(cost.layer_parameters) if teacher == "start" and train.adapter is None else 0

@@ -4,6 +4,7 @@ Every stage calls `require` first; `sd3-light check` calls `run` and prints its 
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from sd3_light.check.render import render
 from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_config
 from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.core.cost import Layout
+from sd3_light.core.registry import with_family_values
 from sd3_light.core.start import WeightsStart
 
 __all__ = [
@@ -46,7 +48,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False)
             raise ConfigFaults(faults)
         loaded = with_local_paths(loaded)
     require(loaded, caching)
-    return loaded
+    return replace(loaded, train=with_family_values(loaded.train))
 
 
 def _local_faults(loaded: LoadedConfig, caching: bool, with_size: bool = True) -> list[Fault]:

@@ -32,7 +32,7 @@ def new(
         str | None,
         typer.Option(
             metavar="FOLDER_OR_ID",
-            help="SD3 folder, or a model on the Hugging Face hub (default: SD3.5 medium, which is downloaded; for "
+            help="Model folder, or a model on the Hugging Face hub (default: SD3.5 medium, which is downloaded; for "
             "`pretrain` the encoders of SD3 medium; `icons` needs one: the folder of `sd3-light parts`).",
         ),
     ] = None,
@@ -83,7 +83,7 @@ def _ask(kind: str | None, data: str | None, model: str | None) -> tuple[str, st
         kind = _prompt("What do you want to train?", _kind_problem, default="lora")
     data = data or _prompt("Folder of captioned images", _data_problem)
     default = None if kind == "icons" else KINDS[kind].model  # icons need trained parts
-    return kind, data, model or typer.prompt("SD3 folder, or a model on the hub", default=default)
+    return kind, data, model or typer.prompt("Model folder, or a model on the hub", default=default)
 
 
 def _prompt(question: str, problem_of: Callable[[str], str | None], default: str | None = None) -> str:

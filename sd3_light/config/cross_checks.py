@@ -8,6 +8,7 @@ from itertools import pairwise
 from sd3_light.config.faults import Fault
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.config.schema_blocks import layer_sync_problem, routing_problem
+from sd3_light.config.schema_objective import SPELLINGS
 from sd3_light.config.schema_tables import AdapterConfig, ModelConfig
 from sd3_light.config.schema_train import TrainConfig
 from sd3_light.config.sizes import PRETRAIN_SIZE, SIZES, chosen_size_name
@@ -43,16 +44,25 @@ def saving(train: TrainConfig) -> Iterator[Fault]:
 
 def text_recon(train: TrainConfig) -> Iterator[Fault]:
     """The target of the text reconstruction must come before the text stream's last output."""
-    num_blocks, layer = _num_blocks(train.model), train.model.text_recon_target_layer
-    if train.model.text_recon_gamma > 0 and num_blocks is not None and layer > num_blocks - 2:
-        yield _fault("model.text_recon_target_layer", **text_recon_problem(num_blocks), value=str(layer))
+    num_blocks = _num_blocks(train.model)
+    if num_blocks is not None:
+        yield from text_recon_faults(train, num_blocks)
 
 
-def text_recon_problem(num_blocks: int) -> dict[str, str]:
+def text_recon_faults(train: TrainConfig, num_blocks: int) -> Iterator[Fault]:
+    """Yield the fault of the target layer in a denoiser with ``num_blocks`` blocks, if it has one."""
+    term = train.terms.text_recon
+    if term is not None and term.target_layer > num_blocks - 2:
+        key = train.spelled("model.text_recon_target_layer")
+        gamma = train.spelled("model.text_recon_gamma").removeprefix("model.").removesuffix(".weight")
+        yield _fault(key, **_text_recon_problem(num_blocks, gamma), value=str(term.target_layer))
+
+
+def _text_recon_problem(num_blocks: int, gamma: str) -> dict[str, str]:
     """Return why a target layer of a model with ``num_blocks`` blocks is invalid, as fields of a `Fault`."""
     if num_blocks == 1:
         problem = "the only block has no text output, so there is nothing to reconstruct"
-        return {"problem": problem, "hint": "remove text_recon_gamma"}
+        return {"problem": problem, "hint": f"remove {gamma}"}
     problem = (
         f"the last of the {num_blocks} blocks has no text output, so the text stream ends after block "
         f"{num_blocks - 1} and its distance to itself is always 0"
@@ -64,26 +74,61 @@ def token_keys(train: TrainConfig) -> Iterator[Fault]:
     """Routing and LayerSync name blocks that exist, in one process; position crops fit in the table."""
     model, name = train.model, chosen_size_name(train.model) or (PRETRAIN_SIZE if train.model.shape else None)
     positions = None if name is None else SIZES[name].pos_embed_max_size
-    for key, fields in token_problems(model, _num_blocks(model), positions).items():
+    for key, fields in token_problems(train, _num_blocks(model), positions).items():
         yield _fault(key, **fields)
-    for key in ("routing", "layer_sync"):
-        if getattr(model, key) is not None and train.pipeline_stages > 1:
+    sync = train.spelled("model.layer_sync")
+    for key, is_given in (("model.routing", model.routing is not None), (sync, train.terms.layer_sync is not None)):
+        if is_given and train.pipeline_stages > 1:
             problem, hint = "pipeline stages do not exchange these tokens", "remove it, or write pipeline_stages = 1"
-            yield _fault(f"model.{key}", problem, hint=hint)
+            yield _fault(key, problem, hint=hint)
 
 
-def token_problems(model: ModelConfig, num_blocks: int | None, num_positions: int | None) -> dict[str, dict[str, str]]:
+def token_problems(train: TrainConfig, num_blocks: int | None, num_positions: int | None) -> dict[str, dict[str, str]]:
     """Return key -> fields of a `Fault`, for a denoiser with this depth and side of the position table, if known."""
+    model = train.model
+    sync = train.terms.layer_sync
     problems: dict[str, dict[str, str] | None] = {}
     if model.routing is not None and num_blocks is not None:
         problems["model.routing"] = routing_problem(model.routing, num_blocks)
-    if model.layer_sync is not None and num_blocks is not None:
-        problems["model.layer_sync"] = layer_sync_problem(model.layer_sync, num_blocks)
+    if sync is not None and num_blocks is not None:
+        problems[train.spelled("model.layer_sync")] = layer_sync_problem(sync, num_blocks)
     side = model.position_crop_side
     if side is not None and num_positions is not None and side > num_positions:
         problem = f"the position table has {num_positions} tokens per side"
         problems["model.position_crop_side"] = {"problem": problem, "value": str(side), "hint": "write a lower number"}
     return {key: fields for key, fields in problems.items() if fields is not None}
+
+
+def spellings(train: TrainConfig) -> Iterator[Fault]:
+    """A term of the loss is given once: in [objective], or by the older keys."""
+    if train.objective is None:
+        return
+    model = train.model
+    values = {
+        "pseudo_huber_c": train.pseudo_huber_c,
+        "model.text_recon_gamma": model.text_recon_gamma or None,
+        "model.text_recon_target_layer": model.text_recon_target_layer or None,
+    }
+    given = {key: f"{value:g}" for key, value in values.items() if value is not None}
+    if model.layer_sync is not None:
+        given["model.layer_sync"] = "a table"
+    for key, value in given.items():
+        problem = f"[objective] is given too, and lists all terms: there it is {SPELLINGS[key]}"
+        yield _fault(key, problem, value, hint="keep one of the two")
+
+
+def terms(train: TrainConfig) -> Iterator[Fault]:
+    """One term trains the velocity, in whole models, and a teacher exists."""
+    table = train.terms
+    if table.flow is None and table.dpo is None:
+        hint = "add [objective.flow] or [objective.dpo]"
+        yield _fault("objective", "none of its terms trains the prediction", hint=hint)
+    if table.teacher == "average" and not train.ema.enable:
+        hint = 'write ema.enable = true, or teacher = "start"'
+        yield _fault("objective.dpo.teacher", "the run keeps no average", '"average"', hint=hint)
+    if table.dpo is not None and train.pipeline_stages > 1:
+        problem = "pipeline stages run one pass and no teacher"
+        yield _fault("objective.dpo", problem, hint="write pipeline_stages = 1")
 
 
 def shape(train: TrainConfig) -> Iterator[Fault]:
@@ -312,11 +357,21 @@ _TOKEN_KEYS = (
     *(f"model.routing{key}" for key in ("", ".share", ".first_block", ".last_block")),
     *(f"model.layer_sync{key}" for key in ("", ".weight", ".early_block", ".late_block")),
 )
+_TERM_KEYS = (
+    "objective",
+    *(f"objective.flow{key}" for key in ("", ".weight", ".pseudo_huber_c")),
+    *(f"objective.dpo{key}" for key in ("", ".weight", ".beta", ".teacher")),
+    *(f"objective.text_recon{key}" for key in ("", ".weight", ".target_layer")),
+    *(f"objective.layer_sync{key}" for key in ("", ".weight", ".early_block", ".late_block")),
+)
+_RECON_KEYS = ("model.text_recon_gamma", "model.text_recon_target_layer")
 CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     length: ("epochs", "max_steps"),
     saving: (*_SAVE_KEYS, *_CHECKPOINT_KEYS),
-    text_recon: (*_DEPTH_KEYS, "model.text_recon_gamma", "model.text_recon_target_layer"),
-    token_keys: (*_DEPTH_KEYS, *_TOKEN_KEYS, "pipeline_stages"),
+    text_recon: (*_DEPTH_KEYS, *_RECON_KEYS, *_TERM_KEYS),
+    token_keys: (*_DEPTH_KEYS, *_TOKEN_KEYS, *_TERM_KEYS, "pipeline_stages"),
+    spellings: ("model", *SPELLINGS, *_TERM_KEYS),
+    terms: (*_TERM_KEYS, "ema", "ema.enable", "pipeline_stages"),
     shape: ("model", "model.shape", "model.shape.head_dim", "model.size", "model.num_layers"),
     timesteps: ("model", *(f"model.{key}" for key in _TIME_KEYS)),
     schedule: ("lr_scheduler", "lr_step_size", "lr_step_gamma"),
@@ -366,6 +421,8 @@ def deepspeed_problem(config: TrainConfig, world: int) -> str | None:
         return f"--deepspeed cannot shard the state of optimizer.type = {config.optimizer.type!r}; write 'adamw'"
     if config.adapter is not None and config.adapter.base_bits < 16 and config.zero_stage != 2:
         return "adapter.base_bits under 16 needs whole weights; write zero_stage = 2, or base_bits = 16"
+    if config.terms.dpo is not None and config.zero_stage == 0:
+        return "objective.dpo takes several passes, which ZeRO 0 does not run; write zero_stage = 1"
     if config.parallel != "ddp":
         hint = "start without --deepspeed, or write zero_stage = 3 instead"
         return f"parallel = {config.parallel!r} needs the torch engine; {hint}"

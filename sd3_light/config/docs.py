@@ -1,5 +1,6 @@
 """Generates docs/config.md from the schemas: `python -m sd3_light.config.docs`."""
 
+import re
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
@@ -10,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from sd3_light.config.base import Table, describe_type, element_type, field_types, table_type, walk_tables
 from sd3_light.config.families import FAMILIES, FAMILY_PROBLEM
+from sd3_light.config.family_keys import known_to
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import EvalDataset, TrainConfig
 from sd3_light.config.sizes import SIZES
@@ -59,9 +61,11 @@ def render_config_page() -> str:
 
 def _section(title: str, table: type[Table], name: str) -> str:
     title = f"`[[{name}]]`" if table is not DirectoryConfig and name in LIST_TABLES else title
-    note = " Absent by default." if name in ("adapter", "model.layer_sync", "model.routing") else ""
-    about = (table.__doc__ or "").splitlines()[0].removeprefix(f"[{name}]: ").removeprefix(f"[[{name}]]: ")
-    return f"### {title}\n\n{about[0].upper()}{about[1:]}{note}\n\n{_key_table(table)}"
+    is_absent = name in ("adapter", "model.layer_sync", "model.routing") or name.startswith("objective.")
+    note = " Absent by default." if is_absent else ""
+    about = re.sub(r"^\[+[\w.]+\]+: ", "", (table.__doc__ or "").splitlines()[0])
+    keys = f"\n{_key_table(table)}" if any(map(_is_leaf, field_types(table).values())) else ""
+    return f"### {title}\n\n{about[0].upper()}{about[1:]}{note}\n{keys}"
 
 
 def _key_table(table: type[Table]) -> str:
@@ -78,6 +82,8 @@ def _is_leaf(annotation: Any) -> bool:
 def _row(key: str, table: type[Table]) -> str:
     field = table.model_fields[key]
     description = " ".join((field.description or "").split())
+    if note := known_to(field_types(table)[key]):
+        description += f" ({note})"
     cells = (f"`{key}`", describe_type(field_types(table)[key]), _default(field), description)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 

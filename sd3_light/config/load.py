@@ -15,6 +15,7 @@ from sd3_light.config.families import family_fault
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
 from sd3_light.config.load_dataset import directory_from_arguments, load_directories
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
+from sd3_light.config.schema_objective import PAIRED
 from sd3_light.config.schema_tables import AdapterConfig
 from sd3_light.config.schema_train import ALIASES, BatchSize, TrainConfig, named_entry
 from sd3_light.config.sizes import SIZES
@@ -107,8 +108,9 @@ def _load_train(raw: dict[str, Any], path: Path) -> _TrainToml:
     values["model"] = {"diffusers_path": "missing", **values.get("model", {})}
     if any(key.startswith("model.shape.") for key in faulty_keys):
         del values["model"]["shape"]  # its required keys have no placeholders
-    if any(key.startswith("metrics.") for key in faulty_keys):
-        del values["metrics"]
+    for table in ("metrics", "objective"):
+        if any(key.startswith(f"{table}.") for key in faulty_keys):
+            del values[table]
     config = TrainConfig.model_validate(values, context={"base": path.parent})
     faults += checked.faults
     faults += [replace(fault, file=file) for fault in run_cross_checks(config, faulty_keys)]
@@ -183,6 +185,7 @@ def _joint_faults(
             side = str(width) if width == height else f"[{width}, {height}]"
             problem, hint = f"has no size for the resolution {side} of {toml}", f"add [{side}, SIZE]"
             yield Fault(file, written_key, problem, hint=hint)
+    yield from _pair_faults(train, not dataset, directories, file, toml)
     model_size = train.config.model.size
     if model_size is None or train.faulty_keys & {"model", "model.size"}:
         return
@@ -191,6 +194,20 @@ def _joint_faults(
         if max(width, height) > limit:
             problem = f"the position table of size {model_size} ends at {limit} px"
             yield Fault(str(toml), name, problem, value=f"[{width}, {height}]", hint="choose another model.size")
+
+
+def _pair_faults(
+    train: _TrainToml, trains: bool, directories: tuple[DirectoryConfig, ...], file: str, toml: Path
+) -> Iterator[Fault]:
+    """Find directories without rejected images where other directories, or the objective, have them."""
+    missing = [index for index, directory in enumerate(directories) if directory.rejected is None]
+    terms = [name for name in PAIRED if name in train.config.terms.tables()]
+    if trains and missing and terms:
+        problem = f"needs a rejected image beside every image, and directory[{missing[0]}] of {toml} names none"
+        yield Fault(file, f"objective.{terms[0]}", problem, hint='write rejected = "FOLDER" in every [[directory]]')
+    elif missing and len(missing) < len(directories):
+        problem = "is missing here and given in other directories, whose samples share batches"
+        yield Fault(str(toml), f"directory[{missing[0]}].rejected", problem, hint="write it in all of them, or in none")
 
 
 def adapter_from_arguments(values: Mapping[str, Any], caller: str) -> AdapterConfig:

@@ -128,6 +128,8 @@ class DatasetDefaults(Table):
     """Largest aspect ratio (width / height) of a bucket."""
     num_ar_buckets: Annotated[int, Strict(), Ge(1), Le(1000)] = 7
     """Number of aspect ratios, evenly spaced on a log scale."""
+    side_step: Annotated[Literal[16, 32, 64], Allowed("16, 32 or 64")] = 16
+    """Sides of buckets of an aspect ratio are multiples of this; some models need 32."""
     size_buckets: SizeBuckets | None = None
     """Exact sizes of the buckets in pixels; replaces `resolutions` and aspect ratios."""
     caption_prefix: TomlString = ""
@@ -199,6 +201,9 @@ class DirectoryConfig(DatasetDefaults):
     """Folder of masks; a mask has the name of its image."""
     default_mask_file: TomlLocation | None = None
     """Mask for images without one."""
+    rejected: TomlLocation | None = None
+    """Folder of worse images of the same captions, for `[objective.dpo]`; each has the name of its image. An image
+    without one is left out. All directories have them, or none."""
 
 
 class DatasetFile(DatasetDefaults):

@@ -24,6 +24,7 @@ from sd3_light.config.base import (
     TomlString,
     invalid_value,
 )
+from sd3_light.config.family_keys import AUTO, FamilyName, KnownTo
 from sd3_light.config.hub_ids import ModelFolder
 from sd3_light.config.optimizers import OPTIMIZERS, describe_optimizers
 from sd3_light.config.schema_blocks import LayerSyncConfig, RoutingConfig, TokenRoute
@@ -45,6 +46,10 @@ DEFAULT_GUIDANCE = 4.0
 """Guidance wherever images are drawn, unless the user chooses another (docs/sampling.md)."""
 PositionStep = Annotated[float, Strict(), Gt(0), Le(MAX_POSITION_STEP)]
 LORA_TARGETS = tuple(f"attn.{name}" for name in (*IMAGE_ATTENTION, *TEXT_ATTENTION))
+_SD3 = ("sd3",)
+_RANDOM = KnownTo("it starts from trained weights, which have their own size", only=_SD3)
+_POSITIONS = KnownTo("only SD3 has a position table", only=_SD3)
+_BLOCKS = KnownTo("only SD3's own blocks do this", only=_SD3)
 
 
 def _compute_dtype(data: dict[str, Any]) -> Literal["float32", "bfloat16"]:
@@ -79,26 +84,27 @@ class ShapeConfig(Table):
 class ModelConfig(Table):
     """[model]: the denoiser, its initial weights, its text conditioning and its noise."""
 
-    type: Literal["sd3"] = "sd3"
-    """Model family."""
-    train_type: Literal["sd3_light_pretrain"] | None = None
+    type: FamilyName = AUTO
+    """Model family. `auto`: that of the pipeline in `model_index.json` of `diffusers_path`, SD3 if it names none. A
+    class of an installed package is a `sd3_light.core.family.Family`."""
+    train_type: Annotated[Literal["sd3_light_pretrain"] | None, _RANDOM] = None
     """Pretrain a model of this `size`. Absent: fine-tune the denoiser of `diffusers_path`."""
     diffusers_path: ModelFolder
-    """Complete SD3 folder in diffusers layout, or one written by `sd3-light init`. Provides the text encoders and the
+    """Complete model folder in diffusers layout, or one written by `sd3-light init`. Provides the text encoders and the
     VAE. Or the id of a model on the Hugging Face hub (`OWNER/NAME`, also `hf://OWNER/NAME@REVISION`), which is
     downloaded into the hub's cache."""
-    size: SizeName | None = None
+    size: Annotated[SizeName | None, _RANDOM] = None
     """Name in the table of sizes. Absent: `sd3_light` with `train_type`, otherwise the size of the weights."""
-    shape: ShapeConfig | None = None
+    shape: Annotated[ShapeConfig | None, _RANDOM] = None
     """Shape of the denoiser, in place of `size`. Absent: as in `size`."""
     init: RandomOrPath | None = None
     """Initial weights of the denoiser: `random`, a folder, or an SD3 single file (`.safetensors`). Absent: `random`
     with `train_type` (unless `sd3-light init` wrote `diffusers_path`), otherwise `diffusers_path`."""
-    num_layers: Annotated[int, Strict(), Ge(1), Le(1000)] | None = None
+    num_layers: Annotated[Annotated[int, Strict(), Ge(1), Le(1000)] | None, _RANDOM] = None
     """Number of joint blocks; overrides the size."""
-    qk_norm: Flag | None = None
+    qk_norm: Annotated[Flag | None, _RANDOM] = None
     """RMS norm of queries and keys. Absent: as in the size."""
-    position_step: PositionStep | None = None
+    position_step: Annotated[PositionStep | None, _POSITIONS] = None
     """Distance of neighbouring tokens in the position table of random weights, in radians. Absent: as in the size. A
     resumed run keeps its table, and trained weights contain theirs."""
     dtype: DtypeName = "bfloat16"
@@ -113,22 +119,36 @@ class ModelConfig(Table):
     )
     """Compute dtype of the denoiser; master weights are always float32. float16 is not supported because it needs loss
     scaling."""
-    t5_max_length: Annotated[int, Strict(), Gt(0), Le(512)] = 256
+    t5_max_length: Annotated[
+        int, Strict(), Gt(0), Le(512), KnownTo("it is the length of SD3's T5 input", "write text_max_length", _SD3)
+    ] = 256
     """Maximum length of the T5 input, in tokens."""
-    text_tokens: Literal["padded", "real"] = "padded"
+    text_max_length: Annotated[
+        Annotated[int, Strict(), Gt(0), Le(4096)] | None,
+        KnownTo("its T5 input has its own key", "write t5_max_length", without=_SD3),
+    ] = None
+    """Maximum length of a caption, in tokens of the text encoder. Absent: as in the stock pipeline."""
+    text_tokens: Annotated[
+        Literal["padded", "real"], KnownTo("its text is padded, or not, as in its pipeline", only=_SD3)
+    ] = "padded"
     """`padded`: padded text, as in the stock pipeline. `real`: only real tokens, with masked attention."""
     enable_uncond_text_dropout: Flag = False
     """Drop the text encoders at random during training."""
-    uncond_text_dropout: Literal["per_encoder", "joint"] = "per_encoder"
+    uncond_text_dropout: Annotated[
+        Literal["per_encoder", "joint"],
+        KnownTo("one draw drops all of its text", only=_SD3, harmless=("joint",)),
+    ] = "per_encoder"
     """`per_encoder`: each of the three encoders is dropped by its own draw. `joint`: one draw drops all three, so that
-    every other sample trains with its full text."""
+    every other sample trains with its full text, as in other families."""
     uncond_text_dropout_prob: Fraction = Field(
-        default_factory=_dropout_probability, json_schema_extra={"default": "0.464; 0.1 with `joint`"}
+        default_factory=_dropout_probability,
+        json_schema_extra={"default": "0.464; 0.1 with `joint` and in other families"},
     )
     """Probability of each draw. By default 10% of the samples lose all text: 0.464 cubed, or 0.1 in one draw."""
-    uncond_text: Literal["zero", "empty"] | None = Field(
-        default=None, json_schema_extra={"default": '`"zero"`; `"empty"` for continued weights'}
-    )
+    uncond_text: Annotated[
+        Literal["zero", "empty"] | None,
+        KnownTo("its unconditional text is that of its pipeline", only=_SD3, harmless=("empty",)),
+    ] = Field(default=None, json_schema_extra={"default": '`"zero"`; `"empty"` for continued weights'})
     """Conditioning of a sample without text, in training and guidance: zeros, or the encoded empty string, as in stock
     guidance. Continued weights that sd3-light trained keep what they were trained with, and so does a resumed run."""
     timestep_sample_method: Literal["logit_normal", "uniform"] = "logit_normal"
@@ -141,23 +161,29 @@ class ModelConfig(Table):
     """Share of samples whose t is uniform, the rest `logit_normal`: the ends of (0, 1) are trained too."""
     shift: Annotated[float, Strict(), Ge(0.001), Le(1000)] | None = None
     """Timestep shift s: t' = s t / (1 + (s - 1) t). Absent: that of the scheduler of continued weights (3 for SD3 and
-    SD3.5), no shift for random ones. A scheduler that shifts by resolution is exported as it is, and training then has
-    no shift without `flux_shift`. A resumed run keeps its shift."""
+    SD3.5; `flux_shift` if it shifts by resolution), no shift for random ones. A resumed run keeps its shift."""
     flux_shift: Flag = False
-    """Timestep shift that grows with the resolution; excludes `shift`."""
+    """Timestep shift that grows with the resolution, by the numbers of the scheduler of continued weights (Flux's if it
+    has none); excludes `shift`."""
     sqrt_shift: Flag = False
     """Timestep shift sqrt(tokens / 256), for mixed resolutions: 1 at 256 px, 2 at 512 px, 4 at 1024 px; excludes
     `shift` and `flux_shift`. The export's sampler has the shift of its default size."""
-    text_recon_gamma: NotNegative = 0.0
+    guidance: Annotated[
+        NotNegative | None,
+        KnownTo("SD3 has no guidance embedding", "for sample images use sampling.guidance", without=_SD3),
+    ] = None
+    """Guidance number that a guidance-distilled denoiser gets in training (Flux.1 dev). Absent: 1, as is usual; no
+    other number was measured. Other denoisers take none."""
+    text_recon_gamma: Annotated[NotNegative, _BLOCKS] = 0.0
     """Weight of the text reconstruction loss; 0 disables it."""
-    text_recon_target_layer: CountOrZero = 0
+    text_recon_target_layer: Annotated[CountOrZero, _BLOCKS] = 0
     """Layer whose text tokens are reconstructed: 0 after the context embedder, k after block k. At most the number of
     blocks minus 2: the last block has no text output, and the last text output is the prediction."""
-    layer_sync: LayerSyncConfig | None = None
+    layer_sync: Annotated[LayerSyncConfig | None, _BLOCKS] = None
     """Align an early block's image tokens with a later block's. Absent: no such loss."""
-    routing: RoutingConfig | None = None
+    routing: Annotated[RoutingConfig | None, _BLOCKS] = None
     """Let some image tokens skip the middle blocks in training. Absent: all tokens run through all blocks."""
-    position_crop_side: Count | None = None
+    position_crop_side: Annotated[Count | None, _POSITIONS] = None
     """Give every training sample a random crop of the position table, within the central square of this many tokens per
     side: 64 covers 1024 px. Validation and sampling use the centre. Absent: the centre in training too."""
 
@@ -242,7 +268,8 @@ class AdapterConfig(Table):
     """Adapter file, or folder with one, to start from; its rank and layers must match."""
     target_modules: Annotated[tuple[TomlString, ...], MinLen(1)] = LORA_TARGETS
     """Linear layers that get an adapter: suffixes of their names, or shell-style patterns
-    (`transformer_blocks.[0-7].attn.to_*`). An entry that matches no layer is an error."""
+    (`transformer_blocks.[0-7].attn.to_*`). An entry that matches no layer is an error. Other families than SD3 have
+    their own default."""
     use_rslora: Flag = False
     """Scale by alpha / sqrt(rank)."""
     use_dora: Flag = False

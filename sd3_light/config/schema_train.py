@@ -28,6 +28,7 @@ from sd3_light.config.base import (
     invalid_value,
     is_count,
 )
+from sd3_light.config.schema_objective import SPELLINGS, FlowTerm, ObjectiveConfig, TextReconTerm
 from sd3_light.config.schema_tables import (
     AdapterConfig,
     EmaConfig,
@@ -251,6 +252,8 @@ class TrainConfig(Table):
 
     model: ModelConfig
     """The denoiser."""
+    objective: ObjectiveConfig | None = None
+    """The terms of the loss. Absent: flow matching with `pseudo_huber_c`, and the terms that [model] names."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     ema: EmaConfig = Field(default_factory=EmaConfig)
@@ -263,6 +266,20 @@ class TrainConfig(Table):
     """Measurements against true images. Absent: none."""
     monitoring: MonitoringConfig = Field(default_factory=MonitoringConfig)
     """Trackers."""
+
+    @property
+    def terms(self) -> ObjectiveConfig:
+        """The terms of the loss, in either spelling."""
+        if self.objective is not None:
+            return self.objective
+        gamma = self.model.text_recon_gamma
+        recon = TextReconTerm(weight=gamma, target_layer=self.model.text_recon_target_layer) if gamma else None
+        flow = FlowTerm(pseudo_huber_c=self.pseudo_huber_c)
+        return ObjectiveConfig(flow=flow, text_recon=recon, layer_sync=self.model.layer_sync)
+
+    def spelled(self, key: str) -> str:
+        """Return a key of the loss as this config spells it, given its spelling outside of [objective]."""
+        return key if self.objective is None else SPELLINGS[key]
 
     @property
     def residence(self) -> Literal["auto", "stream", "host", "device"]:

@@ -83,9 +83,10 @@ class Batch(BatchRecord):
         return replace(self, values={**self.values, **cut})
 
     def padded_to(self, name: str, rows: int) -> "Batch":
-        """Return the batch with a value [B, rows, D] padded with rows of zeros."""
-        missing = rows - self.values[name].shape[1]
-        return self.with_values({name: pad(self.values[name], (0, 0, 0, missing))}) if missing else self
+        """Return the batch with a value [B, rows, ...] padded with rows of zeros."""
+        value = self.values[name]
+        missing = rows - value.shape[1]
+        return self.with_values({name: pad(value, (0, 0) * (value.dim() - 2) + (0, missing))}) if missing else self
 
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with its values on the device, copied on the current stream."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from sd3_light.config import Fault, ModelConfig
+from sd3_light.config import Fault, ModelConfig, TrainConfig
 from sd3_light.core.start import WeightsStart
 
 
@@ -34,12 +34,16 @@ class ModelChecks(ABC):
         """Yield what is wrong with text encoders and VAE, alone and for the denoiser, if that is known."""
 
     @abstractmethod
-    def key_faults(self, model: ModelConfig, start: WeightsStart) -> Iterator[Fault]:
-        """Yield the keys of [model] that do not describe the weights."""
+    def key_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
+        """Yield the keys of [model] and [objective] that do not describe the weights."""
 
     @abstractmethod
     def largest_side(self, start: WeightsStart) -> int | None:
         """Return the pixels at which the denoiser's position table ends; None if it has no table."""
+
+    def side_step(self, model: ModelConfig) -> int:
+        """Return the number of pixels that sides of images are multiples of."""
+        return 16
 
     @abstractmethod
     def facts(self, start: WeightsStart) -> tuple[ModelFact, ...]:

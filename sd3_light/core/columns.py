@@ -6,17 +6,22 @@ captions, a column is stored as one tensor under its name, by what it ``reads``:
     "caption"   [d, *shape]          a ragged one as NAME.tokens [rows, *shape[1:]] and NAME.start int64 [d + 1]
     "mask"      uint8 [n, h, w]      named `mask`; absent where no sample has one; 255 for samples without
     others      [n, v, *shape]       "image", "video", ...
+
+A column that reads several entries, such as "caption+reference" of an edit model whose text encoder sees an image, is
+stored like the one of them that varies most: a caption. Equal captions of two samples are then two distinct ones.
 """
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
-CAPTION, MASK = "caption", "mask"
+CAPTION, IMAGE, MASK, REJECTED = "caption", "image", "mask", "rejected"
+OPTIONAL = (MASK, REJECTED)
+"""What some shards of a cache may lack."""
 ROWS, START = ".tokens", ".start"
 """Suffixes of a ragged column's tensors: the rows of all captions, and the first row of each."""
 INDEX = ("sample_id", "caption_start", "caption")
@@ -66,9 +71,10 @@ def named_bucket(name: str) -> Bucket:
 class Column:
     """One kind of value that the cache stores, for the images of one bucket.
 
-    ``reads`` is the entry of a sample that it is made of. ``dtype`` is torch's name. ``shape`` is that of one value;
-    values of a ``ragged`` column differ in the first dimension, which is the largest. ``parts`` are the subfolders of
-    the model folder whose bytes decide the values, ``settings`` whatever else decides them.
+    ``reads`` is the entry of a sample that it is made of, or several joined by "+". ``dtype`` is torch's name.
+    ``shape`` is that of one value; values of a ``ragged`` column differ in the first dimension, which is the largest.
+    ``parts`` are the subfolders of the model folder whose bytes decide the values, ``settings`` whatever else decides
+    them.
     """
 
     name: str
@@ -87,7 +93,7 @@ class Column:
     @property
     def per_caption(self) -> bool:
         """Whether there is a value per distinct caption instead of per sample."""
-        return self.reads == CAPTION
+        return reads_caption(self.reads)
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -129,14 +135,35 @@ class Column:
         return f"{text} {list(self.row_shape)}" if with_shape or self.per_caption else text
 
 
+def entry_of(column: Column) -> str:
+    """Return which entry of a sample a column is made of that is not one of captions: `IMAGE`, `MASK` or `REJECTED`."""
+    return column.reads if column.reads in OPTIONAL else IMAGE
+
+
+def with_pairs(columns: Sequence[Column]) -> tuple[Column, ...]:
+    """Return columns with those of rejected images: one for each of an image."""
+    images = [column for column in columns if column.reads == IMAGE]
+    return (*columns, *(replace(column, name=f"{column.name}.{REJECTED}", reads=REJECTED) for column in images))
+
+
+def reads_caption(reads: str) -> bool:
+    """Return whether a column is made of captions, alone or with other entries of their samples."""
+    return CAPTION in reads.split("+")
+
+
+def shares_captions(columns: Sequence[Column]) -> bool:
+    """Return whether samples with equal captions share their values: no column reads another entry beside them."""
+    return all(column.reads == CAPTION for column in columns if column.per_caption)
+
+
 def difference(columns: Sequence[Column], expected: Sequence[Column], same_bucket: bool = True) -> str | None:
     """Return how the columns of a shard differ from those of another, or from declared ones; None if they agree.
 
-    Shards with and without masks agree.
+    Shards with and without masks or rejected images agree.
     """
     sides = columns, expected
-    has_masks = all(any(column.reads == MASK for column in side) for side in sides)
-    layouts = [[column.layout(same_bucket) for column in side if has_masks or column.reads != MASK] for side in sides]
+    absent = [reads for reads in OPTIONAL if not all(any(column.reads == reads for column in side) for side in sides)]
+    layouts = [[column.layout(same_bucket) for column in side if column.reads not in absent] for side in sides]
     for own, other in zip_longest(*layouts, fillvalue="no other column"):
         if own != other:
             return f"it has {own}, expected {other}"

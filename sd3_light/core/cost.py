@@ -145,6 +145,16 @@ class Cost(ABC):
         """The cost if every token runs through every block; threads and graphs are chosen by it."""
         return self
 
+    @property
+    def token_side(self) -> int:
+        """The pixels of an image token's side."""
+        return 16
+
+    @property
+    def why_no_graphs(self) -> str | None:
+        """Why the denoiser is not recorded as a CUDA graph; None if it can be."""
+        return None
+
     @abstractmethod
     def image_tokens(self, width: int, height: int) -> int:
         """Return the tokens of an image of ``width`` x ``height`` pixels."""

@@ -27,10 +27,6 @@ class Encoders(Protocol):
     """
 
     @property
-    def latent_channels(self) -> int:
-        """Channels of the VAE's latents, known without its weights."""
-
-    @property
     def vae_dtype(self) -> "torch.dtype":
         """The dtype in which the VAE encodes."""
 
@@ -46,6 +42,9 @@ class Encoders(Protocol):
         A text of varying length is ``NAME.tokens``, the rows of all captions, and ``NAME.start``, the first row of each
         and their number; anything else has one row per caption.
         """
+
+    def encode_empty(self) -> "dict[str, Tensor]":
+        """Encode the text of samples without one, as `encode_captions` does for one caption."""
 
     def encode_text(self, name: str, ids: Any) -> "dict[str, Tensor]":
         """Return the tensors of `encode_captions` that one text encoder computes, for its ids from `tokenize`."""

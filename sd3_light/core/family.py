@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sd3_light.config import ModelConfig
+from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.checks import ModelChecks
 from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.cost import Cost
@@ -52,12 +52,17 @@ class Family(ABC):
     """One kind of model. ``name`` is the value of `model.type`, ``title`` how messages call it.
 
     ``pipeline`` is the class in `model_index.json` that loads an export, ``denoiser`` the class of its denoiser.
+    ``has_stages`` says whether its layers can be those of a pipeline over several processes, ``starts_random`` whether
+    it is trained from random weights, ``loads_adapters`` whether its stock pipeline loads a LoRA.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     pipeline: ClassVar[str]
     denoiser: ClassVar[str]
+    has_stages: ClassVar[bool] = False
+    starts_random: ClassVar[bool] = False
+    loads_adapters: ClassVar[bool] = True
 
     @property
     @abstractmethod
@@ -93,6 +98,17 @@ class Family(ABC):
     @abstractmethod
     def fast_blocks(self) -> FastBlocks | None:
         """The family's own kernels; None if it has none."""
+
+    def completed(self, config: TrainConfig) -> TrainConfig:
+        """Return a config with the family's own values in place of absent keys; those of the schema are SD3's."""
+        return config
+
+    def recipe(self, folder: Path) -> Mapping[str, Any]:
+        """Return the keys of a recipe that `new` writes otherwise for a model folder; None: it leaves the key out.
+
+        ``side_step`` is one of the dataset TOML. The recipes themselves are SD3's.
+        """
+        return {}
 
     @abstractmethod
     def cost(self, start: WeightsStart, model: ModelConfig) -> Cost:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
+from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.sampling import PipelineInputs
 
@@ -142,6 +143,8 @@ class CardTexts:
 class Files(ABC):
     """A family's files. Folders are diffusers folders, of which only the denoiser and the scheduler are written."""
 
+    writes_scheduler: ClassVar[bool] = False
+    """Whether an export's scheduler has the shift of training; otherwise it is that of the base."""
     pipeline_settings: ClassVar[tuple[str, ...]] = ()
     """The entries of `model_index.json` that only a custom pipeline has."""
 
@@ -160,6 +163,10 @@ class Files(ABC):
         """Return the files missing from a complete folder, including its denoiser's if ``denoiser`` is true."""
 
     @abstractmethod
+    def text_facts(self, model: ModelConfig) -> dict[str, Any]:
+        """Return how texts are encoded with a [model] table, for the facts of an export."""
+
+    @abstractmethod
     def text_policy(self, folder: Path, text: Mapping[str, Any]) -> PipelineInputs:
         """Return how a folder's pipeline must be called, given the entries ``text`` in its facts.
 
@@ -171,10 +178,11 @@ class Files(ABC):
         """Return the pipeline of a model with this text policy; None if it is the stock one."""
 
     @abstractmethod
-    def denoiser_inputs(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def denoiser_inputs(self, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """Return fixed arguments of a denoiser with this config: small, drawn from a seed, equal in every process.
 
-        Values are tensors, numbers and strings, or lists and dicts of them.
+        ``folder`` has the encoders that it was trained with. Values are tensors, numbers and strings, or lists and
+        dicts of them.
         """
 
     @abstractmethod

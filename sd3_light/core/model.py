@@ -1,8 +1,8 @@
 """What an engine trains: a denoiser with its loss, behind one module."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Prediction
 
+Value = TypeVar("Value")
+HEADS = "heads."
+"""Begins the names of weights that belong to the objective's heads."""
 Losses = dict[str, Tensor]
 """``loss`` with its gradient, its parts by name, and ``each``: the first of them for every sample [B]."""
 
@@ -27,15 +30,25 @@ class StepDropout(Protocol):
 class TrainedModel(nn.Module):
     """A denoiser with its objective: batch in, losses out. Every engine holds one, whatever the family.
 
-    Weights have the names of the stock denoiser, in checkpoints and exports alike. A family's own model defines
-    `predict`. ``dropout`` is that of an adapter on the denoiser.
+    Weights have the names of the stock denoiser, in checkpoints and exports alike, and those of the objective's heads
+    begin with `HEADS`. A family's own model defines `predict`. ``dropout`` is that of an adapter on the denoiser,
+    ``teacher`` the prediction of the objective's teacher. ``release`` frees weights that an engine gathered for a pass
+    of `infer`. ``step`` counts the steps done.
     """
 
     def __init__(self, denoiser: nn.Module, objective: Objective) -> None:
         super().__init__()
         self.denoiser = denoiser
-        self.objective = objective
         self.dropout: StepDropout | None = None
+        self.teacher: Callable[[Batch, Sequence[int]], Prediction] | None = None
+        self.release: Callable[[], None] = lambda: None
+        self.step = 0
+        self.use(objective)
+
+    def use(self, objective: Objective) -> None:
+        """Train for this objective; call it before an engine takes the model."""
+        self.objective = objective
+        self.heads = nn.ModuleDict(dict(objective.heads))
 
     @abstractmethod
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
@@ -60,13 +73,42 @@ class TrainedModel(nn.Module):
         first = next(iter(each.values()))
         return {"loss": loss, **{name: mean.detach() for name, mean in means.items()}, "each": first.detach()}
 
+    def begin(self, step: int) -> None:
+        """Start a step; ``step`` counts those before it."""
+        self.step = step
+        if self.dropout is not None:
+            self.dropout.begin(step)
+
+    @torch.no_grad()
+    def draw(self, batch: Batch) -> Batch:
+        """Return the batch of a pass: see `Objective.draw`."""
+        return self.objective.draw(self, batch)
+
+    @torch.no_grad()
+    def infer(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        """Run the denoiser outside of `forward`, without gradients."""
+        out = self.predict(batch, taps)
+        self.release()
+        return out
+
+    @torch.no_grad()
+    def teach(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        """Run the objective's teacher."""
+        assert self.teacher is not None, f"the teacher of {type(self.objective).__name__} is not loaded"
+        return self.teacher(batch, taps)
+
+    def evaluate(self, batch: Batch) -> Tensor:
+        """Return the validation loss of every sample [B]: ``each``, unless the objective draws its batches."""
+        return self.objective.evaluate(self, batch) if self.objective.draws else self.forward(batch)["each"]
+
     def denoise(self, batch: Batch) -> Tensor:
         """Return the velocity in float32, computed as in training; the caller enables or disables grad."""
         return self.predict(batch).velocity.float()
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Return what trains, by its name in the stock denoiser."""
-        return {name: weight for name, weight in self.denoiser.named_parameters() if weight.requires_grad}
+        """Return what trains, by its name in the stock denoiser, then the heads."""
+        named = [*self.denoiser.named_parameters(), *self.heads.named_parameters(HEADS.removesuffix("."))]
+        return {name: weight for name, weight in named if weight.requires_grad}
 
     def blocks(self) -> Sequence[nn.Module]:
         """Return the blocks that are computed one after another: what is compiled, sharded and checkpointed."""
@@ -75,6 +117,11 @@ class TrainedModel(nn.Module):
     def pipeline_layers(self) -> Sequence[nn.Module]:
         """Return the layers as modules that run one after another, in several processes, as in `forward`."""
         raise NotImplementedError(f"{type(self).__name__} has no layers for a pipeline")
+
+
+def of_denoiser(named: Mapping[str, Value]) -> dict[str, Value]:
+    """Return what belongs to the denoiser: averages and exports have no heads."""
+    return {name: value for name, value in named.items() if not name.startswith(HEADS)}
 
 
 def denoiser_blocks(denoiser: nn.Module) -> list[nn.Module]:

@@ -1,25 +1,56 @@
 """The known families by name; a family's code is imported when it is used."""
 
-from functools import cache
+from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 
-from sd3_light.config import ModelConfig, UserError
+from sd3_light.config import ModelConfig, TrainConfig, UserError
+from sd3_light.config.family_keys import AUTO, is_installed_class
 from sd3_light.core.family import Family
 from sd3_light.core.files import SingleFiles
 from sd3_light.core.start import WeightsStart
 from sd3_light.inputs import read_json_file
 
-_FAMILIES = {"sd3": "sd3_light.families.sd3:SD3"}
+_FAMILIES = {
+    "sd3": "sd3_light.families.sd3:SD3",
+    "flux": "sd3_light.families.flux:Flux",
+    "flux2": "sd3_light.families.flux2:Flux2",
+    "krea2": "sd3_light.families.krea2:Krea2",
+    "prx": "sd3_light.families.prx:PRX",
+    "qwen_image": "sd3_light.families.qwen_image:QwenImage",
+    "sana": "sd3_light.families.sana:Sana",
+    "z_image": "sd3_light.families.z_image:ZImage",
+}
 """`model.type` -> where its class is."""
-_CLASSES = {"StableDiffusion3Pipeline": "sd3", "SD3Transformer2DModel": "sd3"}
+_CLASSES = {
+    "StableDiffusion3Pipeline": "sd3",
+    "SD3Transformer2DModel": "sd3",
+    "FluxPipeline": "flux",
+    "FluxTransformer2DModel": "flux",
+    "Flux2KleinPipeline": "flux2",
+    "Flux2Transformer2DModel": "flux2",
+    "Krea2Pipeline": "krea2",
+    "Krea2Transformer2DModel": "krea2",
+    "PRXPipeline": "prx",
+    "PRXTransformer2DModel": "prx",
+    "QwenImagePipeline": "qwen_image",
+    "QwenImageTransformer2DModel": "qwen_image",
+    "SanaPipeline": "sana",
+    "SanaTransformer2DModel": "sana",
+    "ZImagePipeline": "z_image",
+    "ZImageTransformer2DModel": "z_image",
+}
 """Class of a pipeline or a denoiser in diffusers -> `model.type`."""
-_CONFIGS = ("model_index.json", "config.json", "transformer/config.json")
+_INDEX = "model_index.json"
+_CONFIGS = (_INDEX, "config.json", "transformer/config.json")
 
 
 def family_of(model: ModelConfig) -> Family:
-    """Return the family of a [model] table."""
-    return family_named(model.type)
+    """Return the family of a [model] table: the named one, or that of its folder's pipeline.
+
+    Raises UserError for a class that is not a family's.
+    """
+    return family_named(model.type) if model.type != AUTO else _first_family(model.diffusers_path, (_INDEX,))
 
 
 def family_of_folder(folder: Path) -> Family:
@@ -27,18 +58,39 @@ def family_of_folder(folder: Path) -> Family:
 
     Raises UserError if its class belongs to no known family.
     """
-    for path in (folder / name for name in _CONFIGS):
-        try:
-            config = read_json_file(path) if path.is_file() else None
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}); download or write the folder again") from error
-        kind = config.get("_class_name") if isinstance(config, dict) else None
+    return _first_family(folder, _CONFIGS)
+
+
+def names_family(model: ModelConfig) -> bool:
+    """Return whether the family of a [model] table is known: by its type, or by a folder that exists."""
+    return model.type != AUTO or (model.diffusers_path / _INDEX).is_file()
+
+
+def with_family_values(config: TrainConfig) -> TrainConfig:
+    """Return the config with what its family has in place of absent keys."""
+    return family_of(config.model).completed(config)
+
+
+def _first_family(folder: Path, names: tuple[str, ...]) -> Family:
+    """Return the family of the first file that names a class; SD3 if none does."""
+    for path in (folder / name for name in names):
+        kind = _class_name(path, path.stat().st_mtime_ns) if path.is_file() else None
         if isinstance(kind, str) and kind in _CLASSES:
             return family_named(_CLASSES[kind])
         if kind is not None:
             known = ", ".join(name for name in _CLASSES if name.endswith("Pipeline"))
             raise UserError(f"{path} describes a {kind!r:.80}, which is of no known family; give a folder of {known}")
     return family_named("sd3")
+
+
+@lru_cache(maxsize=64)
+def _class_name(path: Path, modified: int) -> object:
+    """Return the class that a JSON file names; ``modified`` is the file's time."""
+    try:
+        config = read_json_file(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}); download or write the folder again") from error
+    return config.get("_class_name") if isinstance(config, dict) else None
 
 
 def family_of_class(kind: type) -> Family | None:
@@ -64,11 +116,27 @@ def single_files(family: Family, subject: object) -> SingleFiles:
 
 @cache
 def family_named(name: str) -> Family:
-    """Return the family with this name."""
-    module, _, kind = _FAMILIES[name].partition(":")
-    family = getattr(import_module(module), kind)()
-    assert isinstance(family, Family), family
-    return family
+    """Return the family with this name, or of a class `package.module:Class` in an installed package.
+
+    Raises UserError if there is no such class, or if it is not a family.
+    """
+    module, _, kind = _FAMILIES.get(name, name).partition(":")
+    if name in _FAMILIES:
+        return _made(getattr(import_module(module), kind), name)
+    assert is_installed_class(name), name
+    try:
+        found = getattr(import_module(module), kind)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"model.type = {name!r}: {error}; install the package, or correct the name") from error
+    return _made(found, name)
+
+
+def _made(kind: object, name: str) -> Family:
+    if not isinstance(kind, type) or not issubclass(kind, Family):
+        raise UserError(f"model.type = {name!r} is not a `sd3_light.core.family.Family`; name a class that is one")
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise UserError(f"model.type = {name!r} is an unfinished family; it lacks {', '.join(missing)}")
+    return kind()
 
 
 def starting_weights(model: ModelConfig) -> WeightsStart:

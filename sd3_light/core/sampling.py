@@ -48,7 +48,12 @@ class Decoder(Protocol):
 
 
 class Sampling(ABC):
-    """How images are drawn with the denoiser that trains, by `sampling.loop`; no text encoder is loaded."""
+    """How images are drawn with the denoiser that trains, by `sampling.loop`; no text encoder is loaded.
+
+    ``joins_guidance``: guidance runs prompts and negative prompts as one batch, not as two, as the stock pipeline does.
+    """
+
+    joins_guidance: bool = True
 
     @abstractmethod
     def text(self, features: "Mapping[str, Tensor]") -> EncodedText:
@@ -77,6 +82,10 @@ class Sampling(ABC):
     def decoder(self, model: ModelConfig, device: "torch.device") -> Decoder:
         """Load the VAE on the host and return its decoder in float32."""
 
+    def is_guided(self, guidance: float) -> bool:
+        """Return whether this guidance needs a negative text."""
+        return guidance > 1
+
     def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
         """Return the guided velocity."""
         return negative + guidance * (positive - negative)
@@ -84,6 +93,10 @@ class Sampling(ABC):
 
 class PipelineInputs(ABC):
     """How a model's stock pipeline must be called, so that it gets the inputs that the model was trained with."""
+
+    def for_folder(self, folder: Path) -> "PipelineInputs":
+        """Return the same for the model in ``folder``, if an adapter's folder states the settings."""
+        return self
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:

@@ -21,6 +21,8 @@ def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout)
         return "cuda_graphs = false"
     if layout.by_deepspeed or layout.world > 1:
         return "only one process with the torch engine records graphs"
+    if cost.why_no_graphs is not None:
+        return cost.why_no_graphs
     if config.model.text_tokens == "real":
         return 'text_tokens = "real" gives every batch another shape'
     if config.adapter is not None:

@@ -3,24 +3,39 @@
 from collections.abc import Mapping
 
 from sd3_light.config.base import Checkpointing
+from sd3_light.config.schema_objective import ObjectiveConfig
 from sd3_light.core.cost import Cost, Tokens
 from sd3_light.cost.amount import Amount
 
 
-def training_flops(cost: Cost, tokens: Tokens, checkpointing: Checkpointing = False, adapter: bool = False) -> Amount:
+def training_flops(
+    cost: Cost,
+    tokens: Tokens,
+    checkpointing: Checkpointing = False,
+    adapter: bool = False,
+    terms: ObjectiveConfig | None = None,
+) -> Amount:
     """Return the FLOPs of one training sample: the backward pass costs two forward passes, checkpointing one more.
 
     With an ``adapter`` the frozen weights' gradients are not computed: one forward pass less. The adapter itself, a
-    few percent at usual ranks, is not counted.
+    few percent at usual ranks, is not counted. The ``terms`` of an objective may take several passes, each of which a
+    teacher repeats.
     """
     passes = 3 + (checkpointing is True) - adapter
-    value = passes * cost.forward_flops(tokens) - cost.input_flops(tokens)
-    return Amount(value, f"{passes}·({cost.flops_formula}) - inputs' gradients")
+    forward = cost.forward_flops(tokens)
+    value = passes * forward - cost.input_flops(tokens)
+    formula = f"{passes}·({cost.flops_formula}) - inputs' gradients"
+    if terms is None or terms.teacher is None:
+        return Amount(value, formula)
+    return Amount(terms.passes * (value + forward), f"{terms.passes} passes and their teacher's, each {formula}")
 
 
-def step_flops(cost: Cost, samples: Mapping[Tokens, int], adapter: bool = False) -> int:
+def step_flops(
+    cost: Cost, samples: Mapping[Tokens, int], adapter: bool = False, terms: ObjectiveConfig | None = None
+) -> int:
     """Return the FLOPs that a step needs, for utilisation; ``samples`` counts those with equal numbers of tokens.
 
     Recomputation that saves memory, and padding that `text_tokens = "real"` masks, are not counted.
     """
-    return sum(count * training_flops(cost, tokens, adapter=adapter).value for tokens, count in samples.items())
+    each = {tokens: training_flops(cost, tokens, adapter=adapter, terms=terms).value for tokens in samples}
+    return sum(count * each[tokens] for tokens, count in samples.items())

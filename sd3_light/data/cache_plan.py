@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.config.base import DataLocation
+from sd3_light.core.columns import IMAGE, MASK, REJECTED
 from sd3_light.data.manifest import DUPLICATES, ShardEntry
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.inputs import read_json_file, require_regular
@@ -53,12 +54,12 @@ _UNITS_PER_BATCH = 64
 _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
-_IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "num_repeats", "caption_weights"}
+_IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "rejected", "num_repeats", "caption_weights"}
 
 
 @dataclass(frozen=True)
 class Member:
-    """One sample of a unit. The fingerprints of its image and its mask do not name the sample."""
+    """One sample of a unit."""
 
     row: InputRow
     identity: int
@@ -72,18 +73,19 @@ class Member:
         return sample_fingerprint(self.row, self.captions)
 
     @property
-    def image_fingerprint(self) -> str:
-        """A hash of everything that decides the pixels that are encoded; equal images of other samples have it too."""
-        return digest_of("image", self.row.digest, str(self.bucket), str(self.flip), str(PREPROCESS_VERSION))
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of everything that decides the pixels of each entry that the sample has: image, mask, rejected image.
 
-    @property
-    def mask_fingerprint(self) -> str:
-        """A hash of everything that decides the mask at latent resolution; "" without one."""
-        row = self.row
-        if not row.mask_digest:
-            return ""
+        Equal images of other samples have the same.
+        """
+        row, bucket, version = self.row, str(self.bucket), str(PREPROCESS_VERSION)
         size = f"{row.width}x{row.height}"  # of the image, which the mask is cropped with
-        return digest_of("mask", row.mask_digest, size, str(self.bucket), str(PREPROCESS_VERSION))
+        contents = {
+            IMAGE: (row.digest, bucket, str(self.flip), version),
+            MASK: (row.mask_digest, bucket, size, version),
+            REJECTED: (row.rejected_digest, bucket, str(self.flip), version),
+        }
+        return {entry: digest_of(entry, *content) for entry, content in contents.items() if content[0]}
 
 
 @dataclass(frozen=True)
@@ -399,8 +401,9 @@ def cached_captions(row: InputRow, directory: DirectoryConfig) -> tuple[str, ...
 
 
 def sample_fingerprint(row: InputRow, captions: tuple[str, ...]) -> str:
-    """Return a hash of a sample's key, image, mask and captions, and of how its image is read."""
-    return digest_of(row.key, row.digest, row.mask_digest, repr(captions), str(PREPROCESS_VERSION))
+    """Return a hash of a sample's key, images, mask and captions, and of how its images are read."""
+    digests = (row.digest, row.mask_digest, row.rejected_digest)
+    return digest_of(row.key, *digests, repr(captions), str(PREPROCESS_VERSION))
 
 
 def caption_fingerprint(caption: str) -> str:
@@ -408,11 +411,11 @@ def caption_fingerprint(caption: str) -> str:
     return digest_of("caption", caption)
 
 
-def decode_task(member: Member, root: DataLocation, with_pixels: bool = True) -> DecodeTask:
-    """Return the task of decoding a sample, or only its mask; ``root`` is the folder of its source."""
+def decode_task(member: Member, root: DataLocation, copied: tuple[str, ...] = ()) -> DecodeTask:
+    """Return the task of decoding a sample without entries that are ``copied``; ``root`` is its source's folder."""
     row = member.row
-    probe = Probe(row.width, row.height, row.digest, mask_digest=row.mask_digest)
-    return DecodeTask(sample_location(row, root), probe, member.bucket, with_pixels)
+    probe = Probe(row.width, row.height, row.digest, mask_digest=row.mask_digest, rejected_digest=row.rejected_digest)
+    return DecodeTask(sample_location(row, root), probe, member.bucket, copied)
 
 
 def digest_of(*parts: str) -> str:

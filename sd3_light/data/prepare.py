@@ -6,7 +6,7 @@ Everything is drawn per sample (law 1), so the same rows give the same batch in 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,10 +26,13 @@ from sd3_light.encoding.vae import LatentScale
 from sd3_light.flow.noise import DeviceNoise
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import open_interval, times_from_quantiles
+from sd3_light.model.base_values import FLUX_LINE, ShiftLine
 from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
 
 Occurrences = NDArray[np.int64]
 """The `randomness.occurrence_words` of a batch's samples."""
+_OTHERS = "moments."
+"""Begins the names of columns with the latents of other images of a sample."""
 Draw = Callable[[tuple[int, ...]], Tensor]
 """Shape of a sample -> standard normals of the batch."""
 
@@ -43,11 +46,18 @@ class Conditioning(NamedTuple):
 
 @dataclass(frozen=True)
 class FlowPreparer(Preparer, ABC):
-    """Turns cached rows into batches. Small: workers get a copy."""
+    """Turns cached rows into batches. Small: workers get a copy.
+
+    ``patch`` are the latent pixels of a token's side, ``line`` the numbers of `flux_shift`. ``reads`` are the columns
+    and draws that an objective reads beside those of the family: see `Objective`.
+    """
 
     seed: int
     model: ModelConfig
     scale: LatentScale
+    patch: int = field(default=2, kw_only=True)
+    line: ShiftLine = field(default=FLUX_LINE, kw_only=True)
+    reads: tuple[str, ...] = field(default=(), kw_only=True)
 
     @abstractmethod
     def condition(
@@ -121,8 +131,8 @@ class FlowPreparer(Preparer, ABC):
             quantiles = [open_interval(value) for value in drawn]
         else:
             quantiles = [quantile] * len(occurrences)
-        tokens = math.prod(token_grid(shape))
-        return torch.tensor(times_from_quantiles(quantiles, tokens, self.model), dtype=torch.float32)
+        tokens = math.prod(token_grid(shape, self.patch))
+        return torch.tensor(times_from_quantiles(quantiles, tokens, self.model, self.line), dtype=torch.float32)
 
     def _clean(self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None) -> Batch:
         occurrences = occurrence_words(batch["epoch"], batch["repeat"], batch["sample_id"])
@@ -134,6 +144,8 @@ class FlowPreparer(Preparer, ABC):
         if not is_evaluation:
             values |= self.image_draws(occurrences, moments.shape)
         values["words"] = torch.from_numpy(occurrences).view(torch.int32)
+        # an evaluation set may lack them
+        values |= {name: batch[name] for name in self.columns if name in batch or not is_evaluation}
         return Batch(len(moments), values, dict(conditioning.host)).with_values({"mask": batch.get("mask")})
 
     def _noisy(self, clean: Batch, noise: Draw, posterior: Draw | None) -> Batch:
@@ -142,10 +154,22 @@ class FlowPreparer(Preparer, ABC):
         shape = self.scale.latent_shape(moments.shape)
         drawn = noise(shape)
         sample = posterior if self.scale.has_distribution else None
-        latent = self.scale.draw(moments, None if sample is None else sample(shape))
-        rest = clean.with_values({}, without=("moments", "words", "mask"))
+        deviation = None if sample is None else sample(shape)
+        latent = self.scale.draw(moments, deviation)
+        others = [name for name in self.columns if name.startswith(_OTHERS) and name in clean.values]
+        unread = () if "words" in self.reads else ("words",)
+        rest = clean.with_values({}, without=("moments", "mask", *unread, *others))
         values = {"noisy": interpolate(latent, drawn, clean["t"]), **rest.values, "target": velocity(latent, drawn)}
+        for name in others:  # with the draws of the sample's own latents
+            other = self.scale.draw(clean[name], deviation)
+            values[name.replace("moments", "noisy")] = interpolate(other, drawn, clean["t"])
+            values[name.replace("moments", "target")] = velocity(other, drawn)
         return replace(clean, values=values).with_values({"mask": None if mask is None else _mask_weights(mask)})
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns among what the objective reads."""
+        return tuple(name for name in self.reads if name != "words")
 
     def _normals(self, purpose: str, occurrences: Occurrences, shape: tuple[int, ...]) -> Tensor:
         values = np.empty((len(occurrences), *shape), dtype=np.float32)
@@ -154,9 +178,17 @@ class FlowPreparer(Preparer, ABC):
         return torch.from_numpy(values)
 
 
-def token_grid(shape: torch.Size) -> tuple[int, int]:
-    """Return the rows and columns of tokens of latents whose shape ends with height and width: 2 x 2 pixels each."""
-    return shape[-2] // 2, shape[-1] // 2
+def with_columns(preparer: Preparer, reads: tuple[str, ...]) -> Preparer:
+    """Return a preparer whose batches have what an objective reads."""
+    if not reads:
+        return preparer
+    assert isinstance(preparer, FlowPreparer), type(preparer)
+    return replace(preparer, reads=reads)
+
+
+def token_grid(shape: torch.Size, patch: int = 2) -> tuple[int, int]:
+    """Return the rows and columns of tokens of latents whose shape ends with height and width."""
+    return shape[-2] // patch, shape[-1] // patch
 
 
 def _mask_weights(mask: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.data.order import Order, Picks, rank_picks
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import CaptionFeatures
+from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedDataset
 
 Indices = NDArray[np.int64]
@@ -228,3 +229,28 @@ def _finish_text(
         _values(tables, lambda column: column.per_caption and not column.ragged),
         num_captions,
     )
+
+
+# --- gathering ---------------------------------------------------------------------------------
+
+
+def index_rows(rows: Indices) -> Tensor:
+    """Return row numbers as a tensor that fits into a batch."""
+    return torch.from_numpy(rows.astype(np.int32))
+
+
+def select_rows(table: Tensor, rows: Tensor, empty: AllocateTensor | None = None) -> Tensor:
+    """Return the rows of a table, for an index of any shape; ``empty`` allocates their memory."""
+    shape = (*rows.shape, *table.shape[1:])
+    if empty is None:
+        return table.index_select(0, rows.flatten()).view(shape)
+    out = empty(shape, table.dtype)
+    torch.index_select(table, 0, rows.flatten(), out=out.view(rows.numel(), *table.shape[1:]))
+    return out
+
+
+def select_masks(bucket: ResidentBucket, samples: Tensor, mirrored: Tensor) -> Tensor:
+    """Return the masks of samples, those of mirrored images mirrored."""
+    assert bucket.masks is not None
+    masks = select_rows(bucket.masks, samples)
+    return torch.where(mirrored.bool()[:, None, None], masks.flip(-1), masks)

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.feather as feather
 from safetensors import SafetensorError
 
-from sd3_light.core.columns import CAPTION, INDEX, MASK, ROWS, Column
+from sd3_light.core.columns import INDEX, MASK, OPTIONAL, ROWS, Column, reads_caption
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.files import atomic_file, file_sha256, write_atomically
 from sd3_light.inputs import require_regular
@@ -37,7 +37,7 @@ CaptionFeatures = dict[str, "Tensor"]
 
 @dataclass(frozen=True)
 class ShardContent:
-    """The tensors of a shard; ``values`` are those of its columns, named as in the file. Masks may be absent.
+    """The tensors of a shard; ``values`` are those of its columns, named as in the file, `OPTIONAL` ones if present.
 
     ``fingerprints`` are those of the columns by name.
     """
@@ -51,8 +51,8 @@ class ShardContent:
 
     @property
     def present(self) -> list[Column]:
-        """The columns that the shard has: all but those of absent masks."""
-        return [column for column in self.columns if column.reads != MASK or column.name in self.values]
+        """The columns that the shard has: all but absent optional ones."""
+        return [column for column in self.columns if column.reads not in OPTIONAL or column.name in self.values]
 
     def declared(self) -> dict[str, dict[str, Any]]:
         """Return what the metadata of the shard says about its columns."""
@@ -82,7 +82,7 @@ class ShardContent:
 class Origin:
     """The source of a sample, a row of the Arrow file; ``image`` and ``mask`` are written by `sources.locations`.
 
-    The fingerprints are those of `cache_plan.Member`.
+    The fingerprints are those of `cache_plan.Member`, "" for what the sample has not.
     """
 
     key: str
@@ -93,6 +93,7 @@ class Origin:
     image: str = ""
     mask: str = ""
     mask_fingerprint: str = ""
+    rejected_fingerprint: str = ""
 
 
 def write_shard(
@@ -141,11 +142,11 @@ def _stored_column(
         raise TypeError(f"its metadata does not say what {name!r:.80} reads")
     first = _leading_dimensions(reads)
     tensor = _require(tensors, name + ROWS if ragged else name, lambda tensor: len(tensor.shape) >= first)
-    if ragged and reads != CAPTION:
+    if ragged and not reads_caption(reads):
         raise ValueError(f"{name + ROWS} reads the {reads:.80}, and only captions differ in length")
     if reads == MASK:
         _require(tensors, name, lambda tensor: (tensor.dtype, len(tensor.shape)) == ("U8", 3))
-    elif reads != CAPTION:
+    elif not reads_caption(reads):
         _require(tensors, name, lambda tensor: tensor.shape[1] in (1, 2))  # variants
     shape = ((0,) if ragged else ()) + tensor.shape[first:]
     return Column(name, reads, DTYPES[tensor.dtype].torch_name, shape, (), ragged)
@@ -162,7 +163,7 @@ def _require(tensors: Mapping[str, StoredTensor], name: str, condition: Callable
 
 def _leading_dimensions(reads: str) -> int:
     """Return how many dimensions of a column's tensor precede those of a row: samples and variants, or one."""
-    return 1 if reads in (CAPTION, MASK) else 2
+    return 1 if reads == MASK or reads_caption(reads) else 2
 
 
 def write_files(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from sd3_light.config.faults import UserError
-from sd3_light.encoding.vae import encode_pixels, load_vae
+from sd3_light.encoding.vae import encode_pixels, load_vae, vae_class
 from sd3_light.runlog import info
 
 VaeDtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -46,9 +46,15 @@ class PrecisionError:
 
 
 def resolve_vae_dtype(setting: VaeDtype, diffusers_path: Path, device: torch.device) -> torch.dtype:
-    """Return the VAE's dtype on a device: float32 on CPUs; ``auto`` is float16 on GPUs where it is precise enough."""
+    """Return the VAE's dtype on a device: float32 on CPUs; ``auto`` is float16 on GPUs where it is precise enough.
+
+    Only SD3's and Flux's class has kernels for it; ``auto`` is float32 for the others.
+    """
     if device.type != "cuda":
         return torch.float32
+    if vae_class(diffusers_path) is not AutoencoderKL:
+        plain: torch.dtype = torch.float32 if setting == "auto" else getattr(torch, setting)
+        return plain
     has_triton = find_spec("triton") is not None
     if setting not in ("auto", "float32") and not has_triton:
         raise UserError(
@@ -115,8 +121,10 @@ def _rms(values: Tensor) -> float:
 # --- the encoder -------------------------------------------------------------------------------
 
 
-def load_encoding_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> AutoencoderKL:
+def load_encoding_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Load the VAE with its encoder in ``dtype``."""
+    if vae_class(diffusers_path) is not AutoencoderKL:
+        return load_vae(diffusers_path, device, dtype)
     vae = load_vae(diffusers_path, device, torch.float32)
     return vae if dtype == torch.float32 else to_half_encoder(vae, dtype)
 

@@ -39,7 +39,7 @@ class AsyncHostCopies:
         """
         is_finite = result.isfinite().all()  # on the device, where it costs one more read
         if self.device.type != "cuda":
-            _require_finite(is_finite, source)
+            require_finite(is_finite, source)
             store(result)
             return
         while self._pending and self._pending[0].done():
@@ -62,7 +62,7 @@ class AsyncHostCopies:
         def finish() -> None:
             try:
                 arrived.synchronize()
-                _require_finite(flag, source)
+                require_finite(flag, source)
                 store(copy)
             finally:
                 self._free.put(buffer)
@@ -85,7 +85,8 @@ class AsyncHostCopies:
             self._thread.shutdown(wait=True)
 
 
-def _require_finite(is_finite: Tensor, source: str) -> None:
+def require_finite(is_finite: Tensor, source: str) -> None:
+    """Raise a UserError about the result of ``source`` that is not finite."""
     if not is_finite:
         raise UserError(
             f"{source} returned NaN or infinity; check its weights. If it overflows float16, write model.dtype = "

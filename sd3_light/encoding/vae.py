@@ -10,15 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import diffusers
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
+from diffusers import ModelMixin
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+from sd3_light.config.faults import UserError
 from sd3_light.model.device_copy import to_device
+from sd3_light.model.folder import weight_files
 from sd3_light.model.loading import load_diffusers_model
-from sd3_light.model.part_configs import read_config
+from sd3_light.model.part_configs import WEIGHTS_STEM, read_config
+from sd3_light.tensor_file import open_tensors
 
 LOW_PSNR = 20.0
 """Reconstructions below this many dB have lost what the image shows; SD3's VAE reaches 30 and more on photographs."""
@@ -28,7 +32,8 @@ LOW_PSNR = 20.0
 class LatentScale:
     """How a VAE's latents [B, C, ...] are normalised: (raw - shift) x scale, or by mean and deviation of each channel.
 
-    A VAE without a distribution gives latents in place of moments.
+    With ``patch`` p, there are p x p means and deviations per channel, for the rows and columns of a patch. A VAE
+    without a distribution gives latents in place of moments.
     """
 
     scale: float
@@ -36,11 +41,15 @@ class LatentScale:
     means: tuple[float, ...] = ()
     deviations: tuple[float, ...] = ()
     has_distribution: bool = True
+    patch: int = 1
 
     @staticmethod
     def of_folder(diffusers_path: Path) -> "LatentScale":
-        """Read the numbers from the VAE config of a diffusers folder."""
-        return LatentScale.of_config(read_config(diffusers_path / "vae", "vae"))
+        """Read the numbers from the VAE of a diffusers folder: from its config, or where a class keeps them."""
+        config = read_config(diffusers_path / "vae", "vae")
+        if config.get("_class_name") == _WITH_BATCH_NORM:
+            return _batch_norm_scale(diffusers_path / "vae", float(config.get("batch_norm_eps", 1e-4)))
+        return LatentScale.of_config(config)
 
     @staticmethod
     def of_config(config: Mapping[str, Any]) -> "LatentScale":
@@ -67,32 +76,65 @@ class LatentScale:
     def normalise(self, raw: Tensor) -> Tensor:
         """Return the latents as the denoiser expects them."""
         if self.means:
-            return (raw - _channels(self.means, raw)) / _channels(self.deviations, raw) * self.scale
+            return (raw - self._spread(self.means, raw)) / self._spread(self.deviations, raw) * self.scale
         return (raw - self.shift) * self.scale
 
     def denormalise(self, latents: Tensor) -> Tensor:
         """Return the latents as the VAE's decoder expects them, with the bits of the stock pipelines."""
-        if self.means:
-            return latents / self.scale / (1.0 / _channels(self.deviations, latents)) + _channels(self.means, latents)
-        return latents / self.scale + self.shift
+        if not self.means:
+            return latents / self.scale + self.shift
+        means, deviations = (self._spread(values, latents) for values in (self.means, self.deviations))
+        return latents * deviations + means if self.patch > 1 else latents / self.scale / (1.0 / deviations) + means
+
+    def _spread(self, values: Sequence[float], like: Tensor) -> Tensor:
+        """Return the numbers of channels, or of their places in a patch, in the shape of latents [B, C, ...]."""
+        numbers = to_device(torch.tensor(values, dtype=like.dtype), like.device)
+        if self.patch == 1:
+            return numbers.view(1, -1, *[1] * (like.dim() - 2))
+        patches = [side // self.patch for side in like.shape[-2:]]
+        return numbers.view(1, -1, self.patch, self.patch).repeat(1, 1, *patches)
 
 
 _WITHOUT_DISTRIBUTION = ("AutoencoderDC",)
+_WITH_BATCH_NORM = "AutoencoderKLFlux2"
+_STATISTICS = ("bn.running_mean", "bn.running_var")  # of patches of 2 x 2, in the order of channel, row, column
 
 
-def _channels(values: Sequence[float], like: Tensor) -> Tensor:
-    """Return numbers per channel in the shape of latents [B, C, ...]."""
-    channels = torch.tensor(values, dtype=like.dtype).view(1, -1, *[1] * (like.dim() - 2))
-    return to_device(channels, like.device)
+def _batch_norm_scale(folder: Path, epsilon: float) -> LatentScale:
+    """Return the statistics in a VAE's weights; the others are not read."""
+    tensors = {name: tensor for file in weight_files(folder, WEIGHTS_STEM) for name, tensor in _statistics(file)}
+    missing = [name for name in _STATISTICS if name not in tensors]
+    if missing:
+        raise UserError(f"{folder} lacks {missing[0]}, by which its latents are normalised; download the folder again")
+    mean, variance = (tensors[name].float() for name in _STATISTICS)
+    deviations = torch.sqrt(variance + epsilon)
+    return LatentScale(1.0, 0.0, tuple(mean.tolist()), tuple(deviations.tolist()), patch=2)
+
+
+def _statistics(file: Path) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in open_tensors(file)[0].items() if file.is_file() else ():
+        if name in _STATISTICS:
+            yield name, tensor.load()
 
 
 SD3_LATENTS = LatentScale(1.5305, 0.0609)
 """The constants of Stability's VAEs, which programs that read single files assume."""
 
 
-def load_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> AutoencoderKL:
+def vae_class(diffusers_path: Path) -> Any:
+    """Return the class of a diffusers folder's VAE; `AutoencoderKL` if its config names none."""
+    name = read_config(diffusers_path / "vae", "vae").get("_class_name", "AutoencoderKL")
+    kind = getattr(diffusers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
+        raise UserError(
+            f"{diffusers_path}: its VAE is a {name!r:.80}, which diffusers lacks; download the folder again"
+        )
+    return kind
+
+
+def load_vae(diffusers_path: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Load the VAE of a diffusers folder, frozen."""
-    vae: AutoencoderKL = load_diffusers_model(AutoencoderKL, diffusers_path / "vae", dtype)
+    vae: Any = load_diffusers_model(vae_class(diffusers_path), diffusers_path / "vae", dtype)
     return vae.to(device).eval().requires_grad_(False)
 
 
@@ -127,23 +169,46 @@ class VaeDecoder:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return the pixels [B, 3, H, W] from 0 to 1."""
-        images: Tensor = self.vae.decode(self._scale.denormalise(latents), return_dict=False)[0]
+        images = decode_raw(self.vae, self._scale.denormalise(latents))
         return (images * 0.5 + 0.5).clamp(0, 1)
 
 
-def raw_moments(vae: AutoencoderKL, pixels_BHWC: Tensor, flip: bool = False) -> Tensor:
-    """Encode uint8 pixels, mirrored with ``flip``, to mean and log-variance [B, 2C, h, w] in fp16 on the device."""
+def decode_raw(vae: Any, latents_BCHW: Tensor) -> Tensor:
+    """Return the images [B, 3, H, W] from -1 to 1; a VAE of videos decodes one frame."""
+    if not _has_frames(vae.decoder):
+        images: Tensor = vae.decode(latents_BCHW, return_dict=False)[0]
+        return images
+    frames: Tensor = vae.decode(latents_BCHW.unsqueeze(2), return_dict=False)[0]
+    return frames[:, :, 0]
+
+
+def _has_frames(part: nn.Module) -> bool:
+    """Return whether the encoder or decoder is one of videos."""
+    return next(part.parameters()).dim() == 5
+
+
+def raw_moments(vae: Any, pixels_BHWC: Tensor, flip: bool = False) -> Tensor:
+    """Encode uint8 pixels, mirrored with ``flip``, to moments [B, 2C, h, w] in fp16 on the device."""
     # the VAE clamps the log-variance to a range that fp16 holds
     return encode_pixels(vae, pixels_BHWC.flip(2) if flip else pixels_BHWC).to(torch.float16).contiguous()
 
 
-def encode_pixels(vae: AutoencoderKL, pixels_BHWC: Tensor, tf32: bool = True) -> Tensor:
-    """Encode pixels from 0 to 255 to mean and log-variance [B, 2C, h, w] in the encoder's dtype."""
-    encoder: Any = vae.encoder
-    images = (pixels_BHWC.permute(0, 3, 1, 2).float() / 127.5 - 1).to(encoder.conv_in.weight.dtype)
+def encode_pixels(vae: Any, pixels_BHWC: Tensor, tf32: bool = True) -> Tensor:
+    """Encode pixels from 0 to 255 to mean and log-variance [B, 2C, h, w] in the encoder's dtype.
+
+    A VAE without a distribution gives latents [B, C, h, w].
+    """
+    dtype = next(vae.encoder.parameters()).dtype  # of its first convolution
+    images = (pixels_BHWC.permute(0, 3, 1, 2).float() / 127.5 - 1).to(dtype)
+    has_frames = _has_frames(vae.encoder)
     with tf32_convolutions(tf32):
-        posterior = vae.encode(images).latent_dist
-    return torch.cat([posterior.mean, posterior.logvar], dim=1)
+        encoded = vae.encode(images.unsqueeze(2) if has_frames else images)
+    if hasattr(encoded, "latent"):
+        latent: Tensor = encoded.latent
+        return latent
+    posterior = encoded.latent_dist
+    moments = torch.cat([posterior.mean, posterior.logvar], dim=1)
+    return moments[:, :, 0] if has_frames else moments
 
 
 @contextmanager
@@ -163,11 +228,12 @@ def tf32_convolutions(allowed: bool = True) -> Iterator[None]:
 
 
 @torch.no_grad()
-def decode_moments(vae: AutoencoderKL, moments_BCHW: Tensor) -> NDArray[np.uint8]:
+def decode_moments(vae: Any, moments_BCHW: Tensor) -> NDArray[np.uint8]:
     """Decode the posterior means of moments [B, 2C, h, w] to pixels [B, H, W, 3]."""
-    means = moments_BCHW.chunk(2, dim=1)[0]
-    decoder: Any = vae.decoder  # its dtype may differ from the encoder's
-    images = vae.decode(means.to(vae.device, decoder.conv_in.weight.dtype)).sample
+    is_plain = type(vae).__name__ in _WITHOUT_DISTRIBUTION
+    means = moments_BCHW if is_plain else moments_BCHW.chunk(2, dim=1)[0]
+    dtype = next(vae.decoder.parameters()).dtype  # may differ from the encoder's
+    images = decode_raw(vae, means.to(vae.device, dtype))
     values = ((images.float().clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)
     pixels: NDArray[np.uint8] = values.permute(0, 2, 3, 1).numpy()
     return pixels

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
+from sd3_light.config.schema_objective import ObjectiveConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Cost
 from sd3_light.core.registry import family_of
@@ -181,7 +182,9 @@ def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> Step
         yield [placeholder_batch(order.batch_size(step) // world // micro)] * micro
 
 
-def flops_counter(cost: Cost, world: int, adapter: bool = False) -> Callable[[Sequence[Batch]], int]:
+def flops_counter(
+    cost: Cost, world: int, adapter: bool = False, terms: ObjectiveConfig | None = None
+) -> Callable[[Sequence[Batch]], int]:
     """Return a function that counts the FLOPs of a step over all processes, from the tokens in its micro-batches.
 
     It returns 0 for placeholder batches.
@@ -190,6 +193,6 @@ def flops_counter(cost: Cost, world: int, adapter: bool = False) -> Callable[[Se
     def flops(batches: Sequence[Batch]) -> int:
         if not all(batch.values for batch in batches):
             return 0
-        return world * sum(step_flops(cost, cost.batch_tokens(batch), adapter) for batch in batches)
+        return world * sum(step_flops(cost, cost.batch_tokens(batch), adapter, terms) for batch in batches)
 
     return flops

@@ -3,7 +3,7 @@
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,9 @@ from torch import Tensor
 from sd3_light.core.batch import Batch
 from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.optim.build import Optimizer
+
+if TYPE_CHECKING:
+    from sd3_light.engines.networks import Networks
 
 MicroBatch = Any
 """A `Batch`; in tasks whatever the module takes, with a method ``map_tensors`` if its tensors go to a device."""
@@ -121,7 +124,7 @@ class Engine(Protocol):
     ``weights`` are this rank's part of the trainable float32 weights, live, by the stock denoiser's parameter names;
     ``shapes`` are the full shapes of all trainable weights of the model. Ranks 0 to ``writers`` - 1 write their pieces
     of a checkpoint. ``sequential_micro_batches``: the engine takes a step's micro-batches one after another and needs
-    at most two of them on the device at a time.
+    at most two of them on the device at a time. ``networks`` is None if the objective does nothing before a pass.
     """
 
     rank: int
@@ -131,6 +134,7 @@ class Engine(Protocol):
     optimizer: Optimizer
     weights: Mapping[str, Tensor]
     shapes: Mapping[str, tuple[int, ...]]
+    networks: "Networks | None" = None
 
     @property
     def updates_started(self) -> int:
@@ -155,8 +159,14 @@ class Engine(Protocol):
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield this rank's part of weights and optimizer state; copying into the values loads a checkpoint."""
 
+    def weight_pieces(self) -> Iterator[TensorPiece]:
+        """Yield the weights of `pieces` alone."""
+        yield from self.like_weights(PARAM_KIND, self.weights)
+        if self.networks is not None:
+            yield from self.networks.weights()
+
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
-        """Yield the pieces of tensors laid out like the weights, such as their averages."""
+        """Yield the pieces of tensors laid out like the weights, such as their averages; they may be of some only."""
 
     def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Return tensors laid out like the weights, gathered in rank 0's host memory; None on other ranks.

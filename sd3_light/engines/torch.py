@@ -12,6 +12,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.cuda_graphs import CudaRecorder, MicroBatchGraphs, Numbers, Recorder
+from sd3_light.engines.networks import Networks
 from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import (
     PARAM_KIND,
@@ -46,6 +47,7 @@ class TorchEngine(Engine):
         self.rank, self.world, self.device = launch.rank, launch.world, device
         self.module: Any = module.to(device)
         self.clip = config.gradient_clipping
+        self.networks = Networks(module, launch, device) if module.objective.draws else None
         if config.parallel == "fsdp2" and launch.world > 1:
             bf16 = device.type == "cuda" and config.model.transformer_dtype == "bfloat16"
             self.layout: Replicas = shard(self.module, launch, device, bf16)
@@ -58,7 +60,9 @@ class TorchEngine(Engine):
     def _take_weights(self, parameters: Mapping[str, nn.Parameter], optimizer: OptimizerConfig) -> None:
         """Train these weights, as the layout distributes them."""
         self.writers, self._parameters = self.layout.writers, parameters
-        self.optimizer = make_optimizer(self.module, parameters, optimizer, self.device)
+        # heads train by AdamW: their lists of layers are no blocks
+        model = self.module.denoiser if isinstance(self.module, TrainedModel) else self.module
+        self.optimizer = make_optimizer(model, parameters, optimizer, self.device)
         self.weights = {name: self.layout.held(weight) for name, weight in parameters.items()}
         self.shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
 
@@ -74,6 +78,8 @@ class TorchEngine(Engine):
         numbers = torch.zeros((), device=self.device)
         names: tuple[str, ...] = ()
         for number, batch in enumerate(self._in_turn(batches), start=1):
+            if self.networks is not None:
+                batch = draw_pass(self.module, self.networks, batch.to(self.device), len(batches))
             with self.layout.accumulating(last=number == len(batches)):
                 if self.graphs is None:
                     names, packed = self._run_pass(batch, len(batches))
@@ -109,6 +115,8 @@ class TorchEngine(Engine):
         norm = self._clipped_norm()
         finite = torch.isfinite(numbers[: len(names)]).all() & torch.isfinite(norm)
         self.optimizer.step(skip=(~finite).float())
+        if self.networks is not None:
+            self.networks.step()
         return StepResult(names, torch.cat([numbers, norm.float().view(1), finite.float().view(1)]))
 
     def _clipped_norm(self) -> Tensor:
@@ -135,7 +143,7 @@ class TorchEngine(Engine):
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Return [sum of the flow losses, number of samples] of this process's micro-batch; padding has weight 0."""
         batch = batch.to(self.device)
-        return loss_sums(self.module(batch)["each"], batch.get("weight"))
+        return loss_sums(self.module.evaluate(batch), batch.get("weight"))
 
     @torch.no_grad()
     def denoise(self, batch: Batch) -> Tensor:
@@ -154,11 +162,14 @@ class TorchEngine(Engine):
                 else:  # a counter or another table: every process holds all of it
                     shape = tuple(value.shape)
                     yield TensorPiece(f"{kind}/{name}", value.detach().view(-1), 0, shape, writer == self.rank)
+        if self.networks is not None:
+            yield from self.networks.pieces()
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""
         for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
-            yield self._piece(f"{kind}/{name}", held[name], writer, weight)
+            if name in held:
+                yield self._piece(f"{kind}/{name}", held[name], writer, weight)
 
     @cached_property
     def _writer_of(self) -> list[int]:
@@ -175,10 +186,19 @@ class TorchEngine(Engine):
         """Gather copies of tensors laid out like the weights in rank 0's host memory."""
         gathered = {}
         for name, weight in self._parameters.items():
+            if name not in held:
+                continue
             tensor = self.layout.gather(held[name], weight)
             if self.rank == 0:
                 gathered[name] = tensor.to("cpu", copy=True)
         return gathered if self.rank == 0 else None
+
+
+def draw_pass(model: TrainedModel, networks: Networks, batch: Batch, count: int) -> Batch:
+    """Return one of ``count`` micro-batches as the objective draws it, and train the objective's networks on it."""
+    drawn = model.draw(batch)
+    networks.accumulate(drawn, count)
+    return drawn
 
 
 def micro_losses(run: Callable[..., Any], batch: Batch, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
@@ -189,8 +209,12 @@ def micro_losses(run: Callable[..., Any], batch: Batch, device: torch.device) ->
 
 
 def sums_by_band(each: Tensor, t: Tensor) -> Tensor:
-    """Return the sums of sample losses by timestep band, of times with the rounding of the denoiser's input."""
-    return sum_by_band(each, (1000 * t) / 1000)
+    """Return the sums of sample losses by timestep band, of times with the rounding of the denoiser's input.
+
+    A sample with a time per token is in the band of their mean.
+    """
+    times = t if t.dim() == 1 else t.flatten(1).mean(1)
+    return sum_by_band(each, (1000 * times) / 1000)
 
 
 def task_losses(run: Any, module: Any, batch: Any) -> tuple[dict[str, Tensor], Tensor]:

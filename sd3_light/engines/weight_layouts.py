@@ -106,5 +106,6 @@ def shard(module: TrainedModel, launch: Launch, device: torch.device, bf16: bool
     # the root is resharded after each forward too, because an evaluation swaps the weights
     for part in (*module.blocks(), module):
         fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    register_fsdp_forward_method(module, "denoise")
+    for method in ("denoise", "infer", "evaluate"):
+        register_fsdp_forward_method(module, method)
     return Shards(module, launch)

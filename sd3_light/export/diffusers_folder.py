@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
 from sd3_light import __version__
@@ -20,7 +19,6 @@ from sd3_light.export.card import licence_file, model_card
 from sd3_light.export.export_spec import ExportError, ExportSpec, first_few, write_json, write_texts
 from sd3_light.export.proof import PIPELINE_FILE, prove
 from sd3_light.files import apply_umask, new_folder
-from sd3_light.flow.scheduler import flow_scheduler
 from sd3_light.inputs import require_regular
 from sd3_light.model.folder import components
 from sd3_light.model.part_configs import FACTS_FILE, read_json
@@ -33,7 +31,8 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, repla
     """
     weights = checked_copy(state, spec)
     missing = spec.family.files.missing(spec.base, denoiser=False)
-    missing = tuple(name for name in missing if not name.startswith("scheduler/"))
+    if spec.family.files.writes_scheduler:
+        missing = tuple(name for name in missing if not name.startswith("scheduler/"))
     if missing:
         raise UserError(
             f"{spec.base} lacks {first_few(missing)}; the VAE, text encoders and tokenizers of an export come from it"
@@ -96,17 +95,17 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: ExportSpec) -> None:
-    written = {
-        "transformer": ["diffusers", spec.family.denoiser],
-        "scheduler": ["diffusers", FlowMatchEulerDiscreteScheduler.__name__],
-    }
+    written = {"transformer": ["diffusers", spec.family.denoiser]}
+    if spec.family.files.writes_scheduler:
+        scheduler = spec.make_scheduler()
+        written["scheduler"] = ["diffusers", type(scheduler).__name__]
+        scheduler.save_pretrained(folder / "scheduler")
     frozen = [part for part in components(spec.base) if part not in written]
     link_parts(spec.base, folder, frozen, series=out.parent)
     denoiser: Any = spec.family.weights.from_state(spec.transformer_config, weights)
     denoiser.save_pretrained(folder / "transformer", safe_serialization=True, max_shard_size=spec.max_shard_size)
     for path in (folder / "transformer").iterdir():
         apply_umask(path)
-    flow_scheduler(spec.shift, spec.flux_shift, spec.scheduler).save_pretrained(folder / "scheduler")
     write_json(folder / "model_index.json", {**read_json(spec.base / "model_index.json"), **written})
     add_pipeline(folder, spec.family, spec.text)
     facts = {"sd3_light": __version__, "text": dict(spec.text), **spec.facts}

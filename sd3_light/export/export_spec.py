@@ -12,6 +12,7 @@ from sd3_light.config import AdapterConfig
 from sd3_light.config.hub_ids import repo_or_name
 from sd3_light.core.family import Family
 from sd3_light.core.files import Padding
+from sd3_light.flow.scheduler import flow_scheduler, folder_scheduler
 from sd3_light.model.part_configs import FACTS_FILE
 
 _EXPORTS = "exports"
@@ -49,12 +50,22 @@ class ExportSpec:
     max_shard_size: str = "10GB"
     family: Family = field(kw_only=True)
 
+    def make_scheduler(self) -> Any:
+        """Return the export's scheduler."""
+        if not self.family.files.writes_scheduler:
+            return folder_scheduler(self.base)
+        return flow_scheduler(self.shift, self.flux_shift, self.scheduler)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSpec(ExportSpec):
-    """What an adapter folder contains. ``base`` is the denoiser (folder or single file) that it was trained on."""
+    """What an adapter folder contains. ``base`` is the denoiser (folder or single file) that it was trained on.
+
+    ``encoders`` is the folder of the encoders, if it is not that of the denoiser.
+    """
 
     adapter: AdapterConfig
+    encoders: Path | None = None
 
     @property
     def file(self) -> str:

@@ -70,9 +70,10 @@ class ModelFacts:
     def export_config(self, transformer_config: dict[str, Any]) -> dict[str, Any]:
         """Return the denoiser's config with the default size of images that it was trained at.
 
-        A config has one `sample_size`: a bucket that is not square becomes the square of about the same area.
+        A config has one `sample_size`: a bucket that is not square becomes the square of about the same area. The
+        configs of some families have none.
         """
-        if self.trained_at is None:
+        if self.trained_at is None or "pos_embed_max_size" not in transformer_config:
             return transformer_config
         tokens = round(math.sqrt(math.prod(self.trained_at)) / SIDE_STEP)
         return {**transformer_config, "sample_size": ModelSize.patch_size * max(1, tokens)}

@@ -48,10 +48,10 @@ def model_spec(model: ModelConfig, transformer_config: Mapping[str, Any], **fiel
         "base": model.diffusers_path,
         "transformer_config": dict(transformer_config),
         "save_dtype": getattr(torch, model.dtype),
-        "shift": constant_shift(model, _default_tokens(transformer_config)) or 1.0,
+        "shift": _constant_shift(model, transformer_config),
         "flux_shift": model.flux_shift or kept is not None,
         "scheduler": kept,
-        "text": _text_policy(model),
+        "text": family_of(model).files.text_facts(model),
     }
     return ExportSpec(**{**spec, **fields})
 
@@ -78,7 +78,8 @@ def adapter_spec(
         adapter=config.adapter,
         base=start.source,
         transformer_config=start.size.transformer_config(),
-        text=_text_policy(config.model),
+        text=family_of(config.model).files.text_facts(config.model),
+        encoders=config.model.diffusers_path,
         **_run_fields(config, weights, progress, run),
     )
 
@@ -109,16 +110,12 @@ def _samples(run: Path, step: int) -> dict[str, bytes]:
     return {SAMPLES_FILE: jpeg.getvalue()}
 
 
-def _default_tokens(transformer_config: Mapping[str, Any]) -> int:
-    """Return the tokens of an image of the default size."""
+def _constant_shift(model: ModelConfig, transformer_config: Mapping[str, Any]) -> float:
+    """Return the shift for an image of the default size."""
+    if not family_of(model).files.writes_scheduler:
+        return 1.0
     side: int = transformer_config["sample_size"] // transformer_config["patch_size"]
-    return side**2
-
-
-def _text_policy(model: ModelConfig) -> dict[str, Any]:
-    """Return how texts were encoded in training, for `sd3_light.json`."""
-    uncond_text = model.uncond_text or "zero"
-    return {"text_tokens": model.text_tokens, "uncond_text": uncond_text, "t5_max_length": model.t5_max_length}
+    return constant_shift(model, side**2) or 1.0
 
 
 def _config_toml(config: TrainConfig) -> str:

@@ -26,7 +26,7 @@ def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = 
     if not (folder / "model_index.json").is_file():
         raise UserError(f"{folder} is not a diffusers folder (no model_index.json); pass an export or an SD3 folder")
     family = family_of_folder(folder)
-    policy = read_text_policy(text_facts or folder, family)
+    policy = read_text_policy(text_facts or folder, family).for_folder(folder)
     check_configs(folder)
     family.weights.require(folder / "transformer")
     read_denoiser(folder / "transformer", family)  # reports missing or wrong weights

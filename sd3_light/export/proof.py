@@ -13,18 +13,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import ModelMixin
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from sd3_light.config.faults import UserError
+from sd3_light.encoding.vae import load_vae
 from sd3_light.export import proof_process
 from sd3_light.export.export_spec import ExportSpec
-from sd3_light.flow.scheduler import flow_scheduler
-from sd3_light.model.folder import components, is_encoder
-from sd3_light.model.loading import load_diffusers_model
+from sd3_light.model.folder import components, is_encoder, pipeline_settings
 
 _LIBRARIES = ("diffusers", "transformers", "torch", "safetensors")
 _IMAGE_TOLERANCE = 1 / 255
@@ -47,7 +43,10 @@ def prove(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> dict
     missing = files.missing(folder, denoiser=True)
     if missing:
         raise ProofError(f"{folder} lacks {', '.join(missing[:5])}")
-    inputs = {"denoiser": files.denoiser_inputs(config), "pipeline": files.pipeline_inputs(folder, config, spec.text)}
+    inputs = {
+        "denoiser": files.denoiser_inputs(config, folder),
+        "pipeline": files.pipeline_inputs(folder, config, spec.text),
+    }
     custom = (folder / PIPELINE_FILE).is_file()
     absent = [name for name, kind in components(folder).items() if is_encoder(*kind)]
     request = {"dtype": str(spec.save_dtype).removeprefix("torch."), "custom": custom, "absent": absent}
@@ -108,19 +107,16 @@ def _in_memory(spec: ExportSpec, weights: Mapping[str, Tensor], inputs: Mapping[
     """Return the same outputs from the weights in memory, the base's frozen parts and training's scheduler."""
     denoiser = spec.family.weights.from_state(spec.transformer_config, weights)
     output = proof_process.denoise(denoiser, inputs["denoiser"])
-    scheduler = flow_scheduler(spec.shift, spec.flux_shift, spec.scheduler)
-    parts = {"transformer": denoiser, "scheduler": scheduler, "vae": _load_vae(spec.base)}
-    pipe = proof_process.make_pipeline(spec.family.pipeline, **parts)
+    vae = load_vae(spec.base, torch.device("cpu"), torch.float32)
+    parts = {"transformer": denoiser, "scheduler": spec.make_scheduler(), "vae": vae}
+    pipe = proof_process.make_pipeline(spec.family.pipeline, **parts, **_settings(spec))
     return {"output": output, "image": spec.family.files.reference_image(pipe, inputs["pipeline"])}
 
 
-def _load_vae(folder: Path) -> Any:
-    """Load the VAE of a folder in float32, of the class that its `model_index.json` names."""
-    library, name = components(folder)["vae"]
-    kind = getattr(diffusers, name, None)
-    if library != "diffusers" or not (isinstance(kind, type) and issubclass(kind, ModelMixin)):
-        raise UserError(f"{folder}: its VAE is a {library}.{name}, not a model of diffusers; download the folder again")
-    return load_diffusers_model(kind, folder / "vae", torch.float32).requires_grad_(False)
+def _settings(spec: ExportSpec) -> dict[str, Any]:
+    """Return the arguments of the stock pipeline besides its parts, without those of a custom one."""
+    settings = pipeline_settings(spec.base)
+    return {name: value for name, value in settings.items() if name not in spec.family.files.pipeline_settings}
 
 
 def _compare_config(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

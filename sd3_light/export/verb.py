@@ -13,6 +13,7 @@ from sd3_light.checkpoint.store import incomplete_checkpoints
 from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
 from sd3_light.core.files import Contents, is_single_file
+from sd3_light.core.model import HEADS
 from sd3_light.core.registry import family_of, single_files, starting_weights
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.export.adapter_folder import write_adapter
@@ -140,7 +141,8 @@ def _from_checkpoint(saved: Checkpoint, weights: str | None) -> _Weights:
     if name not in available:
         raise UserError(f"--weights: {saved.path} has no {name!r}; it has {', '.join(available)}")
     kind = PARAM_KIND if name == RAW else track_kind(name)
-    trained = {tensor: saved.tensor(f"{kind}/{tensor}") for tensor in saved.names(kind)}
+    names = (tensor for tensor in saved.names(kind) if not tensor.startswith(HEADS))
+    trained = {tensor: saved.tensor(f"{kind}/{tensor}") for tensor in names}
     return _Weights(trained, name, saved.progress, ModelFacts.of(saved))
 
 

@@ -1,19 +1,34 @@
 """The base of families of stock diffusers pipelines: a family's file adds its texts and how its denoiser is called."""
 
+import json
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from sd3_light.config import ModelConfig
-from sd3_light.core.columns import Column
+from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
-from sd3_light.core.sampling import EncodedText
+from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
+from sd3_light.families.stock.checks import StockChecks
+from sd3_light.families.stock.latents import LatentShape
+from sd3_light.families.stock.weights import StockWeights
+from sd3_light.model.part_configs import read_config, read_json
+from sd3_light.sources.buckets import SIDE_STEP
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from sd3_light.core.batch import Batch
+    from sd3_light.core.files import AdapterNames
+    from sd3_light.families.stock.cost import StockCost
+    from sd3_light.families.stock.encoding import StockEncoding
+    from sd3_light.families.stock.files import StockFiles
+    from sd3_light.families.stock.sampling import StockSampling
+    from sd3_light.families.stock.training import StockTraining
+
+_DROPPED = {"uncond_text_dropout": "joint", "uncond_text_dropout_prob": 0.1}
 
 
 class StockFamily(Family):
@@ -21,13 +36,24 @@ class StockFamily(Family):
 
     ``text_parts`` are the subfolders of each text encoder and its tokenizer, ``adapter_targets`` the layers that a LoRA
     changes by default, ``text_length`` the tokens of a caption unless the config says otherwise, ``patch`` the latent
-    pixels of a token's side.
+    pixels of a token's side. A denoiser with ``packs_latents`` takes whole patches as channels. ``text_inputs`` names
+    the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
+    ``pads_text``; otherwise ragged columns are padded to the longest of a batch. ``usual_guidance`` is that of the
+    stock pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``. ``comfyui``:
+    ComfyUI reads a LoRA with diffusers' names. ``packages`` are those that its text needs beside transformers.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
     adapter_targets: ClassVar[tuple[str, ...]]
     text_length: ClassVar[int] = 512
     patch: ClassVar[int] = 2
+    packs_latents: ClassVar[bool] = False
+    text_inputs: ClassVar[Mapping[str, str]] = {}
+    pads_text: ClassVar[bool] = False
+    usual_guidance: ClassVar[float] = 4.0
+    joins_guidance: ClassVar[bool] = False
+    comfyui: ClassVar[bool] = False
+    packages: ClassVar[tuple[str, ...]] = ()
 
     # --- what a family's file says ---------------------------------------------------------------
 
@@ -35,9 +61,13 @@ class StockFamily(Family):
         """Return why a model folder of this pipeline's class cannot be trained, and what to do; None if it can."""
         return None
 
+    def frozen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return patterns of weights that get no gradient in a denoiser with this config, and cannot be trained."""
+        return ()
+
     @abstractmethod
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """Return what a cache stores of a caption; no weight is read."""
+        """Return what a cache stores of a caption; no weight is read. Rows of the column `text` are tokens."""
 
     @abstractmethod
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
@@ -46,9 +76,13 @@ class StockFamily(Family):
         A value is a sequence of rows, one for each text; those of a ragged column differ in length.
         """
 
+    def encode_negatives(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
+        """Return the values of negative prompts: those of captions, unless the pipeline encodes them differently."""
+        return self.encode_captions(pipe, texts, model)
+
     def encode_empty(self, pipe: Any, model: ModelConfig) -> "Mapping[str, Tensor]":
         """Return the values of the unconditional text: of the empty caption, unless the pipeline has another one."""
-        return {name: rows[0] for name, rows in self.encode_captions(pipe, [""], model).items()}
+        return {name: rows[0] for name, rows in self.encode_negatives(pipe, [""], model).items()}
 
     @abstractmethod
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
@@ -61,6 +95,13 @@ class StockFamily(Family):
         """Return whether a denoiser with this config takes guidance as a number and runs once per step."""
         return False
 
+    def guidance_number(self, batch: "Batch", guidance: float) -> "Tensor":
+        """Return the guidance of each sample for a distilled denoiser: the batch's own, or ``guidance``."""
+        import torch
+
+        own = batch.get("guidance")
+        return torch.full((batch.size,), guidance, device=batch["noisy"].device) if own is None else own
+
     def is_guided(self, guidance: float) -> bool:
         """Return whether this guidance needs the unconditional text."""
         return guidance > 1
@@ -69,15 +110,20 @@ class StockFamily(Family):
         """Return the guided velocity, as the stock pipeline computes it."""
         return negative + guidance * (positive - negative)
 
+    def takes_negative(self, folder: Path) -> bool:
+        """Return whether the model of a folder takes a negative text, if it takes no guidance as a number."""
+        return True
+
     @abstractmethod
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
         """Set a scheduler's timesteps as the stock pipeline does, for an image with this number of tokens."""
 
     @abstractmethod
-    def pipeline_arguments(
-        self, texts: Sequence[EncodedText], negative: Sequence[EncodedText] | None, guidance: float
-    ) -> dict[str, Any]:
-        """Return the arguments of the stock pipeline's call for encoded texts and guidance."""
+    def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
+        """Return the arguments of the stock pipeline's call for encoded texts and guidance.
+
+        There are negative texts where `is_guided`, and the denoiser takes no guidance as a number.
+        """
 
     def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
         """Return the arguments of the stock pipeline's call for initial latents [B, C, h, w]."""
@@ -87,3 +133,141 @@ class StockFamily(Family):
         """Return the image tokens of a block's output."""
         tokens: Tensor = output[-1] if isinstance(output, tuple) else output
         return tokens
+
+    def adapter_names(self) -> "AdapterNames":
+        """Return the names in adapter files."""
+        from sd3_light.core.files import AdapterNames
+
+        return AdapterNames(f"a {self.title} denoiser", self.comfyui)
+
+    # --- what follows from it --------------------------------------------------------------------
+
+    @cached_property
+    def weights(self) -> StockWeights:
+        """The denoiser's weights."""
+        return StockWeights(self.title, self.denoiser)
+
+    @cached_property
+    def training(self) -> "StockTraining":
+        """What a run needs beside the weights."""
+        from sd3_light.families.stock.training import StockTraining
+
+        return StockTraining(self)
+
+    @cached_property
+    def encoding(self) -> "StockEncoding":
+        """The frozen networks."""
+        from sd3_light.families.stock.encoding import StockEncoding
+
+        return StockEncoding(self)
+
+    @cached_property
+    def sampling(self) -> "StockSampling":
+        """Images of the denoiser that trains."""
+        from sd3_light.families.stock.sampling import StockSampling
+
+        return StockSampling(self)
+
+    @cached_property
+    def files(self) -> "StockFiles":
+        """Exported folders and their proof, adapter files."""
+        from sd3_light.families.stock.files import StockFiles
+
+        return StockFiles(self)
+
+    @cached_property
+    def checks(self) -> StockChecks:
+        """What `check` and `new` read in a model folder."""
+        return StockChecks(self)
+
+    @property
+    def fast_blocks(self) -> None:
+        """There are no own kernels."""
+        return None
+
+    def max_length(self, model: ModelConfig) -> int:
+        """Return the tokens of the longest caption."""
+        if model.text_max_length is not None:
+            return model.text_max_length
+        return min(self.text_length, self.checks.text_limit(model.diffusers_path) or self.text_length)
+
+    def text_settings(self, model: ModelConfig) -> dict[str, Any]:
+        """Return the keys of [model] that decide the values of a caption."""
+        return {"text_max_length": self.max_length(model)}
+
+    def training_guidance(self, model: ModelConfig) -> float:
+        """Return the number that a distilled denoiser gets in training."""
+        return 1.0 if model.guidance is None else model.guidance
+
+    def completed(self, config: TrainConfig) -> TrainConfig:
+        """See `Family.completed`: length and dropout of text, the layers of an adapter, and what cannot be trained."""
+        model = config.model
+        update: dict[str, Any] = {"text_max_length": self.max_length(model)}
+        update["uncond_text"] = model.uncond_text or "empty"
+        update |= {key: value for key, value in _DROPPED.items() if key not in model.model_fields_set}
+        table = model.model_copy(update=update)
+        adapter = config.adapter
+        if adapter is not None and "target_modules" not in adapter.model_fields_set:
+            adapter = adapter.model_copy(update={"target_modules": self.adapter_targets})
+        freeze = config.freeze
+        path = denoiser_folder(start_source(model) or model.diffusers_path) / "config.json"
+        if adapter is None and path.is_file():
+            freeze += tuple(pattern for pattern in self.frozen(read_json(path)) if pattern not in freeze)
+        return config.model_copy(update={"model": table, "adapter": adapter, "freeze": freeze})
+
+    def recipe(self, folder: Path) -> Mapping[str, Any]:
+        """See `Family.recipe`: a new project of SD3 with the text, the shift and the layers of this family."""
+        limit = self.checks.text_limit(folder) or self.text_length
+        scheduler = read_config(folder / "scheduler", "scheduler")
+        shift = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
+        is_dynamic = bool(scheduler.get("use_dynamic_shifting"))
+        keys = {
+            **dict.fromkeys(("freeze", "model.init", "model.t5_max_length", "model.uncond_text")),
+            "model.text_max_length": min(self.text_length, limit),
+            "model.shift": None if is_dynamic else float(shift),
+            "sampling.guidance": self.usual_guidance,
+            "adapter.target_modules": list(self.adapter_targets),
+        }
+        step = LatentShape.of_folder(folder).factor * self.patch
+        if step > SIDE_STEP:
+            keys["side_step"] = step
+        if is_dynamic:
+            keys["model.flux_shift"] = True
+        if self.takes_guidance(read_json(denoiser_folder(folder) / "config.json")):
+            keys["model.guidance"] = 1.0
+        return keys
+
+    def cost(self, start: WeightsStart, model: ModelConfig) -> "StockCost":
+        """See `Family.cost`."""
+        folder = model.diffusers_path
+        config = json.dumps(start.size.transformer_config(), sort_keys=True)
+        side = LatentShape.of_folder(folder).factor * self.patch
+        return _counted(self, config, self.prepared_columns(model, self.columns(model, folder, SMALLEST)), side)
+
+    def columns(self, model: ModelConfig, folder: Path, bucket: Bucket) -> tuple[Column, ...]:
+        """See `Family.columns`: moments of the VAE, a mask, and the columns of captions."""
+        shape = LatentShape.of_folder(folder)
+        # the precisions that "auto" chooses differ by less than the latents' own noise
+        settings = {} if model.vae_dtype == "auto" else {"vae_dtype": model.vae_dtype}
+        moments = Column("moments", "image", "float16", shape.moments(bucket), ("vae",), settings=settings)
+        mask = Column("mask", MASK, "uint8", shape.size(bucket), ())
+        return (moments, mask, *self.text_columns(model, folder))
+
+    def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
+        """See `Family.prepared_columns`: latents in float32, texts as they are stored."""
+        moments = next(column for column in columns if column.name == "moments")
+        sides = moments.shape[1:]
+        latent = (LatentShape.of_folder(model.diffusers_path).channels, *sides)
+        return (
+            *(Column(name, "image", "float32", latent, ()) for name in ("noisy", "target")),
+            Column("mask", MASK, "float32", sides, ()),
+            *(column for column in columns if column.reads == CAPTION),
+        )
+
+
+@lru_cache(maxsize=4)
+def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], side: int) -> "StockCost":
+    """Return the cost of a denoiser; counting takes seconds, and stages ask several times."""
+    from sd3_light.families.stock.cost import StockCost
+
+    return StockCost(family, family.weights.empty(json.loads(config)), prepared, side)

@@ -3,6 +3,8 @@
 Every loss is a mean over samples of each sample's own mean, so averaging equal micro-batches is exact.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,9 +15,18 @@ BAND_NAMES = tuple(f"{band / NUM_BANDS:.1f}-{(band + 1) / NUM_BANDS:.1f}" for ba
 
 
 def interpolate(clean: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """Return x_t = (1 - t) x_0 + t noise, with t of shape [B]."""
-    t = t.view(-1, *[1] * (clean.dim() - 1))
+    """Return x_t = (1 - t) x_0 + t noise, with t of shape [B], or [B, N] for N tokens of equal size, row by row."""
+    t = t.view(-1, *[1] * (clean.dim() - 1)) if t.dim() == 1 else _by_pixel(t, clean.shape)
     return (1 - t) * clean + t * noise
+
+
+def _by_pixel(t: Tensor, shape: torch.Size) -> Tensor:
+    """Return times of tokens [B, N] as times of latent pixels [B, 1, (frames,) height, width]."""
+    *frames, height, width = shape[2:]
+    side = math.isqrt(math.prod(shape[2:]) // t.shape[1])
+    assert math.prod(frames) * (height // side) * (width // side) == t.shape[1], (t.shape, shape)
+    grid = t.view(len(t), 1, *frames, height // side, width // side)
+    return grid.repeat_interleave(side, -1).repeat_interleave(side, -2)
 
 
 def velocity(clean: Tensor, noise: Tensor) -> Tensor:

@@ -5,11 +5,19 @@ All are diffusers' schedulers. Their timesteps differ slightly: Euler and Heun g
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, FlowMatchHeunDiscreteScheduler
+import diffusers
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+    SchedulerMixin,
+)
 
 from sd3_light.config.faults import UserError
+from sd3_light.model.part_configs import read_config
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +42,17 @@ def flow_scheduler(
         scheduler: FlowMatchEulerDiscreteScheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(kept))
         return scheduler
     return FlowMatchEulerDiscreteScheduler(shift=shift or 1.0, use_dynamic_shifting=flux_shift)
+
+
+def folder_scheduler(folder: Path) -> Any:
+    """Return the scheduler of a diffusers folder, of its own class."""
+    config = read_config(folder / "scheduler", "scheduler")
+    name = config.get("_class_name")
+    kind = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not (isinstance(kind, type) and issubclass(kind, SchedulerMixin)):
+        raise UserError(f"{folder}: its scheduler is a {name!r:.80}, which diffusers lacks; download the folder again")
+    scheduler_class: Any = kind
+    return scheduler_class.from_config(config)
 
 
 def set_timesteps(

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
+from sd3_light.model.base_values import FLUX_LINE, ShiftLine
+
 _NORMAL = NormalDist()
 
 
@@ -51,9 +53,10 @@ def shift_time(t: float, shift: float) -> float:
     return shift * t / (1 + (shift - 1) * t)
 
 
-def resolution_shift(tokens: int) -> float:
-    """Return Flux's shift exp(mu), with mu linear in the image tokens from 0.5 at 256 to 1.15 at 4096."""
-    return math.exp(0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256))
+def resolution_shift(tokens: int, line: ShiftLine = FLUX_LINE) -> float:
+    """Return the shift exp(mu), with mu linear in the image tokens: Flux's from 0.5 at 256 to 1.15 at 4096."""
+    base_shift, max_shift, base_tokens, max_tokens = line
+    return math.exp(base_shift + (max_shift - base_shift) * (tokens - base_tokens) / (max_tokens - base_tokens))
 
 
 def sqrt_shift(tokens: int) -> float:
@@ -67,13 +70,15 @@ def constant_shift(settings: Any, tokens: int) -> float | None:
     return sqrt_shift(tokens) if settings.sqrt_shift else shift
 
 
-def times_from_quantiles(quantiles: Sequence[float], tokens: int, settings: Any) -> list[float]:
+def times_from_quantiles(
+    quantiles: Sequence[float], tokens: int, settings: Any, line: ShiftLine = FLUX_LINE
+) -> list[float]:
     """Return the times of a batch whose images have ``tokens`` tokens.
 
     ``settings`` has the config's keys of timesteps: `timestep_sample_method`, `sigmoid_scale`, `logit_mean`,
-    `uniform_share` and the shifts.
+    `uniform_share` and the shifts; ``line`` the numbers of `flux_shift`.
     """
-    factor = resolution_shift(tokens) if settings.flux_shift else constant_shift(settings, tokens)
+    factor = resolution_shift(tokens, line) if settings.flux_shift else constant_shift(settings, tokens)
     shape = settings.timestep_sample_method, settings.sigmoid_scale, settings.logit_mean, settings.uniform_share
 
     def time(u: float) -> float:

@@ -6,6 +6,7 @@ tensors are read and written directly: names in the model end with peft's adapte
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +87,20 @@ class _Float32Linear(nn.Linear):
 
 def _adapter_layers(transformer: nn.Module) -> Iterator[tuple[str, BaseTunerLayer]]:
     return ((name, module) for name, module in transformer.named_modules() if isinstance(module, BaseTunerLayer))
+
+
+@contextmanager
+def without_adapter(transformer: nn.Module) -> Iterator[None]:
+    """Disable the adapter inside the block."""
+    layers = [layer for _, layer in _adapter_layers(transformer)]
+    assert layers, "no adapter"
+    for layer in layers:
+        layer._disable_adapters = True  # `enable_adapters` would change what requires gradients
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 class AdapterDropout:

@@ -3,13 +3,26 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.start import start_source
 from sd3_light.model.part_configs import FACTS_FILE, check_config, read_config, read_json, single_file_metadata
 
 _SMALLEST, _LARGEST = 0.001, 1000.0  # as in the config
+
+
+class ShiftLine(NamedTuple):
+    """A timestep shift exp(mu) that grows with the image tokens: mu is linear between two points."""
+
+    base_shift: float = 0.5
+    max_shift: float = 1.15
+    base_tokens: int = 256
+    max_tokens: int = 4096
+
+
+FLUX_LINE = ShiftLine()
+_LINE_KEYS = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
 
 
 @dataclass(frozen=True)
@@ -27,12 +40,21 @@ class _Base:
     @property
     def shift(self) -> float | None:
         """The constant shift; None if the scheduler has another one, or none is known."""
-        shift = self.scheduler.get("shift")
+        shift = self.scheduler.get("shift", self.scheduler.get("flow_shift"))
         if shift is None or self.is_dynamic:
             return None
         if not _SMALLEST <= shift <= _LARGEST:
             raise UserError(f"{self.where}: its scheduler has shift {shift:g}; write model.shift, or download it again")
         return float(shift)
+
+    @property
+    def line(self) -> ShiftLine:
+        """The line of a shift by resolution; absent numbers are those of diffusers."""
+        numbers = zip(_LINE_KEYS, FLUX_LINE, strict=True)
+        line = ShiftLine(*(self.scheduler.get(key, usual) for key, usual in numbers))
+        if line.base_tokens == line.max_tokens:
+            raise UserError(f"{self.where}: its scheduler shifts between equal numbers of tokens; download it again")
+        return line
 
 
 def with_base_values(model: ModelConfig) -> ModelConfig:
@@ -45,13 +67,19 @@ def with_base_values(model: ModelConfig) -> ModelConfig:
     if model.uncond_text is None:
         update["uncond_text"] = "zero" if base is None else base.uncond_text
     if base is not None and not _has_shift(model):
-        update["shift"] = base.shift
+        update |= {"flux_shift": True} if base.is_dynamic else {"shift": base.shift}
     return model.model_copy(update=update)
+
+
+def shift_line(model: ModelConfig) -> ShiftLine:
+    """Return the numbers of `flux_shift`: of the scheduler of continued weights if it shifts by resolution."""
+    base = _read_base(model)
+    return base.line if base is not None and base.is_dynamic else FLUX_LINE
 
 
 def kept_scheduler(model: ModelConfig) -> dict[str, Any] | None:
     """Return the scheduler config of continued weights if it shifts by resolution and [model] sets no other shift."""
-    base = None if _has_shift(model) else _read_base(model)
+    base = None if _has_shift(model) and not model.flux_shift else _read_base(model)
     return dict(base.scheduler) if base is not None and base.is_dynamic else None
 
 

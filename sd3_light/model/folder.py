@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import is_inner_path
@@ -60,7 +61,7 @@ def missing_parts(folder: Path, transformer: bool) -> tuple[str, ...]:
 def components(folder: Path) -> dict[str, tuple[str, str]]:
     """Return the parts that `model_index.json` names: part -> (library, class), without those that are empty."""
     index = read_json(folder / "model_index.json")
-    kinds = {name: kind for name, kind in index.items() if isinstance(kind, list) and kind != [None, None]}
+    kinds = {name: kind for name, kind in index.items() if _is_part(kind) and kind != [None, None]}
     for name, kind in kinds.items():
         is_name = is_inner_path(name) and Path(name).name == name
         if not is_name or len(kind) != 2 or not all(isinstance(word, str) for word in kind):
@@ -69,6 +70,17 @@ def components(folder: Path) -> dict[str, tuple[str, str]]:
                 "and class; download or export the folder again"
             )
     return {name: (kind[0], kind[1]) for name, kind in kinds.items()}
+
+
+def pipeline_settings(folder: Path) -> dict[str, Any]:
+    """Return the arguments of the pipeline's class in `model_index.json` that are not parts."""
+    index = read_json(folder / "model_index.json")
+    return {name: value for name, value in index.items() if not name.startswith("_") and not _is_part(value)}
+
+
+def _is_part(value: Any) -> bool:
+    """Return whether an entry of `model_index.json` is a part; a setting may be a list of numbers."""
+    return isinstance(value, list) and not (value and all(type(item) in (int, float) for item in value))
 
 
 def is_encoder(library: str, kind: str) -> bool:

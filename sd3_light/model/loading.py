@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from sd3_light.config.faults import UserError
 from sd3_light.model.folder import weight_files
@@ -24,8 +25,7 @@ def load_diffusers_model(model_class: Any, folder: Path, dtype: torch.dtype) -> 
     try:
         files = weight_files(folder, WEIGHTS_STEM)
         state = {name: tensor for file in files for name, tensor in load_file(file).items()}
-        with torch.device("meta"):  # for this thread only
-            model = model_class.from_config(read_json(folder / "config.json"))
+        model = empty_model(model_class, read_json(folder / "config.json"))
         model._fix_state_dict_keys_on_load(state)  # older names of attention layers
     except LOAD_ERRORS as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -34,6 +34,25 @@ def load_diffusers_model(model_class: Any, folder: Path, dtype: torch.dtype) -> 
         raise UserError(f"the weights in {folder} do not match its config.json: {wrong}; download or export it again")
     assign_weights(model, {name: tensor.to(dtype) for name, tensor in state.items()})
     return model.eval()
+
+
+def empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:
+    """Return a diffusers model without memory for its weights; tables that it computes itself have their values."""
+    with _EmptyWeights():
+        return model_class.from_config(dict(config))
+
+
+class _EmptyWeights(TorchFunctionMode):
+    """Puts what weights are made with on the meta device, for this thread only."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _WEIGHT_FACTORIES and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
+
+
+_WEIGHT_FACTORIES = (torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn, torch.full)
 
 
 def mismatches(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[str]:
@@ -56,5 +75,5 @@ def assign_weights(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             if parameter is not None:
                 module._parameters[name] = nn.Parameter(state[prefix + name], parameter.requires_grad)
         for name, buffer in module._buffers.items():
-            if buffer is not None:
+            if buffer is not None and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = state[prefix + name]

@@ -59,6 +59,7 @@ _LARGEST: dict[str, dict[str, int]] = {  # part -> key -> largest value; the sma
         "layers_per_block": 64,
         "norm_num_groups": _WIDTH,
     },
+    "scheduler": {"base_image_seq_len": _TABLE, "max_image_seq_len": _TABLE},
     "text_encoder": _CLIP,
     "text_encoder_2": _CLIP,
     "text_encoder_3": {
@@ -76,7 +77,7 @@ _LARGEST: dict[str, dict[str, int]] = {  # part -> key -> largest value; the sma
 _MAY_BE_NULL = ("out_channels", "num_decoder_layers")
 _MAX_LEVELS = 10  # of a VAE; each halves the sides
 _MAX_FACTOR = 1e4
-_FACTORS = {"vae": ("scaling_factor", "shift_factor"), "scheduler": ("shift",)}
+_FACTORS = {"vae": ("scaling_factor", "shift_factor"), "scheduler": ("shift", "flow_shift", "base_shift", "max_shift")}
 _FLAGS = {"scheduler": ("use_dynamic_shifting", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")}
 
 

@@ -2,7 +2,8 @@
 
 import re
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import tomli_w
@@ -18,13 +19,21 @@ _HEAD = """# Trains {description}.
 #
 # Every key is documented in docs/config.md.
 """
+_SD3 = "SD3 or SD3.5"
+_COMMENTS = {
+    "model.shift": "as in the model's scheduler",
+    "model.flux_shift": "as in the model's scheduler, by its resolution",
+    "model.text_max_length": "tokens",
+    "model.guidance": "of the distilled denoiser, as is usual; not measured",
+}
 
 
 @dataclass(frozen=True)
 class TextValues:
     """The values of a project: its name, data and model as written, and what they were fitted to.
 
-    ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU.
+    ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU. ``keys`` are
+    those of `Family.recipe`.
     """
 
     name: str
@@ -38,6 +47,8 @@ class TextValues:
     affordable: int | None = None
     layers: int | None = None
     prompts: tuple[str, ...] = ()
+    keys: Mapping[str, Any] = field(default_factory=dict)
+    family: str = _SD3
 
 
 def data_toml(kind: Kind, values: TextValues) -> str:
@@ -49,6 +60,8 @@ def data_toml(kind: Kind, values: TextValues) -> str:
     )
     first, _, _ = _without_head(text).partition("[[directory]]")
     text = _set("\n".join((*head, _without_edits(first))), "resolutions", [values.resolution])
+    if step := values.keys.get("side_step"):
+        text = _set(text, "side_step", step, "pixels, as the model needs")
     return f"{text.rstrip()}\n\n[[directory]]\npath = {_toml(values.data)}\n"
 
 
@@ -58,13 +71,16 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     text = _without_edits(_without_head((FOLDER / f"{kind.recipe}.toml").read_text(encoding="utf-8")))
     text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
     text = re.sub(r"^eval_.*\n", "", text, flags=re.MULTILINE)  # a new project has no validation images
-    text = _HEAD.format(description=kind.description, name=values.name) + text
+    text = _HEAD.format(description=kind.description.replace(_SD3, values.family), name=values.name) + text
     for key, (value, comment) in {**_changes(kind, values, text), **_lengths(values, text, steps)}.items():
         text = _set(text, key, value, comment)
+    text = _with_keys(text, values.keys)
     if plan.accumulation > 1:
         line = f"gradient_accumulation_steps = {plan.accumulation}"
         text = re.sub(r"^(micro_batch_size_per_gpu =.*)$", rf"\1\n{line}", text, flags=re.MULTILINE)
-    return text.rstrip() + "\n" + (_sampling(values.prompts, max(1, steps // 10)) if values.prompts else "")
+    guidance = values.keys.get("sampling.guidance")
+    sampling = _sampling(values.prompts, max(1, steps // 10), guidance) if values.prompts else ""
+    return text.rstrip() + "\n" + sampling
 
 
 def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
@@ -102,9 +118,23 @@ def _lengths(values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, 
     return changes
 
 
-def _sampling(prompts: tuple[str, ...], interval: int) -> str:
+def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
+    """Return ``text`` with the keys of a family, and without comments about the lines that it replaces."""
+    tables = tomllib.loads(text)
+    for key, value in keys.items():
+        table, _, name = key.rpartition(".")
+        if value is None:
+            text = re.sub(rf"((^#.*\n)*^|^# ){name} =.*\n", "", text, flags=re.MULTILINE)
+        elif key != "side_step" and (not table or table in tables):
+            text = re.sub(rf"(^#.*\n)*^# {name} =.*\n", "", text, flags=re.MULTILINE)
+            text = _set(text, key, value, _COMMENTS.get(key, ""))
+    return text
+
+
+def _sampling(prompts: tuple[str, ...], interval: int, guidance: float | None) -> str:
     lines = "".join(f"    {_toml(prompt)},\n" for prompt in prompts)
-    return f"\n# sample images during training\n[sampling]\nprompts = [\n{lines}]\nevery_n_steps = {interval}\n"
+    more = "" if guidance is None else f"guidance = {guidance:g}\n"
+    return f"\n# sample images during training\n[sampling]\nprompts = [\n{lines}]\nevery_n_steps = {interval}\n{more}"
 
 
 def _without_head(text: str) -> str:

@@ -32,7 +32,8 @@ __all__ = ["KINDS", "NewProject", "run"]
 _PROMPTS = 4
 _SCANNED = 200  # samples that are read for prompts
 _FEWEST = 100  # steps on a CPU, however slow it is
-_SMALLEST = 16  # a resolution that every model accepts
+_SMALLEST = 64  # a resolution that every model accepts
+_LENGTH = "model.t5_max_length"
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,16 @@ def run(
     first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, processes))
     first = replace(first, layers=None if cpu is None else cpu.layers)
     with TemporaryDirectory() as folder:
-        loaded = _load(kind, first, Path(folder))
-        values = replace(first, prompts=tuple(_prompts(loaded)))  # sampling takes memory too
+        loaded = _load_first(kind, first, Path(folder))
+        family = family_of_folder(loaded.train.model.diffusers_path)
+        if not kind.continues and not family.starts_random:
+            raise UserError(
+                f"--model {model}: {family.title} is not trained from random weights; `new lora` and `new finetune` "
+                "continue its own"
+            )
+        keys = family.recipe(loaded.train.model.diffusers_path)
+        values = replace(first, keys=keys, family=family.title)
+        values = replace(values, prompts=tuple(_prompts(loaded)))  # sampling takes memory too
         values = _fitted(values, loaded.train.model.diffusers_path, kind, resolution)
         loaded = _load(kind, values, Path(folder))
         try:
@@ -132,6 +141,16 @@ def _load(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:
         return check.load(path)
     except ConfigFaults as error:
         raise _about_options(error) from None
+
+
+def _load_first(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:
+    """Load the recipe with the smallest values, without the keys of SD3 if the model turns out to be another one."""
+    try:
+        return _load(kind, values, folder)
+    except ConfigFaults as error:
+        if not kind.continues or all(fault.key != _LENGTH for fault in error.faults):
+            raise
+    return _load(kind, replace(values, keys={_LENGTH: None}), folder)
 
 
 def _about_options(error: ConfigFaults) -> ConfigFaults:

@@ -6,13 +6,13 @@ from sd3_light.formats import utc_time
 from sd3_light.pages import Chart, ChartLine, ChartMark
 from sd3_light.report.curves import Curve
 from sd3_light.report.run_log import RunReport
+from sd3_light.runlog.log import LOSS_TERMS
 
 Points = Sequence[tuple[float, float]]
 
 _MOST_MARKS = 60
 _COLORS = tuple(f"c{index}" for index in range(6))
 _RAMP = tuple(f"q{index}" for index in range(1, 11))  # from low t (blue) to high t (red)
-_LOSS_TERMS = {"flow": "flow", "text_recon": "text reconstruction", "layer_sync": "layer sync"}
 _MEANS = (
     ("flow", "all t", ""),
     ("fixed", "t = 0.1 to 0.9", "Comparable between runs with different distributions of t."),
@@ -25,7 +25,7 @@ _GPU_MEMORY = {"gpu_memory_gib": "allocated", "gpu_reserved_gib": "reserved"}
 def loss_charts(report: RunReport) -> list[Chart]:
     """Return the loss, its terms, and the loss by timestep."""
     charts = [_noisy_chart(report, "loss", "Loss", wide=True)]
-    terms = {title: report.steps[name].smooth()[0] for name, title in _LOSS_TERMS.items() if name in report.steps}
+    terms = {title: report.steps[name].smooth()[0] for name, title in LOSS_TERMS.items() if name in report.steps}
     if len(terms) > 1:
         charts.append(_chart(report, "Loss terms", _lines(terms), "Smoothed like the loss."))
     bands = _group(report, "band")

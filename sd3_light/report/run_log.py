@@ -20,12 +20,12 @@ from typing import Any
 
 from sd3_light.config.faults import UserError
 from sd3_light.report.curves import Curve, CurveBuilder
-from sd3_light.runlog.log import MEASUREMENTS, METRIC_GROUPS, complete_lines, open_log, parse_event
+from sd3_light.runlog.log import LOSS_TERMS, MEASUREMENTS, METRIC_GROUPS, complete_lines, open_log, parse_event
 
 LogEvent = dict[str, Any]
 
 STEP_FIELDS = (
-    *("loss", "flow", "text_recon", "layer_sync", "lr", "grad_norm", "param_norm", "samples_per_second", "data_wait"),
+    *("loss", *LOSS_TERMS, "lr", "grad_norm", "param_norm", "samples_per_second", "data_wait"),
     *("mfu", "tflops_per_gpu", "gpu_memory_gib", "gpu_reserved_gib", "host_memory_gib", "seconds"),
 )
 """The fields of a step that become curves, where present."""

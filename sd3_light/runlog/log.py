@@ -238,8 +238,15 @@ def _is_text(value: Any) -> bool:
 
 
 _ANY = (lambda value: True, "")
+LOSS_TERMS = {
+    "flow": "flow",
+    "dpo": "preference",
+    "text_recon": "text reconstruction",
+    "layer_sync": "layer sync",
+}
+"""The terms of the loss in a step's event, and the titles of their curves."""
 MEASUREMENTS = (
-    *("loss", "flow", "fixed", "text_recon", "layer_sync", "lr", "grad_norm", "param_norm", "samples_per_second"),
+    *("loss", *LOSS_TERMS, "fixed", "lr", "grad_norm", "param_norm", "samples_per_second"),
     *(
         "data_wait",
         "mfu",

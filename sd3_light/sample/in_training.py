@@ -97,8 +97,9 @@ class Sampler:
         negative = family.negative_text(family.text(data.empty_text()), config.model)
         micro_batch = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
         # the denoiser gets no more samples than a micro-batch has, so it needs no more memory than training
-        guided = any(request.guidance > 1 for request in requests if request.guidance is not None)
-        batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if guided and negative is not None else 1)))
+        guided = any(family.is_guided(request.guidance) for request in requests if request.guidance is not None)
+        joined = guided and negative is not None and family.joins_guidance
+        batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if joined else 1)))
         pixels = math.prod(bucket_size(bucket))
         sampler = Sampler(config, requests, {}, negative, batch_size, pixels, launch, device, stages)
         own = [requests[index] for indices in sampler._share(launch.rank) for index in indices]
@@ -166,7 +167,7 @@ class Sampler:
         assert first.steps is not None and first.guidance is not None
         texts = [self.texts[request.prompt] for request in batch]
         guide = None
-        if self.negative is not None and first.guidance > 1:
+        if self.negative is not None and family.is_guided(first.guidance):
             negatives = [request.negative_prompt for request in batch]
             texts = [self.texts[negative] if negative else self.negative for negative in negatives] + texts
             guide = partial(family.guide, guidance=first.guidance)
@@ -174,7 +175,7 @@ class Sampler:
         noise = starting_noise([request.seed for request in batch], family.latent_shape(model, size), self.device)
         scheduler = family.scheduler(model, size, first.steps, self.device)
         inputs = family.batch(texts, model, first.guidance).to(self.device)
-        latents = draw_latents(denoise, scheduler, noise, inputs, guide)
+        latents = draw_latents(denoise, scheduler, noise, inputs, guide, family.joins_guidance)
         self._fault = self._fault or not_finite({"text encoder": inputs.tensors(), "denoiser": [latents]})
         return latents
 

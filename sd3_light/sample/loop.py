@@ -25,19 +25,27 @@ def draw_latents(
     noise: Tensor,
     texts: Batch,
     guide: Callable[[Tensor, Tensor], Tensor] | None = None,
+    joined: bool = True,
 ) -> Tensor:
-    """Return the latents after all timesteps of the scheduler.
+    """Return the latents after all timesteps of the scheduler, in the dtype of the noise.
 
-    With ``guide``, ``texts`` has all negative texts, then all prompts, and ``guide`` gets the velocities of both.
+    With ``guide``, ``texts`` has all negative texts, then all prompts, and ``guide`` gets the velocities of both, which
+    are computed in one pass if they are ``joined``.
     """
     latents = noise
-    for number, timestep in enumerate(scheduler.timesteps):
-        noisy = latents if guide is None else torch.cat([latents, latents])
-        # not timestep / 1000, which has other bits
-        t = scheduler.sigmas[number].to(noisy.device).expand(len(noisy))
-        batch = Batch(len(noisy), {"noisy": noisy, "t": t, **texts.values}, texts.host)
-        velocity = denoise(batch).float()  # the scheduler's result gets this dtype
+    passes = [texts] if guide is None or joined else texts.split(2)
+    copies = texts.size // (len(passes) * len(noise))
+    for timestep in scheduler.timesteps:
+        # in float64: 1000 t is the scheduler's number, and t rounds to its quotient
+        t = timestep.to(noise.device).double() / scheduler.config.num_train_timesteps
+        noisy = torch.cat([latents] * copies) if copies > 1 else latents
+        # the scheduler's result gets the dtype of the velocity
+        velocity = torch.cat([denoise(_with_noise(part, noisy, t)) for part in passes]).to(latents.dtype)
         if guide is not None:
             velocity = guide(*velocity.chunk(2))
         latents = scheduler.step(velocity, timestep, latents, return_dict=False)[0]
     return latents
+
+
+def _with_noise(texts: Batch, noisy: Tensor, t: Tensor) -> Batch:
+    return Batch(len(noisy), {"noisy": noisy, "t": t.expand(len(noisy)), **texts.values}, texts.host)

@@ -14,7 +14,7 @@ from sd3_light.config import DirectoryConfig
 from sd3_light.core.columns import Bucket as Bucket
 
 SIDE_STEP = 16
-"""Sides are multiples of this: the VAE downsamples by 8, the denoiser has patches of 2 x 2."""
+"""Sides are multiples of this: most VAEs downsample by 8, most denoisers have patches of 2 x 2."""
 
 Size = tuple[int, int]
 
@@ -63,7 +63,8 @@ def buckets_by_resolution(directory: DirectoryConfig) -> tuple[tuple[Bucket, ...
         return tuple((Bucket(*size),) for size in dict.fromkeys(directory.resolutions))
     ratios = aspect_ratios(directory)
     areas = [width * height for width, height in dict.fromkeys(directory.resolutions)]
-    return tuple(tuple(sorted({_ratio_bucket(area, ratio) for ratio in ratios})) for area in areas)
+    step = directory.side_step
+    return tuple(tuple(sorted({_ratio_bucket(area, ratio, step) for ratio in ratios})) for area in areas)
 
 
 def aspect_ratios(directory: DirectoryConfig) -> tuple[float, ...]:
@@ -157,7 +158,7 @@ def _round_div(numerator: int, denominator: int) -> int:
     return (2 * numerator + denominator) // (2 * denominator)
 
 
-def _ratio_bucket(area: int, ratio: float) -> Bucket:
+def _ratio_bucket(area: int, ratio: float, step: int) -> Bucket:
     """Return the nearest of the four sizes around the ideal one, by the logarithms of area and ratio together."""
 
     # by area alone, ratio 1.25 at 256 px would give 272x240, although the shape of 288x224 is much nearer
@@ -165,11 +166,11 @@ def _ratio_bucket(area: int, ratio: float) -> Bucket:
         shape = abs(math.log(bucket.width / bucket.height / ratio))
         return round(math.hypot(math.log(bucket.area / area), shape), 9), round(shape, 9), bucket
 
-    sides = product(_steps_around(math.sqrt(area * ratio)), _steps_around(math.sqrt(area / ratio)))
+    sides = product(_steps_around(math.sqrt(area * ratio), step), _steps_around(math.sqrt(area / ratio), step))
     return min((Bucket(width, height) for width, height in sides), key=error)
 
 
-def _steps_around(side: float) -> tuple[int, int]:
+def _steps_around(side: float, step: int) -> tuple[int, int]:
     # the tiny term rounds 255.99999999, the root of an exact square, to 256
-    below = max(SIDE_STEP, math.floor(side / SIDE_STEP + 1e-9) * SIDE_STEP)
-    return below, below + SIDE_STEP
+    below = max(step, math.floor(side / step + 1e-9) * step)
+    return below, below + step

@@ -67,7 +67,9 @@ class InputRow:
     reason: str = ""
     detail: str = ""
     attributes: str = ""
+    rejected: str = ""
     mask_digest: str = ""
+    rejected_digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -329,10 +331,10 @@ def rotate_to_share(items: Sequence[T], share: tuple[int, int]) -> list[T]:
 
 
 def sample_location(row: InputRow, root: DataLocation) -> SampleLocation:
-    """Return the locations of a row's image and mask."""
+    """Return the locations of a row's images and mask."""
     image = location_from_text(row.image, root)
     assert image is not None, row.key
-    return SampleLocation(image, location_from_text(row.mask, root))
+    return SampleLocation(image, location_from_text(row.mask, root), rejected=location_from_text(row.rejected, root))
 
 
 def _to_probe(row: InputRow, source: Source) -> SampleLocation:
@@ -345,18 +347,19 @@ def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:
         return InputRow(entry.key, image, reason=entry.reason, detail=entry.detail)
     try:
         version = location_version(entry.image)
-        version += "" if entry.mask is None else f"+{location_version(entry.mask)}"
+        for other in filter(None, (entry.mask, entry.rejected)):
+            version += f"+{location_version(other)}"
     except Reject as reject:
         return InputRow(entry.key, image, reason=reject.reason, detail=reject.detail)
-    mask = location_text(entry.mask, root)
-    return InputRow(entry.key, image, mask, version, entry.captions, attributes=entry.attributes)
+    mask, rejected = (location_text(other, root) for other in (entry.mask, entry.rejected))
+    return InputRow(entry.key, image, mask, version, entry.captions, attributes=entry.attributes, rejected=rejected)
 
 
 def _digest_of(rows: Sequence[InputRow], source: Source) -> str:
     digest = blake2b(_probed_version(source).encode(), digest_size=16)
     for row in rows:
         digest.update(repr((row.key, row.image, row.mask, row.version, row.captions, row.reason, row.detail)).encode())
-        digest.update(row.attributes.encode())
+        digest.update(f"{row.attributes}{row.rejected}".encode())
     return digest.hexdigest()
 
 
@@ -364,7 +367,10 @@ _ROW_SCHEMA = pa.schema(
     [
         *(
             (name, pa.string())
-            for name in ("key", "image", "mask", "version", "attributes", "digest", "mask_digest", "reason", "detail")
+            for name in (
+                *("key", "image", "mask", "version", "attributes", "reason", "detail", "rejected"),
+                *("digest", "mask_digest", "rejected_digest"),
+            )
         ),
         ("captions", pa.list_(pa.string())),
         ("thumbnail", pa.binary()),

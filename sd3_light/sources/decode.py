@@ -19,16 +19,17 @@ from sd3_light.sources.records import Location
 
 @dataclass(frozen=True, slots=True)
 class SampleLocation:
-    """Where a sample's image and mask are stored, and whether probing makes a thumbnail of them."""
+    """Where a sample's images and mask are stored, and whether probing makes a thumbnail of them."""
 
     image: Location
     mask: Location | None
     with_thumbnail: bool = False
+    rejected: Location | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An image's upright size, hashes of its bytes and of its mask's, or the reason why it was rejected."""
+    """An image's upright size, hashes of the bytes of its sample, or the reason why it was rejected."""
 
     width: int = 0
     height: int = 0
@@ -37,26 +38,31 @@ class Probe:
     reason: str = ""
     detail: str = ""
     mask_digest: str = ""
+    rejected_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTask:
-    """A probed image and its bucket; ``with_pixels`` off: only its mask is read."""
+    """A probed sample and its bucket; entries in ``copied`` ("image", "mask", "rejected") are not read."""
 
     location: SampleLocation
     probe: Probe
     bucket: Bucket
-    with_pixels: bool = True
+    copied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why they were rejected."""
+    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why they were rejected.
+
+    ``worse`` are the pixels of the other image of a pair.
+    """
 
     pixels: Pixels | None = None
     mask: Pixels | None = None
     reason: str = ""
     detail: str = ""
+    worse: Pixels | None = None
 
 
 CRASHED_PROBE = Probe(reason="decoder_crashed", detail="while its header was read")
@@ -71,14 +77,15 @@ def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
 def _probe(location: SampleLocation) -> Probe:
     try:
         image = location.image.read()
-        mask = _read_mask(location)
+        mask = _read(location.mask)
+        worse = _read(location.rejected)
         width, height = probe(image)
         thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
-    return Probe(
-        width, height, content_digest(image), thumbnail, mask_digest="" if mask is None else content_digest(mask)
-    )
+    mask_digest, rejected_digest = ("" if data is None else content_digest(data) for data in (mask, worse))
+    digests = {"mask_digest": mask_digest, "rejected_digest": rejected_digest}
+    return Probe(width, height, content_digest(image), thumbnail, **digests)
 
 
 def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
@@ -88,14 +95,21 @@ def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
 
 def _decode(task: DecodeTask) -> Decoded:
     try:
-        image = task.location.image.read() if task.with_pixels else None
-        mask = _read_mask(task.location)
-        for data, digest in ((image, task.probe.digest), (mask, task.probe.mask_digest)):
+        location, probed = task.location, task.probe
+        image, mask, worse = (
+            _read(None if name in task.copied else source)
+            for name, source in (("image", location.image), ("mask", location.mask), ("rejected", location.rejected))
+        )
+        digests = (probed.digest, probed.mask_digest, probed.rejected_digest)
+        for data, digest in zip((image, mask, worse), digests, strict=True):
             if data is not None and content_digest(data) != digest:
                 raise Reject("changed_meanwhile")
-        resize = plan(task.probe.width, task.probe.height, task.bucket)
+        resize = plan(probed.width, probed.height, task.bucket)
         pixels = None if image is None else fit(decode(image), resize)
-        return Decoded(pixels, None if mask is None else fit_mask(decode_mask(mask), resize))
+        weights = None if mask is None else fit_mask(decode_mask(mask), resize)
+        if worse is None:
+            return Decoded(pixels, weights)
+        return Decoded(pixels, weights, worse=fit(decode(worse), plan(*probe(worse), task.bucket)))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
 
@@ -115,8 +129,8 @@ def run_on_node(work: Callable[[Sequence[Any]], list[Any]], roots: Sequence[Data
     return results
 
 
-def _read_mask(location: SampleLocation) -> bytes | None:
-    return None if location.mask is None else location.mask.read()
+def _read(location: Location | None) -> bytes | None:
+    return None if location is None else location.read()
 
 
 def content_digest(data: bytes) -> str:

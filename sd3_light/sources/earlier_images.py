@@ -54,7 +54,7 @@ class EarlierImages:
 
     def add(self, row: InputRow, directory: DirectoryConfig) -> Duplicate | None:
         """Return what an image duplicates. Add it if that is nothing."""
-        digest = row.digest + row.mask_digest
+        digest = f"{row.digest}/{row.mask_digest}/{row.rejected_digest}"
         if equal := self._images("digest = ?", digest):
             return Duplicate("keep" if directory.duplicates == "keep" else "drop", *equal)
         if row.thumbnail and (number := self._find_similar(row.thumbnail)):

@@ -76,8 +76,9 @@ def is_image_name(name: str) -> bool:
 
 
 def mask_paths(directory: DirectoryConfig) -> frozenset[str]:
-    """Return the paths of masks, which are not samples even if they are below the directory."""
-    return frozenset(str(path) for path in (directory.mask_path, directory.default_mask_file) if path)
+    """Return the paths of masks and rejected images, which are no samples even if they are below the directory."""
+    paths = (directory.mask_path, directory.default_mask_file, directory.rejected)
+    return frozenset(str(path) for path in paths if path)
 
 
 def visible(path: str, excluded: frozenset[str]) -> Iterator[FolderEntry]:

@@ -87,7 +87,7 @@ class Record:
 
     ``key`` is its stable source key, unique in the dataset: ``NAME#N/path/in/the/directory.jpg``. ``captions`` is never
     empty (an empty caption is ``""``) and includes the caption prefix; tags are not shuffled yet. ``attributes`` is the
-    JSON of the values that `where` combines with the image's size.
+    JSON of the values that `where` combines with the image's size. ``rejected`` is a worse image of the same caption.
     """
 
     key: str
@@ -95,6 +95,7 @@ class Record:
     image: Location
     mask: Location | None = None
     attributes: str = ""
+    rejected: Location | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,14 @@ def scan(
     ``where``: ``on_unmatched`` is called for each (its terms over the image's size are left to `matches_size`). Raises
     UserError immediately, before the first sample, if a configured path does not exist.
     """
-    for key in ("path", "mask_path", "default_mask_file"):
+    for key in ("path", "mask_path", "default_mask_file", "rejected"):
         configured: DataLocation | None = getattr(directory, key)
         if configured is not None and not exists(configured):
             raise UserError(f"{key}: {configured} does not exist; correct it in the [[directory]] table")
     if directory.mask_path is not None and not is_folder(directory.mask_path):
         raise UserError(f"mask_path: {directory.mask_path} is not a folder; for one common mask set default_mask_file")
+    if directory.rejected is not None and not is_folder(directory.rejected):
+        raise UserError(f"rejected: {directory.rejected} is not a folder; give the folder of the rejected images")
     path = directory.path
     if suffix_of(path) not in CONTAINERS and not is_folder(path):
         raise UserError(f"path: {path} is not a folder, .tar or .parquet file; give the folder that contains it")

@@ -1,4 +1,4 @@
-"""The context of a scan, shared by all kinds of sources: keys, subsampling, captions and masks."""
+"""The context of a scan, shared by all kinds of sources: keys, subsampling, captions, masks and rejected images."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -37,7 +37,8 @@ class ScanContext:
         self._directory = directory
         # the index comes last: whatever characters a name has, different pairs have different prefixes
         self._prefix = f"{directory.name}#{index}"
-        self._masks = _Masks(directory, name_store)
+        self._masks = _Companions(directory.mask_path, name_store, _default_mask(directory.default_mask_file))
+        self._rejected = _Companions(directory.rejected, name_store)
         self._limit = round(directory.subsample_ratio * 2**63)
 
     def _key(self, name: str) -> str:
@@ -53,7 +54,8 @@ class ScanContext:
     ) -> Iterator[ScanItem]:
         """Yield the record of an image, or its reject; nothing if subsampling or ``where`` leaves it out.
 
-        Captions and columns are fetched only if needed. ``mask_name`` is looked up in ``mask_path`` without its suffix.
+        Captions and columns are fetched only if needed. ``mask_name``, without its suffix, is looked up in
+        ``mask_path`` and ``rejected``.
         """
         key = self._key(name)
         if not is_utf8(key):
@@ -69,9 +71,13 @@ class ScanContext:
                     self._on_unmatched()
                     return
                 mask = self._masks.find(mask_name or name)
+                rejected = self._rejected.find(mask_name or name)
+                if rejected is None and self._directory.rejected is not None:
+                    raise Reject("no_rejected", f"{self._directory.rejected}")
                 if self.media is IMAGES:  # videos are not read at once
-                    self._require_size(image, mask)
-                yield Record(key, captions, image, mask, self.selection.kept(values) if self.selection else "")
+                    self._require_size(image, mask, rejected)
+                kept = self.selection.kept(values) if self.selection else ""
+                yield Record(key, captions, image, mask, kept, rejected)
             except Reject as reject:
                 yield Rejected(key, reject.reason, _printable(reject.detail), image)
 
@@ -99,12 +105,12 @@ class ScanContext:
         return sample_id(key) < self._limit
 
 
-class _Masks:
-    """Finds masks: ``mask_path/NAME.*`` for an image NAME, else the default mask, else None."""
+class _Companions:
+    """Finds masks or rejected images: ``root/NAME.*`` for an image NAME, else the default, else None."""
 
-    def __init__(self, directory: DirectoryConfig, name_store: NameStore) -> None:
-        self._root = directory.mask_path
-        self._default = _default_mask(directory.default_mask_file)
+    def __init__(self, root: DataLocation | None, name_store: NameStore, default: FileBytes | None = None) -> None:
+        self._root = root
+        self._default = default
         self._folder: str | None = None
         self._names = name_store.names()
 
@@ -130,7 +136,7 @@ class _Masks:
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError as error:
-            # the mask may exist, so the image must not be used without it
+            # the file may exist, so the image must not be used without it
             raise Reject("unreadable", str(error)) from error
         self._folder = folder
 

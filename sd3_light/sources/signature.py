@@ -73,7 +73,9 @@ def signature(directory: DirectoryConfig, index: int) -> str:
     if directory.where:  # absent from the signatures of earlier versions
         total += _hash(f"setting where\0{directory.where}")
     total += _hash_path("path", directory.path, partial(visible, excluded=excluded), _is_relevant)
-    for key in ("mask_path", "default_mask_file"):
+    if directory.rejected:
+        total += _hash(f"setting rejected\0{directory.rejected!r}")
+    for key in ("mask_path", "default_mask_file", "rejected"):
         path: DataLocation | None = getattr(directory, key)
         total += 0 if path is None else _hash_path(key, path, _all_entries, is_image_name)
     return f"{total % _MODULUS:032x}"

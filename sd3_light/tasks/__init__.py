@@ -3,8 +3,9 @@
 from sd3_light.config.faults import Stopped
 from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
+from sd3_light.flow.packing import pack_latents, unpack_latents
 from sd3_light.sources.video import write_video
-from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo, pack_latents, unpack_latents
+from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.prior import ClassPictures, WithPrior

@@ -15,6 +15,7 @@ from torch import Tensor
 from sd3_light.checkpoint.progress import EMA, Progress, track_kind
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
+from sd3_light.core.model import of_denoiser
 from sd3_light.engines import Launch
 from sd3_light.engines.errors import COMMON_ERRORS, explain_runtime_errors
 from sd3_light.engines.processes import ProcessGroups
@@ -310,7 +311,8 @@ class Driver:
             return  # nothing was learned, and the run ends with an error that says so; or it is exported as the best
         self._exported_at, is_best = progress.step, self._best_at == progress.step
         self.groups.wait_for_all(self.saves.exports.is_idle)  # an export holds a copy of all weights: one at a time
-        trained = engine.gather(engine.weights if weights == RAW else self.run.averages.tracks[weights].shadow)
+        raw = of_denoiser(engine.weights)
+        trained = engine.gather(raw if weights == RAW else self.run.averages.tracks[weights].shadow)
         if trained is None:
             return
 

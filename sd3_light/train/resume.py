@@ -21,6 +21,7 @@ from sd3_light.checkpoint.store import (
 from sd3_light.config import LoadedConfig, ModelConfig, TrainConfig, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.config.toml_file import read_toml
+from sd3_light.core.model import HEADS
 from sd3_light.core.start import WeightsStart
 from sd3_light.data.order import Order
 from sd3_light.data.shard_table import ShardEntry
@@ -251,7 +252,7 @@ def load_checkpoint(
         raise _other_order(saved, now, changed)
     if changes:
         info(f"the config has changed since the checkpoint: {_listed(changes)}")
-    saved.load_into(engine.like_weights(PARAM_KIND, engine.weights) if resume.reset_optimizer else engine.pieces())
+    saved.load_into(engine.weight_pieces() if resume.reset_optimizer else engine.pieces())
     for name, track in averages.tracks.items():
         if saved.names(track_kind(name)):
             saved.load_into(engine.like_weights(track_kind(name), track.shadow))
@@ -265,6 +266,8 @@ def load_checkpoint(
 def _require_model(saved: Checkpoint, engine: Engine, changed: str) -> None:
     shapes = {name: saved.shapes[f"{PARAM_KIND}/{name}"] for name in saved.names(PARAM_KIND)}
     differing = sorted(name for name in {*shapes, *engine.shapes} if shapes.get(name) != engine.shapes.get(name))[:3]
+    if differing and all(name.startswith(HEADS) for name in differing):
+        raise UserError(f"{saved.path} has other heads (differs in {differing}); restore the objective{changed}")
     if differing:
         raise UserError(f"{saved.path} is of another model (differs in {differing}); check [model] and freeze{changed}")
 

@@ -1,14 +1,20 @@
 """The state of a run that training changes: model, engine, averages."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sd3_light.config import AdapterConfig
+from torch import nn
+
+from sd3_light.config import AdapterConfig, UserError
 from sd3_light.core.cost import Cost, Layout
-from sd3_light.core.model import StepDropout, compile_blocks
+from sd3_light.core.model import TrainedModel, compile_blocks, of_denoiser
+from sd3_light.core.objective import Objective
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import Preparer
 from sd3_light.cost.graph_choice import why_no_graphs
+from sd3_light.data.prepare import with_columns
+from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.blocks import Blocks, choose_blocks
 from sd3_light.engines.processes import apply_timeout
@@ -19,6 +25,10 @@ from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.train.context import RunContext
+from sd3_light.train.teacher import load_teacher, teach_by_average
+
+MakeObjective = Callable[[nn.Module], Objective]
+"""Denoiser -> what it is trained for."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +36,17 @@ class TrainState:
     """The parts of a run that hold or use weights. ``saver`` exports them, ``preparer`` makes the batches."""
 
     preparer: Preparer
-    dropout: StepDropout | None
+    model: TrainedModel
     engine: Engine
     averages: Averages
     saver: Saver
 
 
-def make_train_state(context: RunContext) -> TrainState:
-    """Build the model with its starting weights and wrap it in the engine; all processes call it together."""
+def make_train_state(context: RunContext, objective: MakeObjective | None = None) -> TrainState:
+    """Build the model with its starting weights and wrap it in the engine; all processes call it together.
+
+    ``objective`` replaces that of the config.
+    """
     config, launch, device, start = context.config, context.launch, context.device, context.start
     family = family_of(config.model)
     denoiser = family.weights.load(start, config.seed)
@@ -45,14 +58,33 @@ def make_train_state(context: RunContext) -> TrainState:
         compile_blocks(denoiser)
     if config.adapter is not None and config.adapter.dropout > 0:
         module.dropout = AdapterDropout(denoiser, config.seed, launch.rank)
+    if objective is not None:
+        module.use(objective(denoiser))
+    load_teacher(module, config, device)
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
     engine: Engine = make(module, config, launch, device, context.groups.writers)
     if isinstance(engine, TorchEngine) and device.type == "cuda":
         _choose_graphs(engine, context, blocks)
     apply_timeout(context.groups, config.dist_timeout_sec)
-    saver.live = lambda: engine.gather(engine.weights)
+    saver.live = lambda: engine.gather(of_denoiser(engine.weights))
+    require_columns(context.data, module.objective.reads)
     preparer = family.training.preparer(config, start, context.data.empty_text())
-    return TrainState(preparer, module.dropout, engine, Averages(engine.weights, config.ema), saver)
+    averages = Averages(of_denoiser(engine.weights), config.ema)
+    teach_by_average(module, engine, averages)
+    return TrainState(with_columns(preparer, module.objective.reads), module, engine, averages, saver)
+
+
+def require_columns(data: CachedDataset, reads: Sequence[str]) -> None:
+    """Raise a UserError unless the cache has the columns that an objective reads."""
+    if not (wanted := [name for name in reads if name != "words"]):
+        return
+    names = [column.name for column in data.new_reader(data.manifest.shards[0]).columns]
+    for name in wanted:
+        if name not in names:
+            raise UserError(
+                f"the objective reads the column {name!r}, and the cache has {', '.join(names)}; build it with a "
+                "dataset that provides it"
+            )
 
 
 def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> None:

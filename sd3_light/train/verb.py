@@ -13,7 +13,7 @@ from sd3_light.checkpoint.requests import RunRequests
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped
-from sd3_light.core.registry import family_of, starting_weights
+from sd3_light.core.registry import family_of, starting_weights, with_family_values
 from sd3_light.cost.device_peaks import peak_flops
 from sd3_light.cost.residence import Residence
 from sd3_light.data.loader import LoadTimes
@@ -49,7 +49,7 @@ from sd3_light.train.resume import (
     rate_settings,
     require_start,
 )
-from sd3_light.train.state import TrainState, describe_start, make_train_state
+from sd3_light.train.state import MakeObjective, TrainState, describe_start, make_train_state
 
 __all__ = ["OnSample", "Resume", "order_review", "require_start", "run"]
 
@@ -70,13 +70,16 @@ def run(
     resume: Resume | None = None,
     by_deepspeed: bool = False,
     on_sample: OnSample | None = None,
+    objective: MakeObjective | None = None,
 ) -> Progress:
     """Train to the end of the config's epochs or steps, with torch's engine or DeepSpeed's, on an existing cache.
 
     With ``on_sample`` the run is only measured: it is called in place of writing sample grids, and nothing is exported.
+    ``objective`` takes the denoiser and returns what it is trained for, in place of [objective].
     Raises `Stopped` if a signal stopped the run; the checkpoint to resume from is saved.
     """
     launch = launch or Launch()
+    loaded = replace(loaded, train=with_family_values(loaded.train))
     deepspeed.require(loaded.train, launch, by_deepspeed)
     start = starting_weights(loaded.train.model)
     device = launch.device()
@@ -90,7 +93,7 @@ def run(
             _use_cpu(context)
         # before the engine fills the GPU: prompts that are not in the cache are encoded now
         sampler, measurer = _make_sampler(context), _make_measurer(context)
-        state, resumed, options = make_train_state(context), context.resumed, resume or Resume()
+        state, resumed, options = make_train_state(context, objective), context.resumed, resume or Resume()
         progress, window = Progress(), None
         if resumed is not None:
             changes = changed_keys(replace(loaded, train=context.config), resumed)
@@ -170,7 +173,6 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
         gaps, advice = DeviceGaps(), IdleAdvice(config.num_dataloader_workers, times)
         watch_updates(engine, gaps)
-    dropout = state.dropout
     reads_data = launch.reads_data(context.stages)
     return Run(
         engine=engine,
@@ -188,12 +190,12 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         log=context.folder.log,
         meter=Meter(launch.world, peak, window, gaps, times),
         requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
-        flops_in=flops_counter(context.cost, share.world, config.adapter is not None),
+        flops_in=flops_counter(context.cost, share.world, config.adapter is not None, config.terms),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,
         steps_per_print=config.steps_per_print,
-        begin_step=dropout.begin if dropout is not None else lambda step: None,
+        begin_step=state.model.begin,
         idle_advice=advice,
     )
 

@@ -84,7 +84,8 @@ LAYOUTS = tuple(layout for layout in ALL_LAYOUTS if HAS_DEEPSPEED or not layout.
 class Job:
     """A run of a project's train config in its own folder, from the start or from a checkpoint.
 
-    ``poisoned`` spoils steps: "latents" are NaN, so gradients are too; an infinite "loss" has finite gradients.
+    With ``objective`` it trains for `tests.distributed.objective`. ``poisoned`` spoils steps: "latents" are NaN, so
+    gradients are too; an infinite "loss" has finite gradients.
     """
 
     toml: str
@@ -92,6 +93,7 @@ class Job:
     layout: Layout
     keys: tuple[str, ...] = ()
     checkpoint: str | None = None
+    objective: bool = False
     poisoned: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -118,10 +120,13 @@ def train_here(job: Job) -> None:
     from sd3_light.config import load_config
     from sd3_light.engines import Launch
     from sd3_light.train import verb as train
+    from tests.distributed.objective import whole_objective
 
     resume = None if job.checkpoint is None else train.Resume(Path(job.checkpoint))
     POISON[:] = [job.poisoned.get(step, "") for step in range(1, max(job.poisoned, default=0) + 1)]
-    train.run(load_config(Path(job.toml), job.overrides), Launch.detect(), resume, job.layout.deepspeed)
+    objective = whole_objective if job.objective else None
+    loaded = load_config(Path(job.toml), job.overrides)
+    train.run(loaded, Launch.detect(), resume, job.layout.deepspeed, objective=objective)
 
 
 POISON: list[str] = []
@@ -151,12 +156,12 @@ def patch() -> None:
     from sd3_light.checkpoint.progress import track_kind
     from sd3_light.data.loader import PipelineDataLoader
     from sd3_light.export import diffusers_folder as folder
-    from sd3_light.families.sd3 import module
+    from sd3_light.flow import objectives
     from sd3_light.train import verb as train
 
     steps = PipelineDataLoader.steps
     PipelineDataLoader.steps = lambda self: (poison(step) for step in steps(self))  # type: ignore
-    module.flow_loss = marked_loss  # type: ignore[assignment]
+    objectives.flow_loss = marked_loss
     folder.prove = lambda *_: {}  # type: ignore[assignment]
     load = train.load_checkpoint
 

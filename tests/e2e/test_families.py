@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,12 +25,12 @@ from tests.cases import combinations
 from tests.families import PIPELINES, save_pipeline
 
 ROOT = Path(__file__).parents[2]
-CLASSES = {"flux": "Flux", "qwen": "QwenImage", "z_image": "ZImage", "sana": "Sana"}
-PACKED = ("flux", "qwen")
+CLASSES = {"flux": "Flux", "qwen_image": "QwenImage", "z_image": "ZImage", "sana": "Sana"}
+PACKED = ("flux", "qwen_image")
 # without guidance by a second pass; Flux embeds the example's scale
 CALLS: dict[str, dict[str, Any]] = {
     "flux": {"guidance_scale": 1.0},
-    "qwen": {"true_cfg_scale": 1.0},
+    "qwen_image": {"true_cfg_scale": 1.0},
     "z_image": {"guidance_scale": 0.0},
     "sana": {"guidance_scale": 1.0, "use_resolution_binning": False},
 }
@@ -45,7 +46,7 @@ COMFYUI: dict[str, dict[str, set[str]]] = {
         "transformer_blocks": _JOINT | _FLUX | {"ff_context.net.0.proj", "ff_context.net.2"},
         "single_transformer_blocks": {"attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp", "proj_out", "norm.linear"},
     },
-    "qwen": {
+    "qwen_image": {
         "transformer_blocks": _JOINT
         | {f"{stream}_{layer}" for stream in ("img", "txt") for layer in ("mod.1", "mlp.net.0.proj", "mlp.net.2")}
     },
@@ -69,13 +70,14 @@ class Family:
 
     def pipe(self) -> Any:
         """Load the stock pipeline."""
-        pipe = PIPELINES[self.name][0].from_pretrained(self.model, dtype=torch.float32)
+        pipe = getattr(diffusers, PIPELINES[self.name].kind).from_pretrained(self.model, dtype=torch.float32)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
     @property
     def script(self) -> Path:
-        return ROOT / "examples" / f"{self.name}_task.py"
+        name = "qwen" if self.name == "qwen_image" else self.name
+        return ROOT / "examples" / f"{name}_task.py"
 
     def module(self, full: bool) -> Any:
         """Return the example's module over the stock pipeline."""
@@ -161,7 +163,7 @@ def test_latents_are_normalised_as_the_stock_pipeline_undoes_it(family: Family) 
     with torch.no_grad():
         family.stock(pipe, values["latents"][0], "", [1e-8], output="pt")
         pixels = pipe.image_processor.preprocess(family.samples[0]["data"]["image"])
-        encoded = pipe.vae.encode(pixels[:, :, None] if family.name == "qwen" else pixels)
+        encoded = pipe.vae.encode(pixels[:, :, None] if family.name == "qwen_image" else pixels)
     (raw,) = seen
     if family.name == "sana":
         expected = encoded.latent

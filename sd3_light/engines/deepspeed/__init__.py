@@ -49,14 +49,25 @@ def make_engine(
 ) -> Engine:
     """Return the engine for ``pipeline_stages`` and ``zero_stage``; all processes must call it together.
 
-    ZeRO 0 and 1 run as a pipeline, of one stage or more; ZeRO 2 and 3 run the module as a whole.
+    ZeRO 0 and 1 run as a pipeline, of one stage or more. ZeRO 2 and 3 run the module as a whole, and so does ZeRO 1 if
+    its objective needs that or the model has no layers for a pipeline.
     """
+    whole = module.objective.why_whole()
+    if whole is not None and (config.pipeline_stages > 1 or config.zero_stage == 0):
+        layout = "pipeline stages do" if config.pipeline_stages > 1 else "ZeRO 0 does"
+        raise UserError(
+            f"the objective has {whole}, which {layout} not run; write pipeline_stages = 1 and zero_stage = 1, 2 or 3"
+        )
     from sd3_light.engines.deepspeed.runtime import prepare
 
+    has_layers = type(module).pipeline_layers is not TrainedModel.pipeline_layers
+    if not has_layers and config.zero_stage == 0:
+        raise UserError("zero_stage = 0 needs a model with layers for a pipeline; write zero_stage = 1")
     prepare(launch, device)
-    if launch.world == 1 and config.zero_stage == 1:  # nothing to shard: copies would only cost time
+    in_layers = has_layers and whole is None
+    if in_layers and launch.world == 1 and config.zero_stage == 1:  # nothing to shard: copies would only cost time
         config = config.model_copy(update={"zero_stage": 0})
-    if config.zero_stage < 2:
+    if in_layers and config.zero_stage < 2:
         from sd3_light.engines.deepspeed.pipeline import PipelineEngine
 
         return PipelineEngine(module, config, launch, device, writers)

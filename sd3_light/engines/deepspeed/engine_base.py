@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
+from sd3_light.core.model import TrainedModel
 from sd3_light.engines.deepspeed.runtime import quiet, settings
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
@@ -33,7 +34,9 @@ class DeepSpeedBase(Engine):
     def _initialize(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
         """Make the optimizer and DeepSpeed's engine for these weights."""
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
-        self.optimizer = make_optimizer(self.module, parameters, config.optimizer, self.device)
+        # heads train by AdamW: their lists of layers are no blocks
+        weighed = self.module.denoiser if isinstance(self.module, TrainedModel) else self.module
+        self.optimizer = make_optimizer(weighed, parameters, config.optimizer, self.device)
         options = {"optimizer": self.optimizer.torch_optimizer, "config": settings(config)}
         with quiet():
             self.engine: Any = deepspeed.initialize(model=model, dist_init_required=False, **options)[0]
@@ -55,7 +58,9 @@ class DeepSpeedBase(Engine):
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield the weights, then the optimizer state of each."""
-        return self.state.pieces()
+        yield from self.state.pieces()
+        if self.networks is not None:
+            yield from self.networks.pieces()
 
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""

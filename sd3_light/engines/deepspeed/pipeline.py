@@ -136,7 +136,7 @@ class PipelineEngine(DeepSpeedBase):
         first, last = self.stage == 0, self.stage == self.stages - 1
         for batch in equal_micro_batches(batches if self.sequential_micro_batches else _pad_texts(batches)):
             own = (batch if first else batch.select(_TARGETS)).to(self.device)
-            times = 1000 * own["t"]
+            times = (1000 * own["t"]).float()
             if last:
                 self._targets.append(own.select(_TARGETS))
             if self.sequential_micro_batches:

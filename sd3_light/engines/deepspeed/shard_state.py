@@ -63,7 +63,8 @@ class ShardState:
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""
         for name in self._parts:
-            yield self._piece(f"{kind}/{name}", held[name], name)
+            if name in held:
+                yield self._piece(f"{kind}/{name}", held[name], name)
 
     def _piece(self, full_name: str, values: Tensor, name: str) -> TensorPiece:
         part = self._parts[name]
@@ -75,6 +76,8 @@ class ShardState:
         """Gather copies of tensors laid out like the weights in rank 0's host memory, one tensor at a time."""
         gathered = {}
         for name, part in self._parts.items():
+            if name not in held:
+                continue
             padded = nn.functional.pad(held[name], (0, part.capacity - part.length))
             received = [torch.empty_like(padded) for _ in range(self.launch.world)] if self.launch.rank == 0 else None
             dist.gather(padded, received, dst=0)

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sd3_light.core.model import HEADS
 from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, assign_writers
 from sd3_light.launch import Launch
 from sd3_light.optim.build import create_adamw_state
@@ -56,7 +57,8 @@ class StageState:
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights."""
         for name, weight in self.parameters.items():
-            yield TensorPiece(f"{kind}/{name}", held[name].view(-1), 0, tuple(weight.shape), name in self._written)
+            if name in held:
+                yield TensorPiece(f"{kind}/{name}", held[name].view(-1), 0, tuple(weight.shape), name in self._written)
 
     def _full_state(self, name: str, weight: nn.Parameter) -> Iterator[TensorPiece]:
         for kind, value in self.optimizer.state[weight].items():
@@ -81,6 +83,8 @@ class StageState:
         """Gather copies of tensors laid out like the weights, of all stages, in rank 0's host memory, one at a time."""
         gathered = {}
         for name, stage in self.stage_of.items():
+            if name.startswith(HEADS) and name not in held:
+                continue
             owner = stage * self.replicas  # its rank in the first pipeline
             if self.rank == 0:
                 tensor = held[name] if stage == 0 else self._receive(name, owner)

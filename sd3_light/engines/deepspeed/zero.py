@@ -11,12 +11,21 @@ from torch import Tensor, nn
 from sd3_light.config import OptimizerConfig, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
+from sd3_light.core.model import TrainedModel
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
+from sd3_light.engines.networks import Networks
 from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums
-from sd3_light.engines.torch import micro_losses, require_gradients, task_loss_sums, task_losses, task_parameters
+from sd3_light.engines.torch import (
+    draw_pass,
+    micro_losses,
+    require_gradients,
+    task_loss_sums,
+    task_losses,
+    task_parameters,
+)
 from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.launch import Launch
 
@@ -34,6 +43,9 @@ class ZeroEngine(DeepSpeedBase):
     def __init__(self, module: Any, config: TrainConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(module.to(device), launch, device)
         self.writers = launch.world
+        if isinstance(module, TrainedModel) and module.objective.draws:
+            self.networks = Networks(module, launch, device)
+            module.release = self._free_gathered_weights
         parameters = self._trainable()
         shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
         self._initialize(self.module, parameters, config)
@@ -55,6 +67,8 @@ class ZeroEngine(DeepSpeedBase):
         self.optimizer.set_rate(lr)
         numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
         for number, batch in enumerate(self._in_turn(batches), start=1):
+            if self.networks is not None:
+                batch = draw_pass(self.module, self.networks, batch.to(self.device), len(batches))
             losses, bands = self._losses(batch)
             numbers += StepResult.pack(losses, bands) / len(batches)
             self.engine.backward(losses["loss"])
@@ -72,13 +86,15 @@ class ZeroEngine(DeepSpeedBase):
         self.engine.step()
         norm = torch.as_tensor(self.engine.optimizer._global_grad_norm, device=self.device).float()
         finite &= torch.isfinite(norm)
+        if self.networks is not None:
+            self.networks.step()
         return StepResult(self.names, torch.cat([numbers, norm.view(1), finite.float().view(1)]))
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:
         """Return [sum of the flow losses, number of samples] of this process's micro-batch; padding has weight 0."""
         batch = batch.to(self.device)
-        each = self.engine(batch)["each"]
+        each = self.module.evaluate(batch)
         self._free_gathered_weights()
         return loss_sums(each, batch.get("weight"))
 

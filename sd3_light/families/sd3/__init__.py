@@ -28,6 +28,8 @@ class SD3(Family):
     title = "SD3"
     pipeline = "StableDiffusion3Pipeline"
     denoiser = "SD3Transformer2DModel"
+    has_stages = True
+    starts_random = True
 
     @cached_property
     def weights(self) -> "SD3Weights":

@@ -2,7 +2,7 @@
 compare those of two blocks (LayerSync). Shapes: B samples, N image tokens, K kept tokens, D width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from sd3_light.config import ModelConfig
+from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import token_problems
 from sd3_light.config.faults import Fault, UserError
 from sd3_light.config.schema_blocks import BlockPair, TokenRoute
@@ -26,25 +26,26 @@ class BetweenPlan(NamedTuple):
     pair: BlockPair | None = None
 
     @staticmethod
-    def of(model: ModelConfig, transformer: SD3Transformer2DModel) -> "BetweenPlan":
+    def of(config: TrainConfig, transformer: SD3Transformer2DModel) -> "BetweenPlan":
         """Return the plan for a denoiser; raise a UserError if it lacks these blocks or places."""
         num_blocks = len(transformer.transformer_blocks)
-        for key, fields in token_problems(model, num_blocks, transformer.config.pos_embed_max_size).items():
+        for key, fields in token_problems(config, num_blocks, transformer.config.pos_embed_max_size).items():
             raise UserError(str(Fault("[model]", key, **fields)))
-        return BetweenPlan(
-            model.route(num_blocks),
-            None if model.layer_sync is None else model.layer_sync.pair(num_blocks),
-        )
+        sync = config.terms.layer_sync
+        return BetweenPlan(config.model.route(num_blocks), None if sync is None else sync.pair(num_blocks))
 
 
 class BetweenBlocks:
     """Takes the image tokens after each block of one forward pass, and returns those that the next block gets.
 
     ``kept_BK`` are the tokens that run through the routed blocks; None: all. ``compare`` is called with the tokens
-    after both blocks of the plan's pair, as far as both have them, and ``compared`` is its result.
+    after both blocks of the plan's pair, as far as both have them, and ``compared`` is its result. ``features`` are the
+    tokens after the blocks ``taps``.
     """
 
-    def __init__(self, plan: BetweenPlan, kept_BK: Tensor | None, compare: Compare) -> None:
+    def __init__(self, plan: BetweenPlan, kept_BK: Tensor | None, compare: Compare, taps: Collection[int] = ()) -> None:
+        self.features: dict[int, Tensor] = {}
+        self._taps = taps
         self._route, self._pair = plan.route if kept_BK is not None else None, plan.pair
         self._kept, self._compare = kept_BK, compare
         self._waiting: Tensor | None = None  # all tokens, while only the kept ones run
@@ -59,10 +60,12 @@ class BetweenBlocks:
     def acts_after(self, block: int) -> bool:
         """Return whether the tokens after a block (0: the embedding) are changed or compared."""
         route = () if self._route is None else (self._route.first - 1, self._route.last)
-        return block in (*route, *(self._pair or ()))
+        return block in (*route, *(self._pair or ()), *self._taps)
 
     def after(self, block: int, image_BND: Tensor) -> Tensor:
         """Return the tokens for the next block."""
+        if block in self._taps:
+            self.features[block] = image_BND
         if self._route is not None and block == self._route.last:
             assert self._waiting is not None
             image_BND = put_tokens(self._waiting, self._rows(self._waiting), image_BND)

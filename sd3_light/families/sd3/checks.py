@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from sd3_light.config import Fault, ModelConfig, ModelSize, UserError
-from sd3_light.config.cross_checks import text_recon_problem, token_problems
+from sd3_light.config import Fault, ModelConfig, ModelSize, TrainConfig, UserError
+from sd3_light.config.cross_checks import text_recon_faults, token_problems
 from sd3_light.core.checks import ModelChecks, ModelFact
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.sd3.positions import start_position_step
@@ -57,15 +57,14 @@ class SD3Checks(ModelChecks):
             with suppress(UserError):  # reported with the encoders
                 yield from _width_faults(model, start)
 
-    def key_faults(self, model: ModelConfig, start: WeightsStart) -> Iterator[Fault]:
+    def key_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
         """See `ModelChecks.key_faults`."""
         size = start.size
-        if model.text_recon_gamma > 0 and model.text_recon_target_layer > size.num_layers - 2:
-            layer = str(model.text_recon_target_layer)
-            yield Fault("", "model.text_recon_target_layer", value=layer, **text_recon_problem(size.num_layers))
+        model = train.model
+        yield from text_recon_faults(train, size.num_layers)
         if start.source is None:
             return
-        for key, fields in token_problems(model, size.num_layers, size.pos_embed_max_size).items():
+        for key, fields in token_problems(train, size.num_layers, size.pos_embed_max_size).items():
             yield Fault("", key, **fields)
         weights = f"the weights in {start.source}"
         hint = 'remove the key, or give init = "random"'

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.files import (
     AdapterNames,
@@ -97,6 +98,7 @@ class SD3SingleFiles(SingleFiles):
 class SD3Files(Files):
     """See `Files`. A model of real text tokens has a custom pipeline."""
 
+    writes_scheduler = True
     pipeline_settings = ("t5_max_length", "uncond_text")
 
     @cached_property
@@ -112,6 +114,11 @@ class SD3Files(Files):
     def missing(self, folder: Path, denoiser: bool) -> tuple[str, ...]:
         """See `Files.missing`."""
         return missing_parts(folder, transformer=denoiser)
+
+    def text_facts(self, model: ModelConfig) -> dict[str, Any]:
+        """See `Files.text_facts`."""
+        uncond_text = model.uncond_text or "zero"
+        return {"text_tokens": model.text_tokens, "uncond_text": uncond_text, "t5_max_length": model.t5_max_length}
 
     def text_policy(self, folder: Path, text: Mapping[str, Any]) -> TextPolicy:
         """See `Files.text_policy`. By default there are no more T5 tokens than the folder's tokenizer accepts."""
@@ -133,7 +140,7 @@ class SD3Files(Files):
             return None
         return CustomPipeline(RealTextPipeline, {key: text[key] for key in self.pipeline_settings})
 
-    def denoiser_inputs(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def denoiser_inputs(self, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """See `Files.denoiser_inputs`."""
         latent, text, pooled, *_ = _draws(config)
         return {

@@ -7,17 +7,17 @@ N image tokens, T text tokens, D width.
 """
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from sd3_light.config.base import Checkpointing
 from sd3_light.families.sd3.between_blocks import BetweenBlocks
 from sd3_light.families.sd3.masked_attention import MaskedJointAttention, mask_attention, real_text_mask
+from sd3_light.model.checkpointing import save_products
 
 LayerState = tuple[Tensor, ...]
 """(image_BND, text_BTD, time_BD), with real text lengths_B (int64), and with text reconstruction the tokens to
@@ -134,7 +134,7 @@ def run_layers(
     the outputs of matrix products and attention. ``between``, for the whole list of layers, gets the image tokens
     between them.
     """
-    context: dict[str, Any] = {"context_fn": _save_products} if checkpointing == "selective" else {}
+    context: dict[str, Any] = {"context_fn": save_products} if checkpointing == "selective" else {}
     state: Any = tuple(inputs)
     for number, layer in enumerate(layers):
         if checkpointing and isinstance(layer, JointBlock) and torch.is_grad_enabled():
@@ -144,15 +144,6 @@ def run_layers(
         if between is not None and between.acts_after(number):
             state = (between.after(number, state[0]), *state[1:])
     return tuple(state)
-
-
-def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    name = op.name().removeprefix("aten::")
-    is_saved = name.startswith(("mm", "addmm", "bmm", "_scaled_dot_product"))
-    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_save_products = partial(create_selective_checkpoint_contexts, _policy)
 
 
 def unpatchify(patches_BNP: Tensor, height: int, width: int, patch: int = 2) -> Tensor:

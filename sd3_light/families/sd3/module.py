@@ -1,6 +1,7 @@
 """Batch in, loss out: runs the denoiser's layers and compares the result with the flow's velocity."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from diffusers import SD3Transformer2DModel
@@ -9,13 +10,13 @@ from torch import Tensor, nn
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import Losses, TrainedModel
-from sd3_light.core.objective import Objective, Objectives, Prediction
+from sd3_light.core.objective import Prediction
 from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.families.sd3.fast.block import BlockOptions, Keep, Products
 from sd3_light.families.sd3.fast.forward import FastDenoiser
 from sd3_light.families.sd3.layers import Embed, LayerState, build_layers, run_layers, unpatchify
 from sd3_light.flow.objective import alignment_loss
-from sd3_light.flow.objectives import FlowMatching, LayerSync, TextReconstruction
+from sd3_light.flow.objectives import configured_objective
 
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
 
@@ -30,26 +31,26 @@ class SD3TrainingModule(TrainedModel):
     """
 
     def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:
-        super().__init__(transformer, sd3_objective(config))
+        super().__init__(transformer, configured_objective(config))
         self.fast = fast
-        self.gamma = config.model.text_recon_gamma
+        recon = config.terms.text_recon
         self.checkpointing = config.activation_checkpointing
         self.compute_dtype = getattr(torch, config.model.transformer_dtype)
         self.real_text = config.model.text_tokens == "real"
-        target_layer = config.model.text_recon_target_layer if self.gamma > 0 else None
-        self.target_layer = target_layer
-        self.plan = BetweenPlan.of(config.model, transformer)
+        self.target_layer = None if recon is None else recon.target_layer
+        self.plan = BetweenPlan.of(config, transformer)
         draws = {"kept": self.plan.route, "corners": config.model.position_crop_side}
         self.image_draws = [name for name, setting in draws.items() if setting is not None]
         self.products: Products = "fp8" if config.fp8 else "plain"
         self._fast: FastDenoiser | None = None
         # a plain list: the layers share the transformer's modules and must not name its parameters twice
-        self._layers = [*build_layers(transformer, target_layer, self.real_text)]
+        self._layers = [*build_layers(transformer, self.target_layer, self.real_text)]
 
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
         """See `TrainedModel.predict`."""
-        assert not taps, "SD3 returns no features"
-        return self.prediction(self.run(batch), batch["noisy"].shape[-2:])
+        between = self._between(batch, taps)
+        out = self.prediction(self.run(batch, between), batch["noisy"].shape[-2:])
+        return out if between is None else replace(out, features=between.features)
 
     def losses(self, outputs: LayerState, batch: Batch) -> Losses:
         """Return the losses of `forward` from the last layer's outputs and the batch's target and mask."""
@@ -66,7 +67,7 @@ class SD3TrainingModule(TrainedModel):
         extras: dict[str, Tensor] = {}
         if self.plan.pair is not None:
             extras["compared"] = rest.pop()
-        if self.gamma > 0:
+        if self.target_layer is not None:
             extras |= {"text": text, "text_target": rest[-1]}
             if self.real_text:
                 extras["lengths"] = rest[0]
@@ -76,15 +77,22 @@ class SD3TrainingModule(TrainedModel):
         """Return the layers as modules that run one after another, in several processes, as in `forward`."""
         return [PipelineLayer(self, layer, number) for number, layer in enumerate(self._layers)]
 
-    def run(self, batch: Batch) -> LayerState:
+    def _between(self, batch: Batch, taps: Sequence[int] = ()) -> BetweenBlocks | None:
+        """Return what takes the tokens between the blocks of a pass; None if nothing does."""
+        last = len(self._layers) - 2
+        assert all(0 < tap < last for tap in taps), f"features come from blocks 1 to {last - 1}, not {taps}"
+        if not any(self.plan) and not taps:
+            return None
+        return BetweenBlocks(self.plan, batch.get("kept"), alignment_loss, taps)
+
+    def run(self, batch: Batch, between: BetweenBlocks | None = None) -> LayerState:
         """Run all layers and return the last one's outputs, for `prediction`."""
+        between = self._between(batch) if between is None else between
         if self.dropout is not None:
             self.dropout.forward(batch["noisy"].device)
-        kept = batch.get("kept")
         drawn = [name for name in ("kept", "corners") if name in batch.values]
         assert drawn in ([], self.image_draws), f"a batch with {drawn} instead of {self.image_draws}"
         assert (batch.lengths("prompt") is not None) == self.real_text, "exactly real text has lengths"
-        between = BetweenBlocks(self.plan, kept, alignment_loss) if any(self.plan) else None
         run = self._run_fast if self.fast else self._run_stock
         outputs = run(batch, between)
         return outputs if between is None or between.compared is None else (*outputs, between.compared)
@@ -133,17 +141,6 @@ class SD3TrainingModule(TrainedModel):
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
             return run_layers(layers, state, self.checkpointing, between)
-
-
-def sd3_objective(config: TrainConfig) -> Objectives:
-    """Return the objective of a config."""
-    model = config.model
-    parts: list[Objective] = [FlowMatching(config.pseudo_huber_c)]
-    if model.text_recon_gamma > 0:
-        parts.append(TextReconstruction(model.text_recon_gamma))
-    if model.layer_sync is not None:
-        parts.append(LayerSync(model.layer_sync.weight))
-    return Objectives(parts)
 
 
 class PipelineLayer(nn.Module):

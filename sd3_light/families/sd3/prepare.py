@@ -26,6 +26,7 @@ from sd3_light.export.of_run import model_config, model_spec
 from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
 from sd3_light.families.sd3.text import join_text, unpad_text
 from sd3_light.families.sd3.text_dropout import draw_drops, drop_text
+from sd3_light.model.base_values import shift_line
 
 _TEXT = ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled")
 _LENGTHS = ("clip_l.length", "clip_g.length", "t5.length")
@@ -103,7 +104,7 @@ class LightSD3Pipeline:
         self.transformer = denoiser
         uncond = empty_text if model.uncond_text == "empty" else None
         scale, positions = LatentScale.of_folder(model.diffusers_path), self.transformer.config.pos_embed_max_size
-        self.preparer = InputPreparer(seed, model, scale, uncond, positions)
+        self.preparer = InputPreparer(seed, model, scale, uncond, positions, line=shift_line(model))
 
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Pair:
         """Return ((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sd3_light.core.batch import Batch
 from sd3_light.data.order import Picks
-from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentText
+from sd3_light.data.resident import ResidentBucket, ResidentCache, ResidentText, index_rows, select_masks, select_rows
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.families.sd3.prepare import InputPreparer
 from sd3_light.families.sd3.text_dropout import ENCODERS, draw_drops
@@ -54,11 +54,11 @@ class ResidentInputs:
         distinct = bucket.captions[first_caption + caption]
         rows, lengths = self._text_rows(bucket.text, distinct, drops)
         shape = bucket.images["moments"].shape
-        values = {"image_rows": _rows(first_image + variant), "t": self.preparer.times(occurrences, shape), **rows}
+        values = {"image_rows": index_rows(first_image + variant), "t": self.preparer.times(occurrences, shape), **rows}
         values |= self.preparer.image_draws(occurrences, shape)
         values["words"] = torch.from_numpy(occurrences).view(torch.int32)
         if bucket.masked[sample].any():
-            values["mask_rows"] = _rows(np.stack([sample, variant]))
+            values["mask_rows"] = index_rows(np.stack([sample, variant]))
         host = {"bucket": torch.tensor(picks.bucket), **self.preparer.host_values(lengths)}
         return Batch(len(sample), values, host)
 
@@ -86,49 +86,30 @@ class ResidentInputs:
             position = np.arange(longest) - first[:, None]
             is_token = (position >= 0) & (position < counts[at][:, None]) & ~zeroed[:, at, None]
             start = text.starts[name][distinct][:, None]
-            rows[f"{name}_rows"] = _rows(np.where(is_token, start + position, text.zero_row(name)))
+            rows[f"{name}_rows"] = index_rows(np.where(is_token, start + position, text.zero_row(name)))
         pooled = [np.where(zeroed[:, ENCODERS.index(name)], text.empty + 1, distinct) for name in _POOLED]
-        rows["pooled_rows"] = _rows(np.stack(pooled))
+        rows["pooled_rows"] = index_rows(np.stack(pooled))
         return rows, torch.from_numpy(lengths)
 
     def gather(self, batch: Batch, empty: AllocateTensor | None = None) -> Batch:
         """Return a batch of `InputPreparer.prepare_clean` for indices; ``empty`` allocates moments and prompt."""
         bucket: ResidentBucket = self.cache.buckets[int(batch.host["bucket"])]
         text = bucket.text
-        prompt, first = _select(text.tokens["t5"], batch["t5_rows"], empty), 0
+        prompt, first = select_rows(text.tokens["t5"], batch["t5_rows"], empty), 0
         for name in ("clip_l", "clip_g"):
             rows = batch[f"{name}_rows"]
-            tokens = _select(text.tokens[name], rows)
+            tokens = select_rows(text.tokens[name], rows)
             # where one has tokens the other is zero, so the sum is a copy
             prompt[:, : rows.shape[1], first : first + tokens.shape[-1]] += tokens
             first += tokens.shape[-1]
         each = zip(_POOLED, batch["pooled_rows"], strict=True)
-        pooled = [_select(text.fixed[f"{name}.pooled"], rows) for name, rows in each]
-        values = {"moments": _select(bucket.images["moments"], batch["image_rows"], empty), "t": batch["t"]}
+        pooled = [select_rows(text.fixed[f"{name}.pooled"], rows) for name, rows in each]
+        values = {"moments": select_rows(bucket.images["moments"], batch["image_rows"], empty), "t": batch["t"]}
         values |= {"prompt": prompt, "pooled": torch.cat(pooled, dim=-1)}
         values |= batch.select(("kept", "corners", "words")).values
+        values |= {name: select_rows(bucket.images[name], batch["image_rows"]) for name in self.preparer.columns}
         mask_rows = batch.get("mask_rows")
         if mask_rows is not None:
-            values["mask"] = _masks(bucket, *mask_rows)
+            values["mask"] = select_masks(bucket, *mask_rows)
         host = {name: counts for name, counts in batch.host.items() if name != "bucket"}
         return Batch(batch.size, values, host)
-
-
-def _masks(bucket: ResidentBucket, samples: Tensor, mirrored: Tensor) -> Tensor:
-    assert bucket.masks is not None
-    masks = _select(bucket.masks, samples)
-    return torch.where(mirrored.bool()[:, None, None], masks.flip(-1), masks)
-
-
-def _rows(rows: Indices) -> Tensor:
-    return torch.from_numpy(rows.astype(np.int32))
-
-
-def _select(table: Tensor, rows: Tensor, empty: AllocateTensor | None = None) -> Tensor:
-    """Return the rows of a table, for an index of any shape."""
-    shape = (*rows.shape, *table.shape[1:])
-    if empty is None:
-        return table.index_select(0, rows.flatten()).view(shape)
-    out = empty(shape, table.dtype)
-    torch.index_select(table, 0, rows.flatten(), out=out.view(rows.numel(), *table.shape[1:]))
-    return out

@@ -10,6 +10,7 @@ from sd3_light.data.shards import CaptionFeatures
 from sd3_light.encoding.vae import LatentScale
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.prepare import InputPreparer
+from sd3_light.model.base_values import shift_line
 
 
 class SD3Training(TrainingParts):
@@ -20,7 +21,8 @@ class SD3Training(TrainingParts):
         model = config.model
         used = empty_text if model.uncond_text == "empty" else None
         scale = LatentScale.of_folder(model.diffusers_path)
-        return InputPreparer(config.seed, model, scale, used, start.size.pos_embed_max_size)
+        line = shift_line(model)
+        return InputPreparer(config.seed, model, scale, used, start.size.pos_embed_max_size, line=line)
 
     def model(self, denoiser: nn.Module, config: TrainConfig, fast: bool) -> SD3TrainingModule:
         """See `TrainingParts.model`."""

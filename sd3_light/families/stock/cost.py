@@ -5,21 +5,30 @@ them for all, in a few seconds; buckets and captions then cost nothing.
 """
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from fractions import Fraction
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig, TrainConfig
-from sd3_light.core.cost import FLASH_BACKWARD, BlockBytes, Compute, Cost, Layout, SampleBytes, Tokens
+from sd3_light.core.batch import Batch
+from sd3_light.core.columns import Column
+from sd3_light.core.cost import FLASH_BACKWARD, BlockBytes, Compute, Cost, Layout, SampleBytes, TextTokens, Tokens
 from sd3_light.core.model import denoiser_blocks
 from sd3_light.families.stock.denoiser_count import Counts, OneOfEachBlock
 from sd3_light.model.linears import adapter_weights, match_targets
 from sd3_light.optim.groups import WeightKinds
 
+if TYPE_CHECKING:
+    from sd3_light.families.base import StockFamily
+
+TEXT = "text"
+"""The column of captions whose rows are tokens of the denoiser."""
 _UNIT = 64  # tokens of the smallest shape; some denoisers pad to a multiple of 32
 _GRIDS = {1: (8, 8), 2: (8, 16), 3: (12, 16)}  # units of image tokens -> their rows and columns
 _SHAPES = ((1, 1), (2, 1), (3, 1), (1, 2), (1, 3), (2, 2))  # image and text tokens, in units
@@ -37,7 +46,7 @@ class _Weights(NamedTuple):
 
 
 class CountedCost(Cost):
-    """See `Cost`. A family adds the arguments of its denoiser and its numbers of tokens.
+    """See `Cost`. A family adds its batches, how they run through its denoiser, and its numbers of tokens.
 
     ``denoiser`` is on the meta device and belongs to this object. Compiled blocks count as much as stock ones, which is
     more than they save. On a GPU nothing of this was measured.
@@ -50,11 +59,15 @@ class CountedCost(Cost):
         self._counts: dict[str, tuple[Counts, ...]] = {}
 
     @abstractmethod
-    def arguments(self, rows: int, columns: int, text: int) -> Mapping[str, Any]:
-        """Return the denoiser's arguments for one sample of rows x columns image tokens, in the dtypes of a batch.
+    def batch(self, rows: int, columns: int, text: int) -> Batch:
+        """Return what a denoiser gets for one sample of rows x columns image tokens, in the dtypes of a batch.
 
-        The values of tensors do not matter: `torch.empty` will do.
+        The values of tensors do not matter.
         """
+
+    @abstractmethod
+    def denoise(self, denoiser: nn.Module, batch: Batch) -> Tensor:
+        """Return the velocity of a batch, as in training."""
 
     @property
     def description(self) -> str:
@@ -86,6 +99,11 @@ class CountedCost(Cost):
     def flops_formula(self) -> str:
         """See `Cost.flops_formula`."""
         return "products and attention, counted in a pass without memory"
+
+    @property
+    def why_no_graphs(self) -> str:
+        """See `Cost.why_no_graphs`."""
+        return f"{self._title} was never recorded"
 
     def forward_flops(self, tokens: Tokens) -> int:
         """See `Cost.forward_flops`."""
@@ -144,8 +162,8 @@ class CountedCost(Cost):
 
     def _count(self, shape: tuple[int, int], dtype: str) -> Counts:
         image, text = shape
-        arguments = partial(self.arguments, *_GRIDS[image], text * _UNIT)
-        return self._reduced.count(arguments, dtype, backward=dtype == _DTYPE and shape in _LINEAR)
+        batch = self.batch(*_GRIDS[image], text * _UNIT)
+        return self._reduced.count(self.denoise, batch, dtype, backward=dtype == _DTYPE and shape in _LINEAR)
 
     @staticmethod
     def _at(tokens: Tokens, values: Sequence[int]) -> int:
@@ -157,6 +175,55 @@ class CountedCost(Cost):
         value += image * (image - 1) / 2 * (three - 2 * two + one)
         value += text * (text - 1) / 2 * (text_three - 2 * text_two + one)
         return round(value + image * text * (both - two - text_two + one))
+
+
+class StockCost(CountedCost):
+    """See `Cost`. ``prepared`` are a batch's columns; an image token covers ``side`` x ``side`` pixels."""
+
+    def __init__(self, family: "StockFamily", denoiser: nn.Module, prepared: Sequence[Column], side: int) -> None:
+        self._family = family
+        self._side = side
+        self._prepared = [column for column in prepared if column.name not in ("target", "mask")]
+        text = next(column for column in self._prepared if column.name == TEXT)
+        kind = "at most, as captions are not padded" if text.ragged and not family.pads_text else "padded"
+        self._text = TextTokens(text.shape[0], not text.ragged or family.pads_text, f"{text.shape[0]}, {kind}")
+        super().__init__(denoiser, family.title)
+
+    @property
+    def text(self) -> TextTokens:
+        """See `Cost.text`."""
+        return self._text
+
+    @property
+    def token_side(self) -> int:
+        """See `Cost.token_side`."""
+        return self._side
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """See `Cost.image_tokens`."""
+        return (width // self._side) * (height // self._side)
+
+    def batch_tokens(self, batch: Batch) -> Mapping[Tokens, int]:
+        """See `Cost.batch_tokens`."""
+        height, width = batch["noisy"].shape[-2:]
+        image = (height // self._family.patch) * (width // self._family.patch)
+        lengths = batch.lengths(TEXT)
+        counts = {batch[TEXT].shape[1]: batch.size} if lengths is None else Counter(lengths.tolist())
+        return {Tokens(image, text): count for text, count in counts.items()}
+
+    def batch(self, rows: int, columns: int, text: int) -> Batch:
+        """See `CountedCost.batch`."""
+        sides = (rows * self._family.patch, columns * self._family.patch)
+        values = {"t": torch.zeros(1)}
+        for column in self._prepared:
+            shape = (text, *column.shape[1:]) if column.name == TEXT else column.shape
+            shape = (*column.shape[:-2], *sides) if column.name == "noisy" else shape
+            values[column.name] = torch.zeros(1, *shape, dtype=getattr(torch, column.dtype))
+        return Batch(1, values)
+
+    def denoise(self, denoiser: nn.Module, batch: Batch) -> Tensor:
+        """See `CountedCost.denoise`."""
+        return self._family.denoise(denoiser, batch, 1.0)
 
 
 def _read_weights(denoiser: nn.Module) -> _Weights:

@@ -4,7 +4,7 @@ Blocks of equal shapes cost the same, so that one of each kind is run. Attention
 it saves its inputs and its result, and no scores.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
+from sd3_light.core.batch import Batch
 from sd3_light.core.cost import BlockBytes
 from sd3_light.core.model import block_parents, is_block_list
 
-Arguments = Callable[[], Mapping[str, Any]]
-"""Returns the arguments of a denoiser for one sample, in the dtypes of a batch."""
+Denoise = Callable[[nn.Module, Batch], Tensor]
+"""(denoiser, batch) -> velocity, as in training."""
 
 # CUDA's autocast runs norms in float32, the CPU's does not
 _NORMS = (functional.layer_norm, functional.group_norm, functional.rms_norm)
@@ -74,7 +75,7 @@ class OneOfEachBlock:
         with self._mode:
             denoiser.to_empty(device="cpu")
 
-    def count(self, arguments: Arguments, dtype: str, backward: bool) -> Counts:
+    def count(self, denoise: Denoise, batch: Batch, dtype: str, backward: bool) -> Counts:
         """Run the denoiser in ``dtype`` and count, every block as often as the denoiser has it.
 
         Without the ``backward`` pass the inputs' gradients are unknown, and 0.
@@ -83,14 +84,14 @@ class OneOfEachBlock:
         is_float32 = kind == torch.float32
         autocast = nullcontext() if is_float32 else torch.autocast("cpu", kind)
         with self._mode:
-            given = dict(arguments())
+            given = batch.map_tensors(lambda value: _in_float32(self._mode.from_tensor(value)))
             counter = _Counter(self.denoiser, self.blocks)
             with counter.watching(autocast):
-                output = tree_leaves(self.denoiser(**tree_map(_in_float32, given)))[0]
+                output = denoise(self.denoiser, given)
             # the backward pass of a block has twice the FLOPs of its forward pass
             missing = 2 * sum(counter.flops) - _backward_flops(output) if backward else 0
             self.denoiser.zero_grad()
-        features = [value for value in tree_leaves(given) if isinstance(value, Tensor)]
+        features = batch.tensors()
         # under autocast the copies in float32 exist beside those that layers save
         cast = [value for value in features if value.dtype in (torch.bfloat16, torch.float16) and not is_float32]
         casts = sum(4 * value.numel() for value in cast)
@@ -124,8 +125,8 @@ def _convolution(result: list[int], inputs: list[int], weight: list[int], *rest:
     return int(sum(needs_gradient[:2]) * conv_flop_count(inputs, weight, result, transposed=transposed))
 
 
-def _in_float32(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+def _in_float32(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
 
 
 class _Counter(TorchDispatchMode):

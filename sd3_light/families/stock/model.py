@@ -5,26 +5,49 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
 from sd3_light.core.objective import Objective, Prediction
 from sd3_light.core.taps import tapped
+from sd3_light.model.checkpointing import save_products
 
 Denoise = Callable[[nn.Module, Batch], Tensor]
 """(denoiser, batch) -> velocity, with t from data (0) to noise (1)."""
+ImagePart = Callable[[Any, Batch], Tensor]
+"""(output of a block, batch) -> image tokens."""
+
+
+def image_tokens(output: Any, batch: Batch) -> Tensor:
+    """Return the image tokens of a stock block's output: the last tensor of several, after the text."""
+    tokens: Tensor = output[-1] if isinstance(output, tuple) else output
+    return tokens
 
 
 class StockModel(TrainedModel):
-    """Runs the denoiser as it is, under autocast on GPUs; ``denoise`` says how it is called."""
+    """Runs the denoiser as it is, under autocast on GPUs; ``denoise`` says how it is called.
 
-    def __init__(self, denoiser: nn.Module, config: TrainConfig, denoise: Denoise, objective: Objective) -> None:
+    Its values are in float32, whatever the cache stores.
+    """
+
+    def __init__(
+        self,
+        denoiser: nn.Module,
+        config: TrainConfig,
+        denoise: Denoise,
+        objective: Objective,
+        image_part: ImagePart = image_tokens,
+    ) -> None:
         super().__init__(denoiser, objective)
         self.compute_dtype: torch.dtype = getattr(torch, config.model.transformer_dtype)
         self._call = denoise
+        self._image_part = image_part
         stock: Any = denoiser
-        if config.activation_checkpointing:
+        if config.activation_checkpointing == "selective":
+            stock.enable_gradient_checkpointing(_checkpoint_but_products)
+        elif config.activation_checkpointing:
             stock.enable_gradient_checkpointing()
         stock.train()  # without it diffusers keeps all activations
 
@@ -36,13 +59,16 @@ class StockModel(TrainedModel):
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with (
             torch.autocast(device.type, self.compute_dtype, enabled=autocast),
-            tapped(self.blocks(), taps, image_tokens) as features,
+            tapped(self.blocks(), taps, lambda output: self._image_part(output, batch)) as features,
         ):
-            velocity = self._call(self.denoiser, batch)
+            velocity = self._call(self.denoiser, batch.map_tensors(_in_float32))
         return Prediction(velocity, features)
 
 
-def image_tokens(output: Any) -> Tensor:
-    """Return the image tokens of a stock block's output: the last tensor of several, after the text."""
-    tokens: Tensor = output[-1] if isinstance(output, tuple) else output
-    return tokens
+def _in_float32(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def _checkpoint_but_products(block: nn.Module, *inputs: Any) -> Any:
+    """Run a block; the backward pass computes it again, except for the results of matrix products and attention."""
+    return checkpoint(block, *inputs, use_reentrant=False, context_fn=save_products)

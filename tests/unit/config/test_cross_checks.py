@@ -17,6 +17,7 @@ EMA = "[ema]\nenable = true\n"
 ROUTING, SYNC = "[model.routing]\n", "[model.layer_sync]\n"
 SAMPLES = '[sampling]\nprompts = ["a"]\nevery_n_steps = 5'
 SHAPE = "[model.shape]\nnum_layers = 2\n"
+FLOW = "[objective.flow]\n"
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,18 @@ SHAPE = "[model.shape]\nnum_layers = 2\n"
         ("", RECON + "num_layers = 4\ntext_recon_target_layer = 3", "", "model.text_recon_target_layer"),
         ("", RECON + 'size = "tiny2"\ntext_recon_target_layer = 1', "", "model.text_recon_target_layer"),
         ("", RECON + "num_layers = 1", "", "model.text_recon_target_layer"),
+        ("", "", FLOW + "[objective.text_recon]\nweight = 0.1\ntarget_layer = 14", "objective.text_recon.target_layer"),
+        ("", "", FLOW + "[objective.text_recon]", "objective.text_recon.weight"),
+        ("", "", FLOW + "weight = 0", "objective.flow.weight"),
+        ("", "", FLOW + "c = 1", "objective.flow.c"),
+        ("", "", "[objective]", "objective"),
+        ("", "", "[objective.layer_sync]", "objective"),
+        ("", "", FLOW + "[objective.layer_sync]\nlate_block = 15", "objective.layer_sync"),
+        ("pipeline_stages = 2", "", FLOW + "[objective.layer_sync]", "objective.layer_sync"),
+        ("pseudo_huber_c = 0.1", "", FLOW, "pseudo_huber_c"),
+        ("", RECON, FLOW, "model.text_recon_gamma"),
+        ("", "text_recon_target_layer = 1", FLOW, "model.text_recon_target_layer"),
+        ("", "", FLOW + SYNC, "model.layer_sync"),
         ("", "shift = 3.0\nflux_shift = true", "", "model.shift"),
         ("pipeline_stages = 2\nzero_stage = 0", "", "", "zero_stage"),
         ("pipeline_stages = 2\nzero_stage = 2", "", "", "zero_stage"),
@@ -120,6 +133,8 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
         ("", RECON + "text_recon_target_layer = 13", ""),
         ("", RECON + "num_layers = 2", ""),
         ("", "text_recon_target_layer = 15", ""),
+        ("", "", FLOW + "pseudo_huber_c = 0.1\n[objective.text_recon]\nweight = 0.1\ntarget_layer = 13"),
+        ("zero_stage = 3", "text_recon_gamma = 0.0", "[objective.layer_sync]\n" + FLOW),
         ("pipeline_stages = 2", "", ""),
         ("zero_stage = 3", "", ""),
         ("zero_stage = 0", "", ""),

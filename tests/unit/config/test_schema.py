@@ -34,9 +34,9 @@ TRAIN_KEYS = {
     "sampling": "prompts seeds every_n_steps steps guidance",
     "monitoring": "enable_wandb wandb_tracker_name wandb_run_name wandb_api_key enable_trackio",
 }
-SHARED_KEYS = """resolutions enable_ar_bucket ar_buckets min_ar max_ar num_ar_buckets size_buckets caption_prefix
-    num_repeats flip shuffle_tags cache_shuffle_num cache_shuffle_delimiter subsample_ratio skip_empty_caption
-    image_column caption_column"""
+SHARED_KEYS = """resolutions enable_ar_bucket ar_buckets min_ar max_ar num_ar_buckets side_step size_buckets
+    caption_prefix num_repeats flip shuffle_tags cache_shuffle_num cache_shuffle_delimiter subsample_ratio
+    skip_empty_caption image_column caption_column"""
 
 
 @pytest.mark.parametrize("name", TRAIN_KEYS)
@@ -50,7 +50,7 @@ def test_every_reference_key_of_the_dataset_toml_exists() -> None:
     limits = {"max_image_mb", "min_side", "max_crop", "no_upscale"}
     ours = {*limits, "keep_tokens", "tag_dropout", "where", "duplicates", "caption_weights"}  # beyond the reference
     assert set(DatasetDefaults.model_fields) == set(SHARED_KEYS.split()) | ours
-    own = {"path", "mask_path", "default_mask_file"}
+    own = {"path", "mask_path", "default_mask_file", "rejected"}
     assert set(DirectoryConfig.model_fields) == set(SHARED_KEYS.split()) | ours | own
 
 

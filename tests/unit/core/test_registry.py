@@ -43,10 +43,10 @@ def test_an_unknown_class_is_named(tmp_path: Path) -> None:
 
 
 def test_a_class_names_its_family_also_through_its_parents() -> None:
-    from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+    from diffusers import AuraFlowTransformer2DModel, SD3Transformer2DModel
 
     class Changed(SD3Transformer2DModel):
         pass
 
     assert family_of_class(SD3Transformer2DModel) is family_of_class(Changed) is family_named("sd3")
-    assert family_of_class(FluxTransformer2DModel) is None
+    assert family_of_class(AuraFlowTransformer2DModel) is None

@@ -190,6 +190,11 @@ CASES: dict[str, Case] = {
         {"mask_path": "masks"},
         sparse("masks/a.png"),
     ),
+    "an image without a rejected one": Case(
+        {"a.png": "no_rejected", "b.png": Used()},
+        {name: png() for name in ("a.png", "b.png", "worse/b.png")} | {"a.txt": "a caption", "b.txt": "a caption"},
+        {"rejected": "worse"},
+    ),
     "a sparse caption of 1 TB": Case(
         {"a.png": "caption_too_long"}, {"a.png": png(), "a.txt": "a caption"}, then=sparse("a.txt")
     ),
@@ -398,7 +403,7 @@ def test_every_kind_of_input_has_the_expected_outcome(tmp_path: Path, kind: str)
     root = write_files(tmp_path / "set", case.files)
     root.mkdir(exist_ok=True)
     case.then(root)
-    keys = {key: root / value if key == "mask_path" else value for key, value in case.keys.items()}
+    keys = {key: root / value if key in ("mask_path", "rejected") else value for key, value in case.keys.items()}
     ends = outcomes(directory(root, **keys))
     expected = {printable(name): end if isinstance(end, list) else [end] for name, end in case.outcome.items()}
     assert sorted(ends) == sorted(expected)

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import SMALLEST, Bucket, Column
+from sd3_light.core.columns import SMALLEST, Bucket, Column, shares_captions
 from sd3_light.cost.data_bytes import caption_bytes, image_bytes
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.reader import ShardReader
@@ -218,6 +218,32 @@ def test_the_cache_is_inspected(folder: Path, tmp_path: Path) -> None:
     assert len(page.samples) == 12
     assert sum(bool(card.original) for card in page.samples) == 1
     assert not any(card.decoded for card in page.samples), "no VAE is known"
+
+
+def test_a_column_reads_several_entries(tmp_path: Path) -> None:
+    """The text encoder of an edit model sees the reference: equal captions of two samples have different values."""
+    columns = (
+        Column("moments", "image", "float16", (2, 1, 1), ("vae",)),
+        Column("reference", "reference", "float16", (2, 1, 1), ("vae",)),
+        Column("text", "caption+reference", "bfloat16", (4, 2), ("llm", "vae"), ragged=True),
+    )
+    assert columns[2].per_caption
+    assert not shares_captions(columns)
+    assert shares_captions(family_columns(BUCKETS["a"]))
+    rows = torch.arange(6.0).bfloat16()[:, None].expand(6, 2)
+    values = {"moments": torch.zeros(2, 1, 2, 1, 1).half(), "reference": torch.ones(2, 1, 2, 1, 1).half()}
+    values |= {"text.tokens": rows, "text.start": torch.tensor([0, 2, 6])}
+    samples = ShardContent(columns, torch.arange(1, 3), torch.arange(3), torch.arange(2), values)
+    folder = tmp_path / "cache"
+    entry = write(folder, "edits", samples, "64x64")
+    Manifest({}, (entry,), write(folder, "empty", samples, "empty"), {"used": 2}, {}).save(folder)
+    data = CachedDataset(LocalStore(folder), columns=lambda bucket: columns)
+    (batch, *_) = batches(data)
+    for row, sample in enumerate(batch["sample_id"].tolist()):
+        count = int(batch["text.length"][row])
+        assert batch["text"][row, :count, 0].tolist() == ([0, 1] if sample == 1 else [2, 3, 4, 5])
+    assert batch["reference"].unique().tolist() == [1]
+    assert data.new_reader(entry).columns[2].reads == "caption+reference"
 
 
 # --- shards that disagree ----------------------------------------------------------------------

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from sd3_light.encoding import image_encoders
 from sd3_light.encoding.vae import load_vae, raw_moments
 from sd3_light.families.sd3 import encoders as frozen_parts
 from sd3_light.families.sd3.encoders import FrozenParts
@@ -188,9 +189,9 @@ def test_images_are_encoded_to_the_moments_of_each_variant(
 
 def test_image_batches_depend_on_the_area(real: FrozenParts, pixels: Any, monkeypatch: Any) -> None:
     sizes: list[int] = []
-    raw = frozen_parts.raw_moments
+    raw = image_encoders.raw_moments
     monkeypatch.setattr(
-        frozen_parts, "raw_moments", lambda vae, images, flip: sizes.append(len(images)) or raw(vae, images, flip)
+        image_encoders, "raw_moments", lambda vae, images, flip: sizes.append(len(images)) or raw(vae, images, flip)
     )
     whole = real.encode_images(pixels, False)["moments"]
     assert sizes == [4, 3]
@@ -219,7 +220,7 @@ def test_encoders_are_loaded_on_first_use(demo_parts: Path, tmp_path: Path, pixe
 def test_free_memory_decides_between_all_and_one_at_a_time(
     demo_parts: Path, monkeypatch: Any, free: int | None, one_at_a_time: bool
 ) -> None:
-    monkeypatch.setattr(frozen_parts, "free_memory", lambda device: free)
+    monkeypatch.setattr(image_encoders, "free_memory", lambda device: free)
     assert make(demo_parts).one_at_a_time is one_at_a_time
     assert make(demo_parts, one_at_a_time=not one_at_a_time).one_at_a_time is not one_at_a_time
 

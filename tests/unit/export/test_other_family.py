@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from safetensors.torch import load_file
+from sd3_light.families.diffusers_files import DiffusersFiles
 from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig, ModelConfig, UserError
@@ -25,7 +26,6 @@ from sd3_light.export.lora_merge import denoiser_state, merge_loras
 from sd3_light.export.of_run import model_config
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.export.proof_process import packed, unpacked
-from sd3_light.families.diffusers_files import DiffusersFiles
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from sd3_light.model.loading import assign_weights
 from sd3_light.model.lora_layers import LoraModule

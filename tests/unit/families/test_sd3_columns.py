@@ -13,6 +13,7 @@ from sd3_light.engines.feed import make_order, open_cache
 from tests.project import Project
 
 SD3 = family_named("sd3")
+IMAGES = {"moments", "moments.rejected"}
 TEXT = {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
 
 
@@ -55,7 +56,7 @@ def test_a_key_changes_the_columns_that_it_decides(raw_project: Project, key: st
     assert {name for name in before if before[name] != after[name]} == changed
 
 
-DECIDED = {"dtype": TEXT, "vae_dtype": {"moments"}, "t5_max_length": {"t5"}, "text_tokens": TEXT}
+DECIDED = {"dtype": TEXT, "vae_dtype": IMAGES, "t5_max_length": {"t5"}, "text_tokens": TEXT}
 """Key of [model] -> the columns that it decides; all others decide none."""
 VALUES = {"dtype": "float16", "vae_dtype": "bfloat16", "t5_max_length": 7, "text_tokens": "real"}
 
@@ -72,7 +73,7 @@ def test_the_fingerprints_change_with_the_keys_that_decide_columns(raw_project: 
 @pytest.mark.parametrize(
     ("folder", "changed"),
     [
-        ("vae", {"moments"}),
+        ("vae", IMAGES),
         ("text_encoder", {"clip_l", "clip_l.pooled"}),
         ("text_encoder_2", {"clip_g", "clip_g.pooled"}),
         ("text_encoder_3", {"t5"}),

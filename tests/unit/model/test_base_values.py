@@ -9,7 +9,14 @@ import pytest
 from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.start import MARKER
-from sd3_light.model.base_values import kept_scheduler, other_shift, with_base_values
+from sd3_light.model.base_values import (
+    FLUX_LINE,
+    ShiftLine,
+    kept_scheduler,
+    other_shift,
+    shift_line,
+    with_base_values,
+)
 from sd3_light.tensor_file import METADATA_KEY, header_bytes
 
 PRETRAIN = {"train_type": "sd3_light_pretrain"}
@@ -104,14 +111,29 @@ def test_a_single_file_brings_its_metadata_or_gets_the_scheduler_of_the_folder(s
 def test_a_dynamic_scheduler_is_kept(tmp_path: Path) -> None:
     flux = folder(tmp_path / "flux", DYNAMIC)
     assert values(model(flux)) == (None, "empty")
-    assert kept_scheduler(model(flux)) == DYNAMIC
-    assert other_shift(model(flux)) == (
-        f"model.shift = 1, but the scheduler of {flux} shifts by resolution; write flux_shift = true to train with "
+    assert with_base_values(model(flux)).flux_shift
+    assert other_shift(with_base_values(model(flux))) is None
+    assert other_shift(model(flux, shift=2.0)) == (
+        f"model.shift = 2, but the scheduler of {flux} shifts by resolution; write flux_shift = true to train with "
         "such a shift"
     )
-    assert other_shift(model(flux, flux_shift=True)) is None
-    for keys in ({"shift": 3.0}, {"flux_shift": True}, {"sqrt_shift": True}, PRETRAIN):
+    for keys in ({}, {"flux_shift": True}):
+        assert kept_scheduler(model(flux, **keys)) == DYNAMIC
+        assert shift_line(model(flux, **keys)) == ShiftLine(base_shift=0.3)
+    for keys in ({"shift": 3.0}, {"sqrt_shift": True}, PRETRAIN):
         assert kept_scheduler(model(flux, **keys)) is None
+    assert shift_line(model(flux, **PRETRAIN)) == FLUX_LINE
+
+
+def test_the_numbers_of_a_shift_by_resolution_are_those_of_the_scheduler(tmp_path: Path, sd3: Path) -> None:
+    numbers = {"base_shift": 0.5, "max_shift": 0.9, "base_image_seq_len": 256, "max_image_seq_len": 8192}
+    qwen = folder(tmp_path / "qwen", {"use_dynamic_shifting": True, **numbers})
+    assert shift_line(model(qwen)) == ShiftLine(*numbers.values())
+    assert shift_line(model(sd3, flux_shift=True)) == FLUX_LINE
+    equal = folder(tmp_path / "equal", {"use_dynamic_shifting": True, "max_image_seq_len": 256})
+    with pytest.raises(UserError, match="shifts between equal numbers of tokens"):
+        shift_line(model(equal))
+    assert values(model(folder(tmp_path / "wan", {"flow_shift": 5.0}))) == (5.0, "empty")
 
 
 def test_a_constant_scheduler_is_made_from_the_shift(sd3: Path) -> None:

@@ -44,7 +44,6 @@ COLUMNS = (
 class WordEncoders:
     """Encodes the lengths of words; its results are complete after `synchronize`."""
 
-    latent_channels = 2
     vae_dtype = torch.float32
 
     def __init__(self, closed: list[str]) -> None:
@@ -58,6 +57,9 @@ class WordEncoders:
         return self.encode_text(
             "words", (captions if isinstance(captions, Mapping) else self.tokenize(captions))["words"]
         )
+
+    def encode_empty(self) -> dict[str, Tensor]:
+        return self.encode_captions([""])
 
     def encode_text(self, name: str, ids: list[list[int]]) -> dict[str, Tensor]:
         assert name == "words"
@@ -138,7 +140,7 @@ def test_the_recipe_and_the_name_of_a_prompt_follow_from_the_family(
     model = raw_project.load().train.model
     recipe = recipe_of(model)
     assert set(recipe) == {"format", "preprocess", "words", "vae", "text_encoder", "tokenizer", "dtype", "columns"}
-    assert set(recipe["columns"]) == {"moments", "text"}
+    assert set(recipe["columns"]) == {"moments", "moments.rejected", "text"}
     name = prompt_file("a star", recipe)
     assert prompt_file("a star", {**recipe, "vae": "another", "preprocess": 0, "vae_dtype": "float16"}) == name
     assert prompt_file("a star", {**recipe, "words": 6}) != name
@@ -182,7 +184,9 @@ def test_a_unit_collects_what_the_encoders_return(encoding: WordEncoding) -> Non
     encoders = encoding.encoders(None, torch.device("cpu"), 4)
     members: Any = [
         SimpleNamespace(
-            identity=number, captions=captions, row=SimpleNamespace(key=str(number), image="image", mask="")
+            identity=number,
+            captions=captions,
+            row=SimpleNamespace(key=str(number), image="image", mask="", rejected=""),
         )
         for number, captions in enumerate([("a star",), ("a star", "two stars")])
     ]

@@ -84,6 +84,9 @@ class BatchEncoders:
         images = [column for column in columns if not column.per_caption and column.reads != MASK]
         return {column.name: filled(values, (*values.shape, *column.shape), column.dtype) for column in images}
 
+    def encode_empty(self) -> dict[str, Tensor]:
+        return self.encode_captions([""])
+
     def reconstruct(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return pixels
 
@@ -426,6 +429,35 @@ def test_flip_encodes_images_only(project: Project, log: Path) -> None:
     project.data(project.data_toml.read_text() + "flip = true\n")
     _, calls = update(project, log)
     assert (calls.images, calls.captions) == (NUM_IMAGES, [])
+
+
+def test_each_image_of_a_pair_is_encoded_for_itself(fresh_project: Project, log: Path) -> None:
+    worse = Path(shutil.copytree(fresh_project.images, fresh_project.folder / "worse"))
+    (worse / "captions.json").unlink()
+    for number in range(NUM_IMAGES):
+        Image.new("RGB", (70, 60), (number, 0, 0)).save(worse / f"{number:06d}.png")
+    fresh_project.data(fresh_project.data_toml.read_text() + 'rejected = "worse"\n')
+    _, calls = update(fresh_project, log)
+    assert calls.images == 2 * NUM_IMAGES
+    Image.new("RGB", (70, 60), "white").save(worse / "000007.png")
+    change_image(fresh_project, "000030.png")
+    change_caption(fresh_project)
+    before = rejected_of(fresh_project)
+    report, calls = update(fresh_project, log)
+    assert (calls.images, calls.captions) == (2, ["something else"])
+    assert report.values.copied_images == 2 * report.encoded - 2
+    after = rejected_of(fresh_project)
+    assert {name for name in before if before[name] != after[name]} == {"000007.png"}
+
+
+def rejected_of(project: Project) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for entry in Manifest.load(project.cache).shards:
+        path = project.cache / SHARDS / entry.file
+        reader = ShardReader(path, entry)
+        for row, origin in enumerate(read_origins(path)):
+            values[origin.key.rsplit("/", 1)[1]] = reader.value("moments.rejected", row).tolist()
+    return values
 
 
 # --- the report -----------------------------------------------------------------------------------

@@ -41,8 +41,10 @@ def write_shards(folder: Path, counts: Iterable[Sequence[int]]) -> list[ShardEnt
         members = [member(sample) for sample in samples]
         table = pa.table(
             {
-                "image_fingerprint": [each.image_fingerprint for each in members],
-                "mask_fingerprint": [each.mask_fingerprint for each in members],
+                **{
+                    f"{entry}_fingerprint": [each.fingerprints.get(entry, "") for each in members]
+                    for entry in ("image", "mask", "rejected")
+                },
                 "captions": [list(each.captions) for each in members],
             },
             metadata={"sha256": entry.sha256},
@@ -69,11 +71,14 @@ def open_index(update: Update) -> ReuseIndex:
 
 def test_columns_with_equal_fingerprints_are_copied() -> None:
     copied = CopiedColumns.of(COLUMNS, SAME, {**SAME, "words": "other", "gone": "same"})
-    assert (copied.images, copied.masks, copied.captions, copied.encoded) == (True, True, ("score",), ("words",))
+    assert (copied.entries, copied.captions, copied.encoded) == (("image", "mask"), ("score",), ("words",))
     assert set(copied.fingerprints) == {"moments", "mask", "score"}
     both = (*COLUMNS, Column("features", "image", "float16", (3,), ("vae",)))
     copied = CopiedColumns.of(both, {**SAME, "features": "new"}, SAME)
-    assert not copied.images, "an image is encoded for all of its columns"
+    assert copied.entries == ("mask",), "an image is encoded for all of its columns"
+    edit = (*COLUMNS, Column("both", "caption+reference", "float16", (3,), ("encoder",)))
+    copied = CopiedColumns.of(edit, {**SAME, "both": "same"}, {**SAME, "both": "same"})
+    assert (copied.captions, len(copied.encoded)) == ((), 3), "a caption alone does not decide the values"
     assert not CopiedColumns.of(COLUMNS, SAME, {})
 
 
@@ -83,11 +88,11 @@ def test_rows_are_found_in_the_first_old_shard_that_has_them(tmp_path: Path) -> 
     index = open_index(make_update(tmp_path, old, [unit(4, 2, 7)], columns))
     copies = index.copies(unit(4, 2, 7).members)
     assert [entry.file for entry in copies.shards] == ["000000.safetensors", "000001.safetensors"]
-    assert copies.images == {0: (1, 2), 1: (0, 2)}
+    assert copies.entries == {"image": {0: (1, 2), 1: (0, 2)}, "mask": {}}
     # the distinct captions of the shards are 0, shared, 1 and 1, shared, 2
     assert copies.captions == {"caption 2": (1, 2), "shared by all": (0, 1), "caption 1": (0, 2)}
     assert index.counts == ValueCounts(1, 2, 1, 3)
-    assert index.copies(unit(9).members).images == {}, "no unit of the update has it"
+    assert index.copies(unit(9).members).entries["image"] == {}, "no unit of the update has it"
 
 
 def test_only_complete_shards_that_are_not_replaced_are_used(tmp_path: Path) -> None:
@@ -115,7 +120,7 @@ def test_masks_are_found_by_their_own_fingerprint(tmp_path: Path) -> None:
     old = write_shards(tmp_path, [[0, 1]])
     columns = CopiedColumns.of(COLUMNS, SAME, SAME)
     copies = open_index(make_update(tmp_path, old, [unit(0, mask=True)], columns)).copies(unit(0, mask=True).members)
-    assert (copies.images, copies.masks) == ({0: (0, 0)}, {})
+    assert copies.entries == {"image": {0: (0, 0)}, "mask": {}}
 
 
 def test_bytes_at_the_end_of_fingerprints_count(tmp_path: Path) -> None:
@@ -143,7 +148,7 @@ def test_memory_does_not_grow_with_the_samples(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
         assert index.counts.copied_images == samples - 1
-        assert len(copies.images) == len(units[-1].members) - 1
+        assert len(copies.entries["image"]) == len(units[-1].members) - 1
     growth = peaks[200_000] - peaks[20_000]
     allowed = 4096 * (180_000 // ROWS) + (1 << 20)  # the list of shards
     assert growth < allowed, peaks

@@ -14,7 +14,7 @@ from torch import nn
 from sd3_light.check import render
 from sd3_light.check import verb as check
 from sd3_light.check.verb import Target, conclude
-from sd3_light.config import SIZES, ConfigFaults, Fault, ModelConfig, UserError
+from sd3_light.config import SIZES, ConfigFaults, Fault, ModelConfig, TrainConfig, UserError
 from sd3_light.core import registry
 from sd3_light.core.checks import ModelChecks, ModelFact
 from sd3_light.core.columns import Bucket, Column
@@ -42,7 +42,7 @@ class Checks(ModelChecks):
     def encoder_faults(self, model: ModelConfig, start: WeightsStart | None) -> Iterator[Fault]:
         yield from ()
 
-    def key_faults(self, model: ModelConfig, start: WeightsStart) -> Iterator[Fault]:
+    def key_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
         yield from ()
 
     def largest_side(self, start: WeightsStart) -> None:

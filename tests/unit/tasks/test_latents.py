@@ -11,7 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo, normalise_latent, pack_latents, unpack_latents
+from sd3_light.flow.packing import pack_latents, unpack_latents
+from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo, normalise_latent
 from tests.families import make_vae
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
@@ -45,7 +46,7 @@ def test_scale_and_shift_as_in_flux() -> None:
 @torch.no_grad()
 def test_mean_and_deviation_of_a_video_vae_as_in_qwen_image() -> None:
     torch.manual_seed(0)
-    vae = make_vae("qwen")
+    vae = make_vae("qwen_image")
     pipe: Any = SimpleNamespace(vae=vae.eval())
     expected = diffusers.QwenImageEditPipeline._encode_vae_image  # it takes the posterior's mean
     pipe.latent_channels = 4
@@ -65,7 +66,7 @@ def test_an_autoencoder_without_a_distribution_as_in_sana() -> None:
 @torch.no_grad()
 def test_a_video_keeps_its_frames() -> None:
     torch.manual_seed(0)
-    vae, video = make_vae("qwen"), np.stack([PIXELS] * 5)
+    vae, video = make_vae("qwen_image"), np.stack([PIXELS] * 5)
     latents = latent_of(vae, EncodeVideo(), video=video)
     assert latents.shape == (4, 2, 4, 6), "four frames after the first share one latent frame"
     assert torch.allclose(latents[:, 0], latent_of(vae), atol=1e-5), "the first frame is encoded alone"

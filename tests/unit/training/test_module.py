@@ -288,6 +288,34 @@ def test_layer_sync_has_the_gradients_of_a_plain_computation(config: Config) -> 
         torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_features_are_the_tokens_after_a_block(config: Config, fast: bool) -> None:
+    model, batch = transformer(), prepared()
+    module = SD3TrainingModule(model, config(activation_checkpointing=True), fast)
+    out = module.predict(batch, (1, 2))
+    for feature, expected in zip(out.features.values(), blocks_of(transformer(), batch, (1, 2)), strict=True):
+        torch.testing.assert_close(feature, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(out.velocity, module.predict(batch).velocity)
+    assert not module.predict(batch).features
+    (out.features[1].square().mean() + out.velocity.square().mean()).backward()
+    assert model.transformer_blocks[0].attn.to_q.weight.grad is not None
+    with pytest.raises(AssertionError, match="features come from blocks 1 to 2"):
+        module.predict(batch, (3,))
+
+
+def test_both_spellings_are_the_same_objective(config: Config) -> None:
+    batch = prepared()
+    sync = {"weight": 0.5}
+    spelled = config(model={"layer_sync": sync, "text_recon_gamma": 0.25}, pseudo_huber_c=0.3)
+    flow = {"pseudo_huber_c": 0.3}
+    table = config(objective={"layer_sync": sync, "text_recon": {"weight": 0.25}, "flow": flow})
+    losses = [SD3TrainingModule(transformer(), keys)(batch) for keys in (spelled, table)]
+    assert list(losses[0]) == list(losses[1]) == ["loss", "flow", "text_recon", "layer_sync", "each"]
+    assert all(torch.equal(losses[0][name], losses[1][name]) for name in losses[0])
+    weighted = SD3TrainingModule(transformer(), config(objective={"flow": {"weight": 2.0}}))(batch)
+    assert torch.equal(weighted["loss"], 2 * weighted["flow"])
+
+
 ROUTED: dict[str, Any] = {"routing": {"first_block": 1, "last_block": 2}, "position_crop_side": 8}
 KEPT, CORNERS = torch.tensor([[0, 2, 5], [1, 3, 4]]).int(), torch.tensor([[4, 6], [7, 5]]).int()
 

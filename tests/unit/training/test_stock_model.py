@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
+from sd3_light.config.schema_blocks import LayerSyncConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Objectives, Prediction
 from sd3_light.families.stock.model import StockModel
-from sd3_light.flow.objectives import FlowMatching
-from sd3_light.tasks.latents import pack_latents, unpack_latents
+from sd3_light.flow.objectives import FlowMatching, LayerSync
+from sd3_light.flow.packing import pack_latents, unpack_latents
 from tests.families import make_denoiser
 
 SIDE = 8
@@ -109,6 +110,15 @@ def test_objectives_share_one_prediction_and_read_features(make: Callable[..., S
     torch.testing.assert_close(losses["loss"], losses["flow"] + 0.5 * energy, rtol=1e-6, atol=0)
     assert model.loss_names == ("loss", "flow", "energy")
     assert not model.predict(batch).features
+
+
+def test_layer_sync_compares_the_features_of_any_denoiser(make: Callable[..., StockModel]) -> None:
+    term = LayerSync.of(LayerSyncConfig(early_block=1, late_block=2), 4)
+    model, batch = make(FlowMatching(), term), flux_batch()
+    early, late = model.predict(batch, (1, 2)).features.values()
+    expected = 1 - torch.nn.functional.cosine_similarity(early, late, dim=-1).mean()
+    torch.testing.assert_close(model(batch)["layer_sync"], expected.detach())
+    assert term.weights == {"layer_sync": 0.2}
 
 
 def test_activation_checkpointing_gives_the_same_gradients(make: Callable[..., StockModel]) -> None:

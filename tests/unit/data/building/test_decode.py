@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,21 @@ def test_probing_and_decoding_agree_with_preprocess(tmp_path: Path, image: bytes
     assert result.pixels.shape == (64, 48, 3)
     assert np.array_equal(result.pixels, fit(decode(image), plan(*size, BUCKET)))
     assert (result.mask, result.reason, result.detail) == (None, "", "")
+
+
+def test_the_images_of_a_pair_are_fitted_each_by_its_own_size(tmp_path: Path) -> None:
+    better, worse = save(noise(size=(64, 48)), "PNG"), save(halves(size=(20, 90)), "PNG")
+    location = replace(write_sample(tmp_path, better), rejected=FileBytes(str(tmp_path / "worse")))
+    (tmp_path / "worse").write_bytes(worse)
+    probe = probe_one(location)
+    assert (probe.digest, probe.rejected_digest) == (content_digest(better), content_digest(worse))
+    result = decoded(location)
+    assert result.worse is not None
+    assert np.array_equal(result.worse, fit(decode(worse), plan(20, 90, BUCKET)))
+    (tmp_path / "worse").write_bytes(b"no image")
+    assert decoded(location).reason == "not_an_image"
+    (tmp_path / "worse").unlink()
+    assert probe_one(location).reason == "unreadable"
 
 
 def test_results_of_a_batch_are_in_order_including_rejects(tmp_path: Path) -> None:
@@ -156,11 +172,11 @@ def test_only_the_mask_is_read_for_an_image_that_is_copied(tmp_path: Path) -> No
     location = write_sample(tmp_path, image, mask)
     whole, probe = decoded(location), probe_one(location)
     (tmp_path / "image").unlink()
-    (result,) = decode_images([DecodeTask(location, probe, BUCKET, with_pixels=False)])
+    (result,) = decode_images([DecodeTask(location, probe, BUCKET, copied=("image",))])
     assert (result.pixels, result.reason) == (None, "")
     assert np.array_equal(result.mask, whole.mask)
     (tmp_path / "mask").write_bytes(save(halves("L", 0, 255, (128, 96)), "PNG"))
-    (result,) = decode_images([DecodeTask(location, probe, BUCKET, with_pixels=False)])
+    (result,) = decode_images([DecodeTask(location, probe, BUCKET, copied=("image",))])
     assert result.reason == "changed_meanwhile"
 
 

@@ -1,0 +1,99 @@
+"""Flux.1: dev, which takes guidance as a number, and schnell."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from sd3_light.config import ModelConfig
+from sd3_light.core.columns import CAPTION, Column
+from sd3_light.families.base import StockFamily
+from sd3_light.families.stock.columns import encoder_width
+from sd3_light.families.stock.times import resolution_shift, set_shifted_times
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from sd3_light.core.batch import Batch
+
+
+class Flux(StockFamily):
+    """Text is padded to its full length, which the denoiser attends to."""
+
+    name = "flux"
+    title = "Flux"
+    pipeline = "FluxPipeline"
+    denoiser = "FluxTransformer2DModel"
+    text_parts = MappingProxyType({"clip": ("text_encoder", "tokenizer"), "t5": ("text_encoder_2", "tokenizer_2")})
+    adapter_targets = ("attn.to_*", "attn.add_*_proj", "ff.net.*", "ff_context.net.*", "proj_mlp", "*single*.proj_out")
+    packs_latents = True
+    text_inputs = MappingProxyType({"text": "joint_attention_dim", "pooled": "pooled_projection_dim"})
+    usual_guidance = 3.5
+    comfyui = True
+
+    def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
+        """See `StockFamily.text_columns`: T5's rows, and CLIP's pooled vector."""
+        length = self.max_length(model)
+        clip = self.text_parts["clip"]
+        t5 = self.text_parts["t5"]
+        settings = {"text_max_length": length}
+        text = (length, encoder_width(folder, t5[0]))
+        return (
+            Column("text", CAPTION, "bfloat16", text, t5, settings=settings),
+            Column("pooled", CAPTION, "bfloat16", (encoder_width(folder, clip[0]),), clip),
+        )
+
+    def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
+        """See `StockFamily.denoise`."""
+        import torch
+
+        from sd3_light.flow.packing import pack_latents, unpack_latents
+
+        noisy = batch["noisy"]
+        text = batch["text"]
+        height, width = noisy.shape[-2:]
+        axes = [torch.arange(side, device=noisy.device) for side in (1, height // 2, width // 2)]
+        config: Any = denoiser.config
+        number = self.guidance_number(batch, guidance) if config.guidance_embeds else None
+        tokens = denoiser(
+            hidden_states=pack_latents(noisy),
+            encoder_hidden_states=text,
+            pooled_projections=batch["pooled"],
+            timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
+            guidance=number,
+            img_ids=torch.cartesian_prod(*axes).to(noisy.dtype),
+            txt_ids=text.new_zeros(text.shape[1], 3),
+            return_dict=False,
+        )[0]
+        return unpack_latents(tokens, height, width)
+
+    def takes_guidance(self, config: Mapping[str, Any]) -> bool:
+        """See `StockFamily.takes_guidance`."""
+        return bool(config.get("guidance_embeds"))
+
+    def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
+        """See `StockFamily.encode_captions`."""
+        length = self.max_length(model)
+        text, pooled, _ = pipe.encode_prompt(prompt=list(texts), prompt_2=None, max_sequence_length=length)
+        return {"text": text, "pooled": pooled}
+
+    def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
+        """See `StockFamily.set_times`."""
+        set_shifted_times(scheduler, steps, resolution_shift(scheduler.config, tokens))
+
+    def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
+        """See `StockFamily.pipeline_arguments`. With negative texts, guidance has two passes."""
+        arguments = {"guidance_scale": guidance, **_embeds("", texts)}
+        if negative is None:
+            return arguments
+        return {**arguments, **_embeds("negative_", negative), "true_cfg_scale": guidance}
+
+    def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
+        """See `StockFamily.latent_arguments`."""
+        from sd3_light.flow.packing import pack_latents
+
+        return {"latents": pack_latents(latents)}
+
+
+def _embeds(prefix: str, texts: "Batch") -> dict[str, Any]:
+    return {f"{prefix}prompt_embeds": texts["text"], f"{prefix}pooled_prompt_embeds": texts["pooled"]}

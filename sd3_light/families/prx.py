@@ -1,0 +1,82 @@
+"""PRX, with a VAE."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from sd3_light.config import ModelConfig
+from sd3_light.core.columns import CAPTION, Column
+from sd3_light.families.base import StockFamily
+from sd3_light.families.stock.columns import encoder_width
+from sd3_light.families.stock.texts import masked_embeds, real_rows, text_mask
+from sd3_light.model.part_configs import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from sd3_light.core.batch import Batch
+
+
+class PRX(StockFamily):
+    """Captions have their own lengths, and a mask. The pipeline cleans them: lower case, no brackets, no Chinese."""
+
+    name = "prx"
+    title = "PRX"
+    pipeline = "PRXPipeline"
+    denoiser = "PRXTransformer2DModel"
+    text_parts = MappingProxyType({"t5gemma": ("text_encoder", "tokenizer")})
+    adapter_targets = (
+        "attention.img_qkv_proj",
+        "attention.txt_kv_proj",
+        "attention.to_out.0",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
+    text_length = 256
+    text_inputs = MappingProxyType({"text": "context_in_dim"})
+    joins_guidance = True
+    loads_adapters = False
+    packages = ("ftfy",)  # cleans captions
+
+    def refusal(self, folder: Path) -> str | None:
+        """See `StockFamily.refusal`."""
+        patch = read_json(folder / "transformer" / "config.json").get("patch_size")
+        return (
+            None
+            if patch == self.patch
+            else f"its denoiser has patches of {patch!r:.80}, and only {self.patch} is known"
+        )
+
+    def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
+        """See `StockFamily.text_columns`."""
+        parts = self.text_parts["t5gemma"]
+        length = self.max_length(model)
+        shape = (length, encoder_width(folder, parts[0]))
+        settings = {"text_max_length": length}
+        return (Column("text", CAPTION, "bfloat16", shape, parts, ragged=True, settings=settings),)
+
+    def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
+        """See `StockFamily.denoise`."""
+        noisy = batch["noisy"]
+        text = batch["text"].to(noisy.dtype)
+        velocity: Tensor = denoiser(
+            noisy, batch["t"].float(), text, attention_mask=text_mask(batch), return_dict=False
+        )[0]
+        return velocity
+
+    def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
+        """See `StockFamily.encode_captions`."""
+        options = {"do_classifier_free_guidance": False, "skip_text_cleaning": False}
+        encoded = pipe.encode_prompt(list(texts), tokenizer_max_length=self.max_length(model), **options)
+        return {"text": real_rows(encoded[0], encoded[1])}
+
+    def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
+        """See `StockFamily.set_times`."""
+        scheduler.set_timesteps(steps)
+
+    def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
+        """See `StockFamily.pipeline_arguments`. Both texts get one length."""
+        arguments = {"guidance_scale": guidance, "use_resolution_binning": False}
+        return {**arguments, **masked_embeds(texts, negative, "prompt_attention_mask")}

@@ -1,0 +1,144 @@
+"""What `check` and `new` read in the folder of a stock pipeline. Only configs are read."""
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sd3_light.config import Fault, ModelConfig, TrainConfig, UserError
+from sd3_light.core.checks import ModelChecks, ModelFact
+from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
+from sd3_light.families.stock.latents import LatentShape
+from sd3_light.model.folder import components, missing_components, tokenizer_length
+from sd3_light.model.part_configs import read_json
+
+if TYPE_CHECKING:
+    from sd3_light.families.base import StockFamily
+
+_FOLDER = "model.diffusers_path"
+_SIDE = 1024  # of the images that these models are trained on
+_WHOLE = "download or copy the whole folder"
+
+
+class StockChecks(ModelChecks):
+    """See `ModelChecks`."""
+
+    def __init__(self, family: "StockFamily") -> None:
+        self.family = family
+
+    def folder_faults(self, model: ModelConfig) -> Iterator[Fault]:
+        """See `ModelChecks.folder_faults`."""
+        folder = model.diffusers_path
+        if not folder.is_dir():
+            yield _fault(_FOLDER, "no such folder", folder, f"give the diffusers folder of a {self.family.title}")
+            return
+        for package in self.family.packages:
+            if find_spec(package) is None:
+                problem = f"{self.family.title} needs {package} for its captions, which is not installed"
+                yield _fault(_FOLDER, problem, folder, f"run `pip install {package}`")
+        try:
+            yield from self._part_faults(folder, start_source(model) == folder)
+            has_denoiser = (folder / "transformer" / "config.json").is_file()
+            if has_denoiser and (reason := self.family.refusal(folder)):
+                yield _fault(_FOLDER, reason, folder)
+        except UserError as error:
+            yield _fault(_FOLDER, str(error))
+
+    def _part_faults(self, folder: Path, with_denoiser: bool) -> Iterator[Fault]:
+        if not (folder / "model_index.json").is_file():
+            yield _fault(_FOLDER, "the folder lacks model_index.json", folder, _WHOLE)
+            return
+        named = components(folder)
+        needed = ["vae", "scheduler", *(part for parts in self.family.text_parts.values() for part in parts)]
+        needed += ["transformer"] if with_denoiser else []
+        for part in needed:
+            if part not in named:
+                yield _fault(_FOLDER, f"its model_index.json names no {part}", folder, _WHOLE)
+        for file in missing_components(folder, transformer=with_denoiser):
+            yield _fault(_FOLDER, f"the folder lacks {file}", folder, _WHOLE)
+        for part in named:
+            for path in sorted((folder / part).glob("*.json")):
+                read_json(path)
+
+    def has_size(self, model: ModelConfig) -> bool:
+        """See `ModelChecks.has_size`."""
+        source = start_source(model)
+        return source is None or source.is_file() or (denoiser_folder(source) / "config.json").is_file()
+
+    def encoder_faults(self, model: ModelConfig, start: WeightsStart | None) -> Iterator[Fault]:
+        """See `ModelChecks.encoder_faults`; missing files are reported with the folder."""
+        folder = model.diffusers_path
+        parts = ("vae", *(parts[0] for parts in self.family.text_parts.values()))
+        if not all((folder / part / "config.json").is_file() for part in parts):
+            return
+        try:
+            for problem in self._width_problems(model, start):
+                yield _fault(_FOLDER, problem, folder)
+            yield from self._length_faults(model)
+        except UserError as error:
+            yield _fault(_FOLDER, str(error), folder)
+
+    def _width_problems(self, model: ModelConfig, start: WeightsStart | None) -> Iterator[str]:
+        channels = LatentShape.of_folder(model.diffusers_path).channels
+        columns = self.family.text_columns(model, model.diffusers_path)
+        if start is None:
+            return
+        config = start.size.transformer_config()
+        expected = channels * (self.family.patch**2 if self.family.packs_latents else 1)
+        taken = config.get("in_channels")
+        if taken != expected:
+            yield (
+                f"its denoiser takes {taken} channels, and {self.family.title} {expected} for a VAE of {channels}; "
+                "a model that takes more images than one is not trained here"
+            )
+        for column in columns:
+            key = self.family.text_inputs.get(column.name)
+            if key is not None and column.shape[-1] != config.get(key):
+                yield (
+                    f"its text encoder returns {column.name} {column.shape[-1]} wide, and the denoiser needs "
+                    f"{config.get(key)}"
+                )
+
+    def _length_faults(self, model: ModelConfig) -> Iterator[Fault]:
+        longest = self.text_limit(model.diffusers_path)
+        if longest is not None and self.family.max_length(model) > longest:
+            problem = f"its tokenizer accepts at most {longest} tokens"
+            value = str(self.family.max_length(model))
+            yield Fault("", "model.text_max_length", problem, value, allowed=f"1 to {longest}")
+
+    def key_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
+        """See `ModelChecks.key_faults`."""
+        model = train.model
+        if model.guidance is not None and not self.family.takes_guidance(start.size.transformer_config()):
+            problem = "this denoiser takes no guidance as a number"
+            yield _fault(
+                "model.guidance", problem, model.guidance, "remove it; for sample images use sampling.guidance"
+            )
+
+    def largest_side(self, start: WeightsStart) -> None:
+        """See `ModelChecks.largest_side`: positions are computed, there is no table."""
+        return None
+
+    def side_step(self, model: ModelConfig) -> int:
+        """See `ModelChecks.side_step`."""
+        return LatentShape.of_folder(model.diffusers_path).factor * self.family.patch
+
+    def facts(self, start: WeightsStart) -> tuple[ModelFact, ...]:
+        """See `ModelChecks.facts`."""
+        if not self.family.takes_guidance(start.size.transformer_config()):
+            return ()
+        meaning = "the denoiser is distilled: it takes guidance as a number (model.guidance in training)"
+        return (ModelFact("guidance", "embedded", meaning, "guidance-distilled"),)
+
+    def trained_side(self, folder: Path) -> int:
+        """See `ModelChecks.trained_side`."""
+        return _SIDE
+
+    def text_limit(self, folder: Path) -> int | None:
+        """See `ModelChecks.text_limit`: that of the tokenizer of the last text encoder."""
+        *_, (_, tokenizer, *_rest) = self.family.text_parts.values()
+        return tokenizer_length(folder / tokenizer)
+
+
+def _fault(key: str, problem: str, value: Any = None, hint: str | None = None) -> Fault:
+    return Fault("", key, problem, None if value is None else str(value), hint=hint)

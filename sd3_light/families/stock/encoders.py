@@ -1,0 +1,146 @@
+"""The encoders of a stock pipeline as the cache stage uses them: captions are encoded by the pipeline's own methods.
+
+A caption's bytes may depend on the captions that it is encoded with. The batches are a function of the captions of a
+shard alone, so that equal shards have equal bytes, whoever builds them.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from sd3_light.config import ModelConfig, UserError
+from sd3_light.core.columns import ROWS, START, Column
+from sd3_light.core.encoding import Tokens
+from sd3_light.encoding.host_copies import require_finite
+from sd3_light.encoding.image_encoders import ImageEncoders, Loader
+from sd3_light.export.proof_process import make_pipeline
+from sd3_light.families.stock.encoding import TEXT
+from sd3_light.model.folder import components, is_encoder, pipeline_settings
+from sd3_light.model.part_configs import LOAD_ERRORS, check_files, load_part
+
+if TYPE_CHECKING:
+    from sd3_light.families.base import StockFamily
+
+Values = Mapping[str, Sequence[Tensor]]
+"""Column -> one value per caption."""
+
+
+class StockEncoders(ImageEncoders):
+    """The VAE and the text encoders of a model's folder; see `ImageEncoders`."""
+
+    def __init__(self, family: "StockFamily", model: ModelConfig, device: torch.device, **options: Any) -> None:
+        super().__init__(model.diffusers_path, device, **options)
+        self._family = family
+        self._model = model
+        self._columns = family.text_columns(model, self.path)
+
+    @property
+    def _text_folders(self) -> tuple[str, ...]:
+        return tuple(encoder for encoder, *_ in self._family.text_parts.values())
+
+    def _text_loaders(self) -> dict[str, Loader]:
+        return {TEXT: self._load_text}
+
+    def _load_text(self, device: torch.device) -> nn.Module:
+        encoders = {name: load_text_encoder(self.path, name, self._text_dtype) for name in self._text_folders}
+        return TextEncoders(self._family.pipeline, self.path, encoders).to(device)
+
+    def tokenize(self, captions: Sequence[str]) -> Tokens:
+        """Return the captions themselves: the pipeline tokenizes."""
+        return {TEXT: list(captions)}
+
+    def encode_captions(
+        self, captions: Sequence[str] | Tokens, columns: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """See `Encoders.encode_captions`."""
+        return self.encode_text(TEXT, captions[TEXT] if isinstance(captions, Mapping) else captions)
+
+    def encode_text(self, name: str, ids: Sequence[str]) -> dict[str, Tensor]:
+        """See `Encoders.encode_text`."""
+        assert name == TEXT, name
+        rows: dict[str, list[Tensor]] = {column.name: [torch.empty(0)] * len(ids) for column in self._columns}
+        for members in caption_batches(ids, self.batch_size):
+            pipe = self.part(TEXT).pipe
+            with torch.inference_mode():
+                encoded = self._family.encode_captions(pipe, [ids[member] for member in members], self._model)
+            for column in self._columns:
+                values = self._stored(column, encoded[column.name])
+                for member, value in zip(members, values, strict=True):
+                    rows[column.name][member] = value
+        return self._tensors(rows)
+
+    def encode_empty(self) -> dict[str, Tensor]:
+        """See `Encoders.encode_empty`."""
+        pipe = self.part(TEXT).pipe
+        with torch.inference_mode():
+            encoded = self._family.encode_empty(pipe, self._model)
+        return self._tensors({column.name: self._stored(column, [encoded[column.name]]) for column in self._columns})
+
+    def _stored(self, column: Column, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return the values of a column on the host."""
+        stored = [value.to("cpu", getattr(torch, column.dtype)).clone() for value in values]
+        source = self._describe(column.parts[0], self._text_dtype)
+        for value in stored:
+            require_finite(value.isfinite().all(), source)
+            rows = value.shape[0] if column.ragged else column.shape[0]
+            assert value.shape == (rows, *column.shape[1:]) and rows <= column.shape[0], (column, value.shape)
+        return stored
+
+    def _tensors(self, rows: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Return the tensors of a shard for the values of its captions."""
+        tensors: dict[str, Tensor] = {}
+        for column in self._columns:
+            values = rows[column.name]
+            if column.ragged:
+                tensors[column.name + ROWS] = torch.cat(list(values))
+                tensors[column.name + START] = torch.tensor([0, *map(len, values)]).cumsum(0)
+            else:
+                tensors[column.name] = torch.stack(list(values))
+        return tensors
+
+
+def caption_batches(captions: Sequence[str], size: int) -> Iterator[list[int]]:
+    """Yield the indices of captions to encode together: the longest first, so that few rows are padding."""
+    order = sorted(range(len(captions)), key=lambda index: (-len(captions[index]), index))
+    for start in range(0, len(order), size):
+        yield order[start : start + size]
+
+
+class TextEncoders(nn.ModuleDict):
+    """Text encoders by the names of their parts; ``pipe`` is a stock pipeline with them, and without other networks."""
+
+    def __init__(self, pipeline: str, folder: Path, encoders: Mapping[str, nn.Module]) -> None:
+        super().__init__(encoders)
+        kinds = components(folder)
+        tokenizers = {
+            name: _load_tokenizer(kind, folder / name)
+            for name, (library, kind) in kinds.items()
+            if library == "transformers" and not is_encoder(library, kind)
+        }
+        parts = {**encoders, **tokenizers, **pipeline_settings(folder)}
+        self.pipe = make_pipeline(pipeline, **parts)
+
+
+def load_text_encoder(folder: Path, name: str, dtype: torch.dtype) -> Any:
+    """Load a text encoder of a model's folder straight in its compute dtype, frozen."""
+    library, kind = components(folder).get(name, ("", "missing"))
+    model_class = getattr(transformers, kind, None)
+    if library != "transformers" or not hasattr(model_class, "from_pretrained"):
+        raise UserError(f"{folder}: its {name} is {kind!r:.80}, not a model of transformers; download the folder again")
+    return load_part(model_class, folder / name, dtype=dtype).eval().requires_grad_(False)
+
+
+def _load_tokenizer(kind: str, folder: Path) -> Any:
+    check_files(folder)
+    tokenizer_class = getattr(transformers, kind, None)
+    try:
+        if tokenizer_class is None:
+            raise ValueError(f"transformers has no {kind:.80}")
+        return tokenizer_class.from_pretrained(folder, local_files_only=True)
+    except LOAD_ERRORS as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{folder} cannot be loaded: {reason:.300}; download or export it again") from error

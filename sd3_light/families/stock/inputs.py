@@ -1,0 +1,102 @@
+"""How a stock pipeline is called to draw images: with texts that are encoded as in training."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from sd3_light.config import ModelConfig
+from sd3_light.core.batch import Batch
+from sd3_light.core.caption_lengths import TextLimit
+from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs
+from sd3_light.families.stock.latents import LatentShape
+from sd3_light.families.stock.sampling import batch_texts
+from sd3_light.model.part_configs import read_json
+
+if TYPE_CHECKING:
+    from sd3_light.families.base import StockFamily
+
+_NEGATIVE = "\0"  # before a text that is encoded as a negative prompt
+_DEFAULT_SIDE = 1024
+
+
+@dataclass(frozen=True)
+class StockInputs(PipelineInputs):
+    """See `PipelineInputs`. ``settings`` are those of `Encoding.text_settings`, ``folder`` is that of the model."""
+
+    family: "StockFamily"
+    folder: Path
+    settings: Mapping[str, Any]
+
+    def for_folder(self, folder: Path) -> "StockInputs":
+        """See `PipelineInputs.for_folder`."""
+        return replace(self, folder=folder)
+
+    def facts(self) -> dict[str, Any]:
+        """See `PipelineInputs.facts`."""
+        return dict(self.settings)
+
+    def negative_fault(self) -> str | None:
+        """See `PipelineInputs.negative_fault`."""
+        if not self.family.takes_guidance(read_json(self.folder / "transformer" / "config.json")):
+            return None
+        return f"this {self.family.title} takes guidance as a number and no negative prompt; leave it out"
+
+    def size_fault(self, pipe: Any, width: int, height: int) -> str | None:
+        """See `PipelineInputs.size_fault`."""
+        step = LatentShape.of_folder(self.folder).factor * self.family.patch
+        if all(side % step == 0 and side >= step for side in (width, height)):
+            return None
+        return f"image size {width}x{height}: this model needs sides that are multiples of {step}"
+
+    def default_size(self, pipe: Any) -> tuple[int, int]:
+        """See `PipelineInputs.default_size`."""
+        latent = getattr(pipe, "default_sample_size", None) or pipe.transformer.config.get("sample_size")
+        side = latent * LatentShape.of_folder(self.folder).factor if isinstance(latent, int) else _DEFAULT_SIDE
+        return side, side
+
+    def text_limits(self, folder: Path) -> list[TextLimit]:
+        """See `PipelineInputs.text_limits`."""
+        return self.family.encoding.text_limits(folder, self.settings)
+
+    def encode(self, pipe: Any, texts: Sequence[str]) -> list[EncodedText]:
+        """Encode texts with the pipeline's encoders; equal ones are encoded once."""
+        model = self.model()
+        encoded: dict[str, EncodedText] = {}
+        unique = list(dict.fromkeys(texts))
+        prompts = [text for text in unique if not text.startswith(_NEGATIVE)]
+        negatives = [text for text in unique if text.startswith(_NEGATIVE)]
+        if prompts:
+            encoded |= zip(prompts, _per_text(self.family.encode_captions(pipe, prompts, model)), strict=True)
+        if negatives:
+            plain = [text.removeprefix(_NEGATIVE) for text in negatives]
+            encoded |= zip(negatives, _per_text(self.family.encode_negatives(pipe, plain, model)), strict=True)
+        return [encoded[text] for text in texts]
+
+    def arguments(
+        self, pipe: Any, batch: Sequence[ImageRequest], encode: Callable[[Sequence[str]], list[EncodedText]]
+    ) -> dict[str, Any]:
+        """See `PipelineInputs.arguments`."""
+        guidance = batch[0].guidance
+        assert guidance is not None
+        texts = self._batch(pipe, encode([request.prompt for request in batch]))
+        negative = None
+        if self.family.is_guided(guidance) and not self.family.takes_guidance(pipe.transformer.config):
+            negative = self._batch(pipe, encode([_NEGATIVE + request.negative_prompt for request in batch]))
+        return self.family.pipeline_arguments(texts, negative, guidance)
+
+    def _batch(self, pipe: Any, texts: Sequence[EncodedText]) -> Batch:
+        # latents get the dtype of the text, and the VAE must accept it
+        columns = self.family.text_columns(self.model(), self.folder)
+        return batch_texts(texts, columns, self.family.pads_text).map_tensors(lambda text: text.to(pipe.vae.dtype))
+
+    def model(self) -> ModelConfig:
+        """Return a [model] table with the settings."""
+        return ModelConfig.model_construct(type=self.family.name, diffusers_path=self.folder, **self.settings)
+
+
+def _per_text(values: Mapping[str, Sequence[Tensor]]) -> list[EncodedText]:
+    """Return the values of each text."""
+    return [dict(zip(values, rows, strict=True)) for rows in zip(*values.values(), strict=True)]

@@ -1,0 +1,140 @@
+"""Batches of a stock denoiser: the cached columns of a caption as they are, dropped together or not at all."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sd3_light.core.batch import LENGTH, Batch
+from sd3_light.core.training import ResidentPreparer
+from sd3_light.data.order import Picks
+from sd3_light.data.prepare import Conditioning, FlowPreparer, Occurrences
+from sd3_light.data.resident import ResidentCache, ResidentText, index_rows, select_masks, select_rows
+from sd3_light.data.slots import AllocateTensor
+from sd3_light.data.stream import CachedBatch
+from sd3_light.randomness import choices, first_words, occurrence_words, uniforms
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class StockPreparer(FlowPreparer):
+    """Values have the names of the columns; ``NAME.length`` are the rows of each sample of a ragged one.
+
+    ``ragged`` and ``fixed`` are the columns of captions. A ragged one is padded with zeros to the batch's longest, or
+    to exactly as many rows as it names; it then has no lengths. A dropped sample gets ``empty_text``.
+    """
+
+    ragged: Mapping[str, int | None] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()
+    empty_text: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def condition(
+        self, rows: CachedBatch, occurrences: Occurrences, evaluation: bool, allocate: AllocateTensor | None
+    ) -> Conditioning:
+        """See `FlowPreparer.condition`."""
+        dropped = np.zeros(len(occurrences), dtype=bool) if evaluation else self.drops(occurrences)
+        values: dict[str, Tensor] = {}
+        host: dict[str, Tensor] = {}
+        for name, exact in self.ragged.items():
+            texts = [text[:length] for text, length in zip(rows[name], rows[name + LENGTH].tolist(), strict=True)]
+            texts = [self.empty_text[name] if drop else text for text, drop in zip(texts, dropped, strict=True)]
+            lengths = [len(text) for text in texts]
+            values[name] = _padded(texts, exact or max(lengths), allocate)
+            if exact is None:
+                host[name + LENGTH] = torch.tensor(lengths)
+        for name in self.fixed:
+            kept = rows[name].clone() if dropped.any() else rows[name]
+            for number in np.flatnonzero(dropped).tolist():
+                kept[number] = self.empty_text[name]
+            values[name] = kept
+        return Conditioning(values, host)
+
+    def drops(self, occurrences: Occurrences) -> NDArray[np.bool_]:
+        """Return which samples lose their text; one draw per occurrence of a sample (law 1)."""
+        if not self.model.enable_uncond_text_dropout:
+            return np.zeros(len(occurrences), dtype=bool)
+        draws = uniforms(first_words(self.seed, "text-dropout", occurrences)[0])
+        dropped: NDArray[np.bool_] = draws < self.model.uncond_text_dropout_prob
+        return dropped
+
+    def resident(self, cache: ResidentCache, seed: int) -> ResidentPreparer:
+        """See `FlowPreparer.resident`."""
+        return ResidentColumns(self, cache, seed)
+
+
+def _padded(texts: list[Tensor], rows: int, allocate: AllocateTensor | None) -> Tensor:
+    """Return texts [B, rows, ...], padded with zeros."""
+    shape = (len(texts), rows, *texts[0].shape[1:])
+    padded = torch.empty(shape, dtype=texts[0].dtype) if allocate is None else allocate(shape, texts[0].dtype)
+    for target, text in zip(padded, texts, strict=True):
+        target[: len(text)] = text
+        target[len(text) :] = 0
+    return padded
+
+
+@dataclass(frozen=True)
+class ResidentColumns:
+    """The batches of a `StockPreparer` from a cache in memory.
+
+    A batch of indices has ``image_rows`` [B], ``NAME.rows`` [B, T] of each ragged column of captions, ``caption_rows``
+    [B] of the others, and ``mask_rows`` [2, B], if there are masks: the samples' numbers and whether their images are
+    mirrored.
+    """
+
+    preparer: StockPreparer
+    cache: ResidentCache
+    seed: int
+
+    def indices(self, picks: Picks) -> Batch:
+        """See `ResidentPreparer.indices`."""
+        bucket = self.cache.buckets[picks.bucket]
+        sample = bucket.first_sample[picks.segment] + picks.index
+        ids = bucket.ids[sample]
+        occurrences = occurrence_words(picks.epoch, picks.repeat, ids)
+        first_caption = bucket.first_caption[sample]
+        first_image = bucket.first_image[sample]
+        caption = self.cache.pick_captions(picks, self.seed, ids, bucket.first_caption[sample + 1] - first_caption)
+        variant = choices(self.seed, "flip", occurrences, bucket.first_image[sample + 1] - first_image)
+        distinct = bucket.captions[first_caption + caption]
+        distinct = np.where(self.preparer.drops(occurrences), bucket.text.empty, distinct)
+        shape = bucket.images["moments"].shape
+        values = {"image_rows": index_rows(first_image + variant), "t": self.preparer.times(occurrences, shape)}
+        host = {"bucket": torch.tensor(picks.bucket)}
+        for name, exact in self.preparer.ragged.items():
+            values[f"{name}.rows"], lengths = _ragged_rows(bucket.text, name, distinct, exact)
+            if exact is None:
+                host[name + LENGTH] = lengths
+        if self.preparer.fixed:
+            values["caption_rows"] = index_rows(distinct)
+        values["words"] = torch.from_numpy(occurrences).view(torch.int32)
+        if bucket.masked[sample].any():
+            values["mask_rows"] = index_rows(np.stack([sample, variant]))
+        return Batch(len(sample), values, host)
+
+    def gather(self, batch: Batch, empty: AllocateTensor | None = None) -> Batch:
+        """See `ResidentPreparer.gather`."""
+        bucket = self.cache.buckets[int(batch.host["bucket"])]
+        values = {"moments": select_rows(bucket.images["moments"], batch["image_rows"], empty), "t": batch["t"]}
+        for name in self.preparer.ragged:
+            values[name] = select_rows(bucket.text.tokens[name], batch[f"{name}.rows"], empty)
+        for name in self.preparer.fixed:
+            values[name] = select_rows(bucket.text.fixed[name], batch["caption_rows"])
+        values["words"] = batch["words"]
+        values |= {name: select_rows(bucket.images[name], batch["image_rows"]) for name in self.preparer.columns}
+        mask_rows = batch.get("mask_rows")
+        if mask_rows is not None:
+            values["mask"] = select_masks(bucket, *mask_rows)
+        return Batch(batch.size, values, {name: counts for name, counts in batch.host.items() if name != "bucket"})
+
+
+def _ragged_rows(text: ResidentText, name: str, distinct: Indices, exact: int | None) -> tuple[Tensor, Tensor]:
+    """Return the rows of a ragged column [B, T], those of padding the row of zeros, and the lengths."""
+    first = text.starts[name][distinct]
+    lengths = text.starts[name][distinct + 1] - first
+    position = np.arange(exact or int(lengths.max()))
+    rows = np.where(position < lengths[:, None], first[:, None] + position, text.zero_row(name))
+    return index_rows(rows), torch.from_numpy(lengths)

@@ -1,0 +1,101 @@
+"""Z-Image: its denoiser counts time from noise to data, and takes lists of images and texts."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from sd3_light.config import ModelConfig
+from sd3_light.core.columns import CAPTION, Column
+from sd3_light.families.base import StockFamily
+from sd3_light.families.stock.columns import encoder_width
+from sd3_light.families.stock.times import resolution_shift
+from sd3_light.model.part_configs import read_json
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from sd3_light.core.batch import Batch
+
+
+class ZImage(StockFamily):
+    """Captions have their own lengths: the denoiser pads them itself."""
+
+    name = "z_image"
+    title = "Z-Image"
+    pipeline = "ZImagePipeline"
+    denoiser = "ZImageTransformer2DModel"
+    text_parts = MappingProxyType({"qwen": ("text_encoder", "tokenizer")})
+    adapter_targets = ("attention.to_*", "feed_forward.w[123]")
+    text_inputs = MappingProxyType({"text": "cap_feat_dim"})
+    usual_guidance = 5.0
+    joins_guidance = True
+    comfyui = True
+
+    def refusal(self, folder: Path) -> str | None:
+        """See `StockFamily.refusal`."""
+        config = read_json(folder / "transformer" / "config.json")
+        if config.get("siglip_feat_dim"):
+            return "its denoiser takes images beside the text, which is not trained"
+        if config.get("all_patch_size") != [self.patch] or config.get("all_f_patch_size") != [1]:
+            return "its denoiser has several patch sizes, which are not trained"
+        return None
+
+    def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
+        """See `StockFamily.text_columns`."""
+        parts = self.text_parts["qwen"]
+        length = self.max_length(model)
+        shape = (length, encoder_width(folder, parts[0]))
+        settings = {"text_max_length": length}
+        return (Column("text", CAPTION, "bfloat16", shape, parts, ragged=True, settings=settings),)
+
+    def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
+        """See `StockFamily.denoise`. The denoiser predicts data - noise."""
+        import torch
+
+        dtype: Any = denoiser.dtype
+        time = (1000 - (1000 * batch["t"]).float()) / 1000  # 1 - t, rounded as the pipeline does
+        images = list(batch["noisy"].to(dtype).unsqueeze(2))
+        velocities = denoiser(images, time, _texts(batch), return_dict=False)[0]
+        return -torch.stack(velocities).squeeze(2).float()
+
+    def image_part(self, output: Any, batch: "Batch") -> "Tensor":
+        """See `StockFamily.image_part`: image tokens come first."""
+        height, width = batch["noisy"].shape[-2:]
+        tokens: Tensor = output[:, : height * width // self.patch**2]
+        return tokens
+
+    def is_guided(self, guidance: float) -> bool:
+        """See `StockFamily.is_guided`."""
+        return guidance > 0
+
+    def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
+        """See `StockFamily.guide`: guidance s is that of 1 + s elsewhere."""
+        return positive + guidance * (positive - negative)
+
+    def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
+        """See `StockFamily.encode_captions`. The pipeline writes into the list that it gets."""
+        length = self.max_length(model)
+        options = {"do_classifier_free_guidance": False, "max_sequence_length": length}
+        return {"text": pipe.encode_prompt(prompt=list(texts), **options)[0]}
+
+    def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
+        """See `StockFamily.set_times`."""
+        import torch
+
+        sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()  # in float32, unlike Flux's
+        scheduler.set_timesteps(sigmas=sigmas, mu=resolution_shift(scheduler.config, tokens))
+        scheduler.set_begin_index(0)
+
+    def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
+        """See `StockFamily.pipeline_arguments`."""
+        arguments = {"prompt_embeds": _texts(texts), "guidance_scale": guidance}
+        return arguments if negative is None else {**arguments, "negative_prompt_embeds": _texts(negative)}
+
+
+def _texts(batch: "Batch") -> "list[Tensor]":
+    """Return the rows of every text."""
+    lengths = batch.lengths("text")
+    if lengths is None:
+        return list(batch["text"])
+    return [rows[:count] for rows, count in zip(batch["text"], lengths.tolist(), strict=True)]

@@ -1,0 +1,79 @@
+"""The teacher of an objective: the start of the run, its average, or another model of the family.
+
+A copy is whole in every process, also where the trained weights are sharded. It is frozen, in the compute dtype, and
+runs the stock blocks.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from sd3_light.config import TrainConfig
+from sd3_light.config.faults import UserError
+from sd3_light.core.batch import Batch
+from sd3_light.core.model import TrainedModel
+from sd3_light.core.objective import Prediction
+from sd3_light.core.registry import family_of
+from sd3_light.engines.protocol import Engine
+from sd3_light.model.adapter_layers import cast_frozen, without_adapter
+from sd3_light.optim.ema import MAIN_TRACK, Averages
+
+_INPUTS = ("in_channels", "joint_attention_dim", "pooled_projection_dim", "caption_channels")
+"""What a denoiser's config says about its inputs, in one family or another."""
+
+
+def load_teacher(model: TrainedModel, config: TrainConfig, device: torch.device) -> None:
+    """Give the model its objective's teacher, unless that is the average; call it before the engine is made."""
+    teacher = model.objective.teacher
+    if teacher is None or teacher == "average":
+        return
+    if teacher == "start" and config.adapter is not None:
+        model.teacher = _without_adapter(model)
+        return
+    denoiser = deepcopy(model.denoiser) if teacher == "start" else _from_folder(model, config, Path(teacher))
+    denoiser.requires_grad_(False)
+    is_half = device.type == "cuda" and config.model.transformer_dtype == "bfloat16"
+    cast_frozen(denoiser, torch.bfloat16 if is_half else torch.float32)
+    copy = family_of(config.model).training.model(denoiser, config, fast=False).to(device)
+    model.teacher = copy.infer
+
+
+def teach_by_average(model: TrainedModel, engine: Engine, averages: Averages) -> None:
+    """Make the run's main average the model's teacher, if its objective wants that."""
+    if model.objective.teacher != "average":
+        return
+    if MAIN_TRACK not in averages.tracks:
+        raise UserError("the objective's teacher is the run's average, and there is none; write ema.enable = true")
+
+    def teach(batch: Batch, taps: Sequence[int]) -> Prediction:
+        with averages.in_place_of(MAIN_TRACK, engine.weights):
+            return model.infer(batch, taps)
+
+    model.teacher = teach
+
+
+def _without_adapter(model: TrainedModel) -> Callable[[Batch, Sequence[int]], Prediction]:
+    def teach(batch: Batch, taps: Sequence[int]) -> Prediction:
+        with without_adapter(model.denoiser):
+            return model.infer(batch, taps)
+
+    return teach
+
+
+def _from_folder(model: TrainedModel, config: TrainConfig, folder: Path) -> nn.Module:
+    weights = family_of(config.model).weights
+    start = weights.start(config.model.model_copy(update={"init": folder, "size": None, "shape": None}))
+    denoiser = weights.load(start, config.seed)
+    own: Any = model.denoiser.config
+    other: Any = denoiser.config
+    for name in _INPUTS:
+        if own.get(name) != other.get(name):
+            raise UserError(
+                f"the teacher in {folder} has {name} = {other.get(name)} and the model {own.get(name)}; give a model "
+                "with the same VAE and text encoders"
+            )
+    return denoiser

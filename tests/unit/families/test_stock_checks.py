@@ -1,0 +1,304 @@
+"""`new` and `check` with the folder of a stock pipeline: what they write, what they accept and what they refuse."""
+
+import io
+import json
+import shutil
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from sd3_light.check import verb as check
+from sd3_light.config import ConfigFaults, UserError
+from sd3_light.core.registry import family_named, family_of
+from sd3_light.core.start import WeightsStart
+from sd3_light.families.stock.weights import StockSize
+from sd3_light.new import verb as new
+from sd3_light.system import Gpu
+from tests.project import Project
+
+FAMILIES = ["flux", "flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
+GPU = (Gpu("a GPU", 24 * 2**30),)
+TRAIN = """
+output_dir = "run"
+dataset = "data.toml"
+max_steps = 4
+checkpoint_every_n_steps = 2
+{top}
+[model]
+diffusers_path = "{model}"
+{keys}
+"""
+
+
+@pytest.fixture
+def flux(tmp_path: Path, tiny_folder: Callable[[str], Path]) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(tiny_folder("flux"), tmp_path / "flux"))
+
+
+def written(folder: Path, images: Path, model: Path, top: str = "", keys: str = "") -> Path:
+    path = folder / "train.toml"
+    path.write_text(TRAIN.format(top=top, model=model, keys=keys), encoding="utf-8")
+    (folder / "data.toml").write_text(f'resolutions = [64]\n[[directory]]\npath = "{images}"\n', encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def faults(tmp_path: Path, raw_project: Project) -> Callable[..., list[tuple[str, str]]]:
+    """Return a function that returns key and problem of all faults."""
+
+    def find(model: Path, top: str = "", keys: str = "") -> list[tuple[str, str]]:
+        try:
+            check.load(written(tmp_path, raw_project.images, model, top, keys))
+        except ConfigFaults as error:
+            return [(fault.key, fault.problem) for fault in error.faults]
+        return []
+
+    return find
+
+
+def set_json(path: Path, **entries: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+# --- new and check -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("kind", ["lora", "finetune"])
+def test_check_accepts_what_new_writes(
+    tmp_path: Path,
+    raw_project: Project,
+    tiny_folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    kind: str,
+) -> None:
+    family, folder = family_named(name), tiny_folder(name)
+    monkeypatch.setattr(type(family), "packages", ())
+    if kind == "lora" and not family.loads_adapters:
+        with pytest.raises(ConfigFaults, match="the stock pipeline of PRX loads no adapter"):
+            new.run(kind, str(raw_project.images), str(folder), tmp_path)
+        return
+    project = new.run(kind, str(raw_project.images), str(folder), tmp_path, resolution=64, gpus=GPU)
+    loaded = check.load(project.train_toml)
+    estimate = check.run(loaded)
+    assert estimate.gpu.total == project.plan.needed, "new plans with the formula of check"
+    text = project.train_toml.read_text(encoding="utf-8")
+    table = tomllib.loads(text)
+    assert "SD3" not in text
+    assert not {"t5_max_length", "uncond_text"} & table["model"].keys()
+    scheduler = json.loads((folder / "scheduler/scheduler_config.json").read_text())
+    if scheduler.get("use_dynamic_shifting"):
+        assert (table["model"].get("flux_shift"), table["model"].get("shift")) == (True, None)
+    else:
+        assert table["model"]["shift"] == scheduler.get("shift", scheduler.get("flow_shift"))
+    console = Console(width=240, file=io.StringIO())
+    console.print(check.render(estimate, check.conclude(loaded.train, estimate, check.Target())))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for words in (f"{family.title}: ", f"{estimate.setup.cost.parameters:,}", "disk, cache", "GPU memory"):
+        assert words in shown
+
+
+def test_new_writes_the_recipe_of_flux(tmp_path: Path, raw_project: Project, flux: Path) -> None:
+    project = new.run("lora", str(raw_project.images), str(flux), tmp_path / "out", gpus=GPU)
+    table = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
+    assert table["model"]["guidance"] == 1.0
+    assert table["sampling"]["guidance"] == 3.5
+    assert table["adapter"]["target_modules"] == list(family_named("flux").adapter_targets)  # type: ignore[attr-defined]
+    assert project.resolution == 512
+    set_json(flux / "transformer/config.json", guidance_embeds=False)
+    project = new.run("lora", str(raw_project.images), str(flux), tmp_path / "schnell", gpus=GPU)
+    assert "guidance" not in tomllib.loads(project.train_toml.read_text(encoding="utf-8"))["model"]
+
+
+def test_random_weights_are_only_for_sd3(tmp_path: Path, raw_project: Project, flux: Path) -> None:
+    for kind in ("pretrain", "icons"):
+        with pytest.raises((UserError, ConfigFaults), match="Flux"):
+            new.run(kind, str(raw_project.images), str(flux), tmp_path / kind)
+
+
+def test_flux_dev_costs_what_it_is_known_to(flux: Path) -> None:
+    """12 billion parameters, and 4 MiB per caption on the disk; no weight is read."""
+    dev = {"num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24}
+    dev |= {"joint_attention_dim": 4096, "pooled_projection_dim": 768, "in_channels": 64, "guidance_embeds": True}
+    set_json(flux / "vae/config.json", latent_channels=16)
+    set_json(flux / "text_encoder/config.json", hidden_size=768)
+    set_json(flux / "text_encoder_2/config.json", d_model=4096)
+    (flux / "tokenizer_2/tokenizer_config.json").unlink()
+    family = family_named("flux")
+    from sd3_light.config import ModelConfig
+    from sd3_light.core.columns import Bucket
+
+    model = ModelConfig.model_validate({"diffusers_path": str(flux)}, context={"base": flux})
+    config = {**json.loads((flux / "transformer/config.json").read_text()), **dev, "axes_dims_rope": [16, 56, 56]}
+    cost = family.cost(WeightsStart("folder", flux, StockSize("Flux", config), ""), model)
+    assert cost.parameters == 11_901_408_320
+    assert cost.num_blocks == 57
+    tokens = cost.tokens(1024, 1024)
+    assert (tokens.image, tokens.text) == (4096, 512)
+    assert cost.forward_flops(tokens) == pytest.approx(74e12, rel=0.1)
+    texts = [column for column in family.columns(model, flux, Bucket(1024, 1024)) if column.per_caption]
+    assert sum(column.nbytes for column in texts) == 512 * 4096 * 2 + 768 * 2
+
+
+# --- faults --------------------------------------------------------------------------------------
+
+
+def test_missing_parts_are_named_one_by_one(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+    assert faults(flux) == []
+    (flux / "vae/diffusion_pytorch_model.safetensors").unlink()
+    shutil.rmtree(flux / "tokenizer_2")
+    found = faults(flux)
+    assert {key for key, _ in found} == {"model.diffusers_path"}
+    problems = " | ".join(problem for _, problem in found)
+    assert "lacks vae/diffusion_pytorch_model.safetensors" in problems
+    assert "lacks tokenizer_2/" in problems
+    assert "text_encoder_3" not in problems
+    set_json(flux / "model_index.json", text_encoder_2=[None, None])
+    assert ("model.diffusers_path", "its model_index.json names no text_encoder_2") in faults(flux)
+
+
+def test_keys_of_sd3_are_refused_all_at_once(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+    keys = 't5_max_length = 12\ntext_tokens = "real"\nuncond_text = "zero"\ntext_recon_gamma = 0.5\nqk_norm = true'
+    top = "fast = true\nfp8 = true\npipeline_stages = 2"
+    found = dict(faults(flux, top, keys))
+    names = {"t5_max_length", "text_tokens", "uncond_text", "text_recon_gamma", "qk_norm"}
+    assert {f"model.{name}" for name in names} | {"fast", "fp8", "pipeline_stages"} == set(found)
+    assert found["model.t5_max_length"] == "Flux does not know this key: it is the length of SD3's T5 input"
+    assert found["pipeline_stages"] == "Flux has no pipeline stages"
+    assert found["fast"] == "Flux has no fast blocks"
+    assert faults(flux, "", 'uncond_text = "empty"\nuncond_text_dropout = "joint"\ntext_tokens = "padded"') == []
+
+
+def test_keys_of_other_families_are_refused_by_sd3(
+    raw_project: Project, faults: Callable[..., list[tuple[str, str]]]
+) -> None:
+    keys = 'train_type = "sd3_light_pretrain"\nsize = "tiny2"\nt5_max_length = 12\nguidance = 1.0\ntext_max_length = 9'
+    found = dict(faults(raw_project.model, "", keys))
+    assert set(found) == {"model.guidance", "model.text_max_length"}
+
+
+def test_numbers_that_do_not_fit_are_named(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+    (fault,) = faults(flux, "", "text_max_length = 400")
+    assert fault == ("model.text_max_length", "its tokenizer accepts at most 16 tokens")
+    set_json(flux / "transformer/config.json", in_channels=96, guidance_embeds=False)
+    found = dict(faults(flux, "", "guidance = 2.0"))
+    assert found["model.diffusers_path"].startswith("its denoiser takes 96 channels, and Flux 16 for a VAE of 4")
+    assert found["model.guidance"] == "this denoiser takes no guidance as a number"
+    set_json(flux / "transformer/config.json", in_channels=16, joint_attention_dim=40)
+    (fault,) = faults(flux)
+    assert fault[1] == "its text encoder returns text 32 wide, and the denoiser needs 40"
+
+
+def test_flux_starts_from_folders_only(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+    (fault,) = faults(flux, "", 'init = "random"')
+    assert fault[1] == "Flux starts from trained weights only; remove model.train_type and model.init"
+    set_json(flux / "transformer/config.json", _class_name="SD3Transformer2DModel")
+    ((_, problem),) = faults(flux)
+    assert problem.endswith("describes a 'SD3Transformer2DModel', Flux has a FluxTransformer2DModel")
+
+
+def test_an_unknown_pipeline_is_one_fault(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+    set_json(flux / "model_index.json", _class_name="FluxFillPipeline")
+    ((key, problem),) = faults(flux, "", "guidance = 1.0")
+    assert key == "model.diffusers_path"
+    assert "describes a 'FluxFillPipeline', which is of no known family; give a folder of Stable" in problem
+    (fault, problem) = faults(flux, "max_nonfinite_steps = -1")
+    assert fault[0] == "max_nonfinite_steps", "with the other faults of the config"
+    assert problem[0] == "model.diffusers_path"
+
+
+def test_refused_models_are_named(
+    tmp_path: Path, tiny_folder: Callable[[str], Path], faults: Callable[..., list[tuple[str, str]]]
+) -> None:
+    cases = [
+        ("flux2", "model_index.json", {"is_distilled": True}, "distilled to few steps"),
+        ("krea2", "model_index.json", {"is_distilled": True}, "distilled to few steps"),
+        ("qwen_image", "transformer/config.json", {"zero_cond_t": True}, "has zero_cond_t"),
+        ("z_image", "transformer/config.json", {"siglip_feat_dim": 8}, "takes images beside the text"),
+        ("sana", "transformer/config.json", {"guidance_embeds": True}, "(Sprint)"),
+        ("prx", "transformer/config.json", {"patch_size": 1}, "patches of 1"),
+    ]
+    for name, file, entries, words in cases:
+        folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
+        set_json(folder / file, **entries)
+        assert any(words in problem for _, problem in faults(folder)), name
+
+
+def test_a_package_for_captions_is_needed(
+    tiny_folder: Callable[[str], Path], faults: Callable[..., list[tuple[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = family_named("prx")
+    monkeypatch.setattr(type(family), "packages", ("no_such_package",))
+    (fault,) = faults(tiny_folder("prx"))
+    assert fault == (
+        "model.diffusers_path",
+        "PRX needs no_such_package for its captions, which is not installed",
+    )
+
+
+def test_sides_follow_the_vae(
+    tmp_path: Path, raw_project: Project, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of Sana's own VAE, which shrinks images 32 times."""
+    sana = tiny_folder("sana")
+    monkeypatch.setattr("sd3_light.families.stock.checks.StockChecks.side_step", lambda self, model: 32)
+    path = written(tmp_path, raw_project.images, sana)
+    ratios = 'resolutions = [{}]\nenable_ar_bucket = true\n{}[[directory]]\npath = "{}"\n'
+    (tmp_path / "data.toml").write_text(ratios.format(128, "", raw_project.images))
+    with pytest.raises(ConfigFaults) as error:
+        check.load(path)
+    (fault,) = error.value.faults
+    assert (fault.key, fault.hint) == ("directory[0].resolutions", "write side_step = 32")
+    assert fault.problem == "the model needs sides that are multiples of 32"
+    (tmp_path / "data.toml").write_text(ratios.format(128, "side_step = 32\n", raw_project.images))
+    check.load(path)
+
+
+def test_a_hostile_folder_is_a_fault(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+    for name in ("vae/config.json", "text_encoder_2/config.json", "transformer/config.json"):
+        before = (flux / name).read_text()
+        for text in ("[]", "{", '{"_class_name": "AutoencoderKL", "latent_channels": "x"}', "{}"):
+            (flux / name).write_text(text)
+            assert faults(flux), (name, text)
+        (flux / name).write_text(before)
+    assert faults(flux) == []
+
+
+# --- model.type ----------------------------------------------------------------------------------
+
+
+class NotAFamily:
+    """Anything else."""
+
+
+def test_a_type_names_the_family(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+    assert faults(flux, "", 'type = "Flux"') == []
+    assert faults(flux, "", 'type = "sd3_light.families.flux:Flux"') == []
+    found = faults(flux, "", 'type = "sd3"')
+    assert any("lacks text_encoder_3/config.json" in problem for _, problem in found), "as SD3 it is not complete"
+    ((key, problem),) = faults(flux, "", f'type = "{__name__}:NotAFamily"')
+    assert key == "model.type"
+    assert problem.endswith("is not a `sd3_light.core.family.Family`; name a class that is one")
+    ((key, problem),) = faults(flux, "", 'type = "no_such_package.module:Family"')
+    assert "No module named 'no_such_package'" in problem
+    ((key, problem),) = faults(flux, "", 'type = "sd3_light.families.base:StockFamily"')
+    assert "is an unfinished family; it lacks denoise, " in problem
+    for wrong in ("families/mine.py:Mine", "/tmp/mine.py", "flus"):
+        ((key, problem),) = faults(flux, "", f'type = "{wrong}"')
+        assert (key, problem) == ("model.type", "unknown value")
+
+
+def test_the_folder_names_the_family_when_the_config_is_read(tmp_path: Path, raw_project: Project, flux: Path) -> None:
+    train = check.load(written(tmp_path, raw_project.images, flux)).train
+    assert family_of(train.model) is family_named("flux")
+    assert (train.model.type, train.model.text_max_length) == ("auto", 16)
+    assert (train.model.uncond_text_dropout, train.model.uncond_text_dropout_prob) == ("joint", 0.1)
+    keys = "uncond_text_dropout_prob = 0.3\ntext_max_length = 9"
+    train = check.load(written(tmp_path, raw_project.images, flux, keys=keys)).train
+    assert (train.model.uncond_text_dropout_prob, train.model.text_max_length) == (0.3, 9)

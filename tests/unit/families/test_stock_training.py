@@ -1,0 +1,94 @@
+"""Training of stock families on the CPU: all weights and a LoRA, resumed, from shards and from memory."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.check import verb as check
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.core.registry import family_named
+from sd3_light.train import verb as train
+from sd3_light.train.verb import Resume
+from tests.project import Project
+from tests.stock_project import LORA, write_project
+
+OTHERS = ["flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
+FAMILIES = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+
+
+@pytest.fixture(autouse=True)
+def _without_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
+
+
+@pytest.fixture(params=FAMILIES)
+def project(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    tiny_folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Project:
+    monkeypatch.setattr(type(family_named(request.param)), "packages", ())
+    monkeypatch.setattr(type(family_named(request.param)), "loads_adapters", True)
+    return write_project(tmp_path, tiny_folder(request.param))
+
+
+def run(project: Project, name: str, *keys: str, resume: Resume | None = None) -> Path:
+    train.run(check.load(project.train_toml, [f'output_dir="{name}"', *keys]), resume=resume)
+    return project.folder / name / "checkpoints"
+
+
+def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint: weights, moments, averages."""
+    saved = open_checkpoint(checkpoint)
+    return {name: saved.tensor(name) for name in saved.shapes}
+
+
+@pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
+def test_a_resumed_run_equals_the_whole(project: Project, tables: str) -> None:
+    project.train_toml.write_text(project.train_toml.read_text() + tables)
+    last = checkpoint_name(4)
+    whole = tensors(run(project, "whole") / last)
+    losses = project.losses("whole")
+    first = run(project, "parts", "max_steps=2")
+    resumed = tensors(run(project, "parts", resume=Resume()) / last)
+    assert list(first.iterdir())
+    assert whole.keys() == resumed.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
+    assert project.losses("parts") == losses
+    (event,) = (event for event in project.events("eval", "whole") if event["weights"] == "raw")
+    assert 0 < event["flow"] < 10
+    start = tensors(first / checkpoint_name(2))
+    trained = [name for name in whole if name.startswith("param/")]
+    assert trained
+    assert sum(not torch.equal(whole[name], start[name]) for name in trained) > len(trained) / 2
+    assert all(("lora_" in name) == bool(tables) for name in trained)
+
+
+def test_a_cache_in_memory_trains_alike(project: Project) -> None:
+    streamed = tensors(run(project, "stream", 'cache_residence="stream"') / checkpoint_name(4))
+    resident = tensors(run(project, "host", 'cache_residence="host"') / checkpoint_name(4))
+    for name, tensor in streamed.items():
+        assert torch.equal(tensor, resident[name]), name
+
+
+def test_recomputed_activations_and_accumulation_train_alike(project: Project) -> None:
+    plain = project_losses(project, "plain")
+    for keys in (
+        ("activation_checkpointing=true",),
+        ('activation_checkpointing="selective"',),
+        ("micro_batch_size_per_gpu=2", "gradient_accumulation_steps=2"),
+    ):
+        losses = project_losses(project, f"other{len(keys[0])}", *keys)
+        assert losses == pytest.approx(plain, rel=1e-4)
+
+
+def project_losses(project: Project, name: str, *keys: str) -> dict[int, float]:
+    run(project, name, "eval_every_n_steps=100", *keys)
+    return project.losses(name)
