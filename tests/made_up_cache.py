@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import ModelConfig
-from sd3_light.core.columns import EMPTY, SMALLEST, Bucket, Column
+from sd3_light.core.columns import EMPTY, SMALLEST, Bucket, Column, with_pairs
 from sd3_light.core.family import Family
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
@@ -16,7 +16,12 @@ LABEL = "images#0"
 
 
 def write_cache(
-    folder: Path, family: Family, model: ModelConfig, samples: Mapping[Bucket, int], masked: bool = False
+    folder: Path,
+    family: Family,
+    model: ModelConfig,
+    samples: Mapping[Bucket, int],
+    masked: bool = False,
+    paired: bool = False,
 ) -> Path:
     """Write a shard per bucket, with two captions per sample; captions of a ragged column have different lengths."""
     generator = torch.Generator().manual_seed(0)
@@ -25,6 +30,7 @@ def write_cache(
     entries = []
     for bucket, count in samples.items():
         columns = family.columns(model, model.diffusers_path, bucket)
+        columns = with_pairs(columns) if paired else columns
         content = _content(columns, range(first, first + count), 2, generator, masked)
         entries.append(_write(folder, str(bucket), content))
         first += count

@@ -14,7 +14,6 @@ from sd3_light.config.cross_checks import negative_prompts
 from sd3_light.config.family_keys import AUTO, unknown_keys
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
-from sd3_light.config.schema_objective import TERM_FAMILIES
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of, names_family
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
@@ -131,10 +130,8 @@ class _DiskChecks:
 
     def objective(self, family: Family) -> None:
         """Check that the family has the terms of the objective, and a teacher's folder a denoiser of the family."""
-        for name, (families, reason) in TERM_FAMILIES.items():
-            if name in self.train.terms.tables() and family.name not in families:
-                key = name if self.train.objective is None else f"objective.{name}"
-                self.add(key, f"{family.title} does not have this term: {reason}", hint="remove it")
+        if self.train.objective is not None:
+            self.add_all(unknown_keys(self.train.objective, "objective.", family.name, family.title))
         folder = self.train.terms.teacher
         if isinstance(folder, Path):
             with self.user_errors_of("objective.dpo.teacher", folder):

@@ -10,9 +10,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
-from pydantic import BaseModel, BeforeValidator, ConfigDict, SecretStr, Strict, ValidationInfo
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    SecretStr,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+)
 from pydantic_core import PydanticCustomError
 
+from sd3_light.config.faults import UserError
 from sd3_light.inputs import path_problem
 
 Resolution = tuple[int, int]
@@ -278,6 +288,21 @@ def describe_type(annotation: Any) -> str:
     limits = [(sign, getattr(note, name)) for kind, name, sign in _BOUNDS for note in notes if isinstance(note, kind)]
     shown = " and ".join(f"{sign} {limit}" for sign, limit in limits if limit != LARGEST_INTEGER)
     return f"{_SCALARS[bare]} {shown}".rstrip()
+
+
+def require_value(table: type[Table], key: str, value: Any, name: str | None = None) -> None:
+    """Raise a UserError unless a key of a table may have the value, a setting ``name`` of a script."""
+    annotation = field_types(table)[key]
+    try:
+        TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+    except ValidationError as error:
+        raise wrong_value(name or key, value, annotation) from error
+
+
+def wrong_value(name: str, value: Any, annotation: Any) -> UserError:
+    """Return an error about a setting whose value is not of its type."""
+    described = describe_type(annotation)
+    return UserError(f"{name} is {value!r}; give {f'one of {described}' if known_values(annotation) else described}")
 
 
 def _describe_list(bare: Any, notes: tuple[Any, ...]) -> str:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 from sd3_light.config.faults import Fault
 from sd3_light.config.optimizers import OPTIMIZERS
@@ -145,7 +146,11 @@ def shape(train: TrainConfig) -> Iterator[Fault]:
 
 def timesteps(train: TrainConfig) -> Iterator[Fault]:
     """At most one time shift, and no shape of the logit-normal distribution with another one."""
-    model = train.model
+    yield from timestep_faults(train.model)
+
+
+def timestep_faults(model: Any) -> Iterator[Fault]:
+    """Yield the faults of `timesteps` in settings that have the keys `TIME_KEYS`."""
     is_set = {"shift": model.shift is not None, "flux_shift": model.flux_shift, "sqrt_shift": model.sqrt_shift}
     names = [name for name, present in is_set.items() if present]
     if len(names) > 1:
@@ -349,7 +354,9 @@ def base_bits(train: TrainConfig) -> Iterator[Fault]:
 _SAVE_KEYS = tuple(f"save_every_n_{unit}" for unit in ("steps", "epochs", "examples"))
 _CHECKPOINT_KEYS = tuple(f"checkpoint_every_n_{unit}" for unit in ("steps", "epochs", "minutes"))
 _ADAPTER_KEYS = ("adapter.type", "adapter.use_rslora", "adapter.use_dora", "adapter.base_bits")
-_TIME_KEYS = ("shift", "flux_shift", "sqrt_shift", "timestep_sample_method", "logit_mean", "uniform_share")
+_SHAPE_KEYS = ("timestep_sample_method", "sigmoid_scale", "logit_mean", "uniform_share")
+TIME_KEYS = (*_SHAPE_KEYS, "shift", "flux_shift", "sqrt_shift")
+"""The keys of [model] that decide the distribution of times; losses of scripts have them too."""
 _SAMPLING_KEYS = ("sampling", *(f"sampling.{key}" for key in ("prompts", "image", "every_n_steps", "negative_prompt")))
 _DEPTH_KEYS = ("model", "model.size", "model.num_layers", "model.shape", "model.shape.num_layers", "model.train_type")
 _TOKEN_KEYS = (
@@ -373,7 +380,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     spellings: ("model", *SPELLINGS, *_TERM_KEYS),
     terms: (*_TERM_KEYS, "ema", "ema.enable", "pipeline_stages"),
     shape: ("model", "model.shape", "model.shape.head_dim", "model.size", "model.num_layers"),
-    timesteps: ("model", *(f"model.{key}" for key in _TIME_KEYS)),
+    timesteps: ("model", *(f"model.{key}" for key in TIME_KEYS)),
     schedule: ("lr_scheduler", "lr_step_size", "lr_step_gamma"),
     cooldown: ("cooldown_steps", "lr_scheduler", "force_constant_lr", "max_steps"),
     pipeline: (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel"),
@@ -398,10 +405,13 @@ def run_cross_checks(train: TrainConfig, faulty_keys: frozenset[str]) -> Iterato
             yield from check(train)
 
 
-def config_warnings(train: TrainConfig, total_steps: int) -> Iterator[str]:
-    """Yield what is allowed and probably not intended. An adapter inherits text dropout from the model under it."""
+def config_warnings(train: TrainConfig, total_steps: int, guides_by_number: bool = False) -> Iterator[str]:
+    """Yield what is allowed and probably not intended. An adapter inherits text dropout from the model under it.
+
+    ``guides_by_number``: the denoiser takes guidance as a number, and no unconditional text.
+    """
     drops_text = train.model.enable_uncond_text_dropout and train.model.uncond_text_dropout_prob > 0
-    guided = bool(train.sampling.images) and train.sampling.guidance > 1
+    guided = bool(train.sampling.images) and train.sampling.guidance > 1 and not guides_by_number
     if guided and not drops_text and train.adapter is None:
         yield (
             f"sampling.guidance = {train.sampling.guidance:g} compares with a prediction without text, which this run "

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationInfo
 
 from sd3_light.config.base import Allowed, CountOrZero, Positive, Table, parse_path
+from sd3_light.config.family_keys import KnownTo
 from sd3_light.config.schema_blocks import LayerSyncConfig
 
 _TEACHERS = ("start", "average")
@@ -16,8 +17,6 @@ SPELLINGS = {
     "model.layer_sync": "objective.layer_sync",
 }
 """Keys outside of [objective], and the same settings in it."""
-TERM_FAMILIES = {"text_recon": (("sd3",), "its denoiser does not return its text tokens")}
-"""Terms that only some families have: their names, and why others do not."""
 PAIRED = ("dpo",)
 """Terms that need a rejected image beside every image."""
 
@@ -60,7 +59,7 @@ class DpoTerm(Table):
 
 
 class TextReconTerm(Table):
-    """[objective.text_recon]: reconstruct earlier text tokens from the last ones."""
+    """[objective.text_recon]: reconstruct earlier text tokens from the last ones (SD3 only)."""
 
     weight: Positive
     """Weight of the term."""
@@ -76,7 +75,9 @@ class ObjectiveConfig(Table):
     """Flow matching."""
     dpo: DpoTerm | None = None
     """Preferences."""
-    text_recon: TextReconTerm | None = None
+    text_recon: Annotated[TextReconTerm | None, KnownTo("only SD3's own blocks return text tokens", only=("sd3",))] = (
+        None
+    )
     """Text reconstruction."""
     layer_sync: LayerSyncConfig | None = None
     """Alignment of two blocks."""

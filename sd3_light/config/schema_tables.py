@@ -179,7 +179,7 @@ class ModelConfig(Table):
     text_recon_target_layer: Annotated[CountOrZero, _BLOCKS] = 0
     """Layer whose text tokens are reconstructed: 0 after the context embedder, k after block k. At most the number of
     blocks minus 2: the last block has no text output, and the last text output is the prediction."""
-    layer_sync: Annotated[LayerSyncConfig | None, _BLOCKS] = None
+    layer_sync: LayerSyncConfig | None = None
     """Align an early block's image tokens with a later block's. Absent: no such loss."""
     routing: Annotated[RoutingConfig | None, _BLOCKS] = None
     """Let some image tokens skip the middle blocks in training. Absent: all tokens run through all blocks."""

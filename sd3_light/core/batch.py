@@ -25,13 +25,14 @@ class Batch(BatchRecord):
     """Values of ``size`` samples by name.
 
     ``values`` go to the device. Reserved names: ``noisy`` latents, times ``t`` from 0 to 1, the ``target`` velocity,
-    ``mask`` and ``weight`` of a sample's loss. ``host`` values are counts, which stay on the host: reading them back
-    would wait for the device. A batch without values is a placeholder, for processes that need only its size.
+    ``mask`` and ``weight`` of a sample's loss. ``host`` values stay on the host: counts, as reading them back would
+    wait for the device, and in tasks what is no tensor. A batch without values is a placeholder, for processes that
+    need only its size.
     """
 
     size: int
     values: dict[str, Tensor] = field(default_factory=dict)
-    host: dict[str, Tensor] = field(default_factory=dict)
+    host: dict[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.values[name]

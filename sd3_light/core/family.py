@@ -103,6 +103,10 @@ class Family(ABC):
         """Return a config with the family's own values in place of absent keys; those of the schema are SD3's."""
         return config
 
+    def guides_by_number(self, start: WeightsStart) -> bool:
+        """Return whether the denoiser takes guidance as a number, and no unconditional text."""
+        return False
+
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """Return the keys of a recipe that `new` writes otherwise for a model folder; None: it leaves the key out.
 

@@ -44,11 +44,13 @@ class AdapterNames:
 
     The defaults hold for every diffusers model: a file has diffusers' own names. An update is a `LoraModule` or a
     `LycorisModule`, with its layer's name as the key. ``denoiser`` is the model in messages, with its article;
-    ``comfyui`` says whether ComfyUI reads the files.
+    ``comfyui`` says whether ComfyUI reads the files. ``family`` is the one that a file states; a file without a name
+    may be SD3's.
     """
 
     denoiser: str = "a denoiser with diffusers' names"
     comfyui: bool = False
+    family: str = ""
 
     def find_layers(self, name: str) -> Layers | None:
         """Return the layers for a name in a file, as spelled there without prefix; None if unknown."""

@@ -99,9 +99,9 @@ def family_of_class(kind: type) -> Family | None:
     return next(map(family_named, names), None)
 
 
-def family_of_file() -> Family:
-    """Return the family of adapter files and single files that are read without a model: they name none, so SD3."""
-    return family_named("sd3")
+def family_of_file(name: object = None) -> Family:
+    """Return the family of an adapter file or single file that is read without a model: SD3 unless it states one."""
+    return family_named(name if isinstance(name, str) and name in _FAMILIES else "sd3")
 
 
 def single_files(family: Family, subject: object) -> SingleFiles:

@@ -94,6 +94,11 @@ class Sampling(ABC):
 class PipelineInputs(ABC):
     """How a model's stock pipeline must be called, so that it gets the inputs that the model was trained with."""
 
+    @property
+    def largest_batch(self) -> int | None:
+        """How many images the pipeline draws at once; None: as many as the device holds."""
+        return None
+
     def for_folder(self, folder: Path) -> "PipelineInputs":
         """Return the same for the model in ``folder``, if an adapter's folder states the settings."""
         return self

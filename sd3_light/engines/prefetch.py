@@ -146,7 +146,8 @@ def equal_micro_batches(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield the micro-batches of a step; unequal numbers of samples or shapes of latents are an error."""
     shapes = set()
     for batch in batches:
-        shapes.add((batch.size, batch["noisy"].shape if batch.values else None))
+        noisy = batch.get("noisy")
+        shapes.add((batch.size, None if noisy is None else noisy.shape))
         assert len(shapes) == 1, "micro-batches of a step must be equal"
         yield batch
 

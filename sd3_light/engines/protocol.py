@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sd3_light.config import OptimizerConfig
+from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.optim.build import Optimizer
@@ -16,13 +18,40 @@ from sd3_light.optim.build import Optimizer
 if TYPE_CHECKING:
     from sd3_light.engines.networks import Networks
 
-MicroBatch = Any
-"""A `Batch`; in tasks whatever the module takes, with a method ``map_tensors`` if its tensors go to a device."""
+MicroBatch = Batch
 StepStream = Generator[Sequence[MicroBatch], None, None]
 """Yields the micro-batches of each optimizer step; closing it also closes their source."""
 
 PARAM_KIND = "param"
 """The kind under which a checkpoint stores the weights themselves."""
+
+
+class EngineConfig(Protocol):
+    """The settings of a run that engines read: a `TrainConfig`, or a task's."""
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The optimizer and its settings."""
+
+    @property
+    def gradient_clipping(self) -> float:
+        """The largest global norm of the gradients; 0: any."""
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per step."""
+
+    @property
+    def parallel(self) -> str:
+        """How the torch engine distributes weights: "ddp" or "fsdp2"."""
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage of DeepSpeed's ZeRO."""
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Processes that hold one model together."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +212,14 @@ def loss_sums(each: Tensor, weight: Tensor | None = None) -> Tensor:
     each = each.double()
     weight = torch.ones_like(each) if weight is None else weight.double()
     return torch.stack([(each * weight).sum(), weight.sum()])
+
+
+def require_gradients(missing: Iterable[str]) -> None:
+    """Raise a `UserError` about the first of the weights that a backward pass did not reach."""
+    for name in missing:
+        raise UserError(
+            f"no gradient reached {name} of the denoiser; use it in denoise, or freeze it with requires_grad_(False)"
+        )
 
 
 def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:

@@ -1,14 +1,13 @@
 """The torch engine: one process, or several under torchrun with replicated (DDP) or sharded (FSDP2) weights."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from sd3_light.config import OptimizerConfig, TrainConfig
-from sd3_light.config.faults import UserError
+from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.cuda_graphs import CudaRecorder, MicroBatchGraphs, Numbers, Recorder
@@ -17,11 +16,13 @@ from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import (
     PARAM_KIND,
     Engine,
+    EngineConfig,
     MicroBatch,
     StepResult,
     TensorPiece,
     assign_writers,
     loss_sums,
+    require_gradients,
     sum_of_squares,
 )
 from sd3_light.engines.weight_layouts import Replicas, replicate, shard
@@ -34,35 +35,37 @@ class TorchEngine(Engine):
     """Trains float32 weights.
 
     A step with a non-finite loss or gradient is skipped; the device decides that without a synchronization. With
-    replicated weights ranks 0 to ``writers`` - 1 share the writing of checkpoints.
+    replicated weights ranks 0 to ``writers`` - 1 share the writing of checkpoints. ``lay_out`` distributes the module
+    over the processes in place of the config's ``parallel``.
     """
 
     sequential_micro_batches = True
     graphs: MicroBatchGraphs | None = None
-    _in_turn: Callable[[Any], Iterator[Any]] = staticmethod(equal_micro_batches)
 
     def __init__(
-        self, module: TrainedModel, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
+        self,
+        module: TrainedModel,
+        config: EngineConfig,
+        launch: Launch,
+        device: torch.device,
+        writers: int = 1,
+        lay_out: Callable[[TrainedModel], Replicas] | None = None,
     ) -> None:
         self.rank, self.world, self.device = launch.rank, launch.world, device
-        self.module: Any = module.to(device)
+        self.module = module.to(device)
         self.clip = config.gradient_clipping
         self.networks = Networks(module, launch, device) if module.objective.draws else None
-        if config.parallel == "fsdp2" and launch.world > 1:
-            bf16 = device.type == "cuda" and config.model.transformer_dtype == "bfloat16"
-            self.layout: Replicas = shard(self.module, launch, device, bf16)
+        if lay_out is not None:
+            self.layout = lay_out(self.module)
+        elif config.parallel == "fsdp2" and launch.world > 1:
+            self.layout = shard(self.module, launch, device)
         else:
             self.layout = replicate(self.module, launch, writers)
-        parameters = self.module.trainable()
+        self.writers = self.layout.writers
+        parameters = self._parameters = self.module.trainable()
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
-        self._take_weights(parameters, config.optimizer)
-
-    def _take_weights(self, parameters: Mapping[str, nn.Parameter], optimizer: OptimizerConfig) -> None:
-        """Train these weights, as the layout distributes them."""
-        self.writers, self._parameters = self.layout.writers, parameters
         # heads train by AdamW: their lists of layers are no blocks
-        model = self.module.denoiser if isinstance(self.module, TrainedModel) else self.module
-        self.optimizer = make_optimizer(model, parameters, optimizer, self.device)
+        self.optimizer = make_optimizer(self.module.denoiser, parameters, config.optimizer, device)
         self.weights = {name: self.layout.held(weight) for name, weight in parameters.items()}
         self.shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
 
@@ -77,7 +80,7 @@ class TorchEngine(Engine):
         self._clear_gradients()
         numbers = torch.zeros((), device=self.device)
         names: tuple[str, ...] = ()
-        for number, batch in enumerate(self._in_turn(batches), start=1):
+        for number, batch in enumerate(equal_micro_batches(batches), start=1):
             if self.networks is not None:
                 batch = draw_pass(self.module, self.networks, batch.to(self.device), len(batches))
             with self.layout.accumulating(last=number == len(batches)):
@@ -100,16 +103,12 @@ class TorchEngine(Engine):
         for weight in self._parameters.values():
             weight.grad = None
 
-    def _run_pass(self, batch: Any, count: int) -> Numbers:
+    def _run_pass(self, batch: Batch, count: int) -> Numbers:
         """Queue forward and backward pass of one of ``count`` micro-batches."""
-        losses, bands = self._losses(batch)
+        losses, bands = micro_losses(self.layout.run, batch, self.device)
         loss = losses["loss"] / count
         loss.backward()
         return tuple(losses), StepResult.pack(losses, bands) / count
-
-    def _losses(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the losses of a micro-batch, ``loss`` with its gradient, and those of its samples by timestep band."""
-        return micro_losses(self.layout.run, batch, self.device)
 
     def _finish_step(self, names: tuple[str, ...], numbers: Tensor) -> StepResult:
         norm = self._clipped_norm()
@@ -121,16 +120,13 @@ class TorchEngine(Engine):
 
     def _clipped_norm(self) -> Tensor:
         """Clip the gradients and return their global norm before clipping."""
-        self._require_gradients()
+        if self.layout.needs_all_gradients:
+            require_gradients(name for name, weight in self._parameters.items() if weight.grad is None)
         grads = [self.layout.held(weight.grad) for weight in self._parameters.values() if weight.grad is not None]
         norm = self._norm(grads)
         if self.clip:
             torch._foreach_mul_(grads, torch.clamp(self.clip / (norm + 1e-6), max=1.0))
         return norm
-
-    def _require_gradients(self) -> None:
-        missing = [name for name, weight in self._parameters.items() if weight.grad is None]
-        assert not missing, f"no gradient reached {missing[:3]}"
 
     def _norm(self, parts: Sequence[Tensor]) -> Tensor:
         return self.layout.sum_parts(sum_of_squares(parts)).sqrt()
@@ -148,8 +144,7 @@ class TorchEngine(Engine):
     @torch.no_grad()
     def denoise(self, batch: Batch) -> Tensor:
         """Return the predicted velocity, for sampling; all processes must call it equally often."""
-        velocity: Tensor = self.module.denoise(batch.to(self.device))
-        return velocity
+        return self.module.denoise(batch.to(self.device))
 
     def pieces(self) -> Iterator[TensorPiece]:
         """Yield the weights, then the optimizer state of each."""
@@ -202,10 +197,15 @@ def draw_pass(model: TrainedModel, networks: Networks, batch: Batch, count: int)
 
 
 def micro_losses(run: Callable[..., Any], batch: Batch, device: torch.device) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the losses that ``run(batch)`` returns, and ``each`` of them as sums by timestep band."""
+    """Return the losses that ``run(batch)`` returns, and ``each`` of them as sums by timestep band.
+
+    The sums are zeros if neither the batch nor the losses have times.
+    """
     batch = batch.to(device)
     losses: dict[str, Tensor] = dict(run(batch))
-    return losses, sums_by_band(losses.pop("each"), batch["t"])
+    each = losses.pop("each")
+    t = losses.pop("t", batch.get("t"))
+    return losses, each.new_zeros(2, NUM_BANDS) if t is None else sums_by_band(each, t)
 
 
 def sums_by_band(each: Tensor, t: Tensor) -> Tensor:
@@ -215,43 +215,3 @@ def sums_by_band(each: Tensor, t: Tensor) -> Tensor:
     """
     times = t if t.dim() == 1 else t.flatten(1).mean(1)
     return sum_by_band(each, (1000 * times) / 1000)
-
-
-def task_losses(run: Any, module: Any, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the loss that ``run(batch)`` returns, and the losses of the samples by timestep band.
-
-    ``run`` wraps ``module``. The bands are zeros if the module has a custom forward pass.
-    """
-    loss = run(batch)
-    bands = getattr(module, "bands", None)
-    return {"loss": loss}, torch.zeros(2, NUM_BANDS, device=loss.device) if bands is None else bands
-
-
-def task_parameters(module: Any) -> dict[str, nn.Parameter]:
-    """Return what a task's module trains, by name; raise a `UserError` if there is nothing, or not in float32."""
-    parameters = dict(module.named_trainable())
-    if not parameters:
-        raise UserError(
-            "nothing to train: no parameter of the module's transformer requires gradients; unfreeze some of them"
-        )
-    for name, weight in parameters.items():
-        if weight.dtype != torch.float32:
-            raise UserError(
-                f"{name} is {weight.dtype}; trainable weights must be float32: call .float() on the transformer"
-            )
-    return parameters
-
-
-def require_gradients(missing: Iterable[str]) -> None:
-    """Raise a `UserError` about the first of the weights that a backward pass did not reach."""
-    for name in missing:
-        raise UserError(
-            f"no gradient reached {name} of the denoiser; use it in denoise, or freeze it with requires_grad_(False)"
-        )
-
-
-def task_loss_sums(module: Any, batch: Any) -> Tensor:
-    """Return [sum of the losses, number of samples] of ``(samples, quantile)``; padding has weight 0."""
-    samples, quantile = batch
-    each = module.each(samples, quantile)
-    return loss_sums(each, torch.tensor([float(sample["repeat"] == 0) for sample in samples], device=each.device))

@@ -17,7 +17,12 @@ from sd3_light.launch import Launch
 
 
 class Replicas:
-    """Every process holds all weights; DDP averages their gradients. ``run`` is the module to call in training."""
+    """Every process holds all weights; DDP averages their gradients. ``run`` is the module to call in training.
+
+    ``needs_all_gradients``: a weight that a step does not reach is an error.
+    """
+
+    needs_all_gradients = True
 
     def __init__(self, run: nn.Module, launch: Launch, writers: int) -> None:
         self.run, self.rank, self.writers = run, launch.rank, writers
@@ -47,6 +52,11 @@ class Replicas:
     def gather(self, held: Tensor, weight: Tensor) -> Tensor:
         """Return the full tensor of one laid out like ``weight``; all processes must call it."""
         return held
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Make parts of the module callable on their own inside the block; all processes must enter it."""
+        yield
 
 
 class Shards(Replicas):
@@ -88,6 +98,16 @@ class Shards(Replicas):
         )
         return joined.full_tensor()
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Hold the weights outside blocks whole inside the block; blocks are gathered when they are called."""
+        root = cast(FSDPModule, self.run)
+        root.unshard()
+        try:
+            yield
+        finally:
+            root.reshard()
+
 
 def replicate(module: nn.Module, launch: Launch, writers: int) -> Replicas:
     """Wrap the module in DDP if there are several processes."""
@@ -96,12 +116,12 @@ def replicate(module: nn.Module, launch: Launch, writers: int) -> Replicas:
     return Replicas(run, launch, writers)
 
 
-def shard(module: TrainedModel, launch: Launch, device: torch.device, bf16: bool) -> Shards:
+def shard(module: TrainedModel, launch: Launch, device: torch.device) -> Shards:
     """Shard the module with FSDP2."""
     mesh = init_device_mesh(device.type, (launch.world,))
     # inputs are not cast: timesteps up to 1000 and targets would lose precision; autocast casts inside
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    if bf16:
+    if device.type == "cuda" and module.compute_dtype == torch.bfloat16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     # the root is resharded after each forward too, because an evaluation swaps the weights
     for part in (*module.blocks(), module):

@@ -13,7 +13,7 @@ from sd3_light.core.files import AdapterNames, Padding, is_single_file
 from sd3_light.core.registry import family_of_file, family_of_folder, single_files
 from sd3_light.export.diffusers_folder import read_facts, write_folder
 from sd3_light.export.export_spec import ExportError, ExportSpec, first_few
-from sd3_light.export.lora_file import LoraLayout, check_new_lora, write_lora
+from sd3_light.export.lora_file import LoraLayout, check_new_lora, names_of_file, write_lora
 from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merge_loras
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import read_any_adapter, write_lycoris
@@ -65,7 +65,7 @@ class LoraFormat:
 def convert(source: Path, out: Path, form: LoraFormat, trained_on: Path | None = None) -> Path:
     """Write an adapter in another format. ``trained_on``: the padded single file that another program trained it on."""
     form.checked(out)
-    names = family_of_file().files.adapters
+    names = names_of_file(source)
     lora = read_any_adapter(source, None if trained_on is None else _padding(trained_on), names)
     return form.write(out, lora.modules, lora.facts, names)
 

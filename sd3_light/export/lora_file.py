@@ -21,7 +21,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.files import AdapterNames, Padding, Ranks
 from sd3_light.core.registry import family_of_file
 from sd3_light.export.export_spec import LORA_FILE, LYCORIS_FILE, first_few
-from sd3_light.export.lora_keys import Role, read_key
+from sd3_light.export.lora_keys import Role, read_key, without_prefix
 from sd3_light.files import new_file, refuse_existing, write_errors
 from sd3_light.inputs import parse_json, read_limited, require_regular
 from sd3_light.model.lora_layers import LoraModule, lora_scale
@@ -30,6 +30,7 @@ from sd3_light.tensor_file import HASH_KEY, MAX_DIMENSIONS, METADATA_KEY, stored
 LoraLayout = Literal["diffusers", "kohya", "peft"]
 
 _FOLDER_FILES = (LORA_FILE, "adapter_model.safetensors", LYCORIS_FILE)
+_DIFFUSERS_KEY = re.compile(r"transformer\..+\.lora_[AB]\.weight")
 _Scales = Callable[[str, int], float]
 Module = TypeVar("Module")
 
@@ -73,6 +74,7 @@ def write_lora(
     saved = cast_tensors({key: tensors[key] for key in tensors if key not in alphas}, save_dtype) | alphas
     metadata: dict[str, Any] = {"layout": layout, "facts": dict(facts or {})}
     metadata |= ({"padding": list(padding)} if padding else {}) | ({"ranks": ranks} if ranks else {})
+    metadata |= {"family": names.family} if names.family else {}
     with write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as temporary:
@@ -180,6 +182,15 @@ def read_lora(
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     return LoadedAdapter(modules, own.get("facts", {}))
+
+
+def names_of_file(path: Path) -> AdapterNames:
+    """Return the names in a LoRA, LoKr or LoHa file: of the family that it states, SD3's, or diffusers' own."""
+    tensors, metadata = load_tensors(adapter_file_in(path))
+    names = family_of_file(own_metadata(metadata, path).get("family")).files.adapters
+    layers = [without_prefix(key.partition(".lora_")[0]) for key in tensors if _DIFFUSERS_KEY.fullmatch(key)]
+    is_other = len(layers) == len(tensors) and any(names.find_layers(layer) is None for layer in layers)
+    return AdapterNames() if is_other else names
 
 
 def load_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

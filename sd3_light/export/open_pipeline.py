@@ -16,10 +16,13 @@ from sd3_light.model.folder import check_configs
 from sd3_light.model.part_configs import LOAD_ERRORS, LOCAL_WEIGHTS, check_files
 
 
-def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = None) -> tuple[Any, PipelineInputs]:
-    """Load the folder's pipeline in float32 and its text policy (that of its stock pipeline by default).
+def open_pipeline(
+    folder: Path, device: torch.device, text_facts: Path | None = None, dtype: torch.dtype = torch.float32
+) -> tuple[Any, PipelineInputs]:
+    """Load the folder's pipeline and its text policy (that of its stock pipeline by default).
 
-    ``text_facts`` is the folder that states the policy, if it is not the same: that of an adapter.
+    The denoiser and the text encoders are loaded in ``dtype``, the VAE in float32. ``text_facts`` is the folder that
+    states the policy, if it is not the same: that of an adapter.
     A model with a custom pipeline opens with this package's own class: a folder's `pipeline.py` is not run. An
     incomplete or non-finite denoiser is a UserError: diffusers would fill gaps with random weights.
     """
@@ -31,7 +34,7 @@ def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = 
     family.weights.require(folder / "transformer")
     read_denoiser(folder / "transformer", family)  # reports missing or wrong weights
     try:
-        pipe = _load(folder, family, policy)
+        pipe = _load(folder, family, policy, dtype)
     except LOAD_ERRORS as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"diffusers cannot load {folder}: {reason}; download or export the folder again") from error
@@ -41,9 +44,9 @@ def open_pipeline(folder: Path, device: torch.device, text_facts: Path | None = 
     return pipe.to(device), policy
 
 
-def _load(folder: Path, family: Family, policy: PipelineInputs) -> Any:
+def _load(folder: Path, family: Family, policy: PipelineInputs, dtype: torch.dtype) -> Any:
     check_files(folder, *(part for part in folder.iterdir() if part.is_dir()))
-    options = {"dtype": torch.float32, **LOCAL_WEIGHTS}
+    options = {"dtype": {"vae": torch.float32, "default": dtype}, **LOCAL_WEIGHTS}
     custom = family.files.custom_pipeline(policy.facts())
     if custom is None:
         return getattr(diffusers, family.pipeline).from_pretrained(folder, **options)

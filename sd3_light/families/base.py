@@ -38,8 +38,10 @@ class StockFamily(Family):
     changes by default, ``text_length`` the tokens of a caption unless the config says otherwise, ``patch`` the latent
     pixels of a token's side. A denoiser with ``packs_latents`` takes whole patches as channels. ``text_inputs`` names
     the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
-    ``pads_text``; otherwise ragged columns are padded to the longest of a batch. ``usual_guidance`` is that of the
-    stock pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``. ``comfyui``:
+    ``pads_text``; otherwise ragged columns are padded to the longest of a batch, and with ``pads_prompts`` those of
+    sampling to their full length, under a mask, as in the stock pipeline. ``usual_guidance`` is that of the
+    stock pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``,
+    and takes one prompt at a time if it has ``single_prompts``. ``comfyui``:
     ComfyUI reads a LoRA with diffusers' names. ``packages`` are those that its text needs beside transformers.
     """
 
@@ -50,8 +52,10 @@ class StockFamily(Family):
     packs_latents: ClassVar[bool] = False
     text_inputs: ClassVar[Mapping[str, str]] = {}
     pads_text: ClassVar[bool] = False
+    pads_prompts: ClassVar[bool] = False
     usual_guidance: ClassVar[float] = 4.0
     joins_guidance: ClassVar[bool] = False
+    single_prompts: ClassVar[bool] = False
     comfyui: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()
 
@@ -138,7 +142,7 @@ class StockFamily(Family):
         """Return the names in adapter files."""
         from sd3_light.core.files import AdapterNames
 
-        return AdapterNames(f"a {self.title} denoiser", self.comfyui)
+        return AdapterNames(f"a {self.title} denoiser", self.comfyui, self.name)
 
     # --- what follows from it --------------------------------------------------------------------
 
@@ -214,6 +218,10 @@ class StockFamily(Family):
         if adapter is None and path.is_file():
             freeze += tuple(pattern for pattern in self.frozen(read_json(path)) if pattern not in freeze)
         return config.model_copy(update={"model": table, "adapter": adapter, "freeze": freeze})
+
+    def guides_by_number(self, start: WeightsStart) -> bool:
+        """See `Family.guides_by_number`."""
+        return self.takes_guidance(start.size.transformer_config())
 
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """See `Family.recipe`: a new project of SD3 with the text, the shift and the layers of this family."""

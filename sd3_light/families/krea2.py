@@ -34,6 +34,7 @@ class Krea2(StockFamily):
     text_parts = MappingProxyType({"qwen": ("text_encoder", "tokenizer")})
     adapter_targets = ("transformer_blocks.*.attn.to_*", "transformer_blocks.*.ff.*")
     packs_latents = True
+    pads_prompts = True
     text_inputs = MappingProxyType({"text": "text_hidden_dim"})
     usual_guidance = 4.5
     comfyui = True

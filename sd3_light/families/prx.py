@@ -35,8 +35,10 @@ class PRX(StockFamily):
         "down_proj",
     )
     text_length = 256
+    pads_prompts = True
     text_inputs = MappingProxyType({"text": "context_in_dim"})
     joins_guidance = True
+    single_prompts = True  # the pipeline fails with guidance for several
     loads_adapters = False
     packages = ("ftfy",)  # cleans captions
 
@@ -78,5 +80,6 @@ class PRX(StockFamily):
 
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """See `StockFamily.pipeline_arguments`. Both texts get one length."""
-        arguments = {"guidance_scale": guidance, "use_resolution_binning": False}
+        scale = 1.0 if negative is None else guidance  # the pipeline refuses less
+        arguments = {"guidance_scale": scale, "use_resolution_binning": False}
         return {**arguments, **masked_embeds(texts, negative, "prompt_attention_mask")}

@@ -30,6 +30,7 @@ class Sana(StockFamily):
     adapter_targets = ("attn1.to_*", "attn2.to_*")  # the feed-forward part is a convolution
     text_length = 300
     patch = 1
+    pads_prompts = True
     text_inputs = MappingProxyType({"text": "caption_channels"})
     usual_guidance = 4.5
     joins_guidance = True

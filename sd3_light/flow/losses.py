@@ -8,21 +8,28 @@ denoiser before training, for losses that compare with it. ``reads`` lists the v
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.config.base import require_value
+from sd3_light.config.cross_checks import TIME_KEYS, timestep_faults
 from sd3_light.config.faults import UserError
 from sd3_light.flow.diffsynth_loss import pipe_flow_loss
 from sd3_light.flow.objective import flow_loss, interpolate, velocity
 from sd3_light.flow.timesteps import times_from_quantiles
 from sd3_light.model.device_copy import to_device
 
-METHODS = ("logit_normal", "uniform")
 Inputs = Mapping[str, Any]
 Denoise = Callable[[Tensor, Tensor, Inputs], Tensor]
+
+
+def _default(key: str) -> Any:
+    """Return the default of a key of [model]."""
+    return ModelConfig.model_fields[key].default
 
 
 @dataclass(frozen=True)
@@ -33,19 +40,19 @@ class FlowMatchSFTLoss:
     preservation, multiplies each sample's loss. ``flux_shift`` and ``sqrt_shift`` count tokens of ``patch_size``
     latent pixels: one number for height and width, or one per axis, the last for the width.
     ``FlowMatchSFTLoss(pipe, **inputs)`` is the loss of a DiffSynth pipeline itself, for a custom forward: see
-    `pipe_flow_loss`.
+    `pipe_flow_loss`. The settings of times are the keys of [model], with their defaults.
     """
 
     latents: str = "latents"
-    timestep_sample_method: Literal["logit_normal", "uniform"] = "logit_normal"
-    sigmoid_scale: float = 1.0
-    shift: float | None = None
-    flux_shift: bool = False
+    timestep_sample_method: str = _default("timestep_sample_method")
+    sigmoid_scale: float = _default("sigmoid_scale")
+    shift: float | None = _default("shift")
+    flux_shift: bool = _default("flux_shift")
     pseudo_huber_c: float | None = None
     patch_size: int | tuple[int, ...] = 2
-    logit_mean: float = 0.0
-    uniform_share: float = 0.0
-    sqrt_shift: bool = False
+    logit_mean: float = _default("logit_mean")
+    uniform_share: float = _default("uniform_share")
+    sqrt_shift: bool = _default("sqrt_shift")
 
     def __new__(cls, *args: Any, **settings: Any) -> Any:
         """Return the settings, or the loss of a pipeline: a first argument that is not a name, or ``pipe``."""
@@ -55,21 +62,11 @@ class FlowMatchSFTLoss:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.timestep_sample_method not in METHODS:
-            raise UserError(
-                f"timestep_sample_method is {self.timestep_sample_method!r}; give one of {', '.join(METHODS)}"
-            )
-        for name in ("sigmoid_scale", "shift", "pseudo_huber_c", "beta"):
-            value = getattr(self, name, None)
-            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-                raise UserError(f"{name} is {value!r}; give a number above 0")
-        for name, low, high in (("logit_mean", -10, 10), ("uniform_share", 0, 0.999)):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and low <= value <= high):
-                raise UserError(f"{name} is {value!r}; give a number from {low} to {high}")
-        shifts = {"shift": self.shift is not None, "flux_shift": self.flux_shift, "sqrt_shift": self.sqrt_shift}
-        if len(both := [name for name, is_set in shifts.items() if is_set]) > 1:
-            raise UserError(f"{' and '.join(both)} are both given; keep one")
+        for name in TIME_KEYS:
+            require_value(ModelConfig, name, getattr(self, name))
+        require_value(TrainConfig, "pseudo_huber_c", self.pseudo_huber_c)
+        for fault in timestep_faults(self):
+            raise UserError(str(replace(fault, file=type(self).__name__, key=fault.key.removeprefix("model."))))
         if not self._patch or not all(type(size) is int and size > 0 for size in self._patch):
             raise UserError(
                 f"patch_size is {self.patch_size!r}; give a number of latent pixels, or one per axis such as (1, 2, 2)"
@@ -104,9 +101,8 @@ class FlowMatchSFTLoss:
 
     def at_fixed_times(self) -> "FlowMatchSFTLoss":
         """Return the loss whose quantiles are the times themselves, without distribution and shift."""
-        plain = FlowMatchSFTLoss(timestep_sample_method="uniform")
-        names = ("timestep_sample_method", "shift", "flux_shift", "logit_mean", "uniform_share", "sqrt_shift")
-        return replace(self, **{name: getattr(plain, name) for name in names})
+        plain = {name: _default(name) for name in TIME_KEYS}
+        return replace(self, **{**plain, "timestep_sample_method": "uniform"})
 
     def times(self, quantile: Tensor, clean: Tensor) -> Tensor:
         """Return t in (0, 1) per sample."""
@@ -127,6 +123,12 @@ class FlowMatchDPOLoss(FlowMatchSFTLoss):
 
     rejected: str = "rejected"
     beta: float = 500.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number: Any = self.beta
+        if not isinstance(number, int | float) or not 0 < number < math.inf:
+            raise UserError(f"beta is {number!r}; give a number > 0")
 
     @property
     def reads(self) -> tuple[str, ...]:

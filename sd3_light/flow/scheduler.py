@@ -79,15 +79,15 @@ def check_sampler(name: str) -> None:
 
 
 def use_sampler(pipe: "DiffusionPipeline", name: str) -> None:
-    """Replace a pipeline's scheduler with this sampler, with the same shift."""
+    """Replace a pipeline's scheduler with this sampler, with the same shift. "euler" keeps a model's own scheduler."""
     check_sampler(name)
     scheduler = pipe.scheduler
-    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-        kind = type(scheduler).__name__
-        raise UserError(f"the model's scheduler is a {kind}; only FlowMatchEulerDiscreteScheduler is supported")
-    config = scheduler.config
     if name == "euler":
         return
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        kind = type(scheduler).__name__
+        raise UserError(f"--sampler {name}: the model has its own scheduler, a {kind}; leave the option out")
+    config = scheduler.config
     unsupported = [key for key in _EULER_ONLY if config.get(key)]
     if unsupported:
         raise UserError(
@@ -95,6 +95,12 @@ def use_sampler(pipe: "DiffusionPipeline", name: str) -> None:
             "use --sampler euler"
         )
     pipe.scheduler = _heun(config) if name == "heun" else _dpm(config)
+
+
+def sampler_title(scheduler: Any, name: str) -> str:
+    """Return the name of a sampler in other programs; of a model's own scheduler its class."""
+    is_own = name == "euler" and not isinstance(scheduler, FlowMatchEulerDiscreteScheduler)
+    return type(scheduler).__name__ if is_own else SAMPLERS[name]
 
 
 def _heun(config: Any) -> FlowMatchHeunDiscreteScheduler:

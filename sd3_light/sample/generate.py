@@ -104,7 +104,7 @@ def stream_images(
             yield from _generate_exactly(pipe, full, policy, batch_size, threads, is_cancelled)
             return
         encode_batch = partial(policy.encode, pipe)
-        for indices in _batches(full, batch_size):
+        for indices in _batches(full, min(batch_size, policy.largest_batch or batch_size)):
             batch = [full[index] for index in indices]
             images = _generate_batch(pipe, batch, policy, encode_batch, is_cancelled)
             yield list(zip(indices, images, strict=True))
@@ -233,7 +233,7 @@ def run_pipeline(
         return {}
 
     with _no_progress_bar(pipe), torch.no_grad():
-        pixels: Tensor = pipe(
+        output = pipe(
             **arguments,
             # with a list, diffusers draws each image's noise independently of the batch
             generator=[torch.Generator("cpu").manual_seed(request.seed) for request in batch],
@@ -242,7 +242,8 @@ def run_pipeline(
             num_inference_steps=batch[0].steps,
             callback_on_step_end=keep_latents,
             output_type="pt",
-        ).images
+        )
+    pixels: Tensor = output.images if hasattr(output, "images") else output.frames[:, 0]
     assert latents is not None, "at least one step"
     texts = [value for value in arguments.values() if isinstance(value, Tensor)]
     return to_images(pixels), not_finite({"text encoder": texts, "denoiser": [latents], "VAE": [pixels]})

@@ -165,18 +165,20 @@ class Sampler:
         model = self.config.model
         first = batch[0]
         assert first.steps is not None and first.guidance is not None
-        texts = [self.texts[request.prompt] for request in batch]
+        texts = [[self.texts[request.prompt] for request in batch]]
         guide = None
         if self.negative is not None and family.is_guided(first.guidance):
             negatives = [request.negative_prompt for request in batch]
-            texts = [self.texts[negative] if negative else self.negative for negative in negatives] + texts
+            texts.insert(0, [self.texts[negative] if negative else self.negative for negative in negatives])
+            texts = [[*texts[0], *texts[1]]] if family.joins_guidance else texts
             guide = partial(family.guide, guidance=first.guidance)
         size = (first.width, first.height)
         noise = starting_noise([request.seed for request in batch], family.latent_shape(model, size), self.device)
         scheduler = family.scheduler(model, size, first.steps, self.device)
-        inputs = family.batch(texts, model, first.guidance).to(self.device)
-        latents = draw_latents(denoise, scheduler, noise, inputs, guide, family.joins_guidance)
-        self._fault = self._fault or not_finite({"text encoder": inputs.tensors(), "denoiser": [latents]})
+        inputs = [family.batch(part, model, first.guidance).to(self.device) for part in texts]
+        latents = draw_latents(denoise, scheduler, noise, inputs, guide)
+        encoded = [tensor for part in inputs for tensor in part.tensors()]
+        self._fault = self._fault or not_finite({"text encoder": encoded, "denoiser": [latents]})
         return latents
 
     def _decode(self, latents: Sequence[tuple[list[int], Tensor]]) -> list[tuple[int, Image.Image]]:

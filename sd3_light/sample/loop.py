@@ -23,18 +23,17 @@ def draw_latents(
     denoise: Denoise,
     scheduler: Any,
     noise: Tensor,
-    texts: Batch,
+    texts: Batch | Sequence[Batch],
     guide: Callable[[Tensor, Tensor], Tensor] | None = None,
-    joined: bool = True,
 ) -> Tensor:
     """Return the latents after all timesteps of the scheduler, in the dtype of the noise.
 
-    With ``guide``, ``texts`` has all negative texts, then all prompts, and ``guide`` gets the velocities of both, which
-    are computed in one pass if they are ``joined``.
+    With ``guide``, ``texts`` are all negative texts, then all prompts, as one batch or as two that are computed one
+    after the other, and ``guide`` gets the velocities of both.
     """
     latents = noise
-    passes = [texts] if guide is None or joined else texts.split(2)
-    copies = texts.size // (len(passes) * len(noise))
+    passes = [texts] if isinstance(texts, Batch) else texts
+    copies = passes[0].size // len(noise)
     for timestep in scheduler.timesteps:
         # in float64: 1000 t is the scheduler's number, and t rounds to its quotient
         t = timestep.to(noise.device).double() / scheduler.config.num_train_timesteps

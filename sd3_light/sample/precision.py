@@ -23,7 +23,7 @@ def check_dtype(name: str) -> torch.dtype:
 
 
 def compute_in(pipe: "DiffusionPipeline", dtype: torch.dtype) -> None:
-    """Permanently cast the denoiser and text encoders of a float32 pipeline to ``dtype``.
+    """Permanently cast the denoiser and text encoders of a pipeline to ``dtype``, if they are not in it.
 
     Noise, sampler steps and the VAE stay in float32, so an image starts from the same noise as in float32. (A stock
     pipeline loaded in half precision draws other noise and rounds the latents after each step.)
@@ -31,7 +31,7 @@ def compute_in(pipe: "DiffusionPipeline", dtype: torch.dtype) -> None:
     if dtype == torch.float32:
         return
     for name, part in pipe.components.items():
-        if isinstance(part, nn.Module) and name != "vae":
+        if isinstance(part, nn.Module) and name != "vae" and part.dtype != dtype:
             part.to(dtype)
     pipe.transformer.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
     pipe.transformer.register_forward_hook(_cast_outputs)
@@ -40,8 +40,18 @@ def compute_in(pipe: "DiffusionPipeline", dtype: torch.dtype) -> None:
 def _cast_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return args, kwargs | {name: kwargs[name].to(module.dtype) for name in _TENSORS if name in kwargs}
+    dtype: Any = module.dtype
+    cast = {name: kwargs[name].to(dtype) for name in _TENSORS if name in kwargs}
+    return tuple(_cast(value, dtype) for value in args), kwargs | cast
 
 
-def _cast_outputs(module: nn.Module, args: tuple[Any, ...], output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(tensor.float() for tensor in output)
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast latents and texts that are positional arguments, or lists of them; times have one dimension."""
+    if isinstance(value, list):
+        return [_cast(item, dtype) for item in value]
+    is_cast = isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1
+    return value.to(dtype) if is_cast else value
+
+
+def _cast_outputs(module: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([tensor.float() for tensor in part] if isinstance(part, list) else part.float() for part in output)

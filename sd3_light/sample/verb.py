@@ -28,9 +28,10 @@ from sd3_light.engines import Launch
 from sd3_light.export.chosen import ChosenModel, choose_model
 from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.lora_stack import Lora
+from sd3_light.export.lycoris_file import is_lycoris
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.files import sweep_files, write_errors
-from sd3_light.flow.scheduler import SAMPLERS, check_sampler, use_sampler
+from sd3_light.flow.scheduler import check_sampler, sampler_title, use_sampler
 from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
 from sd3_light.sample.generate import stream_images
@@ -38,6 +39,7 @@ from sd3_light.sample.grid import make_grid
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.png import PNG_FACTS, parameters, read_png_facts, save_new_png, save_png
 from sd3_light.sample.precision import check_dtype, compute_in
+from sd3_light.sample.residence import move_to
 
 GRID = "grid.png"
 
@@ -192,7 +194,7 @@ class OpenModel:
         one. Once ``is_cancelled`` returns True, `Cancelled` is raised.
         """
         numbers, options, common = list(requests), self.options, self._common_facts()
-        exact = self.pipe.device.type == "cpu"
+        exact = self.pipe._execution_device.type == "cpu"
         images = list(requests.values())
         batches = stream_images(
             self.pipe,
@@ -208,7 +210,8 @@ class OpenModel:
                 files = {}
                 for index, image in batch:
                     facts = {name: getattr(images[index], name) for name in _REQUEST_FACTS} | common
-                    metadata = {"parameters": parameters(facts, SAMPLERS[options.sampler]), PNG_FACTS: facts}
+                    title = sampler_title(self.pipe.scheduler, options.sampler)
+                    metadata = {"parameters": parameters(facts, title), PNG_FACTS: facts}
                     files[numbers[index]] = _write_image(image, metadata, out, numbers[index], renumber)
                 yield files
 
@@ -221,7 +224,7 @@ class OpenModel:
             "sampler": options.sampler,
             "shift": "dynamic" if scheduler.get("use_dynamic_shifting") else shift,
             "dtype": options.dtype,
-            "device": self.pipe.device.type,
+            "device": self.pipe._execution_device.type,
             "model": self.chosen.folder.resolve().name,
             "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in loras],
             **self.policy.facts(),
@@ -251,12 +254,16 @@ def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel
     if chosen.text_facts != model:
         info(f"using {chosen.text_facts}")
     dtype = check_dtype(options.dtype)
-    pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), chosen.text_facts)
+    loras = (*chosen.loras, *options.loras)
+    # a LoKr or LoHa is added to the weights, in float32
+    loaded_dtype = torch.float32 if any(is_lycoris(lora.file) for lora in loras) else dtype
+    pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), chosen.text_facts, loaded_dtype)
     use_sampler(pipe, options.sampler)
-    add_adapters(pipe, (*chosen.loras, *options.loras))
+    add_adapters(pipe, loras)
     compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
     pipe.vae.enable_slicing()  # one image at a time: its activations are the largest
-    return OpenModel(pipe.to(launch.device()), policy, chosen, options)
+    move_to(pipe, launch.device())
+    return OpenModel(pipe, policy, chosen, options)
 
 
 def _generate(model: OpenModel, requests: Mapping[int, ImageRequest], out: Path) -> float:

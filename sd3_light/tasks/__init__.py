@@ -1,10 +1,15 @@
 """The public Python API for custom scripts: train denoisers of diffusers, in one stage or two."""
 
 from sd3_light.config.faults import Stopped
+from sd3_light.core.batch import Batch
+from sd3_light.core.columns import Column
+from sd3_light.core.family import Family
+from sd3_light.core.objective import Objective
 from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
 from sd3_light.flow.packing import pack_latents, unpack_latents
 from sd3_light.sources.video import write_video
+from sd3_light.tasks.images import ImageFolder
 from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
@@ -18,14 +23,19 @@ from sd3_light.tasks.units import PipelineUnit, unit
 from sd3_light.tasks.videos import VideoDataset
 
 __all__ = [
+    "Batch",
     "ClassPictures",
+    "Column",
     "DiffusionTrainingModule",
     "DrawLatent",
     "EncodeImage",
     "EncodeVideo",
+    "Family",
     "FlowMatchDPOLoss",
     "FlowMatchSFTLoss",
+    "ImageFolder",
     "ModelLogger",
+    "Objective",
     "PipelineUnit",
     "ProcessedDataset",
     "Stopped",

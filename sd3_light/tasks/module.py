@@ -4,35 +4,42 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.load import adapter_from_arguments
+from sd3_light.core.batch import Batch
+from sd3_light.core.objective import Objective
 from sd3_light.engines.errors import as_user_error
 from sd3_light.export.trainable import put_adapter
 from sd3_light.flow.losses import FlowMatchSFTLoss
-from sd3_light.flow.objective import sum_by_band
-from sd3_light.flow.timesteps import FixedTime, open_interval
-from sd3_light.model.adapter_layers import AdapterDropout
+from sd3_light.flow.objective import interpolate, velocity
+from sd3_light.flow.timesteps import FixedTime
+from sd3_light.model.adapter_layers import without_adapter
 from sd3_light.model.device_copy import to_device
 from sd3_light.model.lora_layers import target_layers
 from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
 from sd3_light.tasks.helpers import ModuleHelpers, seeded
-from sd3_light.tasks.process_unit import ProcessUnit, adapt_units
-from sd3_light.tasks.stacking import (
-    Batch,
+from sd3_light.tasks.prepare import (
+    POINT,
+    QUANTILE,
+    RESERVED,
+    WORDS,
+    Missing,
     Sample,
-    SampleStacker,
-    StackedSamples,
-    draw_quantile,
-    join_samples,
-    samples_of,
+    SamplePreparer,
+    batch_values,
+    common_names,
+    fill_rows,
+    rows_of,
+    sample_ids,
+    sample_values,
+    stack_column,
 )
+from sd3_light.tasks.process_unit import ProcessUnit, adapt_units
 from sd3_light.tasks.units import Draw, PipelineUnit, UnitSplit, Values, run_unit, split_units, units_to_run
 
 
@@ -44,6 +51,9 @@ class DiffusionTrainingModule(ModuleHelpers):
     attributes; everything outside ``transformer`` is frozen. Noise and time belong to the sample (law 1): they are
     drawn from ``seed``, its index and the epoch, so the loss does not depend on the batch or on the number of
     processes.
+
+    ``objective`` computes the losses in place of ``loss``, which then only draws the times: it reads a `Batch` with the
+    tensors that ``denoise`` gets, ``noisy``, ``t`` and ``target``, and may ask for the features of blocks.
 
     A subclass may instead call ``super().__init__()`` without a transformer and override ``forward(data, inputs=None)``
     to return the loss of one sample; its parts are attributes, and what requires gradients trains (`CustomForward`).
@@ -61,6 +71,7 @@ class DiffusionTrainingModule(ModuleHelpers):
         loss: FlowMatchSFTLoss | None = None,
         seed: int = 0,
         reads: Sequence[str] | None = None,
+        objective: Objective | None = None,
     ) -> None:
         super().__init__()
         if transformer is not None:
@@ -72,8 +83,7 @@ class DiffusionTrainingModule(ModuleHelpers):
             self.reads = tuple(reads)
         self.units, self.loss, self.seed = tuple(units), loss or FlowMatchSFTLoss(), seed
         self.adapter: AdapterConfig | None = None
-        self.dropout: AdapterDropout | None = None
-        self.bands: Tensor | None = None  # losses of the last batch by bands of timesteps, for the log
+        self.objective = objective
 
     def denoise(self, noisy: Tensor, t: Tensor, inputs: Values) -> Tensor:
         """Return the velocity at ``noisy`` and time t [B] in (0, 1)."""
@@ -103,13 +113,17 @@ class DiffusionTrainingModule(ModuleHelpers):
         parameters = (self if self.has_custom_forward else self.transformer).named_parameters()
         return ((name, parameter) for name, parameter in parameters if parameter.requires_grad)
 
-    def freeze_the_rest(self) -> None:
-        """Freeze everything outside ``transformer``."""
+    def require_transformer(self) -> None:
+        """Raise unless the module has a denoiser."""
         if not isinstance(getattr(self, "transformer", None), nn.Module):
             raise UserError(
                 f"{type(self).__name__} has no transformer; pass one to super().__init__(transformer, ...), or "
                 "override forward(data, inputs=None) to return the loss"
             )
+
+    def freeze_the_rest(self) -> None:
+        """Freeze everything outside ``transformer``."""
+        self.require_transformer()
         for name, parameter in self.named_parameters():
             if not name.startswith("transformer."):
                 parameter.requires_grad_(False)
@@ -132,13 +146,15 @@ class DiffusionTrainingModule(ModuleHelpers):
         finally:
             self._split = None
 
-    def stacker(self, pin: bool = False) -> SampleStacker:
-        """Return what workers need to prepare batches for `forward`; ``pin`` as there."""
+    def preparer(self, pin: bool = False) -> SamplePreparer:
+        """Return what workers need to prepare batches; ``pin`` is for a trainer without workers."""
         split = self._split or self.split()
         units = (*split.cached, *split.drawn, *split.gradient)
         names = [*(name for unit in units for name in (*unit.reads, *unit.writes)), *self._reads(split)]
         kept = frozenset(name.rstrip("?") for name in (*names, self.loss.latents))
-        return SampleStacker(self.seed, kept, self.loss.latents, tuple(self.pads), pin)
+        if taken := sorted(kept & set(RESERVED)):
+            raise UserError(f"a value is named {taken[0]!r}, which batches have themselves; give it another name")
+        return SamplePreparer(self.seed, kept, self.loss.latents, tuple(self.pads), pin)
 
     # --- a batch ---------------------------------------------------------------------------------
 
@@ -147,60 +163,124 @@ class DiffusionTrainingModule(ModuleHelpers):
         """The denoiser's device."""
         return next(self.transformer.parameters()).device
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Sample | Sequence[Sample]) -> Tensor:
         """Return the mean loss of the batch, with its gradient."""
-        if self.dropout is not None:
-            self.dropout.forward(self.device)
-        values = self._values(batch, None)
-        each = self._losses(values)
-        if torch.is_grad_enabled() and not each.requires_grad:
-            raise UserError("the loss depends on no weight that trains; does denoise call self.transformer?")
-        if hasattr(self.loss, "times"):
-            self.bands = sum_by_band(each, self.loss.times(values["quantile"], values[self.loss.latents]))
-        return each.mean()
+        return self.each(batch).mean()
 
     def each(self, batch: Sample | Sequence[Sample], quantile: float | None = None) -> Tensor:
         """Return the loss of each sample; with ``quantile`` as in validation: at that time, with fixed noise.
 
         A `FixedTime` in its place is the time itself.
         """
-        return self._losses(self._values(batch, quantile), isinstance(quantile, FixedTime))
+        return self.losses(self.inputs(self.preparer().prepare_inputs(rows_of(batch), quantile)))
 
-    def _losses(self, values: Values, at_fixed_times: bool = False) -> Tensor:
-        loss = self.loss.at_fixed_times() if at_fixed_times else self.loss
+    def losses(self, inputs: Values) -> Tensor:
+        """Return the loss of each sample, from the inputs of a batch."""
         with as_user_error(f"the loss {type(self.loss).__name__}"):
-            each: Any = loss(self._denoise, values, self._reference)
-        count = len(values["quantile"])
+            each: Any = self._loss_at(inputs)(self._denoise, inputs, self._reference)
+        count = len(inputs[QUANTILE])
         if not isinstance(each, Tensor) or each.shape != (count,):
             kind = tuple(each.shape) if isinstance(each, Tensor) else type(each).__name__
             raise UserError(f"the loss returned {kind} for {count} samples; return one number per sample: shape [B]")
         losses_B: Tensor = each
+        if torch.is_grad_enabled() and not losses_B.requires_grad:
+            raise UserError("the loss depends on no weight that trains; does denoise call self.transformer?")
         return losses_B
+
+    def times(self, inputs: Values) -> Tensor:
+        """Return t [B] of a batch."""
+        return self._loss_at(inputs).times(inputs[QUANTILE], inputs[self.loss.latents])
+
+    def _loss_at(self, inputs: Values) -> FlowMatchSFTLoss:
+        return self.loss.at_fixed_times() if isinstance(inputs[POINT], FixedTime) else self.loss
+
+    def noisy_batch(self, inputs: Values) -> Batch:
+        """Return what an `Objective` reads: noisy latents, times, targets and inputs; ``host`` has other values."""
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in inputs.items() if name not in tensors}
+        clean = inputs[self.loss.latents].float()
+        noise = inputs["noise"].float()
+        t = self.times(inputs)
+        values = {**tensors, "noisy": interpolate(clean, noise, t), "t": t, "target": velocity(clean, noise)}
+        return Batch(len(clean), values, others)
 
     def _denoise(self, noisy: Tensor, t: Tensor, inputs: Values) -> Tensor:
         with as_user_error(f"denoise of {type(self).__name__}"):
             return self.denoise(noisy, t, inputs)
 
-    def _values(self, batch: Batch, quantile: float | None) -> dict[str, Any]:
+    def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the loss's inputs: all that the units write for the batch, and each sample's noise and quantile."""
         split = self._split or self.split()
         reads = self._reads(split)
-        values = self._stacked_values(batch, split, reads) if isinstance(batch, StackedSamples) else None
-        if values is None:
-            sources, evaluation = samples_of(batch), quantile is not None
-            samples = [self._sample_values(source, split, reads, evaluation) for source in sources]
-            values = join_samples(batch, sources, samples, self.pads)
-            quantiles = [self._quantile(source) if quantile is None else open_interval(quantile) for source in sources]
-            values["quantile"] = torch.tensor(quantiles, dtype=torch.float64)
+        batch = batch.to(self.device)
+        names = common_names(batch)
+        absent = any(is_required and name not in names for name, is_required in reads.items())
+        if split.drawn or absent or "noise" not in names or units_to_run(split.cached, names, split.stored):
+            inputs = self._run_units(batch, split, reads)
+        else:
+            inputs = {}
+            for name in reads:
+                inputs |= batch_values(batch, name, self.pads, self.device)
+            inputs["noise"] = batch["noise"]
+        inputs |= {QUANTILE: batch.host[QUANTILE], POINT: batch.host[POINT]}
         for unit in split.gradient:
-            values = run_unit(unit, self, values)
+            inputs = run_unit(unit, self, inputs)
+        return inputs
+
+    @torch.no_grad()
+    def _run_units(self, batch: Batch, split: UnitSplit, reads: dict[str, bool]) -> dict[str, Any]:
+        """Run the cached and drawn units on each sample; return the values that are read later, and the noise."""
+        samples = [self._sample_values(batch, at, split) for at in range(batch.size)]
+        written = {name.rstrip("?") for unit in (*split.cached, *split.drawn) for name in unit.writes}
+        for number, values in zip(sample_ids(batch), samples, strict=True):
+            self._require_values(values, reads, number)
+        inputs: dict[str, Any] = {}
+        for name in reads:
+            if name in written or name == "is_evaluation":
+                column = [values.get(name, Missing.VALUE) for values in samples]
+                inputs |= stack_column(name, column, self.pads)
+            else:
+                inputs |= batch_values(batch, name, self.pads, self.device)
+        noise = batch.get("noise")
+        clean = inputs[self.loss.latents]
+        if noise is None or noise.shape != clean.shape:
+            drawn = torch.empty(clean.shape)
+            fill_rows(drawn, self.seed, "noise", batch.host)
+            noise = to_device(drawn, self.device)
+        return {**inputs, "noise": noise}
+
+    def _sample_values(self, batch: Batch, at: int, split: UnitSplit) -> dict[str, Any]:
+        """Return the values of one sample with those that the units write."""
+        number = sample_ids(batch)[at]
+        values = self._cached(sample_values(batch, at, self.device), split, number)
+        values["is_evaluation"] = batch.host[POINT] is not None
+        draw = self._draw(batch.host, at)
+        for unit in split.drawn:
+            values = run_unit(unit, self, values, draw)
         return values
+
+    def _require_values(self, values: Values, reads: dict[str, bool], number: int) -> None:
+        clean = values.get(self.loss.latents)
+        if not isinstance(clean, Tensor) or not clean.is_floating_point():
+            kind = "missing" if clean is None else getattr(clean, "dtype", type(clean).__name__)
+            raise UserError(
+                f"sample {number}: {self.loss.latents!r}, which the loss compares with, is {kind}; provide "
+                "a floating-point tensor in the data or from a unit"
+            )
+        for name, is_required in reads.items():
+            if is_required and name not in values:
+                raise UserError(
+                    f"sample {number}: {name!r} is read, but it is neither in the data nor written by a unit"
+                )
 
     @torch.no_grad()
     def process(self, data: Values, data_id: int = 0) -> dict[str, Any]:
         """Return what the cached units write for one item, as far as the rest of the training reads it."""
         split = self._split or self.split()
-        values = self._cached(data, split, data_id)
+        on_device = {
+            name: to_device(value, self.device) if isinstance(value, Tensor) else value for name, value in data.items()
+        }
+        values = self._cached(on_device, split, data_id)
         if missing := [name for name in split.required if name not in values]:
             raise UserError(
                 f"sample {data_id}: training will read {missing[0]!r}, which is neither in the data nor written by a "
@@ -208,8 +288,7 @@ class DiffusionTrainingModule(ModuleHelpers):
             )
         return {name: values[name] for name in split.stored if name in values}
 
-    def _cached(self, data: Values, split: UnitSplit, data_id: int) -> dict[str, Any]:
-        values = self._to_device(data)
+    def _cached(self, values: dict[str, Any], split: UnitSplit, data_id: int) -> dict[str, Any]:
         for unit in units_to_run(split.cached, values, split.stored):  # processed data already has their results
             seed = int(stream(self.seed, f"unit-{unit.label}", 0, 0, data_id).integers(2**63))
             with seeded(seed, self.device) if isinstance(unit, ProcessUnit) else nullcontext():
@@ -218,7 +297,7 @@ class DiffusionTrainingModule(ModuleHelpers):
 
     def _reads(self, split: UnitSplit) -> dict[str, bool]:
         """Return the values that gradient units, the loss and `denoise` read, and whether samples must have them."""
-        written = {"noise", "quantile", *(name.rstrip("?") for unit in split.gradient for name in unit.writes)}
+        written = {"noise", QUANTILE, *(name.rstrip("?") for unit in split.gradient for name in unit.writes)}
         names = [name for unit in split.gradient for name in unit.reads]
         reads: dict[str, bool] = {}
         for name in (*names, *self.loss.reads, *self.reads):
@@ -226,63 +305,16 @@ class DiffusionTrainingModule(ModuleHelpers):
             reads[plain] = reads.get(plain, False) or (plain == name and plain not in written)
         return reads
 
-    def _stacked_values(self, batch: StackedSamples, split: UnitSplit, reads: dict[str, bool]) -> dict[str, Any] | None:
-        """Return the loss's inputs as a worker stacked them; None if units must run first."""
-        names = batch.common_names()
-        missing = any(is_required and name not in names for name, is_required in reads.items())
-        if not names or missing or split.drawn or "is_evaluation" in reads:
-            return None
-        if units_to_run(split.cached, names, split.stored):
-            return None
-        device = self.device
-        return batch.map_tensors(lambda tensor: to_device(tensor, device)).inputs(reads, self.pads)
+    def _draw(self, host: dict[str, Any], at: int) -> Draw:
+        """Return what draws the normals of a sample; ``host`` is that of its batch."""
+        own = {WORDS: host[WORDS][at : at + 1], POINT: host[POINT]}
 
-    @torch.no_grad()
-    def _sample_values(
-        self, sample: Sample, split: UnitSplit, reads: dict[str, bool], evaluation: bool
-    ) -> dict[str, Any]:
-        """Return the values of one sample, with its noise, before it is stacked with the others."""
-        values, draw = self._cached(sample["data"], split, sample["data_id"]), self._draw(sample, evaluation)
-        values["is_evaluation"] = evaluation
-        for unit in split.drawn:
-            values = run_unit(unit, self, values, draw)
-        clean = values.get(self.loss.latents)
-        if not isinstance(clean, Tensor) or not clean.is_floating_point():
-            kind = "missing" if clean is None else getattr(clean, "dtype", type(clean).__name__)
-            raise UserError(
-                f"sample {sample['data_id']}: {self.loss.latents!r}, which the loss compares with, is {kind}; provide "
-                "a floating-point tensor in the data or from a unit"
-            )
-        noise = sample.get("noise")  # from a worker; a unit may have changed the shape of the latents since
-        if noise is not None and noise.shape == clean.shape:
-            values["noise"] = to_device(noise, self.device)
-        else:
-            values["noise"] = draw("noise", tuple(clean.shape))
-        for name, is_required in reads.items():
-            if is_required and name not in values:
-                raise UserError(
-                    f"sample {sample['data_id']}: {name!r} is read, but it is neither in the data nor written by a unit"
-                )
-        return {name: values[name] for name in (*reads, "noise") if name in values}
-
-    def _quantile(self, sample: Sample) -> float:
-        return sample.get("quantile") or draw_quantile(self.seed, sample)
-
-    def _draw(self, sample: Sample, evaluation: bool) -> Draw:
         def draw(purpose: str, shape: tuple[int, ...], on_host: bool = False) -> Tensor:
-            epoch, repeat = (0, 0) if evaluation else (sample["epoch"], sample["repeat"])
-            purpose = f"eval-{purpose}" if evaluation else purpose
-            generator = stream(self.seed, purpose, epoch, repeat, sample["data_id"])
-            numbers = torch.from_numpy(generator.standard_normal(shape, dtype=np.float32))
-            return numbers if on_host else to_device(numbers, self.device)
+            numbers = torch.empty(1, *shape)
+            fill_rows(numbers, self.seed, purpose, own)
+            return numbers[0] if on_host else to_device(numbers[0], self.device)
 
         return draw
-
-    def _to_device(self, values: Values) -> dict[str, Any]:
-        device = self.device
-        return {
-            name: to_device(value, device) if isinstance(value, Tensor) else value for name, value in values.items()
-        }
 
     # --- before training -------------------------------------------------------------------------
 
@@ -292,17 +324,3 @@ class DiffusionTrainingModule(ModuleHelpers):
             raise UserError("this loss compares with the model before training; train an adapter (train_adapter)")
         with without_adapter(self.transformer), torch.no_grad():
             return self._denoise(noisy, t, inputs)
-
-
-@contextmanager
-def without_adapter(transformer: nn.Module) -> Iterator[None]:
-    """Disable the adapter inside the block."""
-    layers = [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
-    assert layers, "no adapter"
-    for layer in layers:
-        layer._disable_adapters = True  # `enable_adapters` would change what requires gradients
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False

@@ -1,8 +1,9 @@
 """`launch_data_process_task`: compute once what does not change during training, and store it for a second stage."""
 
 import json
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,31 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import SHARDS
 from sd3_light.engines import Launch
 from sd3_light.engines.accelerate import launch_from_accelerator
 from sd3_light.engines.errors import as_user_error, explain_runtime_errors
 from sd3_light.files import write_atomically
+from sd3_light.inputs import read_json_file
 from sd3_light.runlog import info, progress, set_main_process
+from sd3_light.sources.catalogue import rotate_to_share
+from sd3_light.sources.claims import Claims
 from sd3_light.tasks.batches import ReadItem, any_item_of, item_of, length_of
-from sd3_light.tasks.custom_forward import CustomForward, TaskModule, task_module
+from sd3_light.tasks.images import SourceDataset
 from sd3_light.tasks.logger import ModelLogger, require_logger
-from sd3_light.tasks.module import DiffusionTrainingModule
+from sd3_light.tasks.models import CustomForward, UnitModel, task_model
 from sd3_light.tasks.processed import (
     ProcessedSample,
-    ProcessedWriter,
     SampleFileWriter,
+    StoredRows,
     fingerprint,
-    write_processed_manifest,
+    write_file_manifest,
+    write_samples,
+    write_shard_manifest,
 )
 from sd3_light.tasks.recipe import recipe_of
 from sd3_light.tasks.sample_files import has_tensor, storable
 from sd3_light.tasks.train import aborting_on_error
-from sd3_light.tasks.videos import VideoDataset
 
 
 @aborting_on_error()
@@ -51,13 +57,13 @@ def launch_data_process_task(
     train on ``ProcessedDataset(folder)``. Of a model with a custom forward, what ``model(data)`` returns is stored, in
     `{output_path}/{process_index}/{data_id}.pth`; the second stage calls ``model({}, inputs=stored)``.
 
-    Each process takes every n-th sample and works alone until the end. A sample whose data and units have not changed
-    is not computed again, so the task may be interrupted and started again.
-    `{output_path}/{process_index}/{data_id}.json` shows where each sample's tensors are.
+    Processes divide the samples of a bucket in shards of ``shard_size``, of the format of caches; files of a custom
+    forward are every n-th sample's. A sample whose data and units have not changed is not computed again, so the task
+    may be interrupted and started again.
     """
     bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
     num_workers = _num_workers(num_workers, args)
-    module, folder = task_module(model), require_logger(model_logger)
+    module, folder = task_model(model), require_logger(model_logger)
     for name, value, least in (("num_workers", num_workers, 0), ("shard_size", shard_size, 1)):
         if type(value) is not int or value < least:
             raise UserError(f"{name} is {value!r}; give an integer >= {least}")
@@ -66,35 +72,120 @@ def launch_data_process_task(
     count = length_of(dataset)
     if accelerator is not None:
         module.to(accelerator.device)
-    recipe = recipe_of(module)
-    is_custom = isinstance(module, CustomForward)
     with as_user_error(f"output_path {folder}", "choose another"):
-        writer = (SampleFileWriter if is_custom else ProcessedWriter)(folder, launch.rank, shard_size)
-    indices = list(range(launch.rank, count, launch.world))
-    items = _items(dataset, indices, num_workers, any_item_of if is_custom else item_of)
+        (folder / SHARDS).mkdir(parents=True, exist_ok=True)
+    job = _Job(dataset, module, recipe_of(module), folder, launch, bucket_of, num_workers)
     autocast = nullcontext if accelerator is None else accelerator.autocast  # as in a training step
-    reused = 0
-    fixed = nullcontext() if isinstance(module, CustomForward) else module.fixed_units()
-    with fixed, progress("process", len(indices), "samples") as bar:
-        for done, (index, item) in enumerate(zip(indices, items, strict=True), start=1):
-            made_from = fingerprint({"recipe": recipe["digest"], "data": item})
-            if writer.known.get(index) == made_from:
-                reused += 1
-            else:
-                with autocast():
-                    values = _stored_by(module, item, index)
-                writer.add(ProcessedSample(index, _bucket(bucket_of, index), made_from, values))
-            bar.set_done(done, len(indices))
-    writer.close()
+    with autocast():
+        reused = _write_files(job) if isinstance(module, CustomForward) else _build_shards(job, module, shard_size)
     if accelerator is not None:
         accelerator.wait_for_everyone()
     if launch.is_main:
-        write_processed_manifest(folder, recipe, count)
+        if isinstance(module, CustomForward):
+            write_file_manifest(folder, job.recipe, count)
         _write_rejects(dataset, folder)
         info(f"processed data: {count} samples in {folder} ({reused} of this process were up to date)")
     if accelerator is not None:
         accelerator.wait_for_everyone()
     return folder
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A data process: what is processed, by which module and into which folder."""
+
+    dataset: Dataset[Any]
+    module: UnitModel | CustomForward
+    recipe: dict[str, Any]
+    folder: Path
+    launch: Launch
+    bucket_of: Callable[[int], Hashable] | None
+    num_workers: int
+
+    def bucket(self, index: int) -> str:
+        """Return the bucket of a sample."""
+        with as_user_error(f"bucket_of({index})", "return a name or number for every index"):
+            return "all" if self.bucket_of is None else str(self.bucket_of(index))
+
+    def items(self, indices: list[int]) -> Iterator[tuple[int, Any, str]]:
+        """Yield index, item and fingerprint of samples, prefetched by worker processes."""
+        read = any_item_of if isinstance(self.module, CustomForward) else item_of
+        for index, item in zip(indices, _items(self.dataset, indices, self.num_workers, read), strict=True):
+            yield index, item, fingerprint({"recipe": self.recipe["digest"], "data": item})
+
+
+def _write_files(job: _Job) -> int:
+    """Write a file per sample, every n-th in this process; return how many were up to date."""
+    writer = SampleFileWriter(job.folder, job.launch.rank)
+    indices = list(range(job.launch.rank, length_of(job.dataset), job.launch.world))
+    reused = 0
+    with progress("process", len(indices), "samples") as bar:
+        for index, item, made_from in job.items(indices):
+            if writer.known.get(index) == made_from:
+                reused += 1
+            else:
+                values = _stored_by(job.module, item, index)
+                writer.add(ProcessedSample(index, job.bucket(index), made_from, values))
+            bar.advance()
+    return reused
+
+
+def _build_shards(job: _Job, model: UnitModel, shard_size: int) -> int:
+    """Build the shards that no other process builds, and wait for the others; return how many samples were stored.
+
+    A unit of work is one bucket's next ``shard_size`` samples. Its note names its shards.
+    """
+    buckets: dict[str, list[int]] = {}
+    for index in range(length_of(job.dataset)):
+        buckets.setdefault(job.bucket(index), []).append(index)
+    units = {
+        f"unit-{indices[start]:08d}": indices[start : start + shard_size]
+        for indices in buckets.values()
+        for start in range(0, len(indices), shard_size)
+    }
+    reused = 0
+    stored = StoredRows(job.folder)
+    with (
+        model.module.fixed_units(),
+        Claims(job.folder / "claims") as claims,
+        progress("process", length_of(job.dataset), "samples") as bar,
+    ):
+
+        def note(name: str) -> Path:
+            return claims.folder / f"{name}.json"
+
+        def build(name: str) -> None:
+            nonlocal reused
+            files, count = _build_unit(job, units[name], stored, model.module.pads)
+            reused += count
+            bar.advance(len(units[name]))
+            write_atomically(note(name), json.dumps(files).encode())
+
+        names = rotate_to_share(list(units), (job.launch.rank, job.launch.world))
+        claims.divide(names, lambda name: claims.is_newer(note(name), name), build)
+        if job.launch.is_main:
+            files = [file for name in units for file in read_json_file(note(name))]
+            write_shard_manifest(job.folder, files, job.recipe, length_of(job.dataset))
+    return reused
+
+
+def _build_unit(job: _Job, indices: list[int], stored: StoredRows, pads: Sequence[str]) -> tuple[list[str], int]:
+    """Return the shards of a unit's samples, and how many samples earlier runs have stored."""
+    prints: dict[int, str] = {}
+    computed: dict[int, ProcessedSample] = {}
+    for index, item, made_from in job.items(indices):
+        prints[index] = made_from
+        if made_from not in stored:
+            values = _stored_by(job.module, item, index)
+            computed[index] = ProcessedSample(index, job.bucket(index), made_from, values)
+    if not computed and (files := stored.shards_of(list(prints.items()))) is not None:
+        return files, len(indices)
+    groups: dict[Hashable, list[ProcessedSample]] = {}
+    for index, made_from in prints.items():
+        sample = computed.get(index) or stored.sample(index, job.bucket(index), made_from)
+        groups.setdefault(sample.layout(pads), []).append(sample)
+    written = [write_samples(job.folder, samples, pads).file for samples in groups.values()]
+    return written, len(indices) - len(computed)
 
 
 def _num_workers(argument: int, args: Any) -> int:
@@ -103,14 +194,9 @@ def _num_workers(argument: int, args: Any) -> int:
     return next((value for value in given if value is not None), argument)
 
 
-def _bucket(bucket_of: Callable[[int], Hashable] | None, index: int) -> str:
-    with as_user_error(f"bucket_of({index})", "return a name or number for every index"):
-        return "all" if bucket_of is None else str(bucket_of(index))
-
-
 def _write_rejects(dataset: Dataset[Any], folder: Path) -> None:
-    """Write the rejected videos beside the processed data."""
-    if isinstance(dataset, VideoDataset):
+    """Write the rejected inputs beside the processed data."""
+    if isinstance(dataset, SourceDataset):
         lines = [json.dumps(reject, ensure_ascii=False) + "\n" for reject in dataset.rejects_as_json()]
         write_atomically(folder / "rejects.jsonl", "".join(lines).encode())
 
@@ -157,10 +243,10 @@ def _is_json(value: Any) -> bool:
     return True
 
 
-def _stored_by(module: TaskModule, item: Any, index: int) -> Any:
+def _stored_by(module: UnitModel | CustomForward, item: Any, index: int) -> Any:
     """Return what the second stage needs of an item, in a form that can be stored."""
-    if isinstance(module, DiffusionTrainingModule):
-        return _named_values(module.process(item, index), index)
+    if isinstance(module, UnitModel):
+        return _named_values(module.module.process(item, index), index)
     returned = module.process(item, index)
     if isinstance(returned, Tensor) and returned.numel() == 1:
         raise UserError(

@@ -1,37 +1,45 @@
-"""The output of a data-process task: immutable shards of named tensors (law 3), and a JSON view per sample.
+"""What a task computed once per sample: shards of the cache's format, or a file per sample.
 
-    manifest.json                      the recipe and the list of shards
-    shards/PPPPP-NNNNN.safetensors     samples of one bucket: NAME -> [n, ...], and `data_id`; its hash is in the .json
-    shards/PPPPP-NNNNN.arrow           fingerprint and non-tensor values (as JSON) of each sample
-    P/ID.json                          shard, row, names, shapes and fingerprint of sample ID of process P
-    P/ID.pth                           instead of a shard, what a module's own forward returned (`sample_files.py`)
+    manifest.json                 the recipe and the shards, as of a cache; of sample files their list
+    samples.arrow                 bucket, shard and row of every sample, and its values that are no tensors
+    shards/NAME.safetensors       samples of one bucket, in the order of the dataset; NAME.arrow has their fingerprints
+    P/ID.pth, P/ID.json           what a custom forward returned for sample ID in process P, and its fingerprint
 
-Shards are written atomically. A process that is started again keeps samples whose fingerprint has not changed.
+A fingerprint covers a sample's data and the recipe: a task that is started again keeps what has not changed.
 """
 
 import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.feather as feather
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
-from sd3_light.data.manifest import MANIFEST, SHARDS
-from sd3_light.data.shards import write_files
+from sd3_light.core.columns import CAPTION, INDEX, MASK, Column
+from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
+from sd3_light.data.reader import ShardReader
+from sd3_light.data.shards import Origin, ShardContent, read_origins, write_shard
+from sd3_light.data.store import ShardStore, open_shard, open_store
 from sd3_light.files import atomic_file, file_sha256, sweep_files, write_atomically
 from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file, require_regular
 from sd3_light.tasks.sample_files import SAMPLE_SUFFIX, read_sample_file, write_sample_file
+from sd3_light.urls import with_retries
 
-PROCESSED_FORMAT = 1
-_ID = "data_id"
-_KIND = "processed"
+SAMPLES_FILE = "samples.arrow"
+_FORMAT, _KIND = 2, "processed"
+_OWN = "own."
+"""Prefix of the columns of values whose names shards use themselves."""
+_OPEN_SHARDS = 64
+_AGAIN = "run launch_data_process_task again"
 
 
 @dataclass(frozen=True)
@@ -54,9 +62,10 @@ class ProcessedSample:
         """The other values, which must be JSON."""
         return {name: value for name, value in self.values.items() if not isinstance(value, Tensor)}
 
-    def layout(self) -> Hashable:
-        """Return a key that is equal for samples that fit one shard."""
-        return self.bucket, tuple((name, tuple(t.shape), str(t.dtype)) for name, t in self.tensors.items())
+    def layout(self, pads: Sequence[str]) -> Hashable:
+        """Return a key that is equal for samples that fit one shard; values in ``pads`` differ in length."""
+        tensors = self.tensors.items()
+        return self.bucket, tuple((name, tuple(t.shape)[name in pads :], str(t.dtype)) for name, t in tensors)
 
 
 def fingerprint(value: Any) -> str:
@@ -85,181 +94,283 @@ def _update(digest: Any, value: Any) -> None:
         digest.update(json.dumps(value, sort_keys=True, default=str).encode())
 
 
-class ProcessedWriter:
-    """Writes the samples of one process in shards of ``shard_size``."""
+# --- shards --------------------------------------------------------------------------------------
 
-    def __init__(self, folder: Path, process: int, shard_size: int = 256) -> None:
-        self.folder, self.process, self.shard_size = folder, process, shard_size
-        self._pending: dict[Hashable, list[ProcessedSample]] = {}
-        (folder / SHARDS).mkdir(parents=True, exist_ok=True)
-        (folder / str(process)).mkdir(exist_ok=True)
+
+def write_samples(folder: Path, samples: Sequence[ProcessedSample], pads: Sequence[str]) -> ShardEntry:
+    """Write the shard of samples with one layout; return its entry."""
+    values: dict[str, Tensor] = {}
+    columns: list[Column] = []
+    for name in samples[0].tensors:
+        rows = [sample.tensors[name] for sample in samples]
+        column = _column(name, rows, name in pads)
+        columns.append(column)
+        if column.ragged:
+            values[column.tensors[0]] = torch.cat(rows)
+            values[column.tensors[1]] = torch.tensor([0, *map(len, rows)]).cumsum(0)
+        else:
+            values[column.name] = torch.stack(rows)[:, None]
+    count = len(samples)
+    ids = torch.tensor([sample.data_id for sample in samples])
+    # a sample's texts are its one caption
+    content = ShardContent(columns, ids, torch.arange(count + 1), torch.arange(count), values)
+    origins = [
+        Origin(str(sample.data_id), sample.fingerprint, 0, 0, (json.dumps(sample.plain, ensure_ascii=False),))
+        for sample in samples
+    ]
+    digest = fingerprint([sample.fingerprint for sample in samples])
+    group = int(fingerprint(repr(samples[0].layout(pads)))[:7], 16) + 1  # a bucket's name is a size in pixels
+    file = f"samples-{samples[0].data_id:08d}-{digest[:20]}.safetensors"
+    entry = ShardEntry(file, f"{group}x1", (group, 1), samples[0].bucket, 0, 0, "", digest)
+    return write_shard(folder / SHARDS, entry, content, origins)
+
+
+def _column(name: str, rows: Sequence[Tensor], is_ragged: bool) -> Column:
+    longest = max(map(len, rows)) if is_ragged else 0
+    shape = (longest, *rows[0].shape[1:]) if is_ragged else tuple(rows[0].shape)
+    stored = f"{_OWN}{name}" if name in (*INDEX, MASK) else name
+    dtype = str(rows[0].dtype).removeprefix("torch.")
+    try:
+        return Column(stored, CAPTION if is_ragged else "sample", dtype, shape, (), is_ragged)
+    except ValueError as error:
+        raise UserError(f"{name!r} is {dtype}, which cannot be stored; convert it in a unit") from error
+
+
+def read_row(reader: ShardReader, row: int) -> dict[str, Tensor]:
+    """Return the tensors of a sample by name."""
+    stored = {**reader.images(row, 0), **reader.caption(row, 0)}
+    return {name.removeprefix(_OWN): value for name, value in stored.items()}
+
+
+class StoredRows:
+    """The samples that earlier runs stored, by fingerprint; a damaged shard counts as missing."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / SHARDS
+        self._rows: dict[str, tuple[str, int]] = {}
+        self._origins: dict[str, list[Origin]] = {}
+        self._readers: dict[str, ShardReader] = {}
+        for note in sorted(self._folder.glob("*.json")):
+            path = note.with_suffix(".safetensors")
+            entry = read_entry(self._folder, path.name)
+            try:
+                origins = [] if entry is None else read_origins(path)
+            except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
+                continue
+            if entry is not None and len(origins) == entry.count:
+                self._origins[path.name] = origins
+                self._rows |= {origin.fingerprint: (path.name, row) for row, origin in enumerate(origins)}
+
+    def __contains__(self, made_from: str) -> bool:
+        return made_from in self._rows and self._is_intact(self._rows[made_from][0])
+
+    def shards_of(self, samples: Sequence[tuple[int, str]]) -> list[str] | None:
+        """Return the shards that hold exactly these samples (index, fingerprint), in order; None if none do."""
+        files: list[str] = list(dict.fromkeys(self._rows[made_from][0] for _, made_from in samples))
+        stored = [(int(origin.key), origin.fingerprint) for file in files for origin in self._origins[file]]
+        return files if sorted(stored) == sorted(samples) else None
+
+    def sample(self, data_id: int, bucket: str, made_from: str) -> ProcessedSample:
+        """Return a stored sample."""
+        file, row = self._rows[made_from]
+        values = {**read_row(self._readers[file], row), **json.loads(self._origins[file][row].captions[0])}
+        return ProcessedSample(data_id, bucket, made_from, values)
+
+    def _is_intact(self, file: str) -> bool:
+        if file not in self._readers:
+            entry = read_entry(self._folder, file)
+            path = self._folder / file
+            if entry is None or file_sha256(path) != entry.sha256:
+                return False
+            self._readers[file] = ShardReader(path, entry)
+        return True
+
+
+def write_shard_manifest(folder: Path, files: Sequence[str], recipe: dict[str, Any], count: int) -> None:
+    """Write the manifest of shards that hold ``count`` samples together, and the table of the samples."""
+    entries = [read_entry(folder / SHARDS, file) for file in dict.fromkeys(files)]
+    shards = [entry for entry in entries if entry is not None]
+    rows: dict[int, tuple[str, str, int, str]] = {}
+    for entry in shards:
+        for row, origin in enumerate(read_origins(folder / SHARDS / entry.file)):
+            rows[int(origin.key)] = (entry.directory, entry.file, row, origin.captions[0])
+    if missing := sorted(set(range(count)) - rows.keys()):
+        raise UserError(f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; {_AGAIN}")
+    names = ("bucket", "shard", "row", "values")
+    columns = zip(*(rows[number] for number in range(count)), strict=True)
+    sink = pa.BufferOutputStream()
+    feather.write_feather(pa.table(dict(zip(names, columns, strict=True))), sink, compression="uncompressed")
+    write_atomically(folder / SAMPLES_FILE, sink.getvalue().to_pybytes())
+    # a task has no empty caption: the entry names the first shard
+    Manifest(recipe, tuple(shards), shards[0], {"used": count}).save(folder)
+    sweep_files(folder)
+    sweep_files(folder / SHARDS)
+
+
+# --- a file per sample ---------------------------------------------------------------------------
+
+
+class SampleFileWriter:
+    """Writes the samples of one process in one file each; their values are any that `storable` returns."""
+
+    def __init__(self, folder: Path, process: int) -> None:
+        self.folder, self.process = folder, process
+        (folder / str(process)).mkdir(parents=True, exist_ok=True)
         self._others = [path for path in folder.glob("[0-9]*") if path.is_dir() and path.name != str(process)]
         self.known = self._existing()
-        entries = (folder / SHARDS).glob(f"{process:05d}-*.json")
-        self._next = 1 + max((int(path.stem.split("-")[1]) for path in entries), default=-1)
 
     def _existing(self) -> dict[int, str]:
         """Return data_id -> fingerprint of the samples that any process wrote in earlier runs."""
         existing: dict[int, str] = {}
-        for path in sorted(self.folder.glob("[0-9]*/*.json")):  # of several views the manifest uses the last
+        for path in sorted(self.folder.glob("[0-9]*/*.json")):  # of several notes the manifest uses the last
             existing.pop(int(path.stem), None)
             try:
-                view = read_json_file(path)
-                shard, known = self.folder / view["shard"], view["fingerprint"]
+                known = read_json_file(path)["fingerprint"]
             except (OSError, ValueError, LookupError, TypeError):  # damaged, or being replaced: computed again
                 continue
-            if shard.is_file():
+            if path.with_suffix(SAMPLE_SUFFIX).is_file():
                 existing[int(path.stem)] = known
         return existing
 
     def add(self, sample: ProcessedSample) -> None:
-        """Add a sample; a full shard is written immediately."""
-        samples = self._pending.setdefault(sample.layout(), [])
-        samples.append(sample)
-        if len(samples) >= self.shard_size:
-            self._write(self._pending.pop(sample.layout()))
-
-    def close(self) -> None:
-        """Write the remaining samples."""
-        for layout in list(self._pending):
-            self._write(self._pending.pop(layout))
-
-    def _write(self, samples: Sequence[ProcessedSample]) -> None:
-        file = f"{SHARDS}/{self.process:05d}-{self._next:05d}.safetensors"
-        self._next += 1
-        columns = {name: torch.stack([sample.tensors[name] for sample in samples]) for name in samples[0].tensors}
-        columns[_ID] = torch.tensor([sample.data_id for sample in samples])
-        rows = {
-            _ID: [sample.data_id for sample in samples],
-            "fingerprint": [sample.fingerprint for sample in samples],
-            "values": [json.dumps(sample.plain, ensure_ascii=False) for sample in samples],
-        }
-        entry = {"file": file, "bucket": samples[0].bucket, "count": len(samples)}
-        write_files(self.folder / file, columns, {"bucket": samples[0].bucket}, rows, entry)
-        for row, sample in enumerate(samples):
-            self._write_view(file, row, sample)
-
-    def _write_view(self, file: str, row: int, sample: ProcessedSample) -> None:
-        """Write the JSON view of one sample, after its shard."""
-        names = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in sample.tensors.items()}
-        view = {"shard": file, "row": row, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
-        text = json.dumps({**view, "tensors": names, "values": sample.plain}, ensure_ascii=False, indent=1)
-        write_atomically(self.folder / str(self.process) / f"{sample.data_id}.json", text.encode())
-        self._remove_older(sample.data_id)
-
-    def _remove_older(self, data_id: int) -> None:
-        """Remove what another process wrote for the sample when there was another number of processes."""
-        for folder in self._others:
-            for suffix in (".json", SAMPLE_SUFFIX):
-                (folder / f"{data_id}{suffix}").unlink(missing_ok=True)
-
-
-class SampleFileWriter(ProcessedWriter):
-    """Writes the samples of one process in one file each; their values are any that `storable` returns."""
-
-    def add(self, sample: ProcessedSample) -> None:
-        """Write the sample and its JSON view."""
+        """Write the sample and its note; remove those of another process, of an earlier number of processes."""
         file = f"{self.process}/{sample.data_id}{SAMPLE_SUFFIX}"
         path = self.folder / file
-        view: dict[str, Any] = {"shard": file, "row": 0, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
+        note = {"file": file, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
         with atomic_file(path) as temporary:
             write_sample_file(temporary, sample.values)
-            view["sha256"] = file_sha256(temporary)
-        write_atomically(path.with_suffix(".json"), json.dumps(view, indent=1).encode())
-        self._remove_older(sample.data_id)
+            note["sha256"] = file_sha256(temporary)
+        write_atomically(path.with_suffix(".json"), json.dumps(note, indent=1).encode())
+        for folder in self._others:
+            for suffix in (".json", SAMPLE_SUFFIX):
+                (folder / f"{sample.data_id}{suffix}").unlink(missing_ok=True)
 
 
-def write_processed_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
-    """Write the manifest after all processes are done, using the views to find each sample's row."""
-    entries = [read_json_file(path) for path in sorted((folder / SHARDS).glob("*.json"))]
-    rows: dict[int, tuple[str, int]] = {}
+def write_file_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
+    """Write the manifest of sample files after all processes are done."""
+    notes: dict[int, dict[str, str]] = {}
     for path in sorted(folder.glob("[0-9]*/*.json")):
-        view = read_json_file(path)
-        if int(path.stem) < count:
-            rows[int(path.stem)] = (view["shard"], view["row"])
-            if "sha256" in view:
-                entries.append({"file": view["shard"], "bucket": view["bucket"], "count": 1, "sha256": view["sha256"]})
-    if missing := sorted(set(range(count)) - rows.keys()):
+        notes[int(path.stem)] = read_json_file(path)
+    if missing := sorted(set(range(count)) - notes.keys()):
         raise UserError(
             f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; run the data process again"
         )
-    used = {file for file, _ in rows.values()}
-    shards = [entry for entry in entries if entry["file"] in used]
-    samples = [list(rows[number]) for number in range(count)]
-    manifest = {"format": PROCESSED_FORMAT, "kind": _KIND, "recipe": dict(recipe), "shards": shards, "samples": samples}
+    samples = [{key: notes[number][key] for key in ("file", "bucket", "sha256")} for number in range(count)]
+    manifest = {"format": _FORMAT, "kind": _KIND, "recipe": dict(recipe), "samples": samples}
     write_atomically(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False).encode())
-    for each in (folder, folder / SHARDS, *folder.glob("[0-9]*")):
+    for each in (folder, *folder.glob("[0-9]*")):
         sweep_files(each)
+
+
+# --- reading -------------------------------------------------------------------------------------
 
 
 class ProcessedDataset(Dataset[Any]):
     """The samples of a data-process task in the order of the original dataset, to train on.
 
-    Shards are hashed when they are first opened. Samples with the same ``bucket_of(index)`` may share a batch.
+    ``folder`` may be the URL of a copy with shards: they are fetched when they are used, into ``stream_cache_dir``, of
+    at most ``stream_cache_gb``; the setting `shuffle_window` limits how many are in use. A file is hashed when it is
+    first opened. Samples with the same ``bucket_of(index)`` may share a batch. ``load_from_cache``: the samples are
+    what a custom forward returned, its ``inputs`` in the second stage.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(
+        self, folder: str | Path, stream_cache_dir: str | Path | None = None, stream_cache_gb: float = 50.0
+    ) -> None:
+        self._open: OrderedDict[str, ShardReader] = OrderedDict()
+        self._verified: set[str] = set()
+        self._store: ShardStore | None = None
+        self.load_from_cache = False
+        if is_url(str(folder)):
+            self.folder: Path | str = str(folder).rstrip("/")
+            fetched = None if stream_cache_dir is None else Path(stream_cache_dir)
+            self._store = open_store(self.folder, fetched, int(stream_cache_gb * 1e9))
+            table = with_retries(f"{self.folder}/{SAMPLES_FILE}", lambda files, path: files.cat_file(path))
+            self._read_table(self._store.manifest, pa.BufferReader(table))
+            return
         self.folder = Path(folder)
         path = self.folder / MANIFEST
         if not path.is_file():
             raise UserError(f"no processed data in {self.folder}; run launch_data_process_task first")
         try:
-            manifest = read_json_file(path, INDEX_BYTES)
+            content = read_json_file(path, INDEX_BYTES)
         except (OSError, ValueError) as error:
-            raise UserError(f"{path} is damaged ({error}); run launch_data_process_task again") from error
-        kind = (manifest.get("kind"), manifest.get("format")) if isinstance(manifest, dict) else None
-        if kind != (_KIND, PROCESSED_FORMAT):
-            raise UserError(
-                f"{path} is not processed data of format {PROCESSED_FORMAT}; run launch_data_process_task again"
-            )
+            raise UserError(f"{path} is damaged ({error}); {_AGAIN}") from error
+        self.load_from_cache = isinstance(content, dict) and content.get("kind") == _KIND
         try:
-            self.recipe: dict[str, Any] = dict(manifest["recipe"])
-            self._entries = {entry["file"]: entry for entry in manifest["shards"] if is_inner_path(entry["file"])}
-            self._samples: list[tuple[str, int]] = [(file, int(row)) for file, row in manifest["samples"]]
-            for file, _ in self._samples:
-                self._entries[file]
-        except (LookupError, TypeError, ValueError) as error:
-            raise UserError(f"{path} is damaged ({error!r}); run launch_data_process_task again") from error
-        self._open: dict[str, tuple[dict[str, Tensor], list[dict[str, Any]]]] = {}
-        self._verified: set[str] = set()
+            self._open_files(content) if self.load_from_cache else self._open_shards(self.folder)
+        except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
+            raise UserError(f"{path} is damaged ({error!r}); {_AGAIN}") from error
 
-    @property
-    def load_from_cache(self) -> bool:
-        """Whether the samples are what a module's own forward returned: its ``inputs`` in the second stage."""
-        return bool(self._samples) and self._samples[0][0].endswith(SAMPLE_SUFFIX)
+    def _open_files(self, content: dict[str, Any]) -> None:
+        if content["format"] != _FORMAT:
+            raise UserError(f"{self.folder} has processed data of another version; {_AGAIN}")
+        self.recipe = dict(content["recipe"])
+        samples = [sample for sample in content["samples"] if is_inner_path(sample["file"])]
+        self._hashes = {str(sample["file"]): str(sample["sha256"]) for sample in samples}
+        self._samples = [(str(sample["bucket"]), str(sample["file"]), 0, "{}") for sample in content["samples"]]
+        for _, file, _, _ in self._samples:
+            self._hashes[file]
+
+    def _open_shards(self, folder: Path) -> None:
+        try:
+            manifest = Manifest.load(folder)
+        except UserError as error:
+            raise UserError(f"{error}; of a task: {_AGAIN}") from error
+        path = folder / SAMPLES_FILE
+        if not path.is_file():
+            raise UserError(f"{folder} holds a cache, and no processed data of a task; {_AGAIN}")
+        require_regular(path)
+        self._read_table(manifest, path)
+
+    def _read_table(self, manifest: Manifest, source: Any) -> None:
+        table = feather.read_table(source, memory_map=False)
+        table.validate(full=True)
+        self.recipe = dict(manifest.recipe)
+        self._entries = {entry.file: entry for entry in manifest.shards}
+        self._hashes = {entry.file: entry.sha256 for entry in manifest.shards}
+        columns = (table[name].to_pylist() for name in ("bucket", "shard", "row", "values"))
+        self._samples = list(zip(*columns, strict=True))
+        for _, file, row, _ in self._samples:
+            if not 0 <= row < self._entries[file].count:
+                raise ValueError(f"row {row} of {file}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": {}}
+        return {**self.__dict__, "_open": OrderedDict()}
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def bucket_of(self, index: int) -> str:
         """Return the bucket in which the sample was processed."""
-        return str(self._entries[self._samples[index][0]]["bucket"])
+        return self._samples[index][0]
+
+    def segment_of(self, index: int) -> str:
+        """Return the shard of a sample: with `shuffle_window` neighbouring steps read few of them."""
+        return self._samples[index][1]
 
     def __getitem__(self, index: int) -> Any:
-        file, row = self._samples[index]
+        _, file, row, values = self._samples[index]
         if self.load_from_cache:
-            return read_sample_file(self._verify(file))
-        columns, plain = self._shard(file)
-        return {**{name: column[row] for name, column in columns.items()}, **plain[row]}
+            return read_sample_file(self._verify(Path(self.folder) / file, file))
+        return {**read_row(self._reader(file), row), **json.loads(values)}
 
-    def _shard(self, file: str) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    def _reader(self, file: str) -> ShardReader:
         if file not in self._open:
-            path = self._verify(file)
-            require_regular(path.with_suffix(".arrow"))
-            with safe_open(path, framework="pt") as opened:
-                columns = {name: opened.get_tensor(name) for name in opened.keys() if name != _ID}  # noqa: SIM118
-            rows = feather.read_table(path.with_suffix(".arrow"), memory_map=False).to_pylist()
-            self._open[file] = columns, [json.loads(row["values"]) for row in rows]
+            entry = self._entries[file]
+            if self._store is not None:  # it compares hashes
+                self._open[file] = open_shard(self._store, entry, lambda path: ShardReader(path, entry))
+            else:
+                self._open[file] = ShardReader(self._verify(Path(self.folder) / SHARDS / file, file), entry)
+            while len(self._open) > _OPEN_SHARDS:
+                self._open.popitem(last=False)
+        self._open.move_to_end(file)
         return self._open[file]
 
-    def _verify(self, file: str) -> Path:
+    def _verify(self, path: Path, file: str) -> Path:
         """Return the path of a file; when it is first used its hash is compared."""
-        path = self.folder / file
         if file not in self._verified:
-            if not path.is_file() or file_sha256(path) != self._entries[file]["sha256"]:
+            if not path.is_file() or file_sha256(path) != self._hashes[file]:
                 raise UserError(f"{path} is missing or damaged; delete it and run the data process again")
             self._verified.add(file)
         return path

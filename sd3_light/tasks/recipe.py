@@ -6,28 +6,29 @@ from typing import Any
 from torch import nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.tasks.custom_forward import CustomForward, TaskModule
+from sd3_light.tasks.models import CustomForward, UnitModel
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.processed import ProcessedDataset, fingerprint
 
 
-def recipe_of(model: TaskModule) -> dict[str, Any]:
+def recipe_of(model: UnitModel | CustomForward) -> dict[str, Any]:
     """Return the cached units of a module, with hashes of the weights that they use.
 
     A custom forward is one unit that uses all weights; its settings are the module's plain attributes.
     """
     if isinstance(model, CustomForward):
-        plain = {name: value for name, value in vars(model.model).items() if isinstance(value, str | int | float)}
-        unit = {"unit": model.name, "settings": plain, "parts": {"": _weights_hash(model.model)}}
+        plain = {name: value for name, value in vars(model.module).items() if isinstance(value, str | int | float)}
+        unit = {"unit": model.name, "settings": plain, "parts": {"": _weights_hash(model.module)}}
         return {"units": [{**unit, "reads": [], "writes": []}], "kept": [], "digest": fingerprint(unit)}
-    split = model.split()
+    module: DiffusionTrainingModule = model.module
+    split = module.split()
     units = [
         {
             "unit": unit.label,
             "reads": list(unit.reads),
             "writes": list(unit.writes),
             "settings": dict(unit.settings()),
-            "parts": {name: _weights_hash(part) for name, part in unit.parts(model).items()},
+            "parts": {name: _weights_hash(part) for name, part in unit.parts(module).items()},
         }
         for unit in split.cached
     ]

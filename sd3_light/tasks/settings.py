@@ -1,6 +1,7 @@
 """`TaskSettings`: everything that `launch_training_task` takes besides its documented arguments."""
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Strict, ValidationError, model_validator
@@ -15,10 +16,9 @@ from sd3_light.config.base import (
     Positive,
     StepsOrShare,
     Table,
-    describe_type,
     field_types,
     invalid_value,
-    known_values,
+    wrong_value,
 )
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import OptimizerName
@@ -26,8 +26,20 @@ from sd3_light.optim.customized import CustomizedOptimizer
 
 _FUNCTION = Allowed("a function")
 _OFFLOADING = ("enable_model_cpu_offload", "enable_optimizer_cpu_offload", "cpu_offload_split_threshold")
-DEFAULT_ZERO_STAGE = 2
+_DEFAULT_ZERO_STAGE = 2
 _BETAS = Allowed("two numbers from 0 to below 1, such as (0.9, 0.999)")
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The settings that engines read, as in a train TOML; ``zero_stage`` 0 is the torch engine."""
+
+    optimizer: OptimizerConfig
+    gradient_clipping: float
+    gradient_accumulation_steps: int
+    parallel: str
+    zero_stage: int
+    pipeline_stages: int = 1
 
 
 class TaskSettings(Table):
@@ -36,7 +48,8 @@ class TaskSettings(Table):
     ``bucket_of(index)`` names the group of samples that may share a batch, such as those of one size; by default all
     may. ``gradient_accumulation_steps`` defaults to the accelerator's. The schedule "constant" is constant after the
     warm-up. Without ``checkpoint_steps`` a checkpoint is written at the end and when the process is asked to stop.
-    ``draw(module)`` returns an image.
+    ``draw(module)`` returns an image. ``ema`` has the keys of [ema], for several averages: all are validated, and at
+    the end the logger saves the others beside the main one, as ``FILE.NAME.safetensors``.
     """
 
     learning_rate: Positive = 1e-5
@@ -48,6 +61,7 @@ class TaskSettings(Table):
     max_steps: Count | None = None
     batch_size: Count = 1
     bucket_of: Annotated[Callable[[int], Hashable], _FUNCTION] | None = None
+    shuffle_window: Count | None = None
     gradient_accumulation_steps: Count | None = None
     gradient_clipping: NotNegative = 1.0
     lr_scheduler: Literal["constant", "linear", "cosine", "step"] = "constant"
@@ -61,6 +75,7 @@ class TaskSettings(Table):
     betas: Annotated[tuple[Decay, Decay], _BETAS] = (0.9, 0.999)
     ema_decay: Decay | None = None
     ema_update_every: Count = 1
+    ema: Annotated[EmaConfig, Allowed("the keys of [ema], such as {'decay': 0.999, 'track': [...]}")] | None = None
     seed: CountOrZero = 0
     checkpoint_steps: Count | None = None
     keep_last_n_checkpoints: Count = 1
@@ -74,6 +89,7 @@ class TaskSettings(Table):
     logging_steps: Count = 1
     max_nonfinite_steps: CountOrZero = 10
     engine: Literal["accelerate", "torch", "deepspeed"] = "accelerate"
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
     zero_stage: Literal[1, 2, 3] | None = None
 
     @staticmethod
@@ -110,6 +126,12 @@ class TaskSettings(Table):
         if self.customized_optimizer is not None and (self.optimizer != "adamw" or self.engine == "deepspeed"):
             other = "optimizer" if self.optimizer != "adamw" else 'engine="deepspeed"'
             raise invalid_value(f"customized_optimizer does not go with {other}; give one of them")
+        if self.engine == "deepspeed" and self.optimizer != "adamw":
+            raise invalid_value(
+                f'engine="deepspeed" supports AdamW only, not {self.optimizer!r}; use adamw or another engine'
+            )
+        if self.parallel != "ddp" and self.engine != "torch":
+            raise invalid_value('parallel="fsdp2" is a layout of engine="torch"; give both, or accelerate\'s plugin')
         if self.zero_stage is not None and self.engine != "deepspeed":
             raise invalid_value('zero_stage has no effect without engine="deepspeed"; leave it out')
         if self.zero_stage == 3:
@@ -117,6 +139,8 @@ class TaskSettings(Table):
                 "zero_stage=3 is not supported for tasks: it shards the weights, which modules and loggers read whole; "
                 "use 1 or 2, or accelerate's FSDP2"
             )
+        if self.ema is not None and self.ema_decay is not None:
+            raise invalid_value("ema and ema_decay both set the decay; give one of them")
         step_settings = [name for name in ("lr_step_size", "lr_step_gamma") if getattr(self, name) is not None]
         if self.lr_scheduler == "step" and len(step_settings) < 2:
             raise invalid_value("lr_scheduler='step' needs lr_step_size and lr_step_gamma")
@@ -138,9 +162,16 @@ class TaskSettings(Table):
             return CustomizedOptimizer.model_validate({**table, "path": self.customized_optimizer})
         return OptimizerConfig.model_validate({**table, "betas": self.betas})
 
+    def engine_settings(self, micro_batches: int) -> EngineSettings:
+        """Return what engines read of the settings."""
+        stage = (self.zero_stage or _DEFAULT_ZERO_STAGE) if self.engine == "deepspeed" else 0
+        return EngineSettings(self.optimizer_table, self.gradient_clipping, micro_batches, self.parallel, stage)
+
     @property
     def ema_table(self) -> EmaConfig:
         """The settings as the config's `[ema]`."""
+        if self.ema is not None:
+            return self.ema.model_copy(update={"enable": True})
         if self.ema_decay is None:
             return EmaConfig()
         return EmaConfig(enable=True, decay=self.ema_decay, update_every=self.ema_update_every)
@@ -152,6 +183,4 @@ def _first_problem(error: ValidationError, values: Mapping[str, Any]) -> str:
     if not problem["loc"]:
         return problem["msg"]
     name = str(problem["loc"][0])
-    annotation = field_types(TaskSettings)[name]
-    allowed = f"one of {describe_type(annotation)}" if known_values(annotation) else describe_type(annotation)
-    return f"{name} is {values[name]!r}; give {allowed}"
+    return str(wrong_value(name, values[name], field_types(TaskSettings)[name]))

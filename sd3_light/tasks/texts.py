@@ -1,5 +1,6 @@
 """Ready-made parts for text: dropout, and texts of unequal length in one batch."""
 
+import math
 from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
@@ -7,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sd3_light.config import ModelConfig
+from sd3_light.config.base import require_value
 from sd3_light.config.faults import UserError
 from sd3_light.data.slots import replace_items
 from sd3_light.model.device_copy import to_device
@@ -23,8 +26,7 @@ def drop_text(encode: Any, probability: Any, **empty: Any) -> tuple[PipelineUnit
     """
     if not isinstance(encode, PipelineUnit):
         raise UserError(f"drop_text: {encode!r} is not a unit; give the unit that encodes the text")
-    if not isinstance(probability, int | float) or not 0 < probability < 1:
-        raise UserError(f"drop_text: probability is {probability!r}; give a number above 0 and below 1")
+    require_value(ModelConfig, "uncond_text_dropout_prob", probability, "drop_text: probability")
     empty = empty or {"prompt": ""}
     if unknown := [name for name in empty if not {name, f"{name}?"} & set(encode.reads)]:
         raise UserError(
@@ -69,7 +71,9 @@ class _DropText(PipelineUnit):
     def __init__(self, encode: PipelineUnit, probability: float) -> None:
         self.writes, self.probability = encode.writes, probability
         self.reads = (*(prefix + name for prefix in (FULL, EMPTY) for name in encode.writes), "is_evaluation?")
-        self._threshold = NormalDist().inv_cdf(probability)
+        self._threshold = math.inf * (probability - 0.5)
+        if 0 < probability < 1:
+            self._threshold = NormalDist().inv_cdf(probability)
 
     @property
     def label(self) -> str:
@@ -85,6 +89,10 @@ class _DropText(PipelineUnit):
 
 def pad_to_longest(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return values [L_i, ...] padded with zeros to [B, L, ...], and the mask [B, L] of the real positions."""
-    lengths = to_device(torch.tensor([len(text) for text in texts]), texts[0].device)
     padded = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
-    return padded, torch.arange(padded.shape[1], device=padded.device) < lengths[:, None]
+    return padded, positions_below(torch.tensor([len(text) for text in texts]), padded)
+
+
+def positions_below(lengths: Tensor, padded: Tensor) -> Tensor:
+    """Return the mask [B, L] of the real positions of texts with these lengths, on the device of ``padded``."""
+    return torch.arange(padded.shape[1], device=padded.device) < to_device(lengths, padded.device)[:, None]

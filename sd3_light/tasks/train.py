@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,19 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from sd3_light.checkpoint.lock import locked_folder
-from sd3_light.checkpoint.progress import Progress
+from sd3_light.checkpoint.progress import EMA, Progress
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.requests import SIGNALS, RunRequests
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
 from sd3_light.config.schema_tables import MonitoringConfig
+from sd3_light.core.model import of_denoiser
 from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.accelerate import TaskEngine, launch_from_accelerator
+from sd3_light.engines.accelerate import accelerated, launch_from_accelerator
 from sd3_light.engines.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
 from sd3_light.engines.feed import order_facts
 from sd3_light.engines.processes import ProcessGroups, abort_process_group, start_process_group
+from sd3_light.engines.torch import TorchEngine
 from sd3_light.evaluate.validation import eval_points, validate
 from sd3_light.export.background_saves import checkpoint_to_resume, newest_usable
 from sd3_light.files import OWN_FILES, sweep_files
@@ -39,24 +42,23 @@ from sd3_light.tasks.batches import (
     ReadItem,
     SampleOrder,
     TaskBatches,
-    Unprepared,
     any_item_of,
     evaluation_batches,
     item_of,
     length_of,
     task_steps,
 )
-from sd3_light.tasks.custom_forward import CustomForward, TaskModule, task_module
 from sd3_light.tasks.logger import ModelLogger, call_on_step_end, require_logger
+from sd3_light.tasks.models import CustomForward, TaskModel, UnitModel, task_model
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.processed import ProcessedDataset
 from sd3_light.tasks.recipe import require_same_recipe
-from sd3_light.tasks.settings import DEFAULT_ZERO_STAGE, TaskSettings
-from sd3_light.tasks.stacking import SampleStacker
+from sd3_light.tasks.settings import EngineSettings, TaskSettings
 from sd3_light.train.driver import Driver, HookSchedule, RunHooks
 from sd3_light.train.idle import DeviceGaps, IdleAdvice, watch_updates
 from sd3_light.train.loop import Run, every
 from sd3_light.train.meter import Meter
+from sd3_light.train.teacher import start_of_adapter, teach_by_average
 
 _DAMAGED_REMEDY = "restore one from a copy, or choose another output_path"
 
@@ -165,22 +167,24 @@ def _make_driver(
     stack: ExitStack,
 ) -> Driver:
     """Build the run and its driver. First the main process locks the folder; ``stack`` releases it."""
-    module, folder = task_module(model), require_logger(logger)
+    module, folder = task_model(model), require_logger(logger)
     running = _running_accelerator(accelerator, settings)
     launch = Launch.detect() if running is None else launch_from_accelerator(running)
     device = launch.device() if running is None else running.device
     set_main_process(launch.is_main)
-    groups = start_process_group(launch, device, 600.0, all_write=settings.engine == "deepspeed")
+    all_write = settings.engine == "deepspeed" or settings.parallel == "fsdp2"
+    groups = start_process_group(launch, device, 600.0, all_write)
     groups.decide_on_rank_0(lambda: _check_start(dataset, module, folder, settings, stack))
     micro_batches = _accumulation_steps(accelerator, settings)
-    samples = SampleOrder(
-        dataset, settings.seed, settings.batch_size * micro_batches * launch.world, settings.bucket_of
-    )
+    batch = settings.batch_size * micro_batches * launch.world
+    samples = SampleOrder(dataset, settings.seed, batch, settings.bucket_of, settings.shuffle_window)
     _prepare_module(module, settings, launch, running is not None and running.mixed_precision == "bf16", stack)
-    engine = _engine_from_settings(module, settings, micro_batches, launch, device, running, groups)
+    engine = _make_engine(module, settings.engine_settings(micro_batches), launch, device, running, groups)
+    averages = Averages(of_denoiser(engine.weights), settings.ema_table)
+    teach_by_average(module, engine, averages)
     read = any_item_of if isinstance(module, CustomForward) else item_of
-    batches = TaskBatches(dataset, samples, launch.rank, launch.world, micro_batches, read)
-    preparer = _make_preparer(module, device.type == "cuda" and not settings.num_workers)
+    batches = TaskBatches(dataset, samples, launch, micro_batches, read)
+    preparer = module.preparer(device.type == "cuda" and not settings.num_workers)
     steps_per_epoch = samples.order.steps_per_epoch
     total = settings.num_epochs * steps_per_epoch
     total = total if settings.max_steps is None else min(total, settings.max_steps)
@@ -190,24 +194,16 @@ def _make_driver(
         samples_in=samples.order.batch_size,
         learning_rate=lambda step: learning_rate(step, total, settings.learning_rate, settings),
         total_steps=total,
-        averages=Averages(engine.weights, settings.ema_table),
+        averages=averages,
         requests=RunRequests(folder if launch.is_main else None, group=groups.control),
-        begin_step=module.dropout.begin if module.dropout is not None else lambda step: None,
+        begin_step=module.begin,
         steps_per_epoch=steps_per_epoch,
         max_nonfinite_steps=settings.max_nonfinite_steps,
         logging_steps=settings.logging_steps,
         idle_advice=IdleAdvice(settings.num_workers, workers_key="num_workers", batch_key="batch_size"),
     )
     hooks = _TaskHooks(
-        _accelerator_for(logger, accelerator, launch, device),
-        model,
-        logger,
-        settings,
-        launch,
-        groups,
-        run,
-        steps_per_epoch,
-        read,
+        _accelerator_for(logger, accelerator, launch, device), module, logger, settings, launch, groups, run, read
     )
     driver = Driver(
         run=run,
@@ -262,21 +258,22 @@ def _accelerator_for(
     return accelerator
 
 
-def _engine_from_settings(
-    model: TaskModule,
-    settings: TaskSettings,
-    micro_batches: int,
+def _make_engine(
+    model: TaskModel,
+    config: EngineSettings,
     launch: Launch,
     device: torch.device,
     accelerator: Accelerator | None,
     groups: ProcessGroups,
 ) -> Engine:
     """Return the engine that the settings name, with the module in it."""
-    optimizer, clip = settings.optimizer_table, settings.gradient_clipping
-    if settings.engine == "deepspeed":
-        stage = settings.zero_stage or DEFAULT_ZERO_STAGE
-        return deepspeed.make_task_engine(model, optimizer, clip, micro_batches, launch, device, stage)
-    return TaskEngine(model, optimizer, clip, launch, device, accelerator, groups.writers)
+    if config.zero_stage:
+        deepspeed.require_installed('engine="deepspeed"')
+        return deepspeed.make_engine(model, config, launch, device, groups.writers)
+    lay_out = None
+    if accelerator is not None:
+        lay_out = partial(accelerated, accelerator=accelerator, launch=launch, writers=groups.writers)
+    return TorchEngine(model, config, launch, device, groups.writers, lay_out)
 
 
 def _accumulation_steps(accelerator: Accelerator | None, settings: TaskSettings) -> int:
@@ -290,7 +287,7 @@ def _accumulation_steps(accelerator: Accelerator | None, settings: TaskSettings)
     return steps or default
 
 
-def _check_start(dataset: Any, module: TaskModule, folder: Path, settings: TaskSettings, stack: ExitStack) -> None:
+def _check_start(dataset: Any, module: TaskModel, folder: Path, settings: TaskSettings, stack: ExitStack) -> None:
     """Lock the folder; raise if it holds another task, or if processed data does not fit the units."""
     stack.enter_context(locked_folder(folder, "output_path"))
     sweep_files(folder, OWN_FILES)
@@ -299,29 +296,32 @@ def _check_start(dataset: Any, module: TaskModule, folder: Path, settings: TaskS
         raise UserError(
             f"{folder} holds a task ({newest.name}); continue it with resume=True, or choose another output_path"
         )
+    if settings.shuffle_window is not None and not hasattr(dataset, "segment_of"):
+        raise UserError("shuffle_window is a number of shards of a ProcessedDataset; leave it out for other datasets")
     if settings.eval_dataset is not None:
         length_of(settings.eval_dataset)
-    if isinstance(dataset, ProcessedDataset) and isinstance(module, DiffusionTrainingModule):
-        require_same_recipe(dataset, module)
+    if isinstance(dataset, ProcessedDataset) and isinstance(module, UnitModel):
+        require_same_recipe(dataset, module.module)
 
 
-def _prepare_module(model: TaskModule, settings: TaskSettings, launch: Launch, bf16: bool, stack: ExitStack) -> None:
-    model.seed = settings.seed
+def _prepare_module(
+    model: UnitModel | CustomForward, settings: TaskSettings, launch: Launch, bf16: bool, stack: ExitStack
+) -> None:
     if isinstance(model, CustomForward):
+        model.seed = settings.seed
         model.freeze_the_rest()
         return
-    stack.enter_context(model.fixed_units())
-    if model.adapter is not None and model.adapter.dropout > 0:
-        model.dropout = AdapterDropout(model.transformer, settings.seed, launch.rank)
-    if model.adapter is not None and bf16:
-        cast_frozen_linears(model.transformer, torch.bfloat16)
-
-
-def _make_preparer(module: TaskModule, pin: bool) -> SampleStacker | Unprepared:
-    """Return what prepares batches in the workers; a module that overrides ``forward`` gets the samples."""
-    if isinstance(module, CustomForward) or type(module).forward is not DiffusionTrainingModule.forward:
-        return Unprepared()
-    return module.stacker(pin)
+    module: DiffusionTrainingModule = model.module
+    module.seed = settings.seed
+    stack.enter_context(module.fixed_units())
+    if module.adapter is not None and module.adapter.dropout > 0:
+        model.dropout = AdapterDropout(module.transformer, settings.seed, launch.rank)
+    if module.objective is not None and module.objective.teacher not in (None, "average"):
+        if module.objective.teacher != "start" or module.adapter is None:
+            raise UserError('the objective\'s teacher is not "average" or "start"; the start needs train_adapter(...)')
+        model.teacher = start_of_adapter(model)
+    if module.adapter is not None and bf16:
+        cast_frozen_linears(module.transformer, torch.bfloat16)
 
 
 def _make_schedule(settings: TaskSettings, logger: ModelLogger, steps_per_epoch: int) -> HookSchedule:
@@ -360,14 +360,24 @@ class _TaskHooks:
     """What a task does between steps: the logger's saves, the user's evaluation set and images."""
 
     accelerator: Accelerator | None
-    model: nn.Module
+    trained: TaskModel
     logger: ModelLogger
     settings: TaskSettings
     launch: Launch
     groups: ProcessGroups
     run: Run
-    steps_per_epoch: int
     read: ReadItem
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's module."""
+        model: nn.Module = self.trained.module
+        return model
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps per epoch."""
+        return self.run.steps_per_epoch
 
     def run_hooks(self, autocast: Callable[[], AbstractContextManager[Any]]) -> RunHooks:
         """Return the hooks for the driver."""
@@ -377,6 +387,7 @@ class _TaskHooks:
             )
         return RunHooks(
             evaluate=None if self.settings.eval_dataset is None else self.evaluate,
+            evaluate_all=len(self.run.averages.tracks) > 1,
             sample=None if self.settings.draw is None else self.draw,
             save=self.save,
             finish=self.finish,
@@ -386,16 +397,19 @@ class _TaskHooks:
     def evaluate(self) -> Iterable[tuple[str, Mapping[str, float]]]:
         """Yield the validation loss at fixed times with fixed noise."""
         settings, launch, engine = self.settings, self.launch, self.run.engine
+        data = settings.eval_dataset
         points = eval_points(settings.eval_at_fixed_t)
-        batches: Any = evaluation_batches(
-            settings.eval_dataset, settings.batch_size, settings.bucket_of, launch.rank, launch.world, self.read, points
-        )
-        yield "eval", validate(batches, engine.evaluate, engine.sum_over_ranks, points)
+        samples = SampleOrder(data, 0, settings.batch_size * launch.world, settings.bucket_of)
+        batches = TaskBatches(data, samples, launch, 1, self.read)
+        prepared = evaluation_batches(batches, self.trained.preparer(), points)
+        yield "eval", validate(prepared, engine.evaluate, engine.sum_over_ranks, points)
 
     def draw(self, progress: Progress, weights: str) -> Path | None:
         """Write what the user's function returns; all processes call it, as sharded weights need."""
         assert self.settings.draw is not None
-        with torch.no_grad(), as_user_error("draw(model)"):
+        layout = getattr(self.run.engine, "layout", None)
+        whole = nullcontext() if layout is None else layout.whole()
+        with whole, torch.no_grad(), as_user_error("draw(model)"):
             drawn = self.settings.draw(self.model)
         frames = drawn if isinstance(drawn, list | tuple) else [drawn]
         if drawn is not None and not (frames and all(hasattr(frame, "save") for frame in frames)):
@@ -426,6 +440,15 @@ class _TaskHooks:
         if name is not None and hasattr(self.logger, "save_model"):
             self.logger.save_model(self.accelerator, self.model, name)
         self.logger.on_training_end(self.accelerator, self.model, self.settings.save_steps)
+        averages, weights = self.run.averages, self.run.engine.weights
+        for track in [name for name in averages.tracks if name != EMA and hasattr(self.logger, "save_model")]:
+            with averages.in_place_of(track, weights):
+                self.logger.save_model(self.accelerator, self.model, f"{self._label(progress)}.{track}.safetensors")
+
+    def _label(self, progress: Progress) -> str:
+        """Return the name of a step's file: its epoch if saves are by epoch and it ends one."""
+        epoch, rest = divmod(progress.step, self.steps_per_epoch)
+        return f"epoch-{epoch - 1}" if self.settings.save_steps is None and not rest else f"step-{progress.step}"
 
     def _missing_file(self, progress: Progress) -> str | None:
         """Return the file of the last step that the logger has not written and `on_training_end` does not write.
@@ -437,8 +460,6 @@ class _TaskHooks:
         has_stepped = self.run.last_result is not None
         if (is_due and has_stepped) or (save_steps is not None and not is_due):
             return None
-        is_epoch = save_steps is None and is_due
-        label = f"epoch-{progress.step // self.steps_per_epoch - 1}" if is_epoch else f"step-{progress.step}"
-        path = Path(self.logger.output_path) / f"{label}.safetensors"
+        path = Path(self.logger.output_path) / f"{self._label(progress)}.safetensors"
         exists = not has_stepped and self.groups.decide_on_rank_0(path.exists)
         return None if exists else path.name

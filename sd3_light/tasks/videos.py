@@ -2,7 +2,6 @@
 
 import io
 import os
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -10,23 +9,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from torch.utils.data import Dataset
-
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import directory_from_arguments
 from sd3_light.inputs import open_regular
-from sd3_light.runlog import info, progress
+from sd3_light.runlog import progress
 from sd3_light.sources.buckets import ResizePlan, fits
 from sd3_light.sources.listing import VIDEOS
-from sd3_light.sources.preprocess import REASONS, Reject
+from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, Location, Record, Rejected
 from sd3_light.sources.scan import scan
 from sd3_light.sources.video import VideoSize, decode_video, probe_video, require_av
 from sd3_light.sources.workers import WorkerPool
+from sd3_light.tasks.images import SourceDataset
 
 _RESIZE_KEYS = ("resolutions", "enable_ar_bucket", "ar_buckets", "min_ar", "max_ar", "num_ar_buckets", "size_buckets")
 _CAPTION_KEYS = ("caption_prefix", "caption_column", "skip_empty_caption", "subsample_ratio")
-_SHOWN_REJECTS = 5
 _Probed = VideoSize | tuple[str, str]  # or reason and detail of a reject
 
 
@@ -37,7 +34,7 @@ class _Clip:
     plan: ResizePlan
 
 
-class VideoDataset(Dataset[Any]):
+class VideoDataset(SourceDataset):
     """Samples ``{"video": bytes [F, H, W, 3], "prompt": str}`` of a folder of clips, a tar or a Parquet file.
 
     Captions come from ``NAME.txt`` or a table with a column ``video``, as for images. ``frames`` is the number of
@@ -73,8 +70,9 @@ class VideoDataset(Dataset[Any]):
                 continue
             plans = [resize for _, _, resize in fits(result.width, result.height, directory)]
             self._clips += [_Clip(record, result.frames, resize) for resize in plans]
-        self.rejects = tuple(rejects)
-        self._report(path)
+        super().__init__(path, rejects)
+        otherwise = f"no file ends in {', '.join(sorted(VIDEOS.suffixes))}"
+        self._require_samples(len(self), f"{path} has no usable video", otherwise, "check path, frames and fps")
 
     def _probe(self, records: Sequence[Record], num_workers: int | None) -> list[_Probed]:
         if any(Path(record.key).suffix.lower() in VIDEOS.suffixes - {".gif"} for record in records):
@@ -91,20 +89,6 @@ class VideoDataset(Dataset[Any]):
                 results += batch
                 bar.set_done(len(results), len(records))
         return results
-
-    def _report(self, path: str | Path) -> None:
-        if self.rejects:
-            info(f"{path}: left out {len(self.rejects)} inputs: {_reasons(self.rejects)}")
-            for reject in self.rejects[:_SHOWN_REJECTS]:
-                info(f"  {reject.key}: {reject.reason} {reject.detail}".rstrip())
-        if not self._clips:
-            suffixes = ", ".join(sorted(VIDEOS.suffixes))
-            why = _reasons(self.rejects) or f"no file ends in {suffixes}"
-            raise UserError(f"{path} has no usable video: {why}; check path, frames and fps")
-
-    def rejects_as_json(self) -> list[dict[str, str]]:
-        """Return the rejects as the data process lists them in ``rejects.jsonl``."""
-        return [{"key": reject.key, "reason": reject.reason, "detail": reject.detail} for reject in self.rejects]
 
     def __len__(self) -> int:
         return len(self._clips)
@@ -138,11 +122,6 @@ def _rate(fps: Any) -> float | None:
     if fps is not None and not (isinstance(fps, int | float) and 0.01 <= fps <= 1000):
         raise UserError(f"fps is {fps!r}; give frames per second from 0.01 to 1000, or None for every frame")
     return fps
-
-
-def _reasons(rejects: Sequence[Rejected]) -> str:
-    counts = Counter(reject.reason for reject in rejects)
-    return ", ".join(f"{count} {reason} ({REASONS[reason]})" for reason, count in counts.most_common())
 
 
 def _probe_all(locations: Sequence[Location], counts: Sequence[int], fps: float | None) -> list[_Probed]:

@@ -121,7 +121,8 @@ class RunContext:
                 f"train: {trains}; steps {progress.step} to {total}, {order.steps_per_epoch} per epoch in "
                 f"{plural(len(order.buckets), 'bucket')}{repeats}, {plural(world, 'process')}"
             )
-            for warning in config_warnings(self.config, total):
+            by_number = family_of(self.config.model).guides_by_number(self.start)
+            for warning in config_warnings(self.config, total, by_number):
                 info(f"warning: {warning}")
             if self.resumed is None and (other := other_shift(self.config.model)):
                 info(f"shift: {other}")

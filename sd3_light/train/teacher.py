@@ -32,7 +32,7 @@ def load_teacher(model: TrainedModel, config: TrainConfig, device: torch.device)
     if teacher is None or teacher == "average":
         return
     if teacher == "start" and config.adapter is not None:
-        model.teacher = _without_adapter(model)
+        model.teacher = start_of_adapter(model)
         return
     denoiser = deepcopy(model.denoiser) if teacher == "start" else _from_folder(model, config, Path(teacher))
     denoiser.requires_grad_(False)
@@ -56,7 +56,9 @@ def teach_by_average(model: TrainedModel, engine: Engine, averages: Averages) ->
     model.teacher = teach
 
 
-def _without_adapter(model: TrainedModel) -> Callable[[Batch, Sequence[int]], Prediction]:
+def start_of_adapter(model: TrainedModel) -> Callable[[Batch, Sequence[int]], Prediction]:
+    """Return the prediction of the denoiser without its adapter."""
+
     def teach(batch: Batch, taps: Sequence[int]) -> Prediction:
         with without_adapter(model.denoiser):
             return model.infer(batch, taps)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sd3_light.config.faults import RESUMABLE
 from sd3_light.runlog import read_log
-from sd3_light.tasks import ModelLogger, launch_training_task
+from sd3_light.tasks import ModelLogger, launch_data_process_task, launch_training_task
 from tests.distributed.custom_forward_script import SETTINGS
 from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.toy import Images, Toy
@@ -40,9 +40,9 @@ def start(script: Path, out: Path, option: str, processes: int) -> subprocess.Co
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
 
 
-@pytest.mark.parametrize("stage", ["process", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", ["process", "fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
 def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
-    """With accelerate on processed data, and with DeepSpeed and accumulation."""
+    """With accelerate on processed data, with FSDP2 and a resume, and with DeepSpeed and accumulation."""
     if stage == "deepspeed":
         pytest.importorskip("deepspeed")
     settings: dict[str, Any] = {"batch_size": 4, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9, "save_steps": 4}
@@ -60,10 +60,19 @@ def test_two_processes_equal_one(tmp_path: Path, stage: str) -> None:
     assert numbers(tmp_path / "two") == pytest.approx(numbers(tmp_path / "one"), rel=1e-5)
     one, two = (load_file(tmp_path / name / "step-4.safetensors") for name in ("one", "two"))
     assert all(torch.allclose(one[name], two[name], atol=1e-6) for name in one)
-    if stage == "deepspeed":
+    if stage == "fsdp2":
+        parts = (tmp_path / "two" / "checkpoints" / "step-00000004").glob("rank-*.safetensors")
+        assert len(list(parts)) == 2, "each process writes its rows"
+        assert (tmp_path / "two" / "samples" / "step-00000002.png").is_file()
+    if stage != "process":
         return
-    views = {path.parent.name: path.stem for path in (tmp_path / "two" / "processed").glob("[01]/*.json")}
-    assert set(views) == {"0", "1"}, "each process writes its part"
+    launch_data_process_task(None, Images(), Toy(), ModelLogger(tmp_path / "processed"), num_workers=0, shard_size=2)
+    shards = [
+        {path.name: path.read_bytes() for path in (out / "shards").glob("*.safetensors")}
+        for out in (tmp_path / "two" / "processed", tmp_path / "processed")
+    ]
+    assert len(shards[0]) == 4
+    assert shards[0] == shards[1], "two processes build the shards of one"
 
 
 def test_two_processes_finish_again_and_stop_together(tmp_path: Path) -> None:

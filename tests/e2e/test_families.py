@@ -20,6 +20,7 @@ from torch import Tensor
 
 from sd3_light.runlog import read_log
 from sd3_light.tasks import pack_latents, unpack_latents
+from sd3_light.tasks.prepare import identities, rows_of
 from sd3_light.world import draw_image, scene_captions
 from tests.cases import combinations
 from tests.families import PIPELINES, save_pipeline
@@ -129,7 +130,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_one_step_is_that_of_the_stock_pipeline(family: Family) -> None:
     module, pipe = family.module(full=True), family.pipe()
-    values = module._values(family.samples, None)
+    values = module.inputs(module.preparer().prepare_inputs(rows_of(family.samples)))
     times = module.loss.times(values["quantile"], values["latents"])
     losses = []
     for sample, clean, noise, t in zip(family.samples, values["latents"], values["noise"], times, strict=True):
@@ -152,7 +153,7 @@ def test_one_step_is_that_of_the_stock_pipeline(family: Family) -> None:
 
 def test_latents_are_normalised_as_the_stock_pipeline_undoes_it(family: Family) -> None:
     module, pipe, seen = family.module(full=False), family.pipe(), []
-    values = module._values(family.samples[:1], None)
+    values = module.inputs(module.preparer().prepare_inputs(rows_of(family.samples[:1])))
     decode = pipe.vae.decode
 
     def spy(latents: Tensor, **keys: Any) -> Any:
@@ -168,7 +169,7 @@ def test_latents_are_normalised_as_the_stock_pipeline_undoes_it(family: Family) 
     if family.name == "sana":
         expected = encoded.latent
     else:
-        draw = module._draw(family.samples[0], False)
+        draw = module._draw(identities(rows_of(family.samples[0]), None), 0)
         noise = draw("posterior", tuple(encoded.latent_dist.mean.flatten(2)[0].shape)).view_as(encoded.latent_dist.mean)
         expected = encoded.latent_dist.mean + encoded.latent_dist.std * noise
     assert torch.allclose(raw, expected, atol=1e-4)

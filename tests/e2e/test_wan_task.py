@@ -28,9 +28,10 @@ from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from sd3_light import tasks
 from sd3_light.assets import DEMO
-from sd3_light.randomness import stream
+from sd3_light.randomness import fill_normals, stream
 from sd3_light.runlog import read_log
 from sd3_light.sources.video import has_av, probe_video
+from sd3_light.tasks.prepare import rows_of
 from tests.unit.data.videos import encode, encode_gif, numbered
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +155,8 @@ def test_one_step_is_the_arithmetic_of_the_stock_pipeline(
 
     parts = {name: part for name, part in module.pipe.components.items() if name != "transformer_2"}
     pipe = WanVideoToVideoPipeline(**{**parts, "scheduler": FlowMatchEulerDiscreteScheduler()})
-    noise = torch.from_numpy(stream(0, "noise", 2, 0, 7).standard_normal(noisy[0].shape, dtype=np.float32))[None]
+    noise = torch.empty(noisy.shape)
+    fill_normals(stream(0, "noise", 2, 0, 7), noise.numpy())
     monkeypatch.setattr(pipeline_wan_video2video, "randn_tensor", lambda *_, **__: noise)
     sigma = float(timestep) / 1000
     pipe.scheduler.set_timesteps(sigmas=[sigma])
@@ -185,7 +187,7 @@ def test_latents_decode_to_the_clip(example: Any, model: Path, dataset: Any) -> 
     """The stock pipeline's decoding undoes our normalisation."""
     module, item = example.Wan(model), dataset[0]
     with torch.no_grad():
-        latents = module._values({"data": item, "data_id": 0, "epoch": 0, "repeat": 0}, None)["latents"]
+        latents = module.inputs(module.preparer().prepare_inputs(rows_of(item)))["latents"]
         pixels = torch.from_numpy(item["video"]).permute(3, 0, 1, 2)[None] / 127.5 - 1
         raw = module.vae.encode(pixels).latent_dist.mode()
         expected = module.vae.decode(raw).sample

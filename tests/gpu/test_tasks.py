@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
-from tests.unit.tasks.test_stacking import CASES, losses, micro_batches, samples
+from sd3_light.tasks.models import UnitModel
+from sd3_light.tasks.prepare import rows_of
+from tests.unit.tasks.test_stacking import CASES, losses, micro_batches, samples, unstacked
 
 CUDA = torch.device("cuda", 0)
 
@@ -16,7 +18,7 @@ CUDA = torch.device("cuda", 0)
 def test_prefetched_batches_have_the_losses_of_their_samples(case: str) -> None:
     make, new_model = CASES[case]
     model = new_model().to(CUDA)
-    expected = losses(model, (batch.unstacked() for batch in micro_batches(model, make)))
+    expected = losses(model, (unstacked(batch) for batch in micro_batches(model, make)))
     steps: Iterator[Any] = prefetch_steps(micro_batches(model, make, 2, pin_host_memory), 2, CUDA)
     actual = losses(model, (batch for step in steps for batch in step))
     assert len(actual) == 8
@@ -29,10 +31,11 @@ def test_a_forward_pass_does_not_wait_for_the_device(case: str) -> None:
     make, new_model = CASES[case]
     model = new_model().to(CUDA)
     with model.fixed_units():
-        batch = model.stacker(pin=True).prepare_inputs(samples(make))
-        model(batch)  # the first pass may set up libraries
+        batch = model.preparer(pin=True).prepare_inputs(rows_of(samples(make)))
+        trained = UnitModel(model)
+        trained(batch)  # the first pass may set up libraries
         torch.cuda.set_sync_debug_mode("error")
         try:
-            model(batch)
+            trained(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")

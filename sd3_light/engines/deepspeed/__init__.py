@@ -4,15 +4,15 @@ DeepSpeed is an optional extra, so it is imported only when an engine is created
 """
 
 import importlib.util
+from typing import cast
 
 import torch
-from torch import nn
 
-from sd3_light.config import OptimizerConfig, TrainConfig
+from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.config.faults import UserError
 from sd3_light.core.model import TrainedModel
-from sd3_light.engines.protocol import Engine
+from sd3_light.engines.protocol import Engine, EngineConfig
 from sd3_light.launch import Launch
 
 
@@ -23,12 +23,13 @@ def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
         if stages > 1:
             raise UserError(f"pipeline_stages = {stages} needs the DeepSpeed engine; add --deepspeed, or set it to 1")
         return
-    _require_installed("--deepspeed")
+    require_installed("--deepspeed")
     if problem := deepspeed_problem(config, launch.world):
         raise UserError(problem)
 
 
-def _require_installed(option: str) -> None:
+def require_installed(option: str) -> None:
+    """Raise a one-line `UserError` if DeepSpeed is not installed, which ``option`` needs."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(f"{option} needs DeepSpeed, which is not installed; run `pip install 'sd3-light[deepspeed]'`")
 
@@ -45,12 +46,12 @@ def engine_name(config: TrainConfig, launch: Launch) -> str:
 
 
 def make_engine(
-    module: TrainedModel, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
+    module: TrainedModel, config: EngineConfig, launch: Launch, device: torch.device, writers: int = 1
 ) -> Engine:
     """Return the engine for ``pipeline_stages`` and ``zero_stage``; all processes must call it together.
 
-    ZeRO 0 and 1 run as a pipeline, of one stage or more. ZeRO 2 and 3 run the module as a whole, and so does ZeRO 1 if
-    its objective needs that or the model has no layers for a pipeline.
+    ZeRO 0 and 1 run a model with layers as a pipeline, of one stage or more, unless its objective needs the whole
+    module at once. Otherwise the module runs as a whole.
     """
     whole = module.objective.why_whole()
     if whole is not None and (config.pipeline_stages > 1 or config.zero_stage == 0):
@@ -60,36 +61,16 @@ def make_engine(
         )
     from sd3_light.engines.deepspeed.runtime import prepare
 
-    has_layers = type(module).pipeline_layers is not TrainedModel.pipeline_layers
-    if not has_layers and config.zero_stage == 0:
-        raise UserError("zero_stage = 0 needs a model with layers for a pipeline; write zero_stage = 1")
     prepare(launch, device)
-    in_layers = has_layers and whole is None
-    if in_layers and launch.world == 1 and config.zero_stage == 1:  # nothing to shard: copies would only cost time
-        config = config.model_copy(update={"zero_stage": 0})
-    if in_layers and config.zero_stage < 2:
+    if module.has_layers and config.zero_stage < 2 and whole is None:
         from sd3_light.engines.deepspeed.pipeline import PipelineEngine
 
-        return PipelineEngine(module, config, launch, device, writers)
+        table = cast(TrainConfig, config)
+        if launch.world == 1 and config.zero_stage == 1:  # nothing to shard: copies would only cost time
+            table = table.model_copy(update={"zero_stage": 0})
+        return PipelineEngine(module, table, launch, device, writers)
+    if config.zero_stage == 0:
+        raise UserError("zero_stage = 0 needs a model with pipeline layers, such as sd3; write zero_stage = 1")
     from sd3_light.engines.deepspeed.zero import ZeroEngine
 
     return ZeroEngine(module, config, launch, device)
-
-
-def make_task_engine(
-    module: nn.Module,
-    optimizer: OptimizerConfig,
-    clip: float,
-    accumulation: int,
-    launch: Launch,
-    device: torch.device,
-    zero_stage: int,
-) -> Engine:
-    """Return the engine of a task (`sd3_light.tasks`): ZeRO 1 or 2 over a module that takes whole batches."""
-    _require_installed('engine="deepspeed"')
-    from sd3_light.engines.deepspeed.runtime import prepare
-
-    prepare(launch, device)
-    from sd3_light.engines.deepspeed.zero import TaskZeroEngine
-
-    return TaskZeroEngine(module, optimizer, clip, accumulation, launch, device, zero_stage)

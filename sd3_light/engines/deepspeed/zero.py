@@ -1,15 +1,12 @@
-"""DeepSpeed's data-parallel engine on the whole module, with ZeRO 2 or 3."""
+"""DeepSpeed's data-parallel engine on the whole module, with ZeRO 1 to 3."""
 
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from sd3_light.config import OptimizerConfig, TrainConfig
-from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
@@ -17,36 +14,29 @@ from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.networks import Networks
 from sd3_light.engines.prefetch import equal_micro_batches
-from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums
-from sd3_light.engines.torch import (
-    draw_pass,
-    micro_losses,
-    require_gradients,
-    task_loss_sums,
-    task_losses,
-    task_parameters,
-)
+from sd3_light.engines.protocol import EngineConfig, MicroBatch, StepResult, loss_sums, require_gradients
+from sd3_light.engines.torch import draw_pass, micro_losses
 from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.launch import Launch
 
 
 class ZeroEngine(DeepSpeedBase):
-    """Trains float32 weights, replicated (ZeRO 2) or sharded (ZeRO 3).
+    """Trains float32 weights, replicated (ZeRO 1 and 2) or sharded (ZeRO 3).
 
     ``module(batch)`` returns losses as for `TorchEngine`. A step with a non-finite loss or gradient is
     skipped.
     """
 
     sequential_micro_batches = True
-    _in_turn: Callable[[Any], Iterator[Any]] = staticmethod(equal_micro_batches)
 
-    def __init__(self, module: Any, config: TrainConfig, launch: Launch, device: torch.device) -> None:
+    def __init__(self, module: TrainedModel, config: EngineConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(module.to(device), launch, device)
         self.writers = launch.world
-        if isinstance(module, TrainedModel) and module.objective.draws:
+        self._reached: set[str] = set()  # the weights with a gradient of this backward pass
+        if module.objective.draws:
             self.networks = Networks(module, launch, device)
             module.release = self._free_gathered_weights
-        parameters = self._trainable()
+        parameters = module.trainable()
         shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
         self._initialize(self.module, parameters, config)
         zero, optimizer = self.engine.optimizer, self.optimizer.torch_optimizer
@@ -56,29 +46,35 @@ class ZeroEngine(DeepSpeedBase):
         else:
             stage_of = dict.fromkeys(parameters, 0)
             self._take_state(StageState(launch, 1, parameters, stage_of, shapes, optimizer, zero))
+            for name, weight in parameters.items():
+                weight.register_post_accumulate_grad_hook(partial(self._reach, name))
 
-    def _trainable(self) -> dict[str, nn.Parameter]:
-        """Return what trains, by canonical name."""
-        trainable: dict[str, nn.Parameter] = self.module.trainable()
-        return trainable
+    def _reach(self, name: str, weight: Tensor) -> None:
+        self._reached.add(name)
 
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run forward and backward over the micro-batches, clip by the global norm, and step."""
         self.optimizer.set_rate(lr)
         numbers = torch.zeros(len(self.names) + 2 * NUM_BANDS, device=self.device)
-        for number, batch in enumerate(self._in_turn(batches), start=1):
+        for number, batch in enumerate(equal_micro_batches(batches), start=1):
             if self.networks is not None:
                 batch = draw_pass(self.module, self.networks, batch.to(self.device), len(batches))
-            losses, bands = self._losses(batch)
+            losses, bands = micro_losses(self.engine, batch, self.device)
             numbers += StepResult.pack(losses, bands) / len(batches)
+            self._expect_gradients(losses["loss"])
             self.engine.backward(losses["loss"])
             if number < len(batches):
                 self.engine.step()
         return self._finish_step(self.sum_over_ranks(numbers) / self.world)
 
-    def _losses(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
-        """Return the losses of a micro-batch, ``loss`` with its gradient, and those of its samples by timestep band."""
-        return micro_losses(self.engine, batch, self.device)
+    def _expect_gradients(self, loss: Tensor) -> None:
+        """Let the backward pass of whole weights raise if it misses one, before they are reduced over processes."""
+        if isinstance(self.state, StageState):
+            self._reached.clear()
+            loss.register_hook(lambda _: _at_end_of_backward(self._require_gradients))
+
+    def _require_gradients(self) -> None:
+        require_gradients(name for name in self.state.shapes if name not in self._reached)
 
     def _finish_step(self, numbers: Tensor) -> StepResult:
         finite = torch.isfinite(numbers[: len(self.names)]).all()
@@ -109,57 +105,6 @@ class ZeroEngine(DeepSpeedBase):
         """Free the weights that ZeRO-3 keeps gathered without a backward pass: they may change before the next."""
         if isinstance(self.state, ShardState):
             self.engine.optimizer.parameter_offload.partition_all_parameters()
-
-
-class TaskZeroEngine(ZeroEngine):
-    """Like `engines.accelerate.TaskEngine`, with optimizer state (ZeRO-1) and gradients (ZeRO-2) sharded; AdamW only.
-
-    The weights are whole in every process, so a module may use them in any way, and loggers read them from it.
-    """
-
-    _in_turn = staticmethod(iter)
-
-    def __init__(
-        self,
-        module: Any,
-        optimizer: OptimizerConfig,
-        clip: float,
-        accumulation: int,
-        launch: Launch,
-        device: torch.device,
-        zero_stage: int,
-    ) -> None:
-        if optimizer.type != "adamw":
-            raise UserError(
-                f'engine="deepspeed" supports AdamW only, not {optimizer.type!r}; use adamw or another engine'
-            )
-        module.loss_names = ("loss",)
-        settings: Any = SimpleNamespace(
-            optimizer=optimizer, zero_stage=zero_stage, gradient_clipping=clip, gradient_accumulation_steps=accumulation
-        )
-        self._reached: set[str] = set()  # the weights with a gradient of this backward pass
-        super().__init__(module, settings, launch, device)
-
-    def _trainable(self) -> dict[str, nn.Parameter]:
-        parameters = task_parameters(self.module)
-        for name, weight in parameters.items():
-            weight.register_post_accumulate_grad_hook(lambda _, name=name: self._reached.add(name))
-        return parameters
-
-    def _losses(self, batch: Any) -> tuple[dict[str, Tensor], Tensor]:
-        losses, bands = task_losses(self.engine, self.module, batch)
-        self._reached.clear()
-        losses["loss"].register_hook(lambda _: _at_end_of_backward(self._require_gradients))
-        return losses, bands
-
-    def _require_gradients(self) -> None:
-        """Raise if a weight got no gradient, before DeepSpeed reduces them with those of other processes."""
-        require_gradients(name for name in self.state.shapes if name not in self._reached)
-
-    @torch.no_grad()
-    def evaluate(self, batch: Any) -> Tensor:
-        """Return the sums of `task_loss_sums`."""
-        return task_loss_sums(self.module, batch)
 
 
 def _at_end_of_backward(act: Callable[[], None]) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import Fault, ModelConfig, TrainConfig, UserError
+from sd3_light.config.schema_blocks import layer_sync_problem
 from sd3_light.core.checks import ModelChecks, ModelFact
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.stock.latents import LatentShape
@@ -114,6 +115,16 @@ class StockChecks(ModelChecks):
             yield _fault(
                 "model.guidance", problem, model.guidance, "remove it; for sample images use sampling.guidance"
             )
+        if train.terms.layer_sync is not None:
+            yield from self._layer_sync_faults(train, start)
+
+    def _layer_sync_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
+        from sd3_light.core.model import denoiser_blocks
+
+        blocks = denoiser_blocks(self.family.weights.empty(start.size.transformer_config()))
+        assert train.terms.layer_sync is not None
+        if problem := layer_sync_problem(train.terms.layer_sync, len(blocks)):
+            yield Fault("", train.spelled("model.layer_sync"), **problem)
 
     def largest_side(self, start: WeightsStart) -> None:
         """See `ModelChecks.largest_side`: positions are computed, there is no table."""

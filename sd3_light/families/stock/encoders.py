@@ -4,10 +4,12 @@ A caption's bytes may depend on the captions that it is encoded with. The batche
 shard alone, so that equal shards have equal bytes, whoever builds them.
 """
 
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
 import transformers
 from torch import Tensor, nn
@@ -46,8 +48,11 @@ class StockEncoders(ImageEncoders):
         return {TEXT: self._load_text}
 
     def _load_text(self, device: torch.device) -> nn.Module:
-        encoders = {name: load_text_encoder(self.path, name, self._text_dtype) for name in self._text_folders}
-        return TextEncoders(self._family.pipeline, self.path, encoders).to(device)
+        pipeline = self._family.pipeline
+        encoders = {
+            name: load_text_encoder(pipeline, self.path / name, self._text_dtype) for name in self._text_folders
+        }
+        return TextEncoders(pipeline, self.path, encoders).to(device)
 
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Return the captions themselves: the pipeline tokenizes."""
@@ -125,13 +130,15 @@ class TextEncoders(nn.ModuleDict):
         self.pipe = make_pipeline(pipeline, **parts)
 
 
-def load_text_encoder(folder: Path, name: str, dtype: torch.dtype) -> Any:
-    """Load a text encoder of a model's folder straight in its compute dtype, frozen."""
-    library, kind = components(folder).get(name, ("", "missing"))
-    model_class = getattr(transformers, kind, None)
+def load_text_encoder(pipeline: str, folder: Path, dtype: torch.dtype) -> Any:
+    """Load a text encoder from its own folder straight in its compute dtype, frozen."""
+    library, kind = components(folder.parent).get(folder.name, ("", "missing"))
+    # the package of a pipeline may have its own class of the encoder
+    package = sys.modules[getattr(diffusers, pipeline).__module__.rpartition(".")[0]]
+    model_class = getattr(package, kind, None) or getattr(transformers, kind, None)
     if library != "transformers" or not hasattr(model_class, "from_pretrained"):
-        raise UserError(f"{folder}: its {name} is {kind!r:.80}, not a model of transformers; download the folder again")
-    return load_part(model_class, folder / name, dtype=dtype).eval().requires_grad_(False)
+        raise UserError(f"{folder} is {kind!r:.80}, not a model of transformers; download the folder again")
+    return load_part(model_class, folder, dtype=dtype).eval().requires_grad_(False)
 
 
 def _load_tokenizer(kind: str, folder: Path) -> Any:

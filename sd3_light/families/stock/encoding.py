@@ -50,7 +50,8 @@ class StockEncoding(Encoding):
             counter = load_counter(folder / tokenizer)
             if counter is None:
                 continue
-            read = min(length, tokenizer_length(folder / tokenizer) or length)
+            longest = tokenizer_length(folder / tokenizer) or length
+            read = min(length, longest) if name == last else longest
             remedies = (f"{last} still reads what {name} does not", f"{last} reads it completely")
             if name == last:
                 remedies = ("shorten them, or raise text_max_length", "shorten it")

@@ -30,6 +30,11 @@ class StockInputs(PipelineInputs):
     folder: Path
     settings: Mapping[str, Any]
 
+    @property
+    def largest_batch(self) -> int | None:
+        """See `PipelineInputs.largest_batch`."""
+        return 1 if self.family.single_prompts else None
+
     def for_folder(self, folder: Path) -> "StockInputs":
         """See `PipelineInputs.for_folder`."""
         return replace(self, folder=folder)
@@ -90,7 +95,8 @@ class StockInputs(PipelineInputs):
     def _batch(self, pipe: Any, texts: Sequence[EncodedText]) -> Batch:
         # latents get the dtype of the text, and the VAE must accept it
         columns = self.family.text_columns(self.model(), self.folder)
-        return batch_texts(texts, columns, self.family.pads_text).map_tensors(lambda text: text.to(pipe.vae.dtype))
+        batch = batch_texts(texts, columns, self.family.pads_text or self.family.pads_prompts)
+        return batch.map_tensors(lambda text: text.to(pipe.vae.dtype))
 
     def model(self) -> ModelConfig:
         """Return a [model] table with the settings."""

@@ -41,7 +41,7 @@ class StockModel(TrainedModel):
         image_part: ImagePart = image_tokens,
     ) -> None:
         super().__init__(denoiser, objective)
-        self.compute_dtype: torch.dtype = getattr(torch, config.model.transformer_dtype)
+        self.compute_dtype = getattr(torch, config.model.transformer_dtype)
         self._call = denoise
         self._image_part = image_part
         stock: Any = denoiser

@@ -43,7 +43,9 @@ class StockSampling(Sampling):
     def batch(self, texts: Sequence[EncodedText], model: ModelConfig, guidance: float) -> Batch:
         """See `Sampling.batch`. A distilled denoiser reads ``guidance``."""
         columns = self._family.text_columns(model, model.diffusers_path)
-        batch = batch_texts(texts, columns, self._family.pads_text).map_tensors(Tensor.float)
+        batch = batch_texts(texts, columns, self._family.pads_text or self._family.pads_prompts).map_tensors(
+            Tensor.float
+        )
         return batch.with_values({"guidance": torch.full((len(texts),), guidance)})
 
     def latent_shape(self, model: ModelConfig, size: tuple[int, int]) -> tuple[int, ...]:

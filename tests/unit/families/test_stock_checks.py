@@ -100,6 +100,7 @@ def test_check_accepts_what_new_writes(
     console = Console(width=240, file=io.StringIO())
     console.print(check.render(estimate, check.conclude(loaded.train, estimate, check.Target())))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "enable_uncond_text_dropout" not in shown
     for words in (f"{family.title}: ", f"{estimate.setup.cost.parameters:,}", "disk, cache", "GPU memory"):
         assert words in shown
 

@@ -116,5 +116,7 @@ def test_what_diffusers_does_not_support_is_refused() -> None:
     for name in ("heun", "dpm++"):
         with pytest.raises(UserError, match="use_karras_sigmas, which only euler supports"):
             scheduler(name, FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True))
-    with pytest.raises(UserError, match="is a FlowMatchHeunDiscreteScheduler"):
-        scheduler("euler", scheduler("heun", flow_scheduler(1.0, False)))
+    heun = scheduler("heun", flow_scheduler(1.0, False))
+    with pytest.raises(UserError, match=r"--sampler dpm\+\+: .* a FlowMatchHeunDiscreteScheduler; leave the option"):
+        scheduler("dpm++", heun)
+    assert scheduler("euler", heun) is heun, "the model's own"

@@ -20,7 +20,8 @@ from sd3_light.tasks import (
     launch_data_process_task,
     launch_training_task,
 )
-from sd3_light.tasks.custom_forward import CustomForward, task_module
+from sd3_light.tasks.models import CustomForward, task_model
+from sd3_light.tasks.prepare import rows_of
 from tests.unit.tasks.toy import Images, Toy
 
 
@@ -349,13 +350,17 @@ def test_a_validation_repeats_its_draws(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_validation_does_not_depend_on_the_epoch_of_its_samples() -> None:
-    module = task_module(Own())
+    module = task_model(Own())
     assert isinstance(module, CustomForward)
     samples = [{"data": Images(1)[0], "data_id": 3, "epoch": epoch, "repeat": epoch} for epoch in (0, 5)]
-    first, second = (module.each([sample], 0.5).item() for sample in samples)
+
+    def loss(sample: dict[str, Any], quantile: float | None = None) -> float:
+        return module(module.preparer().prepare_inputs(rows_of(sample), quantile))["each"].item()
+
+    first, second = (loss(sample, 0.5) for sample in samples)
     assert first == second
-    assert module.each(samples[:1], 0.6).item() != first, "every quantile is another draw"
-    assert module.forward(samples[:1]).item() != module.forward(samples[1:]).item()
+    assert loss(samples[0], 0.6) != first, "every quantile is another draw"
+    assert loss(samples[0]) != loss(samples[1])
 
 
 def test_an_autocast_that_is_on_already_is_kept() -> None:
@@ -370,13 +375,13 @@ def test_an_autocast_that_is_on_already_is_kept() -> None:
 
     model = Narrow()
     model.pipe.to(torch.bfloat16)
-    module = task_module(model)
+    module = task_model(model)
     assert isinstance(module, CustomForward)
     module.freeze_the_rest()
-    sample = {"data": Images(1)[0], "data_id": 0, "epoch": 0, "repeat": 0}
-    module.forward([sample])
+    batch = module.preparer().prepare_inputs(rows_of({"data": Images(1)[0], "data_id": 0, "epoch": 0, "repeat": 0}))
+    module(batch)
     with torch.autocast("cpu", torch.float16):
-        module.forward([sample])
+        module(batch)
     assert seen == [torch.bfloat16, True, torch.float16, True]
 
 

@@ -1,6 +1,5 @@
 """`launch_data_process_task`: what it stores, when it computes again, and that two stages equal one."""
 
-import json
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,12 @@ import torch
 from accelerate import Accelerator
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.manifest import Manifest
+from sd3_light.data.reader import ShardReader
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, ProcessedDataset, launch_data_process_task, launch_training_task
 from tests.leftovers import leave
+from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.toy import Encode, Images, Toy
 
 
@@ -20,14 +22,14 @@ def process(out: Path, data: Any = None, model: Toy | None = None, **settings: A
     """Run the task; return how many samples were encoded."""
     before = Encode.runs
     data = data or Images(6, mixed=True)
-    settings = {"num_workers": 0, "bucket_of": data.bucket_of, **settings}
+    settings = {"num_workers": 0, "bucket_of": getattr(data, "bucket_of", None), **settings}
     launch_data_process_task(Accelerator(cpu=True), data, model or Toy(), ModelLogger(out), **settings)
     return Encode.runs - before
 
 
-def losses(out: Path, data: Any) -> list[float]:
-    settings: dict[str, Any] = {"num_workers": 0, "save_steps": 100, "batch_size": 2, "num_epochs": 2}
-    launch_training_task(Accelerator(cpu=True), data, Toy(), ModelLogger(out), 1e-2, **settings)
+def losses(out: Path, data: Any, model: Toy | None = None, **settings: Any) -> list[float]:
+    settings = {"num_workers": 0, "save_steps": 100, "batch_size": 2, "num_epochs": 2, **settings}
+    launch_training_task(Accelerator(cpu=True), data, model or Toy(), ModelLogger(out), 1e-2, **settings)
     return [event["loss"] for event in read_log(out / "log.jsonl") if event["event"] == "step"]
 
 
@@ -59,14 +61,74 @@ def test_workers_are_forks_whatever_the_default(tmp_path: Path) -> None:
         multiprocessing.set_start_method(before, force=True)
 
 
-def test_views_show_where_a_sample_is_stored(tmp_path: Path) -> None:
-    process(tmp_path)
-    view = json.loads((tmp_path / "0" / "3.json").read_text())
-    assert view["tensors"] == {"latents": ["float32", [3, 6, 6]]}
-    assert (tmp_path / view["shard"]).is_file()
-    manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert manifest["recipe"]["units"][0]["unit"] == "Encode"
-    assert manifest["recipe"]["kept"][0] == "latents"
+def test_shards_have_the_format_of_caches(tmp_path: Path) -> None:
+    """Fixed values are columns of samples, texts of unequal length are those of captions."""
+
+    class Texts(Toy):
+        reads, pads = ("text", "mask", "name"), ("text",)
+
+    data = [
+        {"image": torch.ones(3, 4, 4) * n, "text": torch.ones(1 + n, 2), "mask": torch.eye(4) * (n + 1), "name": f"{n}"}
+        for n in range(3)
+    ]
+    process(tmp_path, data, Texts(), bucket_of=None)
+    manifest = Manifest.load(tmp_path)
+    assert manifest.recipe["units"][0]["unit"] == "Encode"
+    assert manifest.recipe["kept"][0] == "latents"
+    (entry,) = manifest.shards
+    reader = ShardReader(tmp_path / "shards" / entry.file, entry)
+    assert {column.name: (column.reads, column.ragged) for column in reader.columns} == {
+        "latents": ("sample", False),
+        "text": ("caption", True),
+        "own.mask": ("sample", False),
+    }
+    assert reader.index["sample_id"].tolist() == [0, 1, 2]
+    processed = ProcessedDataset(tmp_path)
+    for number, item in enumerate(data):
+        stored = processed[number]
+        assert set(stored) == {"latents", "text", "mask", "name"}
+        assert all(torch.equal(stored[name], item[name]) for name in ("text", "mask"))
+        assert stored["name"] == item["name"]
+    assert losses(tmp_path / "two", processed, Texts(), batch_size=3) == losses(
+        tmp_path / "one", data, Texts(), batch_size=3
+    )
+
+
+def test_shards_are_read_from_a_url(tmp_path: Path) -> None:
+    process(tmp_path / "cache", Images(6, mixed=True))
+    there = ProcessedDataset((tmp_path / "cache").as_uri(), stream_cache_dir=tmp_path / "fetched")
+    assert losses(tmp_path / "there", there) == losses(tmp_path / "here", ProcessedDataset(tmp_path / "cache"))
+    assert len(list((tmp_path / "fetched").rglob("*.safetensors"))) == 2
+    with pytest.raises(UserError, match="no cache at"):
+        ProcessedDataset((tmp_path / "nothing").as_uri())
+
+
+def test_samples_of_unequal_shapes_without_buckets_get_their_own_shards(tmp_path: Path) -> None:
+    data = Images(6, mixed=True)
+    assert process(tmp_path / "cache", data, bucket_of=lambda index: 0) == 6
+    processed = ProcessedDataset(tmp_path / "cache")
+    assert {processed.bucket_of(index) for index in range(6)} == {"0"}
+    assert len({processed.segment_of(index) for index in range(6)}) == 2
+    assert process(tmp_path / "cache", data, bucket_of=lambda index: 0) == 0
+    for index in range(6):
+        assert torch.equal(processed[index]["latents"], Toy().process(data[index])["latents"])
+
+
+def test_a_window_keeps_steps_within_few_shards(tmp_path: Path) -> None:
+    """All samples are still seen once per epoch."""
+    process(tmp_path / "cache", Images(12), shard_size=4)
+    seen: list[int] = []
+
+    class Recorded(ProcessedDataset):
+        def __getitem__(self, index: int) -> Any:
+            seen.append(index)
+            return super().__getitem__(index)
+
+    losses(tmp_path / "out", Recorded(tmp_path / "cache"), shuffle_window=1, num_epochs=1)
+    assert sorted(seen) == list(range(12))
+    assert [len({index // 4 for index in seen[start : start + 4]}) for start in (0, 4, 8)] == [1, 1, 1]
+    with pytest.raises(UserError, match="shuffle_window is a number of shards of a ProcessedDataset"):
+        losses(tmp_path / "other", Images(4), shuffle_window=1)
 
 
 def test_only_changed_samples_are_computed_again(tmp_path: Path) -> None:
@@ -111,26 +173,38 @@ def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     processed = ProcessedDataset(tmp_path)
     with pytest.raises(UserError, match=rf"{shard} is missing or damaged"):
         [processed[index] for index in range(6)]
+    assert process(tmp_path) == 3, "its samples are computed again"
+    assert len([processed[index] for index in range(6)]) == 6
 
 
-def test_samples_of_another_number_of_processes_are_reused_or_replaced(tmp_path: Path) -> None:
+def test_files_of_another_number_of_processes_are_reused_or_replaced(tmp_path: Path) -> None:
     """No stale sample of a process that no longer exists is trained on."""
-    process(tmp_path)
+
+    def store(model: Own) -> None:
+        launch_data_process_task(None, Images(6), model, ModelLogger(tmp_path), num_workers=0)
+
+    store(Own("data_process"))
     other = tmp_path / "1"
     other.mkdir()
     for number in (1, 3, 5):
-        (tmp_path / "0" / f"{number}.json").rename(other / f"{number}.json")
-    assert process(tmp_path) == 0
-    changed = Toy()
+        for suffix in (".json", ".pth"):
+            (tmp_path / "0" / f"{number}{suffix}").rename(other / f"{number}{suffix}")
+    before = (other / "3.pth").stat().st_mtime_ns
+    store(Own("data_process"))
+    assert (other / "3.pth").stat().st_mtime_ns == before
+    changed = Own("data_process")
     with torch.no_grad():
-        changed.encoder.weight += 1
-    assert process(tmp_path, model=changed) == 6
-    expected = changed.process(Images(6, mixed=True)[3])["latents"]
-    assert torch.equal(ProcessedDataset(tmp_path)[3]["latents"], expected)
+        changed.pipe.vae.weight += 1
+    store(changed)
+    assert not (other / "3.pth").exists()
+    expected = changed.pipe.vae(Images(6)[3]["image"][None])
+    assert torch.equal(ProcessedDataset(tmp_path)[3][0]["latents"], expected)
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    names = ("manifest.json", "shards/00000-00000.safetensors", "0/3.json", "1/4.pth")
+    names = ("manifest.json", "samples.arrow", "shards/samples-00000000.safetensors")
     leftovers = [leave(tmp_path / name) for name in names]
     process(tmp_path)
+    leftovers += [leave(tmp_path / "files" / name) for name in ("manifest.json", "0/3.json", "1/4.pth")]
+    launch_data_process_task(None, Images(2), Own("data_process"), ModelLogger(tmp_path / "files"), num_workers=0)
     assert not [path for path in leftovers if path.exists()]

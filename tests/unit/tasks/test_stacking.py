@@ -13,13 +13,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.batch import Batch
 from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import DeviceSender, prefetch_steps
+from sd3_light.engines.torch import micro_losses
 from sd3_light.model.device_copy import to_device
 from sd3_light.runlog import read_log
 from sd3_light.tasks import DiffusionTrainingModule, ModelLogger, PipelineUnit, drop_text, launch_training_task, unit
 from sd3_light.tasks.batches import SampleOrder, TaskBatches, item_of
-from sd3_light.tasks.stacking import StackedSamples
+from sd3_light.tasks.models import UnitModel
+from sd3_light.tasks.prepare import batch_values, rows_of, sample_values
 
 CPU = torch.device("cpu")
 
@@ -122,23 +126,30 @@ def samples(make: Callable[[int], dict[str, Any]], count: int = 4) -> list[dict[
     return [{"data": make(index), "data_id": index, "epoch": 2, "repeat": index % 2} for index in range(count)]
 
 
-def loss_and_gradients(model: Model, batch: Any) -> list[Tensor]:
-    loss = model(batch)
-    loss.backward()
-    return [loss, model.bands, *(weight.grad for weight in model.trainable_modules())]  # type: ignore[list-item]
+def loss_and_gradients(model: Model, batch: Batch) -> list[Tensor]:
+    losses, bands = micro_losses(UnitModel(model), batch, model.device)
+    losses["loss"].backward()
+    return [losses["loss"], bands, *(weight.grad for weight in model.trainable_modules())]  # type: ignore[list-item]
 
 
-def stacked(model: Model, batch: list[dict[str, Any]]) -> StackedSamples:
-    prepared: StackedSamples = model.stacker().prepare_inputs(batch)
-    return prepared
+def stacked(model: Model, batch: list[dict[str, Any]]) -> Batch:
+    return model.preparer().prepare_inputs(rows_of(batch))
+
+
+def unstacked(batch: Batch) -> Batch:
+    """Return the batch as if no value could be stacked."""
+    lists = {name: [sample_values(batch, at, CPU)[name] for at in range(batch.size)] for name in batch.values}
+    return Batch(batch.size, {}, {**batch.host, **{name: lists[name] for name in lists if name != "noise"}})
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_stacked_batch_has_the_loss_and_gradients_of_its_samples(case: str) -> None:
     make, model = CASES[case]
-    expected = loss_and_gradients(model(), samples(make))
-    actual = loss_and_gradients(model(), stacked(model(), samples(make)))
+    batch = stacked(model(), samples(make))
+    expected = loss_and_gradients(model(), unstacked(batch))
+    actual = loss_and_gradients(model(), batch)
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert torch.equal(model()(samples(make)), actual[0])
 
 
 def test_a_batch_holds_what_is_read_and_stacks_what_is_equal() -> None:
@@ -148,10 +159,14 @@ def test_a_batch_holds_what_is_read_and_stacks_what_is_equal() -> None:
         "text": (4, 5, 8),
         "ids": (4, 2),
         "mask": (4, 4, 4),
+        "noise": (4, 3, 4, 4),
     }
-    assert [set(sample["data"]) for sample in batch.samples] == [{"loss_weight", "frames", "name"}] * 4
-    assert batch.noise is not None
-    assert stacked(Model(encode), samples(noisy_image)).noise is None, "the shape of the latents is not known yet"
+    assert {name for name, column in batch.host.items() if isinstance(column, list)} == {
+        "loss_weight",
+        "frames",
+        "name",
+    }
+    assert stacked(Model(encode), samples(noisy_image)).get("noise") is None, "the latents' shape is not known yet"
 
 
 def test_wrappers_of_the_module_do_not_look_into_a_batch() -> None:
@@ -171,9 +186,10 @@ def test_wrappers_of_the_module_do_not_look_into_a_batch() -> None:
     ],
 )
 def test_the_errors_are_those_of_the_samples(make: Any, message: str) -> None:
-    for batch in (samples(make), stacked(Model(), samples(make))):
-        with pytest.raises(UserError, match=message):
-            Model()(batch)
+    with pytest.raises(UserError, match=message):
+        Model()(samples(make))
+    with pytest.raises(UserError, match=message):
+        UnitModel(Model())(stacked(Model(), samples(make)))
 
 
 class Items(list[Any]):
@@ -237,9 +253,9 @@ def test_units_are_split_again_after_a_task(tmp_path: Path) -> None:
 def micro_batches(model: Model, make: Callable[[int], dict[str, Any]], workers: int = 0, pin: Any = None) -> Any:
     """Yield the micro-batches of a loader, two per step."""
     data: Any = Items(make)
-    batches = TaskBatches(data, SampleOrder(data, 0, 4), 0, 1, 2, item_of)
-    stacker = model.stacker()
-    return iter(PipelineDataLoader(batches, None, 2, stacker, workers, 1, range(8), pin, stacker.prepare_into))
+    batches = TaskBatches(data, SampleOrder(data, 0, 4), Launch(), 2, item_of)
+    preparer = model.preparer()
+    return iter(PipelineDataLoader(batches, None, 2, preparer, workers, 1, range(8), pin, preparer.prepare_into))
 
 
 def losses(model: Model, batches: Iterable[Any]) -> list[list[Tensor]]:
@@ -265,25 +281,25 @@ def test_samples_of_a_worker_follow_the_model_to_its_device(case: str) -> None:
     make, new_model = CASES[case]
     model = new_model().to("meta")
     batch = stacked(model, samples(make))
-    for form in (batch, batch.unstacked()):
-        assert model(form).device.type == "meta"
+    for form in (batch, unstacked(batch)):
+        assert UnitModel(model)(form)["loss"].device.type == "meta"
 
 
 def test_all_values_are_sent_to_the_device_but_not_tensors_inside_lists() -> None:
     batch = stacked(Model(pads=("text",)), samples(other_length))
-    sent: Any = DeviceSender(CPU).send(batch)  # type: ignore[arg-type]
-    before = {id(tensor) for tensor in (*batch.values.values(), batch.noise)}
-    assert not before & {id(tensor) for tensor in (*sent.values.values(), sent.noise)}
-    storage = sent.noise.untyped_storage().data_ptr()
-    texts = [sample["data"]["text"] for sample in sent.samples]
-    assert {tensor.untyped_storage().data_ptr() for tensor in (*sent.values.values(), *texts)} == {storage}
-    for at, sample in enumerate(sent.samples):
-        assert torch.equal(texts[at], batch.samples[at]["data"]["text"])
-        frame = sample["data"]["frames"][0]
-        assert frame is batch.samples[at]["data"]["frames"][0]
-        copy = sent.rest(at)["frames"][0]
-        assert torch.equal(copy, frame)
-        assert copy.data_ptr() != frame.data_ptr(), "a unit may keep it, or copy it without waiting"
+    sent = DeviceSender(CPU).send(batch)
+    before = {id(tensor) for tensor in batch.tensors()}
+    assert not before & {id(tensor) for tensor in sent.tensors()}
+    storage = sent["noise"].untyped_storage().data_ptr()
+    assert {tensor.untyped_storage().data_ptr() for tensor in sent.tensors()} == {storage}
+    assert "text" in sent.values
+    for at, sample in enumerate(samples(other_length)):
+        assert torch.equal(sample_values(sent, at, CPU)["text"], sample["data"]["text"])
+        frame = sent.host["frames"][at][0]
+        assert frame is batch.host["frames"][at][0]
+        for copy in (sample_values(sent, at, CPU)["frames"][0], batch_values(sent, "frames", (), CPU)["frames"][at][0]):
+            assert torch.equal(copy, frame)
+            assert copy.data_ptr() != frame.data_ptr(), "a unit may keep it, or copy it without waiting"
 
 
 class ReadsDraw(PipelineUnit):
@@ -304,7 +320,8 @@ def test_text_dropout_does_not_read_from_the_device() -> None:
     drop.run(None, draw=draw, full_text=1, empty_text=0)
     assert asked == [True]
     model = Model(ReadsDraw())
-    device, host = (model._draw(samples(item)[0], False)("a", (2,), on_host) for on_host in (False, True))
+    batch = stacked(model, samples(item))
+    device, host = (model._draw(batch.host, 0)("a", (2,), on_host) for on_host in (False, True))
     assert torch.equal(device, host)
 
 

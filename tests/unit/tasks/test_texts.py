@@ -107,7 +107,7 @@ def test_unequal_widths_are_an_error_that_names_pads() -> None:
     ("encode", "probability", "empty", "message"),
     [
         (print, 0.1, {}, "is not a unit; give the unit that encodes the text"),
-        (encode_text, 0, {}, "probability is 0; give a number above 0 and below 1"),
+        (encode_text, 1.5, {}, "drop_text: probability is 1.5; give a number >= 0 and <= 1"),
         (encode_text, 0.1, {"caption": ""}, "unit encode_text does not read 'caption'"),
     ],
 )

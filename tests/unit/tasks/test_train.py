@@ -17,11 +17,18 @@ from safetensors.torch import load_file
 
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
+from sd3_light.core.batch import Batch
+from sd3_light.core.objective import Objective, Prediction
+from sd3_light.engines import Launch
 from sd3_light.engines import accelerate as engine_file
-from sd3_light.engines.torch import task_loss_sums
+from sd3_light.engines.torch import TorchEngine, micro_losses
+from sd3_light.evaluate.validation import EvalPreparer
 from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.runlog import read_log
 from sd3_light.tasks import FlowMatchSFTLoss, ModelLogger, launch_training_task
+from sd3_light.tasks.models import UnitModel
+from sd3_light.tasks.prepare import rows_of
+from sd3_light.tasks.settings import TaskSettings
 from tests.leftovers import leave
 from tests.unit.tasks.toy import Images, PackageLogger, Toy
 
@@ -358,11 +365,11 @@ def test_the_log_has_the_loss_by_bands_of_timesteps(tmp_path: Path) -> None:
     assert len(first["band"]) > 1
     whole = Toy()
     samples = [{"data": Images()[n], "data_id": n, "epoch": 0, "repeat": 0} for n in range(8)]
+    batch = whole.preparer().prepare_inputs(rows_of(samples))
     with torch.no_grad():
-        whole(samples)
-    assert whole.bands is not None
-    assert whole.bands[1].sum() == 8
-    assert {name for name, count in zip(BAND_NAMES, whole.bands[1], strict=True) if count} == set(first["band"])
+        bands = micro_losses(UnitModel(whole), batch, torch.device("cpu"))[1]
+    assert bands[1].sum() == 8
+    assert {name for name, count in zip(BAND_NAMES, bands[1], strict=True) if count} == set(first["band"])
 
 
 def test_bf16_narrows_frozen_weights_but_not_the_adapter(
@@ -429,8 +436,10 @@ def sample(index: int, epoch: int = 0, repeat: int = 0) -> dict[str, Any]:
 
 def test_padding_is_not_counted_in_validation() -> None:
     model, batch = Toy(), [sample(0), sample(1), sample(0, repeat=1)]
+    engine = TorchEngine(UnitModel(model), TaskSettings().engine_settings(1), Launch(), torch.device("cpu"))
+    prepared = EvalPreparer(model.preparer()).prepare_inputs((rows_of(batch), 0.5))
     with torch.no_grad():
-        total, count = task_loss_sums(model, (batch, 0.5)).tolist()
+        total, count = engine.evaluate(prepared).tolist()
         assert total == pytest.approx(model.each(batch[:2], 0.5).sum().item())
     assert count == 2
 
@@ -440,7 +449,9 @@ def test_validation_has_its_own_noise_which_no_epoch_changes() -> None:
     model = Toy()
 
     def noise(quantile: float | None, epoch: int) -> torch.Tensor:
-        values: torch.Tensor = model._values([sample(3, epoch)], quantile)["noise"]
+        values: torch.Tensor = model.inputs(model.preparer().prepare_inputs(rows_of(sample(3, epoch)), quantile))[
+            "noise"
+        ]
         return values
 
     assert torch.equal(noise(0.5, 0), noise(0.5, 4))
@@ -452,3 +463,62 @@ def test_what_a_killed_task_left_is_removed(tmp_path: Path) -> None:
     leftover = leave(tmp_path / "step-5.safetensors")
     run(tmp_path)
     assert not leftover.exists()
+
+
+def test_several_averages_are_validated_saved_and_resumed(tmp_path: Path) -> None:
+    """With the keys of [ema]; a resumed task ends with the same files."""
+    tracks = {"decay": 0.5, "update_every": 1, "track": [{"name": "long", "decay": 0.9}]}
+    settings: dict[str, Any] = {"ema": tracks, "batch_size": 2, "eval_dataset": Images(2), "eval_steps": 4}
+    settings |= {"save_steps": None}
+    events = run(tmp_path / "whole", **settings)
+    assert [event["weights"] for event in events if event["event"] == "eval"] == ["raw", "ema", "long"]
+    assert saved(tmp_path / "whole") == {"epoch-0", "epoch-0.long"}
+    run(tmp_path / "broken", max_steps=2, **settings)
+    run(tmp_path / "broken", resume=True, **settings)
+    for name in ("epoch-0", "epoch-0.long"):
+        files = [load_file(tmp_path / out / f"{name}.safetensors") for out in ("whole", "broken")]
+        assert all(torch.equal(files[0][key], files[1][key]) for key in files[0])
+    assert saved(tmp_path / "broken") == {"step-2", "step-2.long", "epoch-0", "epoch-0.long"}
+    with pytest.raises(UserError, match="ema and ema_decay both set the decay"):
+        run(tmp_path / "both", ema=tracks, ema_decay=0.5)
+    with pytest.raises(UserError, match=r"ema is .*; give the keys of \[ema\]"):
+        run(tmp_path / "wrong", ema={"dekay": 0.5})
+
+
+class Energy(Objective):
+    """The velocity's error, and the mean square of the tokens after the first block."""
+
+    taps = (1,)
+
+    def __init__(self) -> None:
+        self.weights = {"flow": 1.0, "energy": 0.5}
+
+    def losses(self, out: Prediction, batch: Batch) -> dict[str, torch.Tensor]:
+        flow = (out.velocity - batch["target"]).square().flatten(1).mean(1)
+        return {"flow": flow, "energy": out.features[1].square().flatten(1).mean(1)}
+
+
+def test_an_objective_of_the_core_trains_a_task(tmp_path: Path) -> None:
+    """Its parts are logged, by times too; without its second part it is the loss of flow matching."""
+
+    def model(objective: Objective | None, weight: float = 0.0) -> Toy:
+        toy = Toy()
+        blocks = torch.nn.ModuleList([torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))])
+        toy.transformer = torch.nn.ModuleDict({"blocks": blocks})  # type: ignore[assignment]
+        net: Any = toy.transformer
+        toy.denoise = lambda noisy, t, inputs: net["blocks"][0](noisy.flatten(2)).view_as(noisy)  # type: ignore[method-assign]
+        if objective is not None:
+            objective.weights = {"flow": 1.0, "energy": weight}
+        toy.objective = objective
+        return toy
+
+    torch.manual_seed(0)
+    with_parts = run(tmp_path / "parts", model(Energy(), 0.5), batch_size=2)
+    (first, *_) = [event for event in with_parts if event["event"] == "step"]
+    assert first["loss"] == pytest.approx(first["flow"] + 0.5 * first["energy"], rel=1e-6)
+    assert first["band"]
+    torch.manual_seed(0)
+    plain = [loss for _, loss in steps(run(tmp_path / "plain", model(None), batch_size=2), "loss")]
+    torch.manual_seed(0)
+    alone = [loss for _, loss in steps(run(tmp_path / "alone", model(Energy()), batch_size=2), "loss")]
+    assert alone == pytest.approx(plain)

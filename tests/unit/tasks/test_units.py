@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.tasks.module import DiffusionTrainingModule
-from sd3_light.tasks.stacking import stack_samples
+from sd3_light.tasks.prepare import stack_column
 from sd3_light.tasks.units import PipelineUnit, split_units
 
 
@@ -117,7 +117,7 @@ def test_errors_name_unit_and_value() -> None:
     with pytest.raises(UserError, match="sample 0: 'latents', which the loss compares with, is missing"):
         Module(Learned()).each([sample()])
     with pytest.raises(UserError, match=r"'x' of shapes \(2,\) and \(3,\); name the samples of one shape"):
-        stack_samples([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}])
+        stack_column("x", [torch.zeros(2), torch.zeros(3)])
 
 
 def test_a_unit_must_write_what_it_declares() -> None:

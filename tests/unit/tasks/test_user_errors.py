@@ -16,6 +16,7 @@ from sd3_light.config.faults import Stopped, UserError
 from sd3_light.runlog import read_log
 from sd3_light.tasks import (
     DiffusionTrainingModule,
+    FlowMatchDPOLoss,
     FlowMatchSFTLoss,
     ModelLogger,
     PipelineUnit,
@@ -159,8 +160,11 @@ def test_bad_adapters(keys: dict[str, Any], message: str) -> None:
 
 
 def test_bad_losses_and_loggers() -> None:
-    assert "shift is -1; give a number above 0" in error_of(lambda: FlowMatchSFTLoss(shift=-1))
-    assert "give one of logit_normal, uniform" in error_of(lambda: FlowMatchSFTLoss(timestep_sample_method="cosine"))  # type: ignore[arg-type]
+    assert "shift is -1; give a number >= 0.001" in error_of(lambda: FlowMatchSFTLoss(shift=-1))
+    assert 'give one of "logit_normal", "uniform"' in error_of(
+        lambda: FlowMatchSFTLoss(timestep_sample_method="cosine")
+    )
+    assert "beta is 0; give a number > 0" in error_of(lambda: FlowMatchDPOLoss(beta=0))
     assert "save_dtype is torch.int8" in error_of(lambda: ModelLogger("out", save_dtype=torch.int8))
     assert "output_path is None" in error_of(lambda: ModelLogger(None))  # type: ignore[arg-type]
 
@@ -223,7 +227,7 @@ def test_dead_workers_and_devices_are_one_line(tmp_path: Path, monkeypatch: pyte
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("sd3_light.engines.accelerate.TaskEngine.train_step", die)
+        patch.setattr("sd3_light.engines.torch.TorchEngine.train_step", die)
         assert error_of(lambda: run(tmp_path / "a")).startswith("DataLoader worker (pid 7) is killed")
     monkeypatch.setattr("sd3_light.checkpoint.background.HostBuffers.copy", die)
     with pytest.raises(UserError, match=r"odd; fix it$") as error:
@@ -337,7 +341,14 @@ def test_bad_data_for_processing(tmp_path: Path) -> None:
     assert "sample 5: the dataset raised" in error_of(lambda: process(tmp_path / "a", data=Damaged()))
     assert "the dataset is empty" in error_of(lambda: process(tmp_path / "b", data=[]))
     process(tmp_path / "c")
-    (tmp_path / "c" / "0" / "3.json").write_text("{")
-    assert len(process(tmp_path / "c")) == 6, "a sample with a damaged view is computed again"
+    (note,) = (tmp_path / "c" / "shards").glob("*.json")
+    note.write_text("{")
+    runs = Encode.runs
+    assert len(process(tmp_path / "c")) == 6
+    assert Encode.runs - runs == 6, "samples of a shard with a damaged entry are computed again"
+    (table,) = (tmp_path / "c" / "shards").glob("*.arrow")
+    table.write_bytes(b"ARROW1")
+    assert len(process(tmp_path / "c")) == 6
+    assert Encode.runs - runs == 12
     (tmp_path / "c" / "manifest.json").write_text("{")
     assert "manifest.json is damaged" in error_of(lambda: ProcessedDataset(tmp_path / "c"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -138,16 +139,27 @@ def main(out: str, stage: str) -> None:
     if stage == "stop":
         finish_twice(f"{out}/finished")
         stop_twice(out)
-    accelerator = None if stage == "deepspeed" else Accelerator()
+    accelerator = None if stage in ("deepspeed", "fsdp2") else Accelerator()
     assert accelerator is None or accelerator.num_processes == 2
     data: Any = Images()
     if stage == "process":
-        launch_data_process_task(accelerator, data, Toy(), ModelLogger(Path(out, "processed")), num_workers=0)
+        logger = ModelLogger(Path(out, "processed"))
+        launch_data_process_task(accelerator, data, Toy(), logger, num_workers=0, shard_size=2)
         data = ProcessedDataset(Path(out, "processed"))
     settings: dict[str, Any] = {"batch_size": 2, "max_steps": 4, "ema_decay": 0.9, "num_epochs": 9}
     if stage == "deepspeed":
         settings |= {"engine": "deepspeed", "batch_size": 1, "gradient_accumulation_steps": 2}
+    if stage == "fsdp2":
+        settings |= {"engine": "torch", "parallel": "fsdp2", "draw": draw, "draw_steps": 2, "resume": True}
+        settings |= {"eval_dataset": Images(3), "eval_steps": 2}
+        launch_training_task(None, data, Toy(), ModelLogger(out), 1e-2, num_workers=0, **{**settings, "max_steps": 2})
     launch_training_task(accelerator, data, Toy(), ModelLogger(out), 1e-2, num_workers=0, save_steps=4, **settings)
+
+
+def draw(model: Any) -> Image.Image:
+    """Call the denoiser on its own, as a pipeline does."""
+    value = model.transformer(torch.ones(1, 3, 4, 4)).mean()
+    return Image.new("L", (2, 2), int(255 * value.sigmoid()))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
 def test_unsupported_configs_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], world: int, wanted: bool, message: str
 ) -> None:
-    monkeypatch.setattr(deepspeed, "_require_installed", lambda option: None)
+    monkeypatch.setattr(deepspeed, "require_installed", lambda option: None)
     with pytest.raises(UserError) as raised:
         deepspeed.require(config(tmp_path, **keys), Launch(world=world), wanted)
     assert message in str(raised.value)

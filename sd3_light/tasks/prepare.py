@@ -1,0 +1,244 @@
+"""Batches of samples by name: workers stack what they can, and draw the noise and the quantiles of times (law 1).
+
+Values that all samples have as tensors of one shape are stacked in ``values`` of a `Batch`, those in a module's `pads`
+padded, with ``NAME.length``. Of everything else ``host`` has a list with a value per sample.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from sd3_light.config.faults import UserError
+from sd3_light.core.batch import LENGTH, Batch
+from sd3_light.data.slots import AllocateTensor, replace_items
+from sd3_light.data.stream import CachedBatch
+from sd3_light.flow.timesteps import open_interval
+from sd3_light.model.device_copy import to_device
+from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
+from sd3_light.tasks.texts import pad_to_longest, positions_below
+
+SAMPLES = "samples"
+"""In ``host`` of a batch of a custom forward, and in what is read: the items of the dataset."""
+STORED = "load_from_cache"
+"""Beside it: whether the items are what the module returned in a first stage."""
+WORDS, POINT, QUANTILE = "sample.words", "sample.point", "quantile"
+"""In ``host``: the `occurrence_words`, the point of a validation (None in training), and the quantiles of the times."""
+RESERVED = ("noisy", "t", "target", "weight")
+"""Names of a batch that are not a sample's own values."""
+
+Sample = Mapping[str, Any]
+"""An item of the dataset with its identity: ``{"data": item, "data_id": int, "epoch": int, "repeat": int}``."""
+
+
+class Missing(Enum):
+    """Stands for a value that a sample does not have; it is the same object in all processes."""
+
+    VALUE = 0
+
+
+def rows_of(samples: Sample | Sequence[Sample]) -> CachedBatch:
+    """Return samples as a dataset's batch; a bare item, from a manual call, becomes sample 0."""
+    given = [samples] if isinstance(samples, Mapping) else samples
+    bare = {"data_id": 0, "epoch": 0, "repeat": 0}
+    whole = [sample if "data_id" in sample and "data" in sample else {"data": sample, **bare} for sample in given]
+    index = {"sample_id": "data_id", "epoch": "epoch", "repeat": "repeat"}
+    tensors = {name: torch.tensor([sample[key] for sample in whole]) for name, key in index.items()}
+    return {SAMPLES: [sample["data"] for sample in whole], STORED: False, **tensors}
+
+
+@dataclass(frozen=True)
+class ItemPreparer:
+    """Passes the items of the dataset to a module with a custom forward."""
+
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Batch:
+        """Return a batch without values."""
+        host = {SAMPLES: batch[SAMPLES], STORED: batch[STORED], **identities(batch, timestep_quantile)}
+        return Batch(len(batch[SAMPLES]), {}, host)
+
+    def prepare_into(
+        self, batch: CachedBatch, allocate: AllocateTensor, timestep_quantile: float | None = None
+    ) -> Batch:
+        """Return a batch without values."""
+        return self.prepare_inputs(batch, timestep_quantile)
+
+
+@dataclass(frozen=True)
+class SamplePreparer(ItemPreparer):
+    """Stacks samples in a worker.
+
+    ``names`` are the values to keep, and ``latents`` the one that the loss compares with. Values in ``pads`` have
+    unequal lengths. ``pin`` is for a trainer without workers.
+    """
+
+    seed: int
+    names: frozenset[str]
+    latents: str
+    pads: tuple[str, ...] = ()
+    pin: bool = False
+
+    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Batch:
+        """Return the batch, stacked in new memory."""
+        return self.prepare_into(batch, self._allocate, timestep_quantile)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=self.pin)
+
+    def prepare_into(
+        self, batch: CachedBatch, allocate: AllocateTensor, timestep_quantile: float | None = None
+    ) -> Batch:
+        """Return the batch, stacked in memory that ``allocate`` returns."""
+        items = batch[SAMPLES]
+        host = identities(batch, timestep_quantile)
+        values: dict[str, Tensor] = {}
+        for name in dict.fromkeys(name for item in items for name in item if name in self.names):
+            column = [item.get(name, Missing.VALUE) for item in items]
+            if not _same(column, from_dimension=1 if name in self.pads else 0):
+                host[name] = column
+            elif name in self.pads:
+                values[name] = _padded(column, allocate)
+                host[name + LENGTH] = torch.tensor([len(text) for text in column])
+            else:
+                memory = allocate((len(column), *column[0].shape), column[0].dtype)
+                values[name] = torch.stack(column, out=memory)
+        clean = values.get(self.latents)
+        if clean is not None and clean.is_floating_point():
+            values["noise"] = allocate(tuple(clean.shape), torch.float32)
+            fill_rows(values["noise"], self.seed, "noise", host)
+        host[QUANTILE] = self._quantiles(host)
+        return Batch(len(items), values, host)
+
+    def _quantiles(self, host: Mapping[str, Any]) -> Tensor:
+        drawn = [host[POINT]] * len(host[WORDS])
+        if host[POINT] is None:
+            drawn = uniforms(first_words(self.seed, "timestep", host[WORDS])[0]).tolist()
+        return torch.tensor([open_interval(value) for value in drawn], dtype=torch.float64)
+
+
+def identities(batch: CachedBatch, point: float | None) -> dict[str, Any]:
+    """Return what the draws of a batch depend on; in validation neither the epoch nor the repeat."""
+    index = [batch[name].numpy() for name in ("epoch", "repeat", "sample_id")]
+    words = occurrence_words(*index) if point is None else occurrence_words(0, 0, index[2])
+    return {WORDS: words, POINT: point}
+
+
+def fill_rows(rows: Tensor, seed: int, purpose: str, host: Mapping[str, Any]) -> None:
+    """Fill rows on the host with the normals of a purpose, those of validation if ``host`` is of one."""
+    purpose = purpose if host[POINT] is None else f"eval-{purpose}"
+    words: NDArray[np.int64] = host[WORDS]
+    array = rows.numpy()
+    for at, draws in enumerate(streams(seed, purpose, words)):
+        fill_normals(draws, array[at : at + 1])
+
+
+def _same(column: Sequence[Any], from_dimension: int) -> bool:
+    """Return whether all values are tensors on the host, of one dtype and one shape from a dimension on."""
+    first = column[0]
+    return all(
+        type(value) is Tensor
+        and value.layout == torch.strided
+        and not value.requires_grad
+        and value.device.type == "cpu"
+        and value.dtype == first.dtype
+        and value.dim() == first.dim() >= from_dimension
+        and value.shape[from_dimension:] == first.shape[from_dimension:]
+        for value in column
+    )
+
+
+def _padded(column: Sequence[Tensor], allocate: AllocateTensor) -> Tensor:
+    longest = max(map(len, column))
+    padded = allocate((len(column), longest, *column[0].shape[1:]), column[0].dtype)
+    for row, text in zip(padded, column, strict=True):
+        row[: len(text)] = text
+        row[len(text) :] = 0
+    return padded
+
+
+# --- in the trainer ------------------------------------------------------------------------------
+
+
+def samples_in(batch: Batch) -> list[dict[str, Any]]:
+    """Return the samples of a batch of items."""
+    occurrences, ids = batch.host[WORDS].T.tolist()
+    rows = zip(batch.host[SAMPLES], occurrences, ids, strict=True)
+    return [{"data": item, "data_id": at, "epoch": o >> 32, "repeat": o & 0xFFFFFFFF} for item, o, at in rows]
+
+
+def sample_ids(batch: Batch) -> list[int]:
+    """Return the samples' indices in the dataset."""
+    ids: list[int] = batch.host[WORDS][:, 1].tolist()
+    return ids
+
+
+def common_names(batch: Batch) -> set[str]:
+    """Return the values that all samples have."""
+    lists = {name: column for name, column in batch.host.items() if isinstance(column, list)}
+    return {*batch.values, *(name for name, column in lists.items() if Missing.VALUE not in map(_marked, column))}
+
+
+def _marked(value: Any) -> Any:
+    return value if isinstance(value, Missing) else None
+
+
+def sample_values(batch: Batch, at: int, device: torch.device) -> dict[str, Any]:
+    """Return the values of one sample on the device, without padding."""
+    values: dict[str, Any] = {}
+    for name, stacked in batch.values.items():
+        lengths = batch.lengths(name)
+        values[name] = stacked[at] if lengths is None else stacked[at, : int(lengths[at])]
+    for name, column in batch.host.items():
+        if isinstance(column, list) and not isinstance(column[at], Missing):
+            values[name] = _single(column[at], device)
+    return values
+
+
+def _single(value: Any, device: torch.device) -> Any:
+    """Return a value on the device.
+
+    Tensors inside lists and dicts are copied: a unit may send them to the device without waiting, but the memory of the
+    workers is used again as soon as the batch is freed.
+    """
+    return to_device(value, device) if isinstance(value, Tensor) else replace_items(value, Tensor, Tensor.clone)
+
+
+def batch_values(batch: Batch, name: str, pads: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """Return a value of all samples as `stack_column` does; nothing if no sample has it."""
+    if name in batch.values:
+        lengths = batch.lengths(name)
+        stacked = batch.values[name]
+        masks = {} if lengths is None else {f"{name}_mask": positions_below(lengths, stacked)}
+        return {name: stacked, **masks}
+    if name not in batch.host:
+        return {}
+    column = [item if isinstance(item, Missing) else _single(item, device) for item in batch.host[name]]
+    return stack_column(name, column, pads)
+
+
+def stack_column(name: str, column: Sequence[Any], pads: Sequence[str] = ()) -> dict[str, Any]:
+    """Return a value of all samples: tensors stacked, anything else as a list.
+
+    Unequal shapes are an error, except for the length of values in ``pads``, which get a mask ``NAME_mask``.
+    """
+    if all(isinstance(value, Missing) for value in column):
+        return {}
+    if any(isinstance(value, Missing) for value in column):
+        raise UserError(f"some samples of a batch have {name!r} and others do not; give it to all or to none")
+    if not isinstance(column[0], Tensor):
+        return {name: torch.tensor(column) if isinstance(column[0], int | float) else list(column)}
+    start = 1 if name in pads else 0
+    shapes = sorted({tuple(tensor.shape)[start:] for tensor in column if isinstance(tensor, Tensor)})
+    if len(shapes) > 1:
+        raise UserError(
+            f"samples of one batch have {name!r} of shapes {shapes[0]} and {shapes[1]}; name the samples of "
+            "one shape with bucket_of, use batch_size=1, or name texts of unequal length in pads"
+        )
+    if name not in pads:
+        return {name: torch.stack(list(column))}
+    padded, mask = pad_to_longest(column)
+    return {name: padded, f"{name}_mask": mask}

@@ -1,0 +1,116 @@
+"""Images of every stock family: our loop against its pipeline, bit for bit."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor
+
+from sd3_light.core.registry import family_named
+from sd3_light.core.sampling import ImageRequest
+from sd3_light.families.base import StockFamily
+from sd3_light.families.stock.inputs import StockInputs
+from sd3_light.sample.loop import draw_latents, starting_noise
+from tests.stock import model_table, save_stock
+
+CPU = torch.device("cpu")
+FAMILIES = ("flux", "flux2", "krea2", "prx", "qwen_image", "sana", "z_image")
+LENGTHS = {
+    "flux": 12,
+    "flux2": 40,
+    "krea2": 160,
+    "prx": 32,
+    "qwen_image": 320,
+}  # in tokens, of which some tiny templates have many
+PROMPTS = ["a red fox", "two cats on a mat"]
+SEEDS = [3, 4]
+STEPS = 3
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cleaning() -> Iterator[None]:
+    """PRX cleans captions with a package that may be missing here."""
+    with pytest.MonkeyPatch.context() as patch:
+        same = SimpleNamespace(fix_text=lambda text: text)
+        patch.setattr(sys.modules[diffusers.PRXPipeline.__module__], "ftfy", same, raising=False)
+        yield
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[StockFamily, Path]:
+    """A family and a folder of its pipeline. Read only."""
+    family = family_named(request.param)
+    assert isinstance(family, StockFamily)
+    return family, save_stock(request.param, tmp_path_factory.mktemp(request.param) / "model")
+
+
+def opened(folder: Path, family: StockFamily) -> Any:
+    pipe = getattr(diffusers, family.pipeline).from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def sizes(pipe: Any, family: StockFamily) -> tuple[int, int]:
+    """Width and height of images that are not square."""
+    side = 32 if family.name == "sana" else 16
+    return 3 * side, 2 * side
+
+
+@torch.no_grad()
+def drawn(
+    family: StockFamily, pipe: Any, folder: Path, guidance: float, noise: Tensor, prompts: Sequence[str] = PROMPTS
+) -> Tensor:
+    """Our images, with texts in float32."""
+    if family.single_prompts and len(prompts) > 1:
+        images = zip(noise.split(1), prompts, strict=True)
+        return torch.cat([drawn(family, pipe, folder, guidance, one, [prompt]) for one, prompt in images])
+    length = {"text_max_length": LENGTHS.get(family.name, 80)}
+    model = model_table(family.name, folder, **length)
+    inputs = StockInputs(family, folder, length)
+    sampling = family.sampling
+    texts = [inputs.encode(pipe, prompts)]
+    negative = sampling.negative_text(family.encode_empty(pipe, model), model)
+    guide = None
+    if negative is not None and sampling.is_guided(guidance):
+        negatives = [negative] * len(prompts)
+        texts = [[*negatives, *texts[0]]] if family.joins_guidance else [negatives, *texts]
+        guide = partial(sampling.guide, guidance=guidance)
+    size = sizes(pipe, family)
+    scheduler = sampling.scheduler(model, size, STEPS, CPU)
+    batches = [sampling.batch(part, model, guidance) for part in texts]
+    denoise = partial(family.denoise, pipe.transformer, guidance=1.0)
+    latents = draw_latents(denoise, scheduler, noise, batches, guide)
+    with sampling.decoder(model, CPU) as decoder:
+        return decoder.decode(latents)
+
+
+@pytest.mark.parametrize("guidance", [0.0, 3.5])
+@torch.no_grad()
+def test_images_are_those_of_the_stock_pipeline(folder: tuple[StockFamily, Path], guidance: float) -> None:
+    family, path = folder
+    pipe = opened(path, family)
+    model = model_table(family.name, path)
+    size = sizes(pipe, family)
+    noise = starting_noise(SEEDS, family.sampling.latent_shape(model, size), CPU)
+    inputs = StockInputs(family, path, {"text_max_length": LENGTHS.get(family.name, 80)})
+    requests = [ImageRequest(prompt, 0, *size, guidance=guidance) for prompt in PROMPTS]
+    pipe.vae.enable_slicing()  # one image at a time, as in a run
+    options = {"width": size[0], "height": size[1], "num_inference_steps": STEPS, "output_type": "pt"}
+    batches = [(noise, requests)]
+    if family.single_prompts:
+        batches = [(noise[number : number + 1], [request]) for number, request in enumerate(requests)]
+    images = []
+    for latents, batch in batches:
+        arguments = inputs.arguments(pipe, batch, partial(inputs.encode, pipe))
+        images.append(pipe(**arguments, **family.latent_arguments(latents), **options)[0])
+    expected = torch.cat(images)
+    assert expected.std() > 1e-3
+    assert torch.equal(drawn(family, pipe, path, guidance, noise), expected)
+    if guidance:
+        assert not torch.equal(drawn(family, pipe, path, 0.0, noise), expected)
