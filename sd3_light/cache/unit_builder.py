@@ -243,8 +243,11 @@ def to_decode(members: Sequence[Member], copies: Copies) -> list[int]:
 def decode_batches(
     members: Sequence[Member], copies: Copies, root: DataLocation, size: int
 ) -> Iterator[list[DecodeTask]]:
-    """Yield the tasks of decoding what is not copied, in batches of ``size``; one without tasks if that is nothing."""
-    numbers = to_decode(members, copies)
+    """Yield the tasks of decoding what is not copied, in batches of ``size`` frames, at least one sample.
+
+    If everything is copied, there is one batch without tasks.
+    """
+    numbers, size = to_decode(members, copies), max(1, size // members[0].bucket.frames)
     for start in range(0, max(1, len(numbers)), size):
         batch = numbers[start : start + size]
         yield [decode_task(members[number], root, copies.of_sample(number)) for number in batch]

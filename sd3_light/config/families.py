@@ -31,7 +31,6 @@ FAMILIES: dict[str, str] = {
     "minimax_h3": _VIDEO_SCRIPT,
     "omnigen2": _IMAGE_SCRIPT,
     "sdxl": _OTHER_LOSS,
-    "wan": "run `python examples/wan_task.py MODEL CLIPS OUT`",
 }
 """`model.type` in other trainers, and what to do instead."""
 

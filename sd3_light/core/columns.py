@@ -39,17 +39,21 @@ _ITEM_BYTES = {name: size for size, names in _DTYPES.items() for name in names}
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """An image size in pixels that images are resized to; as text ``64x48`` (width x height)."""
+    """An image size in pixels that images are resized to, as text ``64x48`` (width x height); clips have frames.
+
+    A clip is ``64x48x17``, an image has one frame.
+    """
 
     width: int
     height: int
+    frames: int = 1
 
     def __str__(self) -> str:
-        return f"{self.width}x{self.height}"
+        return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
 
     @property
     def area(self) -> int:
-        """Number of pixels."""
+        """Number of pixels of a frame."""
         return self.width * self.height
 
 
@@ -63,8 +67,7 @@ def named_bucket(name: str) -> Bucket:
     """Return the bucket of a shard's entry."""
     if name == EMPTY:
         return SMALLEST
-    width, height = name.split("x")
-    return Bucket(int(width), int(height))
+    return Bucket(*map(int, name.split("x")))
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,10 @@ class AdapterNames:
     comfyui: bool = False
     family: str = ""
 
+    def stem(self, layer: str) -> str:
+        """Return the first part of the keys of a LoRA for a layer."""
+        return f"transformer.{layer}"
+
     def find_layers(self, name: str) -> Layers | None:
         """Return the layers for a name in a file, as spelled there without prefix; None if unknown."""
         return Layers((name,)) if "." in name else None

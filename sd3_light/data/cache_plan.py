@@ -42,6 +42,7 @@ from sd3_light.sources.catalogue import (
     Source,
     is_end,
     sample_location,
+    size_text,
 )
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import DecodeTask, Probe
@@ -49,7 +50,7 @@ from sd3_light.sources.earlier_images import EarlierImages, open_earlier_images
 from sd3_light.sources.preprocess import PREPROCESS_VERSION
 from sd3_light.sources.selection import matches_size
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _UNITS_PER_BATCH = 64
 _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
@@ -176,8 +177,8 @@ class CachePlan:
             for row in self._catalogue.rows(part) if limits_sizes(directory) else ():
                 if row.reason or not matches_size(directory.where, row.attributes, row.width, row.height):
                     continue
-                if reason := misfit(row.width, row.height, directory):
-                    yield replace(row, reason=reason, detail=f"{row.width}x{row.height}")
+                if reason := misfit(row.width, row.height, directory, row.frames):
+                    yield replace(row, reason=reason, detail=size_text(row))
 
     def _column(self, unit: Unit, name: str) -> NDArray[np.int64]:
         batch = int(np.searchsorted(self._starts, unit.number, side="right")) - 1
@@ -258,7 +259,7 @@ def _last_use(path: Path) -> float:
 _PLAN_SCHEMA = pa.schema(
     [
         *((name, pa.string()) for name in ("file", "label", "fingerprint")),
-        ("size", pa.list_(pa.int32(), 2)),
+        ("size", pa.list_(pa.int32(), 3)),
         ("resolution", pa.list_(pa.int32(), 2)),
         ("flip", pa.bool_()),
         ("count", pa.int32()),
@@ -339,7 +340,7 @@ class _Planner:
             if not matches_size(source.directory.where, row.attributes, row.width, row.height):
                 self._counts.unmatched += 1
                 continue
-            if reason := misfit(row.width, row.height, source.directory):
+            if reason := misfit(row.width, row.height, source.directory, row.frames):
                 self._counts.rejected[reason] += 1
                 continue
             if self._is_dropped(row, source.directory, earlier):
@@ -347,12 +348,12 @@ class _Planner:
             self._counts.images += 1
             identity = sample_id(row.key)
             fingerprint = sample_fingerprint(row, cached_captions(row, source.directory))
-            for resolution, bucket, resize in fits(row.width, row.height, source.directory):
+            for resolution, bucket, resize in fits(row.width, row.height, source.directory, row.frames):
                 self._counts.cropped += resize.cropped_fraction > 0
                 self._counts.enlarged += resize.enlarged
                 unit = open_units[resolution, bucket]
                 unit.append((position, identity, fingerprint))
-                if is_end(len(unit), identity, self._shard_size):
+                if is_end(len(unit), identity, max(1, self._shard_size // bucket.frames)):
                     yield _finish_unit(source, (resolution, bucket), unit, self._contents)
                     open_units[resolution, bucket] = []
 
@@ -386,7 +387,7 @@ def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed], content
         "file": f"{source.name}-r{resolution[0]}x{resolution[1]}-{bucket}-{fingerprint[:20]}.safetensors",
         "label": source.label,
         "fingerprint": fingerprint,
-        "size": [bucket.width, bucket.height],
+        "size": [bucket.width, bucket.height, bucket.frames],
         "resolution": list(resolution),
         "flip": flip,
         "count": len(unit),
@@ -414,7 +415,8 @@ def caption_fingerprint(caption: str) -> str:
 def decode_task(member: Member, root: DataLocation, copied: tuple[str, ...] = ()) -> DecodeTask:
     """Return the task of decoding a sample without entries that are ``copied``; ``root`` is its source's folder."""
     row = member.row
-    probe = Probe(row.width, row.height, row.digest, mask_digest=row.mask_digest, rejected_digest=row.rejected_digest)
+    names = ("width", "height", "digest", "mask_digest", "rejected_digest", "frames", "fps")
+    probe = Probe(**{name: getattr(row, name) for name in names})
     return DecodeTask(sample_location(row, root), probe, member.bucket, copied)
 
 

@@ -41,6 +41,10 @@ def decode_dataset(
     ``folder`` holds the catalogue of the sources, so that a second run need not probe the images again. With
     ``list_rejects`` it keeps the list of rejected inputs too, whose first ones are always printed.
     """
+    if any(directory.frames is not None for directory in dataset.directories):
+        raise UserError(
+            f"{dataset.path}: frames: only images are used here, not videos; give a dataset without the key"
+        )
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)
         with progress("listing", None, "inputs") as bar:

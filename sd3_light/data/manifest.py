@@ -208,7 +208,7 @@ def _require_types(item: dict[str, Any]) -> None:
     valid = all(isinstance(text, str) for text in texts) and all(type(n) is int and n >= 0 for n in numbers)
     valid = valid and isinstance(sides, list) and len(sides) == 2 and all(type(side) is int for side in sides)
     bucket = item["bucket"]
-    valid = valid and isinstance(bucket, str) and re.fullmatch(r"\d+x\d+|empty", bucket) is not None
+    valid = valid and isinstance(bucket, str) and re.fullmatch(r"\d+x\d+(x\d+)?|empty", bucket) is not None
     if not valid or not is_inner_path(item["file"]):
         raise ValueError(f"the entry of the shard {item['file']!r:.80} has wrong types or a file elsewhere")
 

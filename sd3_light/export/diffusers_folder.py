@@ -45,11 +45,17 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, repla
 
 
 def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Tensor]:
-    """Copy weights, checked, to the CPU in ``save_dtype``; they must be float32 or ``save_dtype``, and finite."""
-    expected = spec.family.weights.empty(spec.transformer_config).state_dict()
+    """Copy weights, checked, to the CPU in ``save_dtype``; they must be float32 or ``save_dtype``, and finite.
+
+    Those that stock diffusers always loads in float32 stay in it.
+    """
+    model: Any = spec.family.weights.empty(spec.transformer_config)
+    expected = model.state_dict()
+    whole = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     _raise_problems(_mismatches(state, expected, spec.save_dtype))
     # buffers (the position table) stay in float32 only if the whole folder does: stock loading casts them too
-    copies = {name: state[name].detach().to("cpu", spec.save_dtype, copy=True).contiguous() for name in expected}
+    dtypes = {name: torch.float32 if whole & set(name.split(".")) else spec.save_dtype for name in expected}
+    copies = {name: state[name].detach().to("cpu", dtypes[name], copy=True).contiguous() for name in expected}
     _raise_problems(_not_finite(state, copies))
     return copies
 

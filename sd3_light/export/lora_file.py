@@ -69,7 +69,7 @@ def write_lora(
     true_modules = modules
     if padding is not None:
         modules = names.pad(modules, padding)
-    tensors, ranks = _kohya(modules, names) if layout == "kohya" else (diffusers_state(modules), {})
+    tensors, ranks = _kohya(modules, names) if layout == "kohya" else (_named(modules, names), {})
     alphas = {key: tensor for key, tensor in tensors.items() if key.endswith(".alpha")}
     saved = cast_tensors({key: tensors[key] for key in tensors if key not in alphas}, save_dtype) | alphas
     metadata: dict[str, Any] = {"layout": layout, "facts": dict(facts or {})}
@@ -100,12 +100,17 @@ def check_new_lora(path: Path) -> None:
 
 def diffusers_state(modules: Mapping[str, LoraModule]) -> dict[str, Tensor]:
     """Return the tensors of the default layout, which stock diffusers loads at the right scale."""
+    return _named(modules, AdapterNames())
+
+
+def _named(modules: Mapping[str, LoraModule], names: AdapterNames) -> dict[str, Tensor]:
     tensors = {}
     for name, module in modules.items():
-        tensors[f"transformer.{name}.lora_A.weight"] = module.down
-        tensors[f"transformer.{name}.lora_B.weight"] = module.with_unit_scale().up
+        stem = names.stem(name)
+        tensors[f"{stem}.lora_A.weight"] = module.down
+        tensors[f"{stem}.lora_B.weight"] = module.with_unit_scale().up
         if module.magnitude is not None:
-            tensors[f"transformer.{name}.lora_magnitude_vector"] = module.magnitude
+            tensors[f"{stem}.lora_magnitude_vector"] = module.magnitude
     return tensors
 
 

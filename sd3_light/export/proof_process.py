@@ -58,17 +58,25 @@ def _cast_around(module: Any, update: Update | None) -> list[Any]:
     if update is None and all(tensor.dtype == torch.float32 for tensor in tensors):
         return []
 
-    def widen(*_: object) -> None:
+    def widen(_: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
         for tensor in tensors:
             tensor.data = tensor.data.float()
         if update is not None:
             module.weight.data = update(module.weight.data)
+        # a pipeline may have cast them to the dtype of the weights
+        return tuple(map(_widened, args)), {name: _widened(value) for name, value in kwargs.items()}
 
     def restore(*_: object) -> None:
         for tensor, data in zip(tensors, stored, strict=True):
             tensor.data = data
 
-    return [module.register_forward_pre_hook(widen), module.register_forward_hook(restore, always_call=True)]
+    before = module.register_forward_pre_hook(widen, with_kwargs=True)
+    return [before, module.register_forward_hook(restore, always_call=True)]
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value
 
 
 def packed(value: Any, tensors: dict[str, Tensor]) -> Any:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from sd3_light.core.files import AdapterNames, Layers
+
 _NAMES = (
     (r"^condition_embedder\.(time|text)_embedder\.linear_1\.", r"\1_embedding.0."),
     (r"^condition_embedder\.(time|text)_embedder\.linear_2\.", r"\1_embedding.2."),
@@ -26,6 +28,32 @@ _NAMES = (
     (r"(_attn\.)add_([kv])_proj\.", r"\1\2_img."),
     (r"(_attn\.)norm_added_k\.", r"\1norm_k_img."),
 )
+_LAYERS = (  # the other way, for layers that have adapters
+    (r"^(time|text)_embedding\.0$", r"condition_embedder.\1_embedder.linear_1"),
+    (r"^(time|text)_embedding\.2$", r"condition_embedder.\1_embedder.linear_2"),
+    (r"^time_projection\.1$", "condition_embedder.time_proj"),
+    (r"^head\.head$", "proj_out"),
+    (r"^(blocks\.\d+\.ffn\.)0$", r"\1net.0.proj"),
+    (r"^(blocks\.\d+\.ffn\.)2$", r"\1net.2"),
+    (r"^(blocks\.\d+\.)self_attn\.", r"\1attn1."),
+    (r"^(blocks\.\d+\.)cross_attn\.", r"\1attn2."),
+    (r"(attn[12]\.)([qkv])$", r"\1to_\2"),
+    (r"(attn[12]\.)o$", r"\1to_out.0"),
+)
+
+
+class WanNames(AdapterNames):
+    """See `AdapterNames`. A LoRA has ComfyUI's names, which diffusers loads too."""
+
+    def stem(self, layer: str) -> str:
+        """See `AdapterNames.stem`."""
+        return _comfyui_name(f"transformer.{layer}.").removesuffix(".")
+
+    def find_layers(self, name: str) -> Layers | None:
+        """See `AdapterNames.find_layers`: names of either kind."""
+        for pattern, replacement in _LAYERS:
+            name = re.sub(pattern, replacement, name)
+        return super().find_layers(name)
 
 
 def wan_to_comfyui(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -74,6 +74,8 @@ _LARGEST: dict[str, dict[str, int]] = {  # part -> key -> largest value; the sma
         "relative_attention_max_distance": _WIDTH,
     },
 }
+_SD3 = "SD3Transformer2DModel"
+_LAYER_KEYS = ("num_layers", "num_single_layers", "n_layers", "n_refiner_layers", "depth")
 _MAY_BE_NULL = ("out_channels", "num_decoder_layers")
 _MAX_LEVELS = 10  # of a VAE; each halves the sides
 _MAX_FACTOR = 1e4
@@ -104,8 +106,9 @@ def read_config(folder: Path, part: str) -> dict[str, Any]:
 
 def check_config(config: Mapping[str, Any], part: str, where: str) -> None:
     """Raise a UserError that names the first value of a wrong type or beyond what a model of this part can have."""
+    is_other = part == "transformer" and config.get("_class_name", _SD3) != _SD3
     for key, value in config.items():
-        if problem := _problem(part, key, value):
+        if problem := _other_problem(key, value) if is_other else _problem(part, key, value):
             raise UserError(f"{where} has {key} {value!r:.80}, which is {problem}; download or write the folder again")
 
 
@@ -146,6 +149,8 @@ def load_part(model_class: Any, folder: Path, **options: Any) -> Any:
 
 def _problem(part: str, key: str, value: Any) -> str | None:
     largest = _LARGEST.get(part, {}).get(key)
+    if key == "patch_size" and isinstance(value, list):  # of frames, rows and columns
+        return None if _is_counts(value, 3, 64) else "not a list of up to 3 integers from 1 to 64"
     if largest is not None and not (value is None and key in _MAY_BE_NULL) and not _is_count(value, largest):
         return f"not an integer from 1 to {largest}"
     if key in _FACTORS.get(part, ()) and not (value is None and key == "shift_factor") and not _is_factor(value, key):
@@ -156,11 +161,21 @@ def _problem(part: str, key: str, value: Any) -> str | None:
         return f"not a list of 1 to {_MAX_LEVELS} widths"
     if part == "transformer" and key == "dual_attention_layers" and not _is_layers(value):
         return "not a list of layer numbers"
-    if part == "transformer" and key == "qk_norm" and value not in (None, "rms_norm"):
+    if part == "transformer" and key == "qk_norm" and value not in (None, "rms_norm", "rms_norm_across_heads"):
         return 'neither null nor "rms_norm"'
     if key == "_class_name" and not isinstance(value, str):
         return "not a name"
     return None
+
+
+def _other_problem(key: str, value: Any) -> str | None:
+    """Return what is wrong with an entry of the config of a denoiser other than SD3's."""
+    if key == "_class_name" and not isinstance(value, str):
+        return "not a name"
+    largest = _LAYERS if key in _LAYER_KEYS else _TABLE
+    if key in _LAYER_KEYS and not _is_count(value, largest):
+        return f"not an integer from 1 to {largest}"
+    return f"more than {largest}" if type(value) is int and value > largest else None
 
 
 def _is_count(value: Any, largest: int) -> bool:

@@ -53,7 +53,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """One input: a sample (with its size and content hash once probed), or a rejected input with a ``reason``."""
+    """One input: a sample (with its size and content hash once probed), or a rejected input with a ``reason``.
+
+    A video has ``frames`` at the rate ``fps``, as in `Probe`.
+    """
 
     key: str
     image: str = ""
@@ -70,6 +73,15 @@ class InputRow:
     rejected: str = ""
     mask_digest: str = ""
     rejected_digest: str = ""
+    frames: int = 0
+    fps: float = 0.0
+
+
+def size_text(row: InputRow) -> str:
+    """Return the size of a probed row for messages: ``64x48``, with the frames of a video."""
+    frames = f", {row.frames} frames" if row.frames else ""
+    rate = f" at {row.fps:g} per second" if row.frames and row.fps else ""
+    return f"{row.width}x{row.height}{frames}{rate}"
 
 
 @dataclass(frozen=True)
@@ -254,7 +266,8 @@ class Catalogue:
         samples = [row for row in rows if not row.reason]
         batches = (samples[start : start + _PROBE_BATCH] for start in range(0, len(samples), _PROBE_BATCH))
         probes: list[Probe] = []
-        for batch in pool.map([_to_probe(row, source) for row in batch] for batch in batches):
+        locations = ([to_probe(sample_location(row, source.root), source) for row in batch] for batch in batches)
+        for batch in pool.map(locations):
             probes += batch
             on_probed(len(batch))
         results = iter(probes)
@@ -320,8 +333,11 @@ def _signature_of(source: Source) -> str:
 
 
 def _probed_version(source: Source) -> str:
-    """Return the version of what probing stores: with thumbnails, the names of signatures and parts differ."""
-    return f"{PREPROCESS_VERSION}.{_ROWS_VERSION}{'-thumbnails' if source.finds_similar else ''}"
+    """Return the version of what probing stores, which the names of signatures and parts contain."""
+    fps = source.directory.fps
+    videos = "" if source.directory.frames is None else "-videos" if fps is None else f"-videos-{fps:g}"
+    thumbnails = "-thumbnails" if source.finds_similar else ""
+    return f"{PREPROCESS_VERSION}.{_ROWS_VERSION}{thumbnails}{videos}"
 
 
 def rotate_to_share(items: Sequence[T], share: tuple[int, int]) -> list[T]:
@@ -337,8 +353,11 @@ def sample_location(row: InputRow, root: DataLocation) -> SampleLocation:
     return SampleLocation(image, location_from_text(row.mask, root), rejected=location_from_text(row.rejected, root))
 
 
-def _to_probe(row: InputRow, source: Source) -> SampleLocation:
-    return replace(sample_location(row, source.root), with_thumbnail=source.finds_similar)
+def to_probe(location: SampleLocation, source: Source) -> SampleLocation:
+    """Return a location with what a source wants to know of its samples."""
+    directory = source.directory
+    fps = None if directory.frames is None else directory.fps or 0.0
+    return replace(location, with_thumbnail=source.finds_similar, fps=fps)
 
 
 def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:
@@ -376,6 +395,8 @@ _ROW_SCHEMA = pa.schema(
         ("thumbnail", pa.binary()),
         ("width", pa.int32()),
         ("height", pa.int32()),
+        ("frames", pa.int32()),
+        ("fps", pa.float64()),
     ]
 )
 

@@ -7,29 +7,41 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, BinaryIO
 
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.sources.access import exists
-from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.buckets import Bucket, ResizePlan, plan
 from sd3_light.sources.preprocess import Pixels, Reject, decode, decode_mask, fit, fit_mask, make_thumbnail, probe
-from sd3_light.sources.records import Location
+from sd3_light.sources.records import Location, open_location
+from sd3_light.sources.video import count_frames, decode_video, is_video
+
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLocation:
-    """Where a sample's images and mask are stored, and whether probing makes a thumbnail of them."""
+    """Where a sample's images and mask are stored, and whether probing makes a thumbnail of them.
+
+    The image may be a video: probing counts its frames at the rate ``fps`` (0: its own), or takes it for an image if
+    that is None.
+    """
 
     image: Location
     mask: Location | None
     with_thumbnail: bool = False
     rejected: Location | None = None
+    fps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An image's upright size, hashes of the bytes of its sample, or the reason why it was rejected."""
+    """An image's upright size, hashes of the bytes of its sample, or the reason why it was rejected.
+
+    A video has ``frames`` at the rate ``fps`` (0: its own), which is part of its hash; an image has none. Videos are
+    not compared by thumbnails: different ones may start alike.
+    """
 
     width: int = 0
     height: int = 0
@@ -39,6 +51,8 @@ class Probe:
     detail: str = ""
     mask_digest: str = ""
     rejected_digest: str = ""
+    frames: int = 0
+    fps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,8 @@ class DecodeTask:
 class Decoded:
     """Pixels [height, width, 3] and the mask at latent resolution, or the reason why they were rejected.
 
-    ``worse`` are the pixels of the other image of a pair.
+    ``worse`` are the pixels of the other image of a pair. A clip of several frames has pixels [frames, height, width,
+    3].
     """
 
     pixels: Pixels | None = None
@@ -76,6 +91,9 @@ def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
 
 def _probe(location: SampleLocation) -> Probe:
     try:
+        video = None if location.fps is None else _probe_video(location, location.fps)
+        if video is not None:
+            return video
         image = location.image.read()
         mask = _read(location.mask)
         worse = _read(location.rejected)
@@ -83,9 +101,30 @@ def _probe(location: SampleLocation) -> Probe:
         thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
-    mask_digest, rejected_digest = ("" if data is None else content_digest(data) for data in (mask, worse))
-    digests = {"mask_digest": mask_digest, "rejected_digest": rejected_digest}
-    return Probe(width, height, content_digest(image), thumbnail, **digests)
+    except OSError as error:
+        return Probe(reason="unreadable", detail=str(error))
+    others = _digest_or_none(mask), _digest_or_none(worse)
+    return Probe(width, height, content_digest(image), thumbnail, mask_digest=others[0], rejected_digest=others[1])
+
+
+def _probe_video(location: SampleLocation, fps: float) -> Probe | None:
+    """Return the probe of a video; None if it is not one."""
+    with open_location(location.image) as file:
+        if not is_video(file):
+            return None
+        size = count_frames(file, fps or None)
+        mask_digest, digest = _digest_or_none(_read(location.mask)), _video_digest(file, fps)
+        return Probe(size.width, size.height, digest, mask_digest=mask_digest, frames=size.frames, fps=fps)
+
+
+def _video_digest(file: BinaryIO, fps: float) -> str:
+    """Return a hash of a video and its rate."""
+    digest = blake2b(f"video at {fps!r}".encode(), digest_size=16)
+    file.seek(0)
+    while piece := file.read(_PIECE):
+        digest.update(piece)
+    file.seek(0)
+    return digest.hexdigest()
 
 
 def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
@@ -94,17 +133,14 @@ def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
 
 
 def _decode(task: DecodeTask) -> Decoded:
+    resize = plan(task.probe.width, task.probe.height, task.bucket)
     try:
+        if task.probe.frames:
+            return _decode_video(task, resize)
         location, probed = task.location, task.probe
-        image, mask, worse = (
-            _read(None if name in task.copied else source)
-            for name, source in (("image", location.image), ("mask", location.mask), ("rejected", location.rejected))
-        )
-        digests = (probed.digest, probed.mask_digest, probed.rejected_digest)
-        for data, digest in zip((image, mask, worse), digests, strict=True):
-            if data is not None and content_digest(data) != digest:
-                raise Reject("changed_meanwhile")
-        resize = plan(probed.width, probed.height, task.bucket)
+        image = None if "image" in task.copied else _read_unchanged(location.image, probed.digest)
+        mask = _read_mask(task)
+        worse = None if "rejected" in task.copied else _read_unchanged(location.rejected, probed.rejected_digest)
         pixels = None if image is None else fit(decode(image), resize)
         weights = None if mask is None else fit_mask(decode_mask(mask), resize)
         if worse is None:
@@ -112,6 +148,26 @@ def _decode(task: DecodeTask) -> Decoded:
         return Decoded(pixels, weights, worse=fit(decode(worse), plan(*probe(worse), task.bucket)))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
+    except OSError as error:
+        return Decoded(reason="unreadable", detail=str(error))
+
+
+def _decode_video(task: DecodeTask, resize: ResizePlan) -> Decoded:
+    pixels = None if "image" in task.copied else _decode_frames(task, resize)
+    mask = _read_mask(task)
+    weights = None if mask is None else fit_mask(decode_mask(mask), resize)
+    return Decoded(pixels[0] if pixels is not None and task.bucket.frames == 1 else pixels, weights)
+
+
+def _decode_frames(task: DecodeTask, resize: ResizePlan) -> Pixels:
+    with open_location(task.location.image) as file:
+        if _video_digest(file, task.probe.fps) != task.probe.digest:
+            raise Reject("changed_meanwhile")
+        try:
+            return decode_video(file, resize, task.bucket.frames, task.probe.fps or None)
+        except Reject as reject:
+            # the bytes are the same: packets that probing counted have no frame
+            raise Reject("broken_video", reject.detail) if reject.reason == "changed_meanwhile" else reject from reject
 
 
 class NodeError(UserError):
@@ -133,6 +189,22 @@ def _read(location: Location | None) -> bytes | None:
     return None if location is None else location.read()
 
 
+def _read_unchanged(location: Location | None, digest: str) -> bytes | None:
+    """Return the bytes that were probed. Raises Reject if they have changed."""
+    data = _read(location)
+    if data is not None and content_digest(data) != digest:
+        raise Reject("changed_meanwhile")
+    return data
+
+
+def _read_mask(task: DecodeTask) -> bytes | None:
+    return None if "mask" in task.copied else _read_unchanged(task.location.mask, task.probe.mask_digest)
+
+
 def content_digest(data: bytes) -> str:
     """Return a hash of a file's bytes."""
     return blake2b(data, digest_size=16).hexdigest()
+
+
+def _digest_or_none(data: bytes | None) -> str:
+    return "" if data is None else content_digest(data)

@@ -168,7 +168,7 @@ def test_the_proof_updates_one_layer_at_a_time(base: Path, monkeypatch: pytest.M
         wide.append([name for name, parameter in stored.named_parameters() if parameter.dtype == torch.float32])
         return 2 * weight
 
-    inputs = SD3.files.denoiser_inputs(TINY)
+    inputs = SD3.files.denoiser_inputs(TINY, base)
     updated = proof_process.denoise(stored, inputs, dict.fromkeys(layers, update))
     assert wide == [[f"{layer}.weight", f"{layer}.bias"] for layer in layers]
     assert {name: parameter.data_ptr() for name, parameter in stored.named_parameters()} == pointers

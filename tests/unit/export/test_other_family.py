@@ -69,6 +69,7 @@ def test_a_folder_is_exported_and_proven_by_its_stock_pipeline(exported: Path, t
     assert pipe("a red circle", height=64, width=64, num_inference_steps=1).images[0].size == (64, 64)
     card = (exported / "README.md").read_text()
     assert "FluxPipeline.from_pretrained" in card
+    assert 'pipe(prompt="a prompt", max_sequence_length=48, generator=seed).images[0]' in card
     assert "StableDiffusion3Pipeline" not in card
     assert "- flux\n" in card
 

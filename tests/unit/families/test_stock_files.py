@@ -1,0 +1,150 @@
+"""The files of every stock family: inputs of its proof, and a LoRA that its stock pipeline loads."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from sd3_light.config import AdapterConfig
+from sd3_light.core.registry import family_named, family_of_folder
+from sd3_light.export.adapter_folder import adapter_modules, write_adapter, write_adapter_file
+from sd3_light.export.diffusers_folder import write_folder
+from sd3_light.export.export_spec import AdapterSpec, ExportSpec
+from sd3_light.export.lora_file import names_of_file, read_lora
+from sd3_light.export.of_run import model_config
+from sd3_light.export.proof_process import denoise, make_pipeline, sample_image
+from sd3_light.families.base import StockFamily
+from sd3_light.flow.scheduler import folder_scheduler
+from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
+from sd3_light.model.folder import pipeline_settings
+from sd3_light.model.loading import load_diffusers_model
+from tests.stock import save_stock
+
+FAMILIES = ("flux", "flux2", "krea2", "prx", "qwen_image", "sana", "wan", "z_image")
+LOADS = tuple(name for name in FAMILIES if name != "prx")  # its stock pipeline loads no LoRA
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: save_stock(name, tmp_path_factory.mktemp(name) / "model") for name in FAMILIES}
+
+
+def load_denoiser(family: StockFamily, folder: Path) -> Any:
+    kind = getattr(diffusers, family.denoiser)
+    return load_diffusers_model(kind, folder / "transformer", torch.float32).requires_grad_(False)
+
+
+def stock_pipeline(family: StockFamily, folder: Path) -> Any:
+    """The stock pipeline without text encoders."""
+    vae = getattr(diffusers, json.loads((folder / "vae" / "config.json").read_text())["_class_name"])
+    parts = {
+        "transformer": load_denoiser(family, folder),
+        "vae": vae.from_pretrained(folder / "vae"),
+        "scheduler": folder_scheduler(folder),
+    }
+    return make_pipeline(family.pipeline, **parts, **pipeline_settings(folder))
+
+
+def of(name: str) -> StockFamily:
+    family = family_named(name)
+    assert isinstance(family, StockFamily)
+    return family
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_inputs_of_a_proof_follow_from_the_family(name: str, folders: dict[str, Path]) -> None:
+    family, folder = of(name), folders[name]
+    assert family_of_folder(folder) is family
+    pipe = stock_pipeline(family, folder)
+    config = model_config(pipe.transformer)
+    inputs = family.files.denoiser_inputs(config, folder)
+    output = denoise(pipe.transformer, inputs)
+    assert output.isfinite().all()
+    assert output.std() > 1e-3
+    assert torch.equal(output, denoise(pipe.transformer, family.files.denoiser_inputs(config, folder)))
+    image = sample_image(pipe, family.files.pipeline_inputs(folder, config, {}))
+    assert image.isfinite().all()
+    assert image.std() > 1e-3
+
+
+@pytest.fixture
+def adapter(request: Any, folders: dict[str, Path]) -> tuple[StockFamily, Path, AdapterConfig, Any]:
+    """A family, its folder, an adapter's table, and a denoiser with the adapter, whose weights are not zero."""
+    family, folder = of(request.param), folders[request.param]
+    config = AdapterConfig.model_validate({"rank": 2, "alpha": 2.0, "target_modules": list(family.adapter_targets)})
+    denoiser = load_denoiser(family, folder)
+    add_adapter(denoiser, config, 0)
+    generator = torch.Generator().manual_seed(2)
+    for parameter_name, weight in denoiser.named_parameters():
+        if is_adapter_name(parameter_name):
+            weight.data = 0.2 * torch.randn(weight.shape, generator=generator)
+    return family, folder, config, denoiser.eval()
+
+
+def trained(denoiser: Any) -> dict[str, Tensor]:
+    return {name: weight.detach() for name, weight in denoiser.named_parameters() if is_adapter_name(name)}
+
+
+@pytest.mark.parametrize("adapter", LOADS, indirect=True)
+def test_a_lora_changes_the_stock_pipelines_image_as_ours(
+    adapter: tuple[StockFamily, Path, AdapterConfig, Any], tmp_path: Path
+) -> None:
+    family, folder, config, denoiser = adapter
+    names = family.files.adapters
+    modules = adapter_modules(trained(denoiser), config)
+    file = write_adapter_file(tmp_path / "lora.safetensors", modules, config, torch.float32, {}, names)
+    assert names_of_file(file) == names
+    assert set(read_lora(file, names=names).modules) == set(modules)
+    pipe = stock_pipeline(family, folder)
+    arguments = family.files.pipeline_inputs(folder, model_config(pipe.transformer), {})
+    plain = sample_image(pipe, arguments)
+    pipe.load_lora_weights(tmp_path, weight_name=file.name)
+    loaded = sample_image(pipe, arguments)
+    pipe.transformer = denoiser
+    ours = sample_image(pipe, arguments)
+    assert (loaded - plain).abs().max() > 1e-3
+    assert torch.equal(loaded, ours)
+
+
+def test_wan_has_the_names_that_comfyui_reads(folders: dict[str, Path], tmp_path: Path) -> None:
+    family = of("wan")
+    denoiser = load_denoiser(family, folders["wan"])
+    config = AdapterConfig.model_validate({"rank": 2, "target_modules": list(family.adapter_targets)})
+    add_adapter(denoiser, config, 0)
+    modules = adapter_modules(trained(denoiser), config)
+    names = family.files.adapters
+    file = write_adapter_file(tmp_path / "lora.safetensors", modules, config, torch.float32, {}, names)
+    keys = set(load_file(file))
+    assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in keys
+    assert "diffusion_model.blocks.1.ffn.2.lora_B.weight" in keys
+    assert all(key.startswith("diffusion_model.blocks.") for key in keys)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_is_exported_and_proven(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    family, folder = of(name), folders[name]
+    denoiser = load_denoiser(family, folder)
+    spec = ExportSpec(folder, model_config(denoiser), torch.bfloat16, family=family)
+    out = write_folder(tmp_path / "out", denoiser.state_dict(), spec)
+    assert json.loads((out / "proof.json").read_text())["pipeline"] == family.pipeline
+    for part in ("scheduler/scheduler_config.json", "vae/config.json", "text_encoder/config.json"):
+        assert (out / part).read_bytes() == (folder / part).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("adapter", LOADS, indirect=True)
+def test_a_lora_is_exported_and_proven(adapter: tuple[StockFamily, Path, AdapterConfig, Any], tmp_path: Path) -> None:
+    family, folder, config, denoiser = adapter
+    arguments = model_config(load_denoiser(family, folder))
+    spec = AdapterSpec(folder / "transformer", arguments, torch.float32, adapter=config, family=family)
+    out = write_adapter(tmp_path / "out", trained(denoiser), spec)
+    assert json.loads((out / "proof.json").read_text())["change_of_output"] > 0
+    assert ("ComfyUI" in (out / "README.md").read_text()) == family.comfyui
