@@ -142,6 +142,6 @@ def _samples(plan: CachePlan) -> list[_Sample]:
     for unit in plan.units:
         root = plan.source(unit).root
         for member in plan.members(unit):
-            task = decode_task(member, root, unit)
+            task = decode_task(member, root)
             samples.append(_Sample(member.row.key, member.captions, task, task.location.mask is not None))
     return samples
