@@ -10,8 +10,8 @@ OUT/table.json and OUT/table.md after every journey; the output of each command 
 journey failed.
 
 With `--family` the model is one of `real_families.py`: its published widths and VAE, fewer blocks. The journeys are
-then `new`, `check`, `cache`, `train`, a stop and the resume, the same run without a stop, whose LoRA is compared, `export`,
-`sample` and `lora merge`; `PYTHONPATH` must name the root of the repository.
+then `new`, `check`, `cache`, `train`, a stop and the resume, the same run without a stop, whose LoRA is compared,
+`export`, `sample` and `lora merge`; `PYTHONPATH` must name the root of the repository.
 
 `--journey` runs these and what they need. Up to `--lanes` journeys run at the same time, which makes each of them a
 little slower; use `--lanes 1` to time them. Journeys that have not started after `--minutes` are left out and listed.
