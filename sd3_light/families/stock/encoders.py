@@ -1,7 +1,7 @@
 """The encoders of a stock pipeline as the cache stage uses them: captions are encoded by the pipeline's own methods.
 
 A caption's bytes may depend on the captions that it is encoded with. The batches are a function of the captions of a
-shard alone, so that equal shards have equal bytes, whoever builds them.
+shard alone, so that all processes write equal bytes for it.
 """
 
 import sys
