@@ -140,7 +140,7 @@ def test_flux_dev_costs_what_it_is_known_to(flux: Path) -> None:
     cost = family.cost(WeightsStart("folder", flux, StockSize("Flux", config), ""), model)
     assert cost.parameters == 11_901_408_320
     assert cost.num_blocks == 57
-    tokens = cost.tokens(1024, 1024)
+    tokens = cost.tokens(Bucket(1024, 1024))
     assert (tokens.image, tokens.text) == (4096, 512)
     assert cost.forward_flops(tokens) == pytest.approx(74e12, rel=0.1)
     texts = [column for column in family.columns(model, flux, Bucket(1024, 1024)) if column.per_caption]
