@@ -105,6 +105,13 @@ class Family(ABC):
         """Return a config with the family's own values in place of absent keys; those of the schema are SD3's."""
         return config
 
+    def refusal(self, folder: Path) -> str | None:
+        """Return why a model folder of this pipeline's class cannot be trained, and what to do; None if it can.
+
+        Only configs are read, and those of the denoiser and the VAE exist.
+        """
+        return None
+
     def guides_by_number(self, start: WeightsStart) -> bool:
         """Return whether the denoiser takes guidance as a number, and no unconditional text."""
         return False

@@ -65,10 +65,6 @@ class StockFamily(Family):
 
     # --- what a family's file says ---------------------------------------------------------------
 
-    def refusal(self, folder: Path) -> str | None:
-        """Return why a model folder of this pipeline's class cannot be trained, and what to do; None if it can."""
-        return None
-
     def frozen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return patterns of weights that get no gradient in a denoiser with this config, and cannot be trained."""
         return ()

@@ -35,7 +35,7 @@ class Flux2(StockFamily):
     comfyui = True
 
     def refusal(self, folder: Path) -> str | None:
-        """See `StockFamily.refusal`."""
+        """See `Family.refusal`."""
         if read_json(folder / "model_index.json").get("is_distilled"):
             return "it is distilled to few steps, which training would undo; give the base model"
         if read_json(folder / "transformer" / "config.json").get("guidance_embeds"):

@@ -40,7 +40,7 @@ class Wan(StockFamily):
     comfyui = True
 
     def refusal(self, folder: Path) -> str | None:
-        """See `StockFamily.refusal`."""
+        """See `Family.refusal`."""
         index = read_json(folder / "model_index.json")
         if _names_part(index.get("transformer_2")) or index.get("boundary_ratio") is not None:
             return "it has two denoisers, each for some of the times (Wan 2.2 A14B), and only one can be trained here"
