@@ -33,6 +33,7 @@ class Flux2(StockFamily):
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim"})
     comfyui = True
+    text_tokens = ("padded",)
 
     def refusal(self, folder: Path) -> str | None:
         """See `Family.refusal`."""

@@ -38,6 +38,7 @@ class Wan(StockFamily):
     usual_clip = (81, 16.0)
     trained_side = 624  # the area of 832 x 480
     comfyui = True
+    text_tokens = ("padded",)
 
     def refusal(self, folder: Path) -> str | None:
         """See `Family.refusal`."""
