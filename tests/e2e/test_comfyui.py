@@ -28,6 +28,8 @@ pytestmark = pytest.mark.slow
 COMFYUI = "SD3_LIGHT_COMFYUI"
 """A checkout of ComfyUI, perhaps with folders of libraries that it needs, as in PYTHONPATH; see CONTRIBUTING.md."""
 ARCHIVE = "https://codeload.github.com/comfyanonymous/ComfyUI/zip/refs/heads/master"
+FLUX2 = "to_qkv_mlp_proj"
+"""A name of Flux.2 that ComfyUI knows since it maps all of them."""
 NEWER = {"krea2"}
 """Families that ComfyUI has, and `comfyui_client.py` has no config for."""
 
@@ -86,7 +88,11 @@ def unmatched(checkout: str, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", comfyui_client.MODELS)
-def test_comfyui_maps_every_key(unmatched: dict[str, list[str]], name: str) -> None:
+def test_comfyui_maps_every_key(checkout: str, unmatched: dict[str, list[str]], name: str) -> None:
+    source = Path(checkout.split(os.pathsep)[0]) / "comfy" / "utils.py"
+    if name == "flux2" and FLUX2 not in source.read_text(encoding="utf-8"):
+        assert all("single_transformer_blocks" in key or ".ff" in key for key in unmatched[name])
+        pytest.skip("this ComfyUI does not know diffusers' names of Flux.2 yet (pull requests 11981 and 11997)")
     assert unmatched[name] == []
 
 
