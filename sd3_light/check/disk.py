@@ -94,7 +94,8 @@ class _DiskChecks:
         self.family: Family | None = None
         self.largest_side: int | None = None
         self.step = 16
-        key = "model.diffusers_path" if self.train.model.type == AUTO else "model.type"
+        names_folder = self.train.model.type == AUTO or self.train.model.diffusers_path.is_file()
+        key = "model.diffusers_path" if names_folder else "model.type"
         with self.user_errors_of(key):
             self.family = family_of(self.train.model)
             self.train = self.family.completed(self.train)
