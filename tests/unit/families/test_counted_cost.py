@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sd3_light.config import SIZES, AdapterConfig, ModelSize
 from sd3_light.core.batch import Batch
+from sd3_light.core.columns import Bucket
 from sd3_light.core.cost import Compute, TextTokens, Tokens
 from sd3_light.cost.gpu_memory import gpu_memory
 from sd3_light.cost.training_flops import training_flops
