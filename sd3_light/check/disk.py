@@ -359,7 +359,7 @@ def _cannot_create(folder: Path) -> str | None:
 
 
 def _first_clip(dataset: DatasetConfig) -> Path | None:
-    """Return a video below the folders of a dataset that Pillow does not decode; those inside containers are not seen."""
+    """Return a video below the folders of a dataset that needs PyAV; those inside containers are not seen."""
     folders = (directory.path for directory in dataset.directories if directory.clip_lengths)
     files = (file for folder in folders if isinstance(folder, Path) for file in folder.rglob("*"))
     return next((file for file in files if file.suffix.lower() in VIDEOS.suffixes - {".gif"}), None)
