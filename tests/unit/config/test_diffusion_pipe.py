@@ -264,7 +264,7 @@ def test_a_size_bucket_with_frames_says_what_to_write_instead(only_fault: Any) -
     assert "write [width, height]" in fault.problem
 
 
-@pytest.mark.parametrize("family", [*(name for name in UPSTREAM_FAMILIES if name not in FAMILY_NAMES), "Wan"])
+@pytest.mark.parametrize("family", [*(name for name in UPSTREAM_FAMILIES if name not in FAMILY_NAMES), "LTX-Video"])
 def test_another_family_is_one_message_with_what_trains_it(files: Any, family: str) -> None:
     """Its other keys are not reported: none of them makes it an SD3 config."""
     (fault,) = files.faults(
@@ -278,7 +278,7 @@ def test_another_family_is_one_message_with_what_trains_it(files: Any, family: s
 
 
 def test_a_family_from_the_command_line_names_it(files: Any) -> None:
-    (fault,) = files.faults(overrides=("model.type=wan",))
+    (fault,) = files.faults(overrides=("model.type=sdxl",))
     assert fault.file == "--set"
 
 
