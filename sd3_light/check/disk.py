@@ -79,6 +79,7 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
         with checks.user_errors_of("model.diffusers_path"):
             checks.step = family.checks.side_step(model)
         checks.sampling()
+        checks.sampled_frames(family)
         checks.continued_values()
     return start
 
@@ -239,6 +240,19 @@ class _DiskChecks:
             if sides is not None and any(side % self.step for side in sides):
                 problem = f"the model needs sides that are multiples of {self.step}"
                 self.add(key, problem, list(sides), "choose another size")
+
+    def sampled_frames(self, family: Family) -> None:
+        """Check that the family draws clips of the requested length."""
+        frames = self.train.sampling.frames
+        step = family.frame_step(self.model.diffusers_path)
+        if frames is None or frames == 1:
+            return
+        if step is None:
+            self.add("sampling.frames", f"{family.title} draws images only", frames, "remove it")
+        elif (frames - 1) % step:
+            below = frames - (frames - 1) % step
+            problem = f"clips of {family.title} have {step}·n + 1 frames"
+            self.add("sampling.frames", problem, frames, f"write {below} or {below + step}")
 
     def clips(self, dataset: DatasetConfig) -> None:
         """Check that the family allows the lengths of clips, and that videos can be decoded."""
