@@ -140,7 +140,7 @@ def test_flux_dev_costs_what_it_is_known_to(flux: Path) -> None:
     cost = family.cost(WeightsStart("folder", flux, StockSize("Flux", config), ""), model)
     assert cost.parameters == 11_901_408_320
     assert cost.num_blocks == 57
-    tokens = cost.tokens(1024, 1024)
+    tokens = cost.tokens(Bucket(1024, 1024))
     assert (tokens.image, tokens.text) == (4096, 512)
     assert cost.forward_flops(tokens) == pytest.approx(74e12, rel=0.1)
     texts = [column for column in family.columns(model, flux, Bucket(1024, 1024)) if column.per_caption]
@@ -228,6 +228,14 @@ def test_single_files_are_refused_with_the_remedy(
     ((key, problem),) = faults(flux, "", f'init = "{file}"')
     assert key == "model.init"
     assert problem.startswith(f"{file}: Flux starts from a diffusers folder, not from a single file; remove model.init")
+
+
+def test_a_named_family_has_its_own_pipeline(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+    """Kontext has the denoiser of Flux, and takes images."""
+    set_json(flux / "model_index.json", _class_name="FluxKontextPipeline")
+    assert faults(flux, "", 'type = "flux"') == [
+        ("model.diffusers_path", "it is a 'FluxKontextPipeline', and Flux a FluxPipeline")
+    ]
 
 
 def test_new_names_its_option_for_a_single_file(tmp_path: Path, raw_project: Project) -> None:
