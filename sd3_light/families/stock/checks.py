@@ -48,6 +48,13 @@ class StockChecks(ModelChecks):
         if not (folder / "model_index.json").is_file():
             yield _fault(_FOLDER, "the folder lacks model_index.json", folder, _WHOLE)
             return
+        kind = read_json(folder / "model_index.json").get("_class_name")
+        if kind != self.family.pipeline:
+            hint = 'write model.type = "auto", or give another folder'
+            yield _fault(
+                _FOLDER, f"it is a {kind!r:.80}, and {self.family.title} a {self.family.pipeline}", folder, hint
+            )
+            return
         named = components(folder)
         needed = ["vae", "scheduler", *(part for parts in self.family.text_parts.values() for part in parts)]
         needed += ["transformer"] if with_denoiser else []

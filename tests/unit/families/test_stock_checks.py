@@ -230,6 +230,14 @@ def test_single_files_are_refused_with_the_remedy(
     assert problem.startswith(f"{file}: Flux starts from a diffusers folder, not from a single file; remove model.init")
 
 
+def test_a_named_family_has_its_own_pipeline(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
+    """Kontext has the denoiser of Flux, and takes images."""
+    set_json(flux / "model_index.json", _class_name="FluxKontextPipeline")
+    assert faults(flux, "", 'type = "flux"') == [
+        ("model.diffusers_path", "it is a 'FluxKontextPipeline', and Flux a FluxPipeline")
+    ]
+
+
 def test_new_names_its_option_for_a_single_file(tmp_path: Path, raw_project: Project) -> None:
     file = tmp_path / "flux1-dev.safetensors"
     file.write_bytes(b"")
