@@ -15,6 +15,7 @@ from sd3_light import journeys
 from sd3_light.cache.freshness import CacheState, render_state
 from sd3_light.check import verb as check
 from sd3_light.check.conclusion import Target, conclude
+from sd3_light.cli.families_verb import families
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.evaluate.against import Measured
 from sd3_light.evaluate.comparison import Estimate, Scores
@@ -163,6 +164,16 @@ def test_tables_on_stderr_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "98.765 GB" in " ".join(screen.getvalue().split())
 
 
+def test_the_table_of_families_is_not_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It has words in place of numbers."""
+    for width in (1000, *WIDTHS):
+        monkeypatch.setenv("COLUMNS", str(width))
+        families(as_json=False)
+        text = capsys.readouterr().out
+        assert "…" not in text
+        assert "Flux" in text
+
+
 def test_no_module_prints_a_table_of_rich() -> None:
     """rich cuts cells that do not fit: every table is a `ResultTable`, which the tests above print."""
     tables = [
@@ -172,4 +183,4 @@ def test_no_module_prints_a_table_of_rich() -> None:
     ]
     assert tables == [Path("runlog/tables.py")]
     makers = re.findall(r"ResultTable\(", "".join(file.read_text("utf-8") for file in PACKAGE.rglob("*.py")))
-    assert len(makers) == 9, "a new table: add it to TABLES"
+    assert len(makers) == 10, "a new table: add it to TABLES"
