@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sd3_light.cache import verb as cache
+from sd3_light import cache
 
 USERS = (
     "sd3_light.cache.ray_builder",

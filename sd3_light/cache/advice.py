@@ -5,6 +5,7 @@ Of a large dataset they look at a part that is spread over all units.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from statistics import median
@@ -97,10 +98,11 @@ def measure_reconstructions(title: str, plan: CachePlan, builder: Builder) -> No
 
 
 def _decode_few(plan: CachePlan, builder: Builder) -> dict[str, Pixels]:
-    """Return some images that can be decoded, by their keys."""
-    samples = list(_few(plan, _RECONSTRUCTED[builder.device_type]))
+    """Return some images that can be decoded, of clips the first frame, by their keys."""
+    few = _few(plan, _RECONSTRUCTED[builder.device_type])
+    samples = [(unit, replace(member, bucket=replace(member.bucket, frames=1))) for unit, member in few]
     roots = {unit: plan.source(unit).root for unit, _ in samples}
-    tasks = {member.row.key: decode_task(member, roots[unit], unit) for unit, member in samples}
+    tasks = {member.row.key: decode_task(member, roots[unit]) for unit, member in samples}
     with builder.decode_pool(list(dict.fromkeys(roots.values()))) as pool:
         images = dict(zip(tasks, chain.from_iterable(pool.map([task] for task in tasks.values())), strict=True))
     return {key: image.pixels for key, image in images.items() if image.pixels is not None}

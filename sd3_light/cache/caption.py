@@ -34,9 +34,10 @@ from sd3_light.inputs import lines_of, open_regular, parse_json, regular_handle
 from sd3_light.model.part_configs import check_files
 from sd3_light.pages import check_output_path, data_uri, render_template, save_page
 from sd3_light.runlog import info, progress
-from sd3_light.sources.preprocess import Reject, decode
+from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, Rejected
 from sd3_light.sources.scan import scan
+from sd3_light.sources.video import open_still
 
 TABLE = "captions.json"
 DONE = ".captions.jsonl"
@@ -211,7 +212,7 @@ def _decoded(folder: Path, names: Sequence[str], size: int) -> Iterator[tuple[Se
 
     def read(name: str) -> Image.Image | None:
         try:
-            return decode(FileBytes(str(folder / name)).read()).convert("RGB")
+            return open_still(FileBytes(str(folder / name))).convert("RGB")
         except Reject:
             return None
 
@@ -350,7 +351,7 @@ def _render(data: Path, model: str, options: CaptionOptions, works: Sequence[_Di
         most = max(1, _EXAMPLES // len(works))
         for name in names[:: max(1, len(names) // most)][:most]:
             try:
-                image = decode(FileBytes(str(work.folder / name)).read()).convert("RGB")
+                image = open_still(FileBytes(str(work.folder / name))).convert("RGB")
             except Reject:
                 continue
             examples.append(CaptionedImage(name, data_uri(image, 384), image.size, tuple(work.captions[name])))

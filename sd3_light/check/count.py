@@ -7,13 +7,14 @@ from pathlib import Path
 
 from sd3_light.config import DatasetConfig, DirectoryConfig, Resolution
 from sd3_light.core.caption_lengths import CaptionSample
+from sd3_light.core.columns import named_bucket
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.shard_table import column, group_shards
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.runlog import progress
 from sd3_light.sources.buckets import Bucket, fits, misfit
 from sd3_light.sources.captions import caption_variants
-from sd3_light.sources.catalogue import InputRow, Source, make_sources, read_last_listing
+from sd3_light.sources.catalogue import InputRow, Source, make_sources, read_last_listing, to_probe
 from sd3_light.sources.decode import SampleLocation, probe_images
 from sd3_light.sources.earlier_images import EarlierImages, open_earlier_images
 from sd3_light.sources.extreme_fits import ExtremeFits
@@ -73,7 +74,7 @@ def _scan_rows(source: Source) -> Iterator[InputRow]:
         if isinstance(entry, Rejected):
             yield InputRow(entry.key, reason=entry.reason, detail=entry.detail)
             continue
-        (result,) = probe_images([SampleLocation(entry.image, entry.mask, source.finds_similar)])
+        (result,) = probe_images([to_probe(SampleLocation(entry.image, entry.mask), source)])
         row = InputRow(entry.key, captions=entry.captions, attributes=entry.attributes)
         yield replace(row, mask="" if entry.mask is None else "a mask", **asdict(result))
 
@@ -83,7 +84,7 @@ def _add(
 ) -> None:
     if not row.reason and not matches_size(directory.where, row.attributes, row.width, row.height):
         return
-    if reason := row.reason or misfit(row.width, row.height, directory):
+    if reason := row.reason or misfit(row.width, row.height, directory, row.frames):
         counts.rejects.add(reason, row.key, row.detail)
         return
     if (duplicate := earlier.add(row, directory)) and duplicate.is_dropped:
@@ -92,7 +93,7 @@ def _add(
     variants = caption_variants(row.captions, seed, row.key, directory)
     captions = len(variants)
     counts.captions.add(row.key, variants)
-    for resolution, bucket, fit in fits(row.width, row.height, directory):
+    for resolution, bucket, fit in fits(row.width, row.height, directory, row.frames):
         counts.extremes.add(row.key, fit)
         count = counts.bucket(resolution, bucket, number)
         count.samples += 1
@@ -107,7 +108,7 @@ def _count_manifest(manifest: Manifest, dataset: DatasetConfig) -> SampleCounts:
     numbers = {source.label: number for number, source in enumerate(make_sources(dataset.directories))}
     counts = SampleCounts(manifest.counts.get("pictures", 0), Rejects(Counter(manifest.rejects)))  # no captions
     for group in group_shards(manifest.shards):
-        bucket = Bucket(*map(int, group.bucket.split("x")))
+        bucket = named_bucket(group.bucket)
         labels, sizes = (column(group.shards, name).tolist() for name in ("directory", "count"))
         for label, samples in zip(labels, sizes, strict=True):
             count = counts.bucket(group.resolution, bucket, numbers[label])

@@ -14,6 +14,7 @@ from sd3_light.config.cross_checks import negative_prompts
 from sd3_light.config.family_keys import AUTO, unknown_keys
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
+from sd3_light.core.clips import clip_faults
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of, names_family
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
@@ -23,6 +24,7 @@ from sd3_light.model.base_values import with_base_values
 from sd3_light.runlog import missing_trackers
 from sd3_light.sources.access import CONTAINERS, exists
 from sd3_light.sources.buckets import buckets_for
+from sd3_light.sources.video import has_av
 from sd3_light.urls import protocol_problem
 
 PATH_HINT = "relative paths start at the folder of the TOML"
@@ -52,6 +54,7 @@ def check_disk(
         if caching or isinstance(dataset.cache_dir, Path):
             checks.sources(dataset)
         checks.buckets(dataset)
+        checks.clips(dataset)
     checks.outputs()
     checks.memory()
     return start, list(dict.fromkeys(checks.faults))
@@ -76,6 +79,7 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
         with checks.user_errors_of("model.diffusers_path"):
             checks.step = family.checks.side_step(model)
         checks.sampling()
+        checks.sampled_frames(family)
         checks.continued_values()
     return start
 
@@ -235,6 +239,30 @@ class _DiskChecks:
             if sides is not None and any(side % self.step for side in sides):
                 problem = f"the model needs sides that are multiples of {self.step}"
                 self.add(key, problem, list(sides), "choose another size")
+
+    def sampled_frames(self, family: Family) -> None:
+        """Check that the family draws clips of the requested length."""
+        frames = self.train.sampling.frames
+        step = family.frame_step(self.model.diffusers_path)
+        if frames is None or frames == 1:
+            return
+        if step is None:
+            self.add("sampling.frames", f"{family.title} draws images only", frames, "remove it")
+        elif (frames - 1) % step:
+            below = frames - (frames - 1) % step
+            problem = f"clips of {family.title} have {step}·n + 1 frames"
+            self.add("sampling.frames", problem, frames, f"write {below} or {below + step}")
+
+    def clips(self, dataset: DatasetConfig) -> None:
+        """Check that the family allows the lengths of clips, and that videos can be decoded."""
+        if self.family is None or not any(directory.clip_lengths for directory in dataset.directories):
+            return
+        if not has_av():
+            hint = "run `pip install 'sd3-light[video]'`"
+            self.add("frames", "videos are decoded by PyAV, which is not installed", hint=hint, file=str(dataset.path))
+        with self.user_errors_of("model.diffusers_path"):
+            step = self.family.frame_step(self.model.diffusers_path)
+            self.faults += clip_faults(dataset, step, self.family.title)
 
     def metrics(self) -> None:
         """Check the dataset TOML and the folder of [metrics]."""

@@ -232,7 +232,7 @@ class _Estimator:
         segments = tuple(Segment(count.samples, repeats[index]) for index, count in sorted(directories.items()))
         drop = self.train.small_buckets == "drop"
         order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
-        tokens = self.cost.tokens(bucket.width, bucket.height)
+        tokens = self.cost.tokens(bucket)
         adapter = self.train.adapter is not None
         flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter, self.train.terms)
         samples = sum(count.samples for count in counts)

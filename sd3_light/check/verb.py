@@ -4,7 +4,6 @@ Every stage calls `require` first; `sd3-light check` calls `run` and prints its 
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False)
             raise ConfigFaults(faults)
         loaded = with_local_paths(loaded)
     require(loaded, caching)
-    return replace(loaded, train=with_family_values(loaded.train))
+    return with_family_values(loaded)
 
 
 def _local_faults(loaded: LoadedConfig, caching: bool, with_size: bool = True) -> list[Fault]:

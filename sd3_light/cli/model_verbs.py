@@ -88,6 +88,9 @@ def sample(
     best: Annotated[
         bool, typer.Option("--best", help="Of a run: the best export by [metrics] or validation loss, not the newest.")
     ] = False,
+    frames: Annotated[
+        int, typer.Option(min=0, help="Frames of a clip; 0: the default of the model. Clips are written as 00000.mp4.")
+    ] = 0,
 ) -> None:
     """Draw images. The same prompt and seed give the same image as stock diffusers. Under torchrun the processes share
     the work."""
@@ -103,7 +106,7 @@ def sample(
     rows = [*map(PromptRow, prompt or []), *(read_prompt_rows(file) if file is not None else [])]
     loras = tuple(map(Lora.parse, lora or []))
     options = stage.SampleOptions(
-        steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads, best
+        steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads, best, frames
     )
     path = stage.run(model, rows, seed or [0], out, options, launch)
     if launch.is_main:

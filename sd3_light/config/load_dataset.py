@@ -156,6 +156,11 @@ def _directory_faults(source: _Source, defaults: dict[str, Any], file: str) -> I
         yield Fault(
             file, key(name), "min_ar is greater than max_ar", value=f"min_ar {config.min_ar}, max_ar {config.max_ar}"
         )
+    if config.fps is not None and config.frames is None and not source.faulty_keys & {"fps", "frames"}:
+        hint = "write how many frames a clip has, such as frames = 81"
+        yield Fault(file, key("fps"), "has no effect without frames", value=format_value(config.fps), hint=hint)
+    if config.rejected is not None and config.frames is not None and not source.faulty_keys & {"rejected", "frames"}:
+        yield Fault(file, key("frames"), "conflicts with rejected", hint="remove one: preferences are pairs of images")
     weights, columns = config.caption_weights, config.caption_columns
     if weights and len(weights) != len(columns) and not source.faulty_keys & {"caption_column", "caption_weights"}:
         problem = f"{len(weights)} weights for {len(columns)} columns of captions"

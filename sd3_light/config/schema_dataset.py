@@ -23,9 +23,13 @@ from sd3_light.config.base import (
     as_resolution,
     check_sides,
     invalid_value,
+    is_count,
 )
 from sd3_light.config.condition import ConditionError, parse_condition
 from sd3_light.config.hub_ids import DataPath, repo_or_name
+
+MOST_FRAMES = 10_000
+"""A limit of `frames` that only a mistake reaches."""
 
 
 def parse_resolutions(value: Any) -> tuple[Resolution, ...]:
@@ -50,8 +54,18 @@ def parse_size_buckets(value: Any) -> tuple[Resolution, ...]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, list | tuple) for item in value):
         raise invalid_value("not a list of [width, height] pairs")
     if any(len(item) == 3 for item in value):
-        raise invalid_value("has a third number (frames), but only images are supported: write [width, height]")
+        raise invalid_value("has a third number: write [width, height], and how long clips are with the key frames")
     return parse_resolutions(value)
+
+
+def parse_frames(value: Any) -> int | tuple[int, ...]:
+    """Return a number of frames, or several different ones in rising order."""
+    numbers = value if isinstance(value, list | tuple) else [value]
+    if not numbers or not all(is_count(number) and number <= MOST_FRAMES for number in numbers):
+        raise invalid_value("not a number of frames or a list of them")
+    if len(set(numbers)) < len(numbers):
+        raise invalid_value("contains the same number twice")
+    return tuple(sorted(numbers)) if isinstance(value, list | tuple) else int(value)
 
 
 def parse_ratios(value: Any) -> tuple[float, ...]:
@@ -108,6 +122,11 @@ Resolutions = Annotated[
 SizeBuckets = Annotated[
     tuple[Resolution, ...], BeforeValidator(parse_size_buckets), Allowed(f"a list of [width, height]; {SIDE_RULE}")
 ]
+Frames = Annotated[
+    int | tuple[int, ...],
+    BeforeValidator(parse_frames),
+    Allowed(f"an integer from 1 to {MOST_FRAMES}, or a list of them"),
+]
 Ratios = Annotated[
     tuple[float, ...], BeforeValidator(parse_ratios), Allowed("a list of ratios or [width, height] pairs")
 ]
@@ -132,6 +151,12 @@ class DatasetDefaults(Table):
     """Sides of buckets of an aspect ratio are multiples of this; some models need 32."""
     size_buckets: SizeBuckets | None = None
     """Exact sizes of the buckets in pixels; replaces `resolutions` and aspect ratios."""
+    frames: Frames | None = None
+    """Read videos too: the number of frames of the longest clip, from the start of a video. A shorter video gives the
+    longest clip that the model allows. A list names the lengths instead, and shorter videos are rejected. Images are
+    clips of one frame. Absent: videos are not read."""
+    fps: Annotated[float, Strict(), Ge(0.01), Le(1000)] | None = None
+    """Frames per second of clips: a video of another rate is resampled. Absent: every frame of a video is used."""
     caption_prefix: TomlString = ""
     """Text to prepend to every caption."""
     num_repeats: Annotated[float, Strict(), Gt(0), Le(10_000)] = 1.0
@@ -185,6 +210,13 @@ class DirectoryConfig(DatasetDefaults):
     def name(self) -> str:
         """The last name of `path`, which is part of the identity of its samples; of a dataset on the hub, its own."""
         return repo_or_name(self.path).rpartition("/")[2]
+
+    @property
+    def clip_lengths(self) -> tuple[int, ...]:
+        """The frames of clips, in rising order; none if videos are not read."""
+        if self.frames is None:
+            return ()
+        return self.frames if isinstance(self.frames, tuple) else (self.frames,)
 
     @property
     def caption_columns(self) -> tuple[str, ...]:

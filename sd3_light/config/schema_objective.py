@@ -17,6 +17,7 @@ SPELLINGS = {
     "model.layer_sync": "objective.layer_sync",
 }
 """Keys outside of [objective], and the same settings in it."""
+_TEXT = KnownTo("only SD3's own blocks return text tokens", only=("sd3",))
 PAIRED = ("dpo",)
 """Terms that need a rejected image beside every image."""
 
@@ -75,9 +76,7 @@ class ObjectiveConfig(Table):
     """Flow matching."""
     dpo: DpoTerm | None = None
     """Preferences."""
-    text_recon: Annotated[TextReconTerm | None, KnownTo("only SD3's own blocks return text tokens", only=("sd3",))] = (
-        None
-    )
+    text_recon: Annotated[TextReconTerm | None, _TEXT] = None
     """Text reconstruction."""
     layer_sync: LayerSyncConfig | None = None
     """Alignment of two blocks."""

@@ -316,6 +316,8 @@ class SamplingConfig(Table):
     """What to steer away from; needs `uncond_text = "empty"`."""
     size: ImageSize | None = None
     """Size of the images in pixels. Absent: that of the bucket with most samples."""
+    frames: Count | None = None
+    """Frames of the clips of a video model; 1 draws images. Absent: those of the bucket with most samples."""
     image: tuple[SampleImage, ...] = ()
     """Prompts with their own settings, one `[[sampling.image]]` table each."""
 

@@ -33,7 +33,8 @@ class UnsupportedKey:
 
 _FOLDER = "give the complete diffusers folder as model.diffusers_path"
 _FILE = "give the single file (.safetensors) as model.init and a complete diffusers folder as model.diffusers_path"
-_VIDEO = "only images are supported, not video"
+_CLIP_START = "a clip is the start of its video"
+_ONE_BATCH = "images and clips have the same key"
 _CONTROL = "training on image pairs is not supported"
 _ADAMW = 'write type = "adamw"'
 _FP32 = "master weights and moments are float32, so compensation for bf16 rounding is not needed"
@@ -57,11 +58,11 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("train", "", "disable_block_swap_for_eval", _BLOCK_SWAP, "remove the key"),
     UnsupportedKey("train", "", "reentrant_activation_checkpointing", "only non-reentrant checkpointing is used", "use activation_checkpointing = true"),
     UnsupportedKey("train", "", "activation_checkpointing", "activations are recomputed, not offloaded to the host", "write activation_checkpointing = true", "unsloth"),
-    UnsupportedKey("train", "", "video_clip_mode", _VIDEO, "remove the key"),
-    UnsupportedKey("train", "", "framerate", _VIDEO, "remove the key"),
-    UnsupportedKey("train", "", "image_micro_batch_size_per_gpu", _VIDEO, "use micro_batch_size_per_gpu"),
-    UnsupportedKey("train", "", "image_eval_micro_batch_size_per_gpu", _VIDEO, "use eval_micro_batch_size_per_gpu"),
-    UnsupportedKey("train", "", "eval_image_micro_batch_size_per_gpu", _VIDEO, "use eval_micro_batch_size_per_gpu"),
+    UnsupportedKey("train", "", "video_clip_mode", _CLIP_START, "remove the key"),
+    UnsupportedKey("train", "", "framerate", "the rate of clips is a key of the dataset TOML", "write fps there"),
+    UnsupportedKey("train", "", "image_micro_batch_size_per_gpu", _ONE_BATCH, "use micro_batch_size_per_gpu"),
+    UnsupportedKey("train", "", "image_eval_micro_batch_size_per_gpu", _ONE_BATCH, "use eval_micro_batch_size_per_gpu"),
+    UnsupportedKey("train", "", "eval_image_micro_batch_size_per_gpu", _ONE_BATCH, "use eval_micro_batch_size_per_gpu"),
     UnsupportedKey("train", "", "uncond_fraction", "the dropout of captions has keys in [model]", 'write enable_uncond_text_dropout = true, uncond_text_dropout = "joint" and uncond_text_dropout_prob in [model]'),
     UnsupportedKey("train", "", "huber_delta", _LOSSES, "use pseudo_huber_c"),
     UnsupportedKey("train", "", "smooth_l1_beta", _LOSSES, "use pseudo_huber_c"),
@@ -79,7 +80,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("train", "model", "t5_path", _ENCODERS, _FOLDER),
     UnsupportedKey("train", "model", "text_encoder_path", _ENCODERS, _FOLDER),
     UnsupportedKey("train", "model", "text_encoders", _ENCODERS, _FOLDER),
-    UnsupportedKey("train", "model", "first_frame_conditioning_p", _VIDEO, "remove the key"),
+    UnsupportedKey("train", "model", "first_frame_conditioning_p", "training with a given first frame is not supported", "remove the key"),
     UnsupportedKey("train", "model", "min_t", "timesteps are drawn from the whole interval (0, 1)", "change their distribution with timestep_sample_method, sigmoid_scale or shift"),
     UnsupportedKey("train", "model", "max_t", "timesteps are drawn from the whole interval (0, 1)", "change their distribution with timestep_sample_method, sigmoid_scale or shift"),
     UnsupportedKey("train", "model", "bypass_guidance_embedding", "a denoiser runs as it was trained, with its guidance embedding", "write guidance, a number; SD3 has none"),
@@ -135,8 +136,8 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("train", "adapter", "exclude_modules", "layers are selected, not excluded", "use adapter.target_modules"),
     UnsupportedKey("train", "adapter", "exclude_linear_modules", "layers are selected, not excluded", "use adapter.target_modules"),
     UnsupportedKey("train", "monitoring", "wandb_host", "the wandb client reads its host from the environment", "set WANDB_BASE_URL"),
-    UnsupportedKey("dataset", "", "frame_buckets", _VIDEO, "remove the key"),
-    UnsupportedKey("dataset", "", "video_clip_mode", _VIDEO, "remove the key"),
+    UnsupportedKey("dataset", "", "frame_buckets", "the lengths of clips have another name", "write frames: a number, or a list without the 1 of images"),
+    UnsupportedKey("dataset", "", "video_clip_mode", _CLIP_START, "remove the key"),
     UnsupportedKey("dataset", "", "control_path", _CONTROL, "remove the key"),
     UnsupportedKey("dataset", "", "online_captions", "a changed caption updates the cache", "remove the key"),
     UnsupportedKey("dataset", "", "shuffle_metadata", "the order of samples depends on the seed alone", "remove the key"),

@@ -26,7 +26,7 @@ class Batch(BatchRecord):
 
     ``values`` go to the device. Reserved names: ``noisy`` latents, times ``t`` from 0 to 1, the ``target`` velocity,
     ``mask`` and ``weight`` of a sample's loss. ``host`` values stay on the host: counts, as reading them back would
-    wait for the device, and in tasks what is no tensor. A batch without values is a placeholder, for processes that
+    wait for the device, and in tasks values of other types. A batch without values is a placeholder, for processes that
     need only its size.
     """
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from sd3_light.config import AdapterConfig, TrainConfig
+from sd3_light.core.columns import Bucket
 
 if TYPE_CHECKING:
     from sd3_light.core.batch import Batch
@@ -159,9 +160,15 @@ class Cost(ABC):
     def image_tokens(self, width: int, height: int) -> int:
         """Return the tokens of an image of ``width`` x ``height`` pixels."""
 
-    def tokens(self, width: int, height: int) -> Tokens:
-        """Return the tokens of a sample with the longest caption."""
-        return Tokens(self.image_tokens(width, height), self.text.most)
+    def latent_frames(self, frames: int) -> int:
+        """Return the frames of a clip's latents, of which each has the tokens of an image."""
+        assert frames == 1, "a family of images"
+        return 1
+
+    def tokens(self, bucket: Bucket) -> Tokens:
+        """Return the tokens of a sample of a bucket with the longest caption."""
+        image = self.image_tokens(bucket.width, bucket.height)
+        return Tokens(image * self.latent_frames(bucket.frames), self.text.most)
 
     @abstractmethod
     def batch_tokens(self, batch: "Batch") -> Mapping[Tokens, int]:

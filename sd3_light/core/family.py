@@ -7,7 +7,7 @@ worker no pipeline. Generic code gets a family from `core.registry` and imports 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.checks import ModelChecks
@@ -54,6 +54,7 @@ class Family(ABC):
     ``pipeline`` is the class in `model_index.json` that loads an export, ``denoiser`` the class of its denoiser.
     ``has_stages`` says whether its layers can be those of a pipeline over several processes, ``starts_random`` whether
     it is trained from random weights, ``loads_adapters`` whether its stock pipeline loads a LoRA.
+    ``media`` is what it draws.
     """
 
     name: ClassVar[str]
@@ -62,6 +63,7 @@ class Family(ABC):
     denoiser: ClassVar[str]
     has_stages: ClassVar[bool] = False
     starts_random: ClassVar[bool] = False
+    media: ClassVar[Literal["image", "video"]] = "image"
     loads_adapters: ClassVar[bool] = True
 
     @property
@@ -110,9 +112,13 @@ class Family(ABC):
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """Return the keys of a recipe that `new` writes otherwise for a model folder; None: it leaves the key out.
 
-        ``side_step`` is one of the dataset TOML. The recipes themselves are SD3's.
+        ``side_step``, ``frames`` and ``fps`` are keys of the dataset TOML. The recipes themselves are SD3's.
         """
         return {}
+
+    def frame_step(self, folder: Path) -> int | None:
+        """Return s if the clips that a model folder's VAE encodes have s·n + 1 frames; None: it has images only."""
+        return None
 
     @abstractmethod
     def cost(self, start: WeightsStart, model: ModelConfig) -> Cost:

@@ -36,11 +36,10 @@ class TrainedModel(nn.Module):
     Weights have the names of the stock denoiser, in checkpoints and exports alike, and those of the objective's heads
     begin with `HEADS`. A family's own model defines `predict`. ``dropout`` is that of an adapter on the denoiser,
     ``teacher`` the prediction of the objective's teacher. ``release`` frees weights that an engine gathered for a pass
-    of `infer`. ``step`` counts the steps done. ``has_layers``: it has `pipeline_layers`.
+    of `infer`. ``step`` counts the steps done.
     """
 
     compute_dtype: torch.dtype = torch.float32
-    has_layers = False
 
     def __init__(self, denoiser: nn.Module, objective: Objective) -> None:
         super().__init__()

@@ -1,11 +1,13 @@
 """The known families by name; a family's code is imported when it is used."""
 
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib import import_module
 from pathlib import Path
 
-from sd3_light.config import ModelConfig, TrainConfig, UserError
+from sd3_light.config import LoadedConfig, ModelConfig, UserError
 from sd3_light.config.family_keys import AUTO, is_installed_class
+from sd3_light.core.clips import with_clip_lengths
 from sd3_light.core.family import Family
 from sd3_light.core.files import SingleFiles
 from sd3_light.core.start import WeightsStart
@@ -69,9 +71,16 @@ def names_family(model: ModelConfig) -> bool:
     return model.type != AUTO or (model.diffusers_path / _INDEX).is_file()
 
 
-def with_family_values(config: TrainConfig) -> TrainConfig:
-    """Return the config with what its family has in place of absent keys."""
-    return family_of(config.model).completed(config)
+def with_family_values(loaded: LoadedConfig) -> LoadedConfig:
+    """Return a config with what its family has in place of absent keys, and the lengths of clips that it allows."""
+    family = family_of(loaded.train.model)
+    step = family.frame_step(loaded.train.model.diffusers_path)
+    return replace(
+        loaded,
+        train=family.completed(loaded.train),
+        dataset=with_clip_lengths(loaded.dataset, step),
+        eval_datasets={name: with_clip_lengths(dataset, step) for name, dataset in loaded.eval_datasets.items()},
+    )
 
 
 def _first_family(folder: Path, names: tuple[str, ...]) -> Family:

@@ -24,7 +24,7 @@ EncodedText = Mapping[str, "Tensor"]
 class ImageRequest:
     """One image to generate; sides in pixels. The negative prompt is used only where the model takes one.
 
-    None for `steps` or `guidance` means the value passed to the generating function.
+    None for `steps` or `guidance` means the value passed to the generating function. A clip has several frames.
     """
 
     prompt: str
@@ -34,6 +34,12 @@ class ImageRequest:
     negative_prompt: str = ""
     steps: int | None = None
     guidance: float | None = None
+    frames: int = 1
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Width and height; of a clip frames too."""
+        return (self.width, self.height) if self.frames == 1 else (self.width, self.height, self.frames)
 
 
 class Decoder(Protocol):
@@ -44,7 +50,7 @@ class Decoder(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     def decode(self, latents: "Tensor") -> "Tensor":
-        """Return the pixels [B, 3, H, W] from 0 to 1."""
+        """Return the pixels [B, 3, H, W] from 0 to 1; of latents with frames [B, 3, F, H, W]."""
 
 
 class Sampling(ABC):
@@ -71,11 +77,11 @@ class Sampling(ABC):
         """Return what the denoiser takes beside ``noisy`` and ``t``, in float32 on the host."""
 
     @abstractmethod
-    def latent_shape(self, model: ModelConfig, size: tuple[int, int]) -> tuple[int, ...]:
-        """Return the shape of one image's latents; ``size`` is the image's width and height."""
+    def latent_shape(self, model: ModelConfig, size: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of one image's latents; ``size`` is that of `ImageRequest`."""
 
     @abstractmethod
-    def scheduler(self, model: ModelConfig, size: tuple[int, int], steps: int, device: "torch.device") -> Any:
+    def scheduler(self, model: ModelConfig, size: tuple[int, ...], steps: int, device: "torch.device") -> Any:
         """Return a new scheduler of diffusers with its timesteps set, as the stock pipeline sets them."""
 
     @abstractmethod
@@ -131,6 +137,15 @@ class PipelineInputs(ABC):
 
         ``encode`` returns what `encode` of this class does, perhaps from memory.
         """
+
+    def frames_fault(self, frames: int) -> str | None:
+        """Return why the model cannot generate a clip of this many frames; None if it can."""
+        return None if frames == 1 else f"{frames} frames: this model generates images, not clips; leave them out"
+
+    @property
+    def default_frames(self) -> int:
+        """The frames of a clip whose request names none; 1 for images."""
+        return 1
 
     def default_size(self, pipe: Any) -> tuple[int, int]:
         """Return the width and height of an image whose request names none."""

@@ -41,6 +41,10 @@ def decode_dataset(
     ``folder`` holds the catalogue of the sources, so that a second run need not probe the images again. With
     ``list_rejects`` it keeps the list of rejected inputs too, whose first ones are always printed.
     """
+    if any(directory.frames is not None for directory in dataset.directories):
+        raise UserError(
+            f"{dataset.path}: frames: only images are used here, not videos; give a dataset without the key"
+        )
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)
         with progress("listing", None, "inputs") as bar:
@@ -87,7 +91,7 @@ def _decode(
         WorkerPool(workers if len(samples) > _MIN_FOR_WORKERS else 0, decode_images, CRASHED_DECODE) as pool,
         progress("decoding", len(samples), "images") as bar,
     ):
-        results = pool.map([decode_task(member, plan.source(unit).root, unit) for unit, member in batch]
+        results = pool.map([decode_task(member, plan.source(unit).root) for unit, member in batch]
                            for batch in _batches(samples))  # fmt: skip
         for batch, images in zip(_batches(samples), results, strict=True):
             for (unit, member), image in zip(batch, images, strict=True):

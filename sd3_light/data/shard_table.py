@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sd3_light.inputs import require_regular
 
 _CHUNK = 8192  # rows that are converted at a time
-_BUCKET = re.compile(r"\d+x\d+")
+_BUCKET = re.compile(r"\d+x\d+(x\d+)?")
 
 
 @dataclass(frozen=True, slots=True)  # slots: a process may hold thousands of entries

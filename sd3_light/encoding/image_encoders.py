@@ -31,7 +31,8 @@ class ImageEncoders(ABC):
     On GPUs the VAE encodes as ``vae_dtype`` says (float32: with TF32 convolutions) and text encoders run in
     ``text_dtype``; on CPUs everything is float32.
     ``one_at_a_time`` keeps only the encoder in use on the device; None decides by the free memory. Batches depend on
-    the inputs and ``batch_size`` only. One thread encodes; `tokenize` may run on another.
+    the inputs and ``batch_size`` only. ``with_frames`` stores images as clips of one frame. One thread encodes;
+    `tokenize` may run on another.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ImageEncoders(ABC):
         batch_size: int,
         vae_dtype: VaeDtype = "float32",
         one_at_a_time: bool | None = None,
+        with_frames: bool = False,
     ) -> None:
         self.path = diffusers_path
         self.device = device
@@ -50,6 +52,7 @@ class ImageEncoders(ABC):
         self._text_dtype = text_dtype if device.type == "cuda" else torch.float32
         self._vae_setting = vae_dtype
         self._one_at_a_time = one_at_a_time
+        self._with_frames = with_frames
         self._modules: ResidentModules | None = None
         self._copies = AsyncHostCopies(device)
 
@@ -86,9 +89,15 @@ class ImageEncoders(ABC):
         return self._modules.get(name)
 
     def encode_images(self, pixels: NDArray[np.uint8] | Tensor, flip: bool) -> dict[str, Tensor]:
-        """Encode uint8 pixels [B, H, W, 3] to fp16 ``moments`` [B, v, 2C, h, w]; ``flip`` adds mirrored ones."""
+        """Encode uint8 pixels [B, H, W, 3] to fp16 ``moments`` [B, v, 2C, h, w]; ``flip`` adds mirrored ones.
+
+        Clips have pixels [B, F, H, W, 3] and moments [B, v, 2C, f, h, w], as images do that are stored with a frame.
+        """
         source = torch.as_tensor(pixels)
-        batches = image_batches(len(source), source.shape[1], source.shape[2], self.batch_size)
+        if self._with_frames and source.dim() == 4:
+            source = source.unsqueeze(1)
+        *_, height, width, _ = source.shape
+        batches = image_batches(len(source), height * source.shape[1:-3].numel(), width, self.batch_size)
         vae = self.part("vae")
         encoded: Tensor | None = None
         for rows in batches:

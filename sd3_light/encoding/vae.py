@@ -168,17 +168,20 @@ class VaeDecoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Return the pixels [B, 3, H, W] from 0 to 1."""
+        """Return the pixels [B, 3, H, W] from 0 to 1; of clips [B, 3, F, H, W]."""
         images = decode_raw(self.vae, self._scale.denormalise(latents))
         return (images * 0.5 + 0.5).clamp(0, 1)
 
 
-def decode_raw(vae: Any, latents_BCHW: Tensor) -> Tensor:
-    """Return the images [B, 3, H, W] from -1 to 1; a VAE of videos decodes one frame."""
-    if not _has_frames(vae.decoder):
-        images: Tensor = vae.decode(latents_BCHW, return_dict=False)[0]
+def decode_raw(vae: Any, latents: Tensor) -> Tensor:
+    """Return the images [B, 3, H, W] from -1 to 1 of latents [B, C, h, w]; those of clips [B, C, f, h, w] have frames.
+
+    A VAE of videos decodes an image as one frame.
+    """
+    if latents.dim() == 5 or not _has_frames(vae.decoder):
+        images: Tensor = vae.decode(latents, return_dict=False)[0]
         return images
-    frames: Tensor = vae.decode(latents_BCHW.unsqueeze(2), return_dict=False)[0]
+    frames: Tensor = vae.decode(latents.unsqueeze(2), return_dict=False)[0]
     return frames[:, :, 0]
 
 
@@ -187,20 +190,20 @@ def _has_frames(part: nn.Module) -> bool:
     return next(part.parameters()).dim() == 5
 
 
-def raw_moments(vae: Any, pixels_BHWC: Tensor, flip: bool = False) -> Tensor:
-    """Encode uint8 pixels, mirrored with ``flip``, to moments [B, 2C, h, w] in fp16 on the device."""
+def raw_moments(vae: Any, pixels: Tensor, flip: bool = False) -> Tensor:
+    """Encode uint8 pixels, mirrored with ``flip``, to moments [B, 2C, h, w] in fp16 on the device; see below."""
     # the VAE clamps the log-variance to a range that fp16 holds
-    return encode_pixels(vae, pixels_BHWC.flip(2) if flip else pixels_BHWC).to(torch.float16).contiguous()
+    return encode_pixels(vae, pixels.flip(-2) if flip else pixels).to(torch.float16).contiguous()
 
 
-def encode_pixels(vae: Any, pixels_BHWC: Tensor, tf32: bool = True) -> Tensor:
-    """Encode pixels from 0 to 255 to mean and log-variance [B, 2C, h, w] in the encoder's dtype.
+def encode_pixels(vae: Any, pixels: Tensor, tf32: bool = True) -> Tensor:
+    """Encode pixels [B, H, W, 3] from 0 to 255 to mean and log-variance [B, 2C, h, w] in the encoder's dtype.
 
-    A VAE without a distribution gives latents [B, C, h, w].
+    A VAE without a distribution gives latents [B, C, h, w]. Clips [B, F, H, W, 3] give moments [B, 2C, f, h, w].
     """
     dtype = next(vae.encoder.parameters()).dtype  # of its first convolution
-    images = (pixels_BHWC.permute(0, 3, 1, 2).float() / 127.5 - 1).to(dtype)
-    has_frames = _has_frames(vae.encoder)
+    images = (pixels.movedim(-1, 1).float() / 127.5 - 1).to(dtype)
+    has_frames = _has_frames(vae.encoder) and pixels.dim() == 4
     with tf32_convolutions(tf32):
         encoded = vae.encode(images.unsqueeze(2) if has_frames else images)
     if hasattr(encoded, "latent"):
@@ -228,10 +231,12 @@ def tf32_convolutions(allowed: bool = True) -> Iterator[None]:
 
 
 @torch.no_grad()
-def decode_moments(vae: Any, moments_BCHW: Tensor) -> NDArray[np.uint8]:
-    """Decode the posterior means of moments [B, 2C, h, w] to pixels [B, H, W, 3]."""
+def decode_moments(vae: Any, moments: Tensor) -> NDArray[np.uint8]:
+    """Decode the posterior means of moments [B, 2C, h, w] to pixels [B, H, W, 3]; of clips the first frame."""
     is_plain = type(vae).__name__ in _WITHOUT_DISTRIBUTION
-    means = moments_BCHW if is_plain else moments_BCHW.chunk(2, dim=1)[0]
+    means = moments if is_plain else moments.chunk(2, dim=1)[0]
+    if means.dim() == 5:
+        means = means[:, :, 0]  # the first frame depends on the first latents alone
     dtype = next(vae.decoder.parameters()).dtype  # may differ from the encoder's
     images = decode_raw(vae, means.to(vae.device, dtype))
     values = ((images.float().clamp(-1, 1) + 1) * 127.5).round().to("cpu", torch.uint8)

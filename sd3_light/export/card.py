@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from sd3_light.config import DEFAULT_GUIDANCE, AdapterConfig
+from sd3_light.core.family import Family
 from sd3_light.core.files import CardTexts
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportSpec
 from sd3_light.inputs import read_limited
@@ -16,7 +17,7 @@ _MODEL_CARD = """---
 {metadata}
 ---
 
-# A text-to-image model trained with SD3-Light
+# A text-to-{media} model trained with SD3-Light
 
 | | |
 |---|---|
@@ -86,9 +87,13 @@ from diffusers import {{pipeline}}
 pipe = {{pipeline}}.from_pretrained({{base}}, dtype=torch.float32)
 pipe.load_lora_weights("this folder")
 {SEED}
-image = pipe("a prompt", {SETTINGS}).images[0]
+{{drawn}}
 ```
 """
+_DRAWN = {
+    "image": f'image = pipe("a prompt", {SETTINGS}).images[0]',
+    "video": f'frames = pipe("a prompt", {SETTINGS}).frames[0]  # see diffusers.utils.export_to_video',
+}
 _COMFY = "In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1."
 _NO_COMFY = "ComfyUI ignores the magnitudes of a DoRA: merge it into the model to use it there."
 _PADDED_COMFY = """In ComfyUI, which reads this model as a single file padded to {blocks} blocks: convert the LoRA with
@@ -107,7 +112,8 @@ def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, A
     licence = _licence_of(spec.base)
     texts = spec.family.files.card(spec.transformer_config, spec.text)
     return _MODEL_CARD.format(
-        metadata=_metadata(spec.family.name, licence, about),
+        metadata=_metadata(spec.family, licence, about),
+        media=spec.family.media,
         table="\n".join(f"| {name} | {_cell(value)} |" for name, value in _rows(spec, texts, facts, about)),
         samples=_samples(spec),
         code=texts.code,
@@ -121,11 +127,11 @@ def _samples(spec: ExportSpec) -> str:
     return _SAMPLES.format(file=SAMPLES_FILE) if SAMPLES_FILE in spec.images else ""
 
 
-def _metadata(family: str, licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
+def _metadata(family: Family, licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
     """Return the YAML front matter; losses and scores form its `model-index`."""
     results = [
         EvalResult(
-            task_type="text-to-image",
+            task_type=f"text-to-{family.media}",
             dataset_type=name,  # the hub groups results of one type as one dataset
             dataset_name=name,
             metric_type=metric,
@@ -135,13 +141,15 @@ def _metadata(family: str, licence: Mapping[str, str], about: Mapping[str, Any])
         for name, metric, value in _results(about)
     ]
     name = about.get("name", "sd3-light") if results else None
-    tags = [family, "flow-matching", "sd3-light"]
+    tags = ["flow-matching", "sd3-light"]
     stated = {key: value for key, value in (licence or _NO_LICENCE).items() if value}
-    return _front_matter(tags, library_name="diffusers", model_name=name, eval_results=results or None, **stated)
+    return _front_matter(
+        family, tags, library_name="diffusers", model_name=name, eval_results=results or None, **stated
+    )
 
 
-def _front_matter(tags: list[str], **fields: Any) -> str:
-    data = ModelCardData(pipeline_tag="text-to-image", tags=tags, **fields)
+def _front_matter(family: Family, tags: list[str], **fields: Any) -> str:
+    data = ModelCardData(pipeline_tag=f"text-to-{family.media}", tags=[family.name, *tags], **fields)
     return str(data.to_yaml()).strip()
 
 
@@ -214,7 +222,7 @@ def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
     library = "diffusers" if spec.adapter.type == "lora" else None  # diffusers does not load LoKr and LoHa
     return _ADAPTER_CARD.format(
         metadata=_front_matter(
-            [spec.family.name, "sd3-light", spec.adapter.type], library_name=library, **_NO_LICENCE, **on_hub
+            spec.family, ["sd3-light", spec.adapter.type], library_name=library, **_NO_LICENCE, **on_hub
         ),
         title=_title(spec.adapter),
         table="\n".join(f"| {name} | {value} |" for name, value in _adapter_rows(spec, facts)),
@@ -255,5 +263,5 @@ def _adapter_use(spec: AdapterSpec) -> str:
     comfy = (_PADDED_COMFY if blocks else _COMFY).format(file=spec.file, blocks=blocks)
     comfy = _NO_COMFY if spec.adapter.use_dora else comfy
     base = f'"{spec.base_repo}"' if spec.base_repo else f'"path/to/{spec.base_folder.name}"'
-    use = _DIFFUSERS.format(base=base, pipeline=spec.family.pipeline)
+    use = _DIFFUSERS.format(base=base, pipeline=spec.family.pipeline, drawn=_DRAWN[spec.family.media])
     return f"{use}\n{comfy}" if comfyui else use.rstrip()

@@ -11,6 +11,7 @@ from sd3_light.checkpoint.reading import Checkpoint
 from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.sizes import MAX_POSITION_STEP, ModelSize
+from sd3_light.core.columns import named_bucket
 from sd3_light.core.start import WeightsStart
 from sd3_light.data.order import Order
 from sd3_light.data.shard_table import BucketShards
@@ -83,17 +84,17 @@ def commonest_bucket(buckets: tuple[BucketShards, ...], order: Order) -> BucketS
     """Return the bucket with most samples per epoch; the largest of several."""
 
     def key(number: int) -> tuple[int, int, str]:
-        width, height = bucket_size(buckets[number])
+        bucket = named_bucket(buckets[number].bucket)
         part = order.buckets[number]
-        return 0 if part.dropped else part.length, width * height, buckets[number].bucket
+        return 0 if part.dropped else part.length, bucket.area * bucket.frames, buckets[number].bucket
 
     return buckets[max(range(len(buckets)), key=key)]
 
 
 def bucket_size(bucket: BucketShards) -> tuple[int, int]:
     """Return width and height in pixels."""
-    width, height = map(int, bucket.bucket.split("x"))
-    return width, height
+    size = named_bucket(bucket.bucket)
+    return size.width, size.height
 
 
 def _is_step(value: Any) -> bool:

@@ -59,6 +59,10 @@ def run(
         raise UserError("--ema-length and --weights exclude each other; use one of them")
     refuse_existing(out)
     _check_options(out, contents, push_to_hub)
+    if not (run_folder / "config.toml").exists() and (saved := sorted(run_folder.glob("*-*.safetensors"))):
+        raise UserError(
+            f"{run_folder} is the run of a script, whose logger saved {saved[-1].name} there; use that file"
+        )
     train = load_config(run_folder / "config.toml").train
     if is_single_file(out) and train.adapter is None:
         single_files(family_of(train.model), out)  # reports a family without them before any work

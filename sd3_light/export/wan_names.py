@@ -28,15 +28,18 @@ _NAMES = (
     (r"(_attn\.)add_([kv])_proj\.", r"\1\2_img."),
     (r"(_attn\.)norm_added_k\.", r"\1norm_k_img."),
 )
-_LAYERS = (
-    (r"^(blocks\.\d+\.)self_attn\.", r"\1attn1."),
-    (r"^(blocks\.\d+\.)cross_attn\.", r"\1attn2."),
-    (r"(attn\d\.)([qkv])$", r"\1to_\2"),
-    (r"(attn\d\.)o$", r"\1to_out.0"),
+_LAYERS = (  # the other way, for layers that have adapters
+    (r"^(time|text)_embedding\.0$", r"condition_embedder.\1_embedder.linear_1"),
+    (r"^(time|text)_embedding\.2$", r"condition_embedder.\1_embedder.linear_2"),
+    (r"^time_projection\.1$", "condition_embedder.time_proj"),
+    (r"^head\.head$", "proj_out"),
     (r"^(blocks\.\d+\.ffn\.)0$", r"\1net.0.proj"),
     (r"^(blocks\.\d+\.ffn\.)2$", r"\1net.2"),
+    (r"^(blocks\.\d+\.)self_attn\.", r"\1attn1."),
+    (r"^(blocks\.\d+\.)cross_attn\.", r"\1attn2."),
+    (r"(attn[12]\.)([qkv])$", r"\1to_\2"),
+    (r"(attn[12]\.)o$", r"\1to_out.0"),
 )
-"""ComfyUI's names of the layers of a block -> diffusers'."""
 
 
 class WanNames(AdapterNames):

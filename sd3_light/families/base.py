@@ -39,10 +39,12 @@ class StockFamily(Family):
     pixels of a token's side. A denoiser with ``packs_latents`` takes whole patches as channels. ``text_inputs`` names
     the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
     ``pads_text``; otherwise ragged columns are padded to the longest of a batch, and with ``pads_prompts`` those of
-    sampling to their full length, under a mask, as in the stock pipeline. ``usual_guidance`` is that of the
-    stock pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``,
-    and takes one prompt at a time if it has ``single_prompts``. ``comfyui``:
-    ComfyUI reads a LoRA with diffusers' names. ``packages`` are those that its text needs beside transformers.
+    sampling to their full length, under a mask, as in the stock pipeline. ``usual_guidance`` is that of the stock
+    pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``, and takes one prompt
+    at a time if it has ``single_prompts``. ``comfyui``: ComfyUI reads a LoRA with the names of `adapter_names`.
+    ``packages`` are those that its text needs beside transformers. ``trained_side`` is that of a square with as many
+    pixels as the images that its models were trained on. A family of videos has latents with frames, those of an image
+    one; ``usual_clip`` are the frames of a clip, and their rate per second.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -58,6 +60,8 @@ class StockFamily(Family):
     single_prompts: ClassVar[bool] = False
     comfyui: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()
+    trained_side: ClassVar[int] = 1024
+    usual_clip: ClassVar[tuple[int, float]] = (1, 1.0)
 
     # --- what a family's file says ---------------------------------------------------------------
 
@@ -239,43 +243,50 @@ class StockFamily(Family):
         step = LatentShape.of_folder(folder).factor * self.patch
         if step > SIDE_STEP:
             keys["side_step"] = step
+        if self.media == "video":
+            keys["frames"], keys["fps"] = self.usual_clip
         if is_dynamic:
             keys["model.flux_shift"] = True
         if self.takes_guidance(read_json(denoiser_folder(folder) / "config.json")):
             keys["model.guidance"] = 1.0
         return keys
 
+    def frame_step(self, folder: Path) -> int | None:
+        """See `Family.frame_step`."""
+        return LatentShape.of_folder(folder).frame_step if self.media == "video" else None
+
     def cost(self, start: WeightsStart, model: ModelConfig) -> "StockCost":
         """See `Family.cost`."""
         folder = model.diffusers_path
         config = json.dumps(start.size.transformer_config(), sort_keys=True)
-        side = LatentShape.of_folder(folder).factor * self.patch
-        return _counted(self, config, self.prepared_columns(model, self.columns(model, folder, SMALLEST)), side)
+        shape = LatentShape.of_folder(folder)
+        return _counted(self, config, self.prepared_columns(model, self.columns(model, folder, SMALLEST)), shape)
 
     def columns(self, model: ModelConfig, folder: Path, bucket: Bucket) -> tuple[Column, ...]:
         """See `Family.columns`: moments of the VAE, a mask, and the columns of captions."""
         shape = LatentShape.of_folder(folder)
         # the precisions that "auto" chooses differ by less than the latents' own noise
         settings = {} if model.vae_dtype == "auto" else {"vae_dtype": model.vae_dtype}
-        moments = Column("moments", "image", "float16", shape.moments(bucket), ("vae",), settings=settings)
+        moments = Column(
+            "moments", "image", "float16", shape.moments(bucket, self.media == "video"), ("vae",), settings=settings
+        )
         mask = Column("mask", MASK, "uint8", shape.size(bucket), ())
         return (moments, mask, *self.text_columns(model, folder))
 
     def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
         """See `Family.prepared_columns`: latents in float32, texts as they are stored."""
         moments = next(column for column in columns if column.name == "moments")
-        sides = moments.shape[1:]
-        latent = (LatentShape.of_folder(model.diffusers_path).channels, *sides)
+        latent = (LatentShape.of_folder(model.diffusers_path).channels, *moments.shape[1:])
         return (
             *(Column(name, "image", "float32", latent, ()) for name in ("noisy", "target")),
-            Column("mask", MASK, "float32", sides, ()),
+            Column("mask", MASK, "float32", moments.shape[-2:], ()),
             *(column for column in columns if column.reads == CAPTION),
         )
 
 
 @lru_cache(maxsize=4)
-def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], side: int) -> "StockCost":
+def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], shape: LatentShape) -> "StockCost":
     """Return the cost of a denoiser; counting takes seconds, and stages ask several times."""
     from sd3_light.families.stock.cost import StockCost
 
-    return StockCost(family, family.weights.empty(json.loads(config)), prepared, side)
+    return StockCost(family, family.weights.empty(json.loads(config)), prepared, shape)

@@ -37,7 +37,10 @@ def velocity(clean: Tensor, noise: Tensor) -> Tensor:
 def flow_loss(
     predicted: Tensor, target: Tensor, mask: Tensor | None = None, pseudo_huber_c: float | None = None
 ) -> Tensor:
-    """Return the loss per sample [B]: squared or pseudo-Huber error, averaged over the sample's mask [B, H, W]."""
+    """Return the loss per sample [B]: squared or pseudo-Huber error, averaged over the sample's mask [B, H, W].
+
+    The mask of a clip is that of each of its frames.
+    """
     error = (predicted.float() - target.float()) ** 2
     if pseudo_huber_c is not None:
         # sqrt(e + c^2) - c, without the cancellation that loses errors smaller than c
@@ -45,8 +48,8 @@ def flow_loss(
     if mask is None:
         return error.flatten(1).mean(1)
     # normalised: the sum of a mask does not change the weight of its sample
-    weight = mask.float().unsqueeze(1)
-    return (error * weight).flatten(1).sum(1) / (weight.flatten(1).sum(1) * error.shape[1])
+    weight = mask.float().view(len(mask), *[1] * (error.dim() - 3), *mask.shape[1:])
+    return (error * weight).flatten(1).sum(1) / (weight.flatten(1).sum(1) * math.prod(error.shape[1:-2]))
 
 
 def text_reconstruction_loss(text: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:

@@ -45,7 +45,7 @@ def flow_scheduler(
 
 
 def folder_scheduler(folder: Path) -> Any:
-    """Return the scheduler of a diffusers folder, an object of the class that its config names."""
+    """Return the scheduler of a diffusers folder, in the class that it names."""
     config = read_config(folder / "scheduler", "scheduler")
     name = config.get("_class_name")
     kind = getattr(diffusers, name, None) if isinstance(name, str) else None

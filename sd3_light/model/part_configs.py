@@ -149,6 +149,8 @@ def load_part(model_class: Any, folder: Path, **options: Any) -> Any:
 
 def _problem(part: str, key: str, value: Any) -> str | None:
     largest = _LARGEST.get(part, {}).get(key)
+    if key == "patch_size" and isinstance(value, list):  # of frames, rows and columns
+        return None if _is_counts(value, 3, 64) else "not a list of up to 3 integers from 1 to 64"
     if largest is not None and not (value is None and key in _MAY_BE_NULL) and not _is_count(value, largest):
         return f"not an integer from 1 to {largest}"
     if key in _FACTORS.get(part, ()) and not (value is None and key == "shift_factor") and not _is_factor(value, key):
@@ -159,7 +161,7 @@ def _problem(part: str, key: str, value: Any) -> str | None:
         return f"not a list of 1 to {_MAX_LEVELS} widths"
     if part == "transformer" and key == "dual_attention_layers" and not _is_layers(value):
         return "not a list of layer numbers"
-    if part == "transformer" and key == "qk_norm" and value not in (None, "rms_norm"):
+    if part == "transformer" and key == "qk_norm" and value not in (None, "rms_norm", "rms_norm_across_heads"):
         return 'neither null nor "rms_norm"'
     if key == "_class_name" and not isinstance(value, str):
         return "not a name"

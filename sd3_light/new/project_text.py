@@ -26,6 +26,10 @@ _COMMENTS = {
     "model.text_max_length": "tokens",
     "model.guidance": "of the distilled denoiser, as is usual; not measured",
 }
+_CLIP_KEYS = {
+    "frames": "of the longest clip; a shorter video gives a shorter one, an image one frame",
+    "fps": "frames per second, as the model was trained with",
+}  # of the dataset TOML
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,9 @@ def data_toml(kind: Kind, values: TextValues) -> str:
     text = _set("\n".join((*head, _without_edits(first))), "resolutions", [values.resolution])
     if step := values.keys.get("side_step"):
         text = _set(text, "side_step", step, "pixels, as the model needs")
+    for key, comment in _CLIP_KEYS.items():
+        if key in values.keys:
+            text = _set(text, key, values.keys[key], comment)
     return f"{text.rstrip()}\n\n[[directory]]\npath = {_toml(values.data)}\n"
 
 
@@ -125,7 +132,7 @@ def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
         table, _, name = key.rpartition(".")
         if value is None:
             text = re.sub(rf"((^#.*\n)*^|^# ){name} =.*\n", "", text, flags=re.MULTILINE)
-        elif key != "side_step" and (not table or table in tables):
+        elif key not in ("side_step", *_CLIP_KEYS) and (not table or table in tables):
             text = re.sub(rf"(^#.*\n)*^# {name} =.*\n", "", text, flags=re.MULTILINE)
             text = _set(text, key, value, _COMMENTS.get(key, ""))
     return text

@@ -85,6 +85,7 @@ def run(
             )
         keys = family.recipe(loaded.train.model.diffusers_path)
         values = replace(first, keys=keys, family=family.title)
+        loaded = _load(kind, values, Path(folder))  # which may read videos
         values = replace(values, prompts=tuple(_prompts(loaded)))  # sampling takes memory too
         values = _fitted(values, loaded.train.model.diffusers_path, kind, resolution)
         loaded = _load(kind, values, Path(folder))

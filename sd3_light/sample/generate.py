@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Cancelled",
     "ImageRequest",
+    "as_image",
+    "frames_of",
     "generate",
     "not_finite",
     "run_pipeline",
@@ -49,6 +51,7 @@ class Cancelled(Exception):
 NumberedImages = list[tuple[int, Image.Image]]
 """Images, each with the index of its request."""
 
+_FRAMES = "frames"  # in `info` of an image that stands for a clip
 _CACHED_TEXTS = 64  # an encoded text of SD3 takes 5 MB
 
 
@@ -96,7 +99,7 @@ def stream_images(
     """
     full = [_with_defaults(request, steps, guidance) for request in requests]
     for request in full:
-        fault = policy.size_fault(pipe, request.width, request.height)
+        fault = policy.size_fault(pipe, request.width, request.height) or policy.frames_fault(request.frames)
         if fault:
             raise UserError(fault)
     with policy.prepared(pipe):
@@ -122,7 +125,7 @@ def _batches(requests: Sequence[ImageRequest], batch_size: int) -> Iterator[list
     """Yield the requests' indices in batches of equal image size, steps and guidance, in order of first occurrence."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, request in enumerate(requests):
-        groups.setdefault((request.width, request.height, request.steps, request.guidance), []).append(index)
+        groups.setdefault((*request.size, request.steps, request.guidance), []).append(index)
     for indices in groups.values():
         for start in range(0, len(indices), batch_size):
             yield indices[start : start + batch_size]
@@ -243,16 +246,35 @@ def run_pipeline(
             callback_on_step_end=keep_latents,
             output_type="pt",
         )
-    pixels: Tensor = output.images if hasattr(output, "images") else output.frames[:, 0]
+    pixels: Tensor = output.images if hasattr(output, "images") else output.frames.transpose(1, 2)
     assert latents is not None, "at least one step"
     texts = [value for value in arguments.values() if isinstance(value, Tensor)]
     return to_images(pixels), not_finite({"text encoder": texts, "denoiser": [latents], "VAE": [pixels]})
 
 
 def to_images(pixels: Tensor) -> list[Image.Image]:
-    """Return images of pixels [B, 3, H, W] from 0 to 1, as stock pipelines convert them."""
+    """Return images of pixels [B, 3, H, W] from 0 to 1, as stock pipelines convert them.
+
+    Of clips [B, 3, F, H, W] they are the frames in the middle; `frames_of` returns all.
+    """
+    if pixels.dim() == 5:
+        return [as_image(to_images(clip.transpose(0, 1))) for clip in pixels]
     images: list[Image.Image] = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(pixels.nan_to_num()))
     return images
+
+
+def as_image(frames: Sequence[Image.Image]) -> Image.Image:
+    """Return the image that stands for a clip: the frame in its middle. It knows the others."""
+    middle = frames[len(frames) // 2]
+    if len(frames) > 1:
+        middle.info[_FRAMES] = list(frames)
+    return middle
+
+
+def frames_of(image: Image.Image) -> list[Image.Image]:
+    """Return the frames of the clip that an image stands for; of an image itself."""
+    frames: list[Image.Image] = image.info.get(_FRAMES, [image])
+    return frames
 
 
 def not_finite(computed: Mapping[str, Iterable[Tensor]]) -> str | None:

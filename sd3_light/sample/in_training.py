@@ -21,19 +21,20 @@ from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.schema_tables import SampleImage, SamplingConfig
 from sd3_light.core.caption_lengths import cut_prompts
+from sd3_light.core.columns import Bucket, named_bucket
 from sd3_light.core.registry import family_of
 from sd3_light.core.sampling import Decoder, EncodedText, ImageRequest, Sampling
 from sd3_light.data.prompt_features import encode_prompts_one_by_one, read_prompt
 from sd3_light.data.shard_table import BucketShards
 from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Launch
-from sd3_light.export.model_facts import bucket_size
 from sd3_light.formats import plural
 from sd3_light.runlog import info
-from sd3_light.sample.generate import not_finite, to_images
+from sd3_light.sample.generate import as_image, frames_of, not_finite, to_images
 from sd3_light.sample.grid import make_grid
 from sd3_light.sample.loop import Denoise, draw_latents, starting_noise
 from sd3_light.sample.png import save_png
+from sd3_light.sources.video import write_video
 
 _MAX_BATCH = 16
 _GRID_SIDE = 128  # small images are enlarged to about this
@@ -76,7 +77,10 @@ class Sampler:
         Prompts that are not in the cache (it is at a URL, or read-only) are encoded now, one encoder in memory at a
         time. The processes of a pipeline of ``stages`` draw the same images.
         """
-        settings, size = config.sampling, config.sampling.size or bucket_size(bucket)
+        settings = config.sampling
+        size = named_bucket(bucket.bucket)
+        frames = settings.frames or size.frames
+        size = Bucket(*(settings.size or (size.width, size.height)), frames)
         requests = tuple(_request(image, seed, settings, size) for image in settings.images for seed in settings.seeds)
         return Sampler.of_requests(config, requests, cache_dir, data, bucket, launch, device, stages)
 
@@ -100,7 +104,8 @@ class Sampler:
         guided = any(family.is_guided(request.guidance) for request in requests if request.guidance is not None)
         joined = guided and negative is not None and family.joins_guidance
         batch_size = max(1, min(_MAX_BATCH, micro_batch // (2 if joined else 1)))
-        pixels = math.prod(bucket_size(bucket))
+        size = named_bucket(bucket.bucket)
+        pixels = size.area * size.frames
         sampler = Sampler(config, requests, {}, negative, batch_size, pixels, launch, device, stages)
         own = [requests[index] for indices in sampler._share(launch.rank) for index in indices]
         negatives = (request.negative_prompt for request in own if request.negative_prompt)
@@ -128,11 +133,20 @@ class Sampler:
         about |= {"prompts": [image.prompt for image in settings.images], "size": self._size}
         about |= {"uncond_text": self.config.model.uncond_text, "cells": grid.info["cells"]}
         try:
+            self._save_clips(images, path.with_suffix(".webp"), facts)
             save_png(grid, path, {**facts, **about})
         except OSError as error:  # a full disk does not stop training
             info(f"the grid {path} was not written: {error.strerror or error}")
             return None
         return grid
+
+    def _save_clips(self, images: Sequence[Image.Image], path: Path, facts: Mapping[str, Any]) -> None:
+        """Write the grids of all frames as an animation, if there are clips; a shorter one stops at its end."""
+        clips = [frames_of(image) for image in images]
+        most = max(map(len, clips))
+        if most > 1:
+            grids = [self._grid([clip[min(at, len(clip) - 1)] for clip in clips], facts) for at in range(most)]
+            write_video(path, grids)
 
     @property
     def _size(self) -> tuple[int, int]:
@@ -147,9 +161,7 @@ class Sampler:
         latents: list[tuple[list[int], Tensor]] = []
         for share in self._share(self.launch.rank):
             first = self.requests[share[0]]
-            batch_size = max(
-                1, self.batch_size * self.batch_pixels // max(self.batch_pixels, first.width * first.height)
-            )
+            batch_size = max(1, self.batch_size * self.batch_pixels // max(self.batch_pixels, math.prod(first.size)))
             for start in range(0, len(share), batch_size):
                 indices = share[start : start + batch_size]
                 latents.append((indices, self._draw_latents(denoise, [self.requests[index] for index in indices])))
@@ -172,7 +184,7 @@ class Sampler:
             texts.insert(0, [self.texts[negative] if negative else self.negative for negative in negatives])
             texts = [[*texts[0], *texts[1]]] if family.joins_guidance else texts
             guide = partial(family.guide, guidance=first.guidance)
-        size = (first.width, first.height)
+        size = first.size
         noise = starting_noise([request.seed for request in batch], family.latent_shape(model, size), self.device)
         scheduler = family.scheduler(model, size, first.steps, self.device)
         inputs = [family.batch(part, model, first.guidance).to(self.device) for part in texts]
@@ -214,7 +226,7 @@ class Sampler:
         data_launch = replace(self.launch, rank=rank).data_launch(self.stages)
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, request in enumerate(self.requests):
-            key = (request.width, request.height, request.steps, request.guidance)
+            key = (*request.size, request.steps, request.guidance)
             groups.setdefault(key, []).append(number)
         return [
             [numbers[turn] for turn in assigned(len(numbers), data_launch.rank, data_launch.world)]
@@ -227,12 +239,14 @@ class Sampler:
         """Return all images of the grid on rank 0, None elsewhere."""
         images = dict(drawn)
         for number, share in enumerate(self._share(self.launch.rank) if self.launch.world > 1 else ()):
-            pixels = torch.from_numpy(np.stack([np.asarray(images[index]) for index in share]))
+            clips = [np.stack([np.asarray(frame) for frame in frames_of(images[index])]) for index in share]
+            pixels = torch.from_numpy(np.stack(clips))
             parts = [torch.empty_like(pixels) for _ in range(self.launch.world)] if self.launch.is_main else None
             dist.gather(pixels, parts, dst=0, group=group)
             for rank, part in enumerate(parts or ()):
                 indices = self._share(rank)[number]
-                images |= {index: Image.fromarray(array) for index, array in zip(indices, part.numpy(), strict=True)}
+                for index, clip in zip(indices, part.numpy(), strict=True):
+                    images[index] = as_image([Image.fromarray(frame) for frame in clip])
         return [images[index] for index in range(len(self.requests))] if self.launch.is_main else None
 
     def _grid(self, images: Sequence[Image.Image], facts: Mapping[str, Any]) -> Image.Image:
@@ -249,7 +263,7 @@ class Sampler:
         )
 
 
-def _request(image: SampleImage, seed: int, settings: SamplingConfig, size: tuple[int, int]) -> ImageRequest:
+def _request(image: SampleImage, seed: int, settings: SamplingConfig, size: Bucket) -> ImageRequest:
     """Return the image of one prompt and seed; what the prompt does not set comes from [sampling]."""
 
     def chosen(name: str) -> Any:
@@ -257,7 +271,8 @@ def _request(image: SampleImage, seed: int, settings: SamplingConfig, size: tupl
         return getattr(settings, name) if own is None else own
 
     values = {name: chosen(name) for name in ("negative_prompt", "steps", "guidance")}
-    return ImageRequest(image.prompt, seed, *(image.size or size), **values)
+    sides = image.size or (size.width, size.height)
+    return ImageRequest(image.prompt, seed, *sides, **values, frames=size.frames)
 
 
 def assigned(count: int, rank: int, world: int) -> list[int]:

@@ -34,12 +34,13 @@ from sd3_light.files import sweep_files, write_errors
 from sd3_light.flow.scheduler import check_sampler, sampler_title, use_sampler
 from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
-from sd3_light.sample.generate import stream_images
+from sd3_light.sample.generate import frames_of, stream_images
 from sd3_light.sample.grid import make_grid
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.png import PNG_FACTS, parameters, read_png_facts, save_new_png, save_png
 from sd3_light.sample.precision import check_dtype, compute_in
 from sd3_light.sample.residence import move_to
+from sd3_light.sources.video import clip_suffix, has_av, write_video
 
 GRID = "grid.png"
 
@@ -52,7 +53,7 @@ _MIN_TIMEOUT_SEC = 600.0  # without a new image from another process
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How to sample, unless a row overrides it. A size of 0 means the model's own."""
+    """How to sample, unless a row overrides it. A size of 0 means the model's own, and so do 0 frames."""
 
     steps: int = 28
     guidance: float = DEFAULT_GUIDANCE
@@ -66,6 +67,7 @@ class SampleOptions:
     grid: bool = True
     threads: int = 1
     best: bool = False
+    frames: int = 0
 
 
 def run(
@@ -99,6 +101,8 @@ def run(
         requests = {first + at: opened.request(row, seed) for at, (row, seed) in enumerate(jobs)}
         for line in opened.cut_prompts(requests.values()):
             info(f"warning: {line}")
+        if launch.is_main and any(request.frames > 1 for request in requests.values()) and not has_av():
+            info("clips are written as .webp; for .mp4 run `pip install 'sd3-light[video]'`")
         slowest = _generate(opened, {number: requests[number] for number in share}, out)
         if shown:
             _wait_for([image_path(out, number) for number in shown], max(_MIN_TIMEOUT_SEC, 10 * slowest))
@@ -167,14 +171,15 @@ class OpenModel:
         default_width, default_height = self.policy.default_size(self.pipe)
         width, height = row.width or options.width or default_width, row.height or options.height or default_height
         negative = options.negative_prompt if row.negative_prompt is None else row.negative_prompt
-        fault = self.policy.size_fault(self.pipe, width, height)
+        frames = options.frames or self.policy.default_frames
+        fault = self.policy.size_fault(self.pipe, width, height) or self.policy.frames_fault(frames)
         if negative:
             fault = self.policy.negative_fault() or fault
         if fault:
             raise UserError(f"{row.where}: {fault}" if row.where else fault)
         steps = options.steps if row.steps is None else row.steps
         guidance = options.guidance if row.guidance is None else row.guidance
-        return ImageRequest(row.prompt, seed, width, height, negative, steps, guidance)
+        return ImageRequest(row.prompt, seed, width, height, negative, steps, guidance, frames)
 
     def cut_prompts(self, requests: Iterable[ImageRequest]) -> list[str]:
         """Return one line per prompt or negative prompt that the text encoders cut."""
@@ -210,6 +215,7 @@ class OpenModel:
                 files = {}
                 for index, image in batch:
                     facts = {name: getattr(images[index], name) for name in _REQUEST_FACTS} | common
+                    facts |= {"frames": images[index].frames} if images[index].frames > 1 else {}
                     title = sampler_title(self.pipe.scheduler, options.sampler)
                     metadata = {"parameters": parameters(facts, title), PNG_FACTS: facts}
                     files[numbers[index]] = _write_image(image, metadata, out, numbers[index], renumber)
@@ -238,6 +244,8 @@ def _write_image(image: Image.Image, metadata: Mapping[str, Any], out: Path, num
         path = image_path(out, number)
         with write_errors(path):
             try:
+                if len(frames_of(image)) > 1 and not path.exists():
+                    write_video(path.with_suffix(clip_suffix()), frames_of(image))
                 save_new_png(image, path, metadata)
             except FileExistsError:
                 if renumber:

@@ -5,7 +5,7 @@ Pure integer arithmetic: no image is opened, so the buckets of a dataset depend 
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
@@ -102,9 +102,15 @@ def assign_all(width: int, height: int, groups: Iterable[Sequence[Bucket]]) -> t
 
 
 @lru_cache(maxsize=1 << 16)
-def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[Size, Bucket, ResizePlan], ...]:
-    """Return (resolution, bucket, plan) for each bucket of an image of this size that the directory's limits allow."""
-    if min(width, height) < directory.min_side:
+def fits(
+    width: int, height: int, directory: DirectoryConfig, frames: int = 0
+) -> tuple[tuple[Size, Bucket, ResizePlan], ...]:
+    """Return (resolution, bucket, plan) for each bucket of an image of this size that the directory's limits allow.
+
+    ``frames`` are those of a video, 0 for an image.
+    """
+    length = clip_length(frames, directory)
+    if min(width, height) < directory.min_side or length is None:
         return ()
     groups = buckets_by_resolution(directory)
     result = []
@@ -115,23 +121,34 @@ def fits(width: int, height: int, directory: DirectoryConfig) -> tuple[tuple[Siz
         resolution = size if directory.size_buckets else directory.resolutions[number]
         resize = plan(width, height, bucket)
         if resize.cropped_fraction <= directory.max_crop and not (directory.no_upscale and resize.enlarged):
-            result.append((resolution, bucket, resize))
+            result.append((resolution, replace(bucket, frames=length), resize))
     return tuple(result)
 
 
-def misfit(width: int, height: int, directory: DirectoryConfig) -> str:
-    """Return the reason why an image of this size fits no bucket of a directory; "" if it fits one."""
-    if fits(width, height, directory):
+def clip_length(frames: int, directory: DirectoryConfig) -> int | None:
+    """Return the frames of the clip that a directory takes of a video: the most that it has; None if it is too short.
+
+    An image, and a video of one frame, have one.
+    """
+    fitting = [length for length in directory.clip_lengths if length <= frames]
+    return max(fitting) if fitting else 1 if frames <= 1 else None
+
+
+def misfit(width: int, height: int, directory: DirectoryConfig, frames: int = 0) -> str:
+    """Return the reason why an image or video fits no bucket of a directory; "" if it fits one."""
+    if fits(width, height, directory, frames):
         return ""
+    if clip_length(frames, directory) is None:
+        return "too_short"
     if min(width, height) < directory.min_side:
         return "too_small"
     unlimited = directory.model_copy(update={"max_crop": 1.0})
-    return "crop_too_large" if fits(width, height, unlimited) else "would_be_enlarged"
+    return "crop_too_large" if fits(width, height, unlimited, frames) else "would_be_enlarged"
 
 
 def limits_sizes(directory: DirectoryConfig) -> bool:
-    """Return whether some image sizes fit no bucket of a directory."""
-    return bool(directory.min_side or directory.max_crop < 1 or directory.no_upscale)
+    """Return whether some images or videos fit no bucket of a directory."""
+    return bool(directory.min_side or directory.max_crop < 1 or directory.no_upscale or directory.clip_lengths)
 
 
 def plan(width: int, height: int, bucket: Bucket) -> ResizePlan:

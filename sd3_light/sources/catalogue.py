@@ -46,13 +46,17 @@ PART_ROWS = 4096
 _PROBE_BATCH = 64
 _KEEP_SECONDS = 7 * 86400.0  # a run that started earlier may still read parts that the newest listing lacks
 _UNREADABLE = "unreadable"
+_ROWS_VERSION = 2  # of what a part stores
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class InputRow:
-    """One input: a sample (with its size and content hash once probed), or a rejected input with a ``reason``."""
+    """One input: a sample (with its size and content hash once probed), or a rejected input with a ``reason``.
+
+    A video has ``frames`` at the rate ``fps``, as in `Probe`.
+    """
 
     key: str
     image: str = ""
@@ -67,6 +71,17 @@ class InputRow:
     detail: str = ""
     attributes: str = ""
     rejected: str = ""
+    mask_digest: str = ""
+    rejected_digest: str = ""
+    frames: int = 0
+    fps: float = 0.0
+
+
+def size_text(row: InputRow) -> str:
+    """Return the size of a probed row for messages: ``64x48``, with the frames of a video."""
+    frames = f", {row.frames} frames" if row.frames else ""
+    rate = f" at {row.fps:g} per second" if row.frames and row.fps else ""
+    return f"{row.width}x{row.height}{frames}{rate}"
 
 
 @dataclass(frozen=True)
@@ -251,7 +266,8 @@ class Catalogue:
         samples = [row for row in rows if not row.reason]
         batches = (samples[start : start + _PROBE_BATCH] for start in range(0, len(samples), _PROBE_BATCH))
         probes: list[Probe] = []
-        for batch in pool.map([_to_probe(row, source) for row in batch] for batch in batches):
+        locations = ([to_probe(sample_location(row, source.root), source) for row in batch] for batch in batches)
+        for batch in pool.map(locations):
             probes += batch
             on_probed(len(batch))
         results = iter(probes)
@@ -313,12 +329,15 @@ def _read_part(path: Path) -> Any:
 
 
 def _signature_of(source: Source) -> str:
-    return f"{signature(source.directory, source.index)}-{PREPROCESS_VERSION}{_probed_extras(source)}"
+    return f"{signature(source.directory, source.index)}-{_probed_version(source)}"
 
 
-def _probed_extras(source: Source) -> str:
-    """Return what probing adds for a source: with thumbnails, the names of signatures and parts differ."""
-    return "-thumbnails" if source.finds_similar else ""
+def _probed_version(source: Source) -> str:
+    """Return the version of what probing stores, which the names of signatures and parts contain."""
+    fps = source.directory.fps
+    videos = "" if source.directory.frames is None else "-videos" if fps is None else f"-videos-{fps:g}"
+    thumbnails = "-thumbnails" if source.finds_similar else ""
+    return f"{PREPROCESS_VERSION}.{_ROWS_VERSION}{thumbnails}{videos}"
 
 
 def rotate_to_share(items: Sequence[T], share: tuple[int, int]) -> list[T]:
@@ -334,8 +353,11 @@ def sample_location(row: InputRow, root: DataLocation) -> SampleLocation:
     return SampleLocation(image, location_from_text(row.mask, root), rejected=location_from_text(row.rejected, root))
 
 
-def _to_probe(row: InputRow, source: Source) -> SampleLocation:
-    return replace(sample_location(row, source.root), with_thumbnail=source.finds_similar)
+def to_probe(location: SampleLocation, source: Source) -> SampleLocation:
+    """Return a location with what a source wants to know of its samples."""
+    directory = source.directory
+    fps = None if directory.frames is None else directory.fps or 0.0
+    return replace(location, with_thumbnail=source.finds_similar, fps=fps)
 
 
 def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:
@@ -353,7 +375,7 @@ def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:
 
 
 def _digest_of(rows: Sequence[InputRow], source: Source) -> str:
-    digest = blake2b(f"{PREPROCESS_VERSION}{_probed_extras(source)}".encode(), digest_size=16)
+    digest = blake2b(_probed_version(source).encode(), digest_size=16)
     for row in rows:
         digest.update(repr((row.key, row.image, row.mask, row.version, row.captions, row.reason, row.detail)).encode())
         digest.update(f"{row.attributes}{row.rejected}".encode())
@@ -364,12 +386,17 @@ _ROW_SCHEMA = pa.schema(
     [
         *(
             (name, pa.string())
-            for name in ("key", "image", "mask", "version", "attributes", "digest", "reason", "detail", "rejected")
+            for name in (
+                *("key", "image", "mask", "version", "attributes", "reason", "detail", "rejected"),
+                *("digest", "mask_digest", "rejected_digest"),
+            )
         ),
         ("captions", pa.list_(pa.string())),
         ("thumbnail", pa.binary()),
         ("width", pa.int32()),
         ("height", pa.int32()),
+        ("frames", pa.int32()),
+        ("fps", pa.float64()),
     ]
 )
 

@@ -7,29 +7,41 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, BinaryIO
 
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.sources.access import exists
-from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.buckets import Bucket, ResizePlan, plan
 from sd3_light.sources.preprocess import Pixels, Reject, decode, decode_mask, fit, fit_mask, make_thumbnail, probe
-from sd3_light.sources.records import Location
+from sd3_light.sources.records import Location, open_location
+from sd3_light.sources.video import count_frames, decode_video, is_video
+
+_PIECE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLocation:
-    """Where a sample's images and mask are stored, and whether probing makes a thumbnail of them."""
+    """Where a sample's images and mask are stored, and whether probing makes a thumbnail of them.
+
+    The image may be a video: probing counts its frames at the rate ``fps`` (0: its own), or takes it for an image if
+    that is None.
+    """
 
     image: Location
     mask: Location | None
     with_thumbnail: bool = False
     rejected: Location | None = None
+    fps: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An image's upright size and a hash of all bytes of its sample, or the reason why it was rejected."""
+    """An image's upright size, hashes of the bytes of its sample, or the reason why it was rejected.
+
+    A video has ``frames`` at the rate ``fps`` (0: its own), which is part of its hash; an image has none. Videos are
+    not compared by thumbnails: different ones may start alike.
+    """
 
     width: int = 0
     height: int = 0
@@ -37,22 +49,28 @@ class Probe:
     thumbnail: bytes = b""
     reason: str = ""
     detail: str = ""
+    mask_digest: str = ""
+    rejected_digest: str = ""
+    frames: int = 0
+    fps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTask:
-    """A probed image and its bucket."""
+    """A probed sample and its bucket; entries in ``copied`` ("image", "mask", "rejected") are not read."""
 
     location: SampleLocation
     probe: Probe
     bucket: Bucket
+    copied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why the image was rejected.
+    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why they were rejected.
 
-    ``worse`` are the pixels of the other image of a pair.
+    ``worse`` are the pixels of the other image of a pair. A clip of several frames has pixels [frames, height, width,
+    3].
     """
 
     pixels: Pixels | None = None
@@ -73,12 +91,40 @@ def probe_images(locations: Sequence[SampleLocation]) -> list[Probe]:
 
 def _probe(location: SampleLocation) -> Probe:
     try:
-        image, mask, worse = _read(location)
+        video = None if location.fps is None else _probe_video(location, location.fps)
+        if video is not None:
+            return video
+        image = location.image.read()
+        mask = _read(location.mask)
+        worse = _read(location.rejected)
         width, height = probe(image)
         thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
-    return Probe(width, height, content_digest(image, mask, worse), thumbnail)
+    except OSError as error:
+        return Probe(reason="unreadable", detail=str(error))
+    others = _digest_or_none(mask), _digest_or_none(worse)
+    return Probe(width, height, content_digest(image), thumbnail, mask_digest=others[0], rejected_digest=others[1])
+
+
+def _probe_video(location: SampleLocation, fps: float) -> Probe | None:
+    """Return the probe of a video; None if it is not one."""
+    with open_location(location.image) as file:
+        if not is_video(file):
+            return None
+        size = count_frames(file, fps or None)
+        mask_digest, digest = _digest_or_none(_read(location.mask)), _video_digest(file, fps)
+        return Probe(size.width, size.height, digest, mask_digest=mask_digest, frames=size.frames, fps=fps)
+
+
+def _video_digest(file: BinaryIO, fps: float) -> str:
+    """Return a hash of a video and its rate."""
+    digest = blake2b(f"video at {fps!r}".encode(), digest_size=16)
+    file.seek(0)
+    while piece := file.read(_PIECE):
+        digest.update(piece)
+    file.seek(0)
+    return digest.hexdigest()
 
 
 def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
@@ -87,18 +133,41 @@ def decode_images(tasks: Sequence[DecodeTask]) -> list[Decoded]:
 
 
 def _decode(task: DecodeTask) -> Decoded:
+    resize = plan(task.probe.width, task.probe.height, task.bucket)
     try:
-        image, mask, worse = _read(task.location)
-        if content_digest(image, mask, worse) != task.probe.digest:
-            raise Reject("changed_meanwhile")
-        resize = plan(task.probe.width, task.probe.height, task.bucket)
-        pixels = fit(decode(image), resize)
+        if task.probe.frames:
+            return _decode_video(task, resize)
+        location, probed = task.location, task.probe
+        image = None if "image" in task.copied else _read_unchanged(location.image, probed.digest)
+        mask = _read_mask(task)
+        worse = None if "rejected" in task.copied else _read_unchanged(location.rejected, probed.rejected_digest)
+        pixels = None if image is None else fit(decode(image), resize)
         weights = None if mask is None else fit_mask(decode_mask(mask), resize)
         if worse is None:
             return Decoded(pixels, weights)
         return Decoded(pixels, weights, worse=fit(decode(worse), plan(*probe(worse), task.bucket)))
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
+    except OSError as error:
+        return Decoded(reason="unreadable", detail=str(error))
+
+
+def _decode_video(task: DecodeTask, resize: ResizePlan) -> Decoded:
+    pixels = None if "image" in task.copied else _decode_frames(task, resize)
+    mask = _read_mask(task)
+    weights = None if mask is None else fit_mask(decode_mask(mask), resize)
+    return Decoded(pixels[0] if pixels is not None and task.bucket.frames == 1 else pixels, weights)
+
+
+def _decode_frames(task: DecodeTask, resize: ResizePlan) -> Pixels:
+    with open_location(task.location.image) as file:
+        if _video_digest(file, task.probe.fps) != task.probe.digest:
+            raise Reject("changed_meanwhile")
+        try:
+            return decode_video(file, resize, task.bucket.frames, task.probe.fps or None)
+        except Reject as reject:
+            # the bytes are the same: packets that probing counted have no frame
+            raise Reject("broken_video", reject.detail) if reject.reason == "changed_meanwhile" else reject from reject
 
 
 class NodeError(UserError):
@@ -116,18 +185,26 @@ def run_on_node(work: Callable[[Sequence[Any]], list[Any]], roots: Sequence[Data
     return results
 
 
-def _read(location: SampleLocation) -> tuple[bytes, bytes | None, bytes | None]:
-    """Return the bytes of image, mask and rejected image."""
-    mask, rejected = (None if other is None else other.read() for other in (location.mask, location.rejected))
-    return location.image.read(), mask, rejected
+def _read(location: Location | None) -> bytes | None:
+    return None if location is None else location.read()
 
 
-def content_digest(image: bytes, mask: bytes | None, rejected: bytes | None = None) -> str:
-    """Return a hash of a sample's files; an empty mask differs from no mask."""
-    digest = blake2b(len(image).to_bytes(8, "little"), digest_size=16)
-    digest.update(image)
-    if mask is not None:
-        digest.update(b"mask" + mask)
-    if rejected is not None:
-        digest.update(b"rejected" + rejected)
-    return digest.hexdigest()
+def _read_unchanged(location: Location | None, digest: str) -> bytes | None:
+    """Return the bytes that were probed. Raises Reject if they have changed."""
+    data = _read(location)
+    if data is not None and content_digest(data) != digest:
+        raise Reject("changed_meanwhile")
+    return data
+
+
+def _read_mask(task: DecodeTask) -> bytes | None:
+    return None if "mask" in task.copied else _read_unchanged(task.location.mask, task.probe.mask_digest)
+
+
+def content_digest(data: bytes) -> str:
+    """Return a hash of a file's bytes."""
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def _digest_or_none(data: bytes | None) -> str:
+    return "" if data is None else content_digest(data)

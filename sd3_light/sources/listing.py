@@ -47,6 +47,19 @@ VIDEOS = Media(
     ("video", "video_path", "video_file", "video_name", "mp4", "webm", "gif"),
 )
 
+IMAGES_AND_VIDEOS = Media(
+    "image or video",
+    IMAGES.suffixes | VIDEOS.suffixes,
+    IMAGES.unread | VIDEOS.unread,
+    VIDEOS.columns,
+)
+
+
+def media_of(directory: DirectoryConfig) -> Media:
+    """Return what a directory's samples are."""
+    return IMAGES if directory.frames is None else IMAGES_AND_VIDEOS
+
+
 TABLE_FILES = ("captions.json", "metadata.jsonl", "metadata.csv", "metadata.json")
 """Names of caption tables; the earlier one wins if two have captions for the same file."""
 

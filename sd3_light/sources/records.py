@@ -3,10 +3,12 @@
 A record is small: it has the location of the bytes and reads them on demand.
 """
 
+import io
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
-from sd3_light.sources.access import file_size, read_file, read_range, version_of
+from sd3_light.config.base import is_url
+from sd3_light.sources.access import file_size, open_file, read_file, read_range, version_of
 from sd3_light.sources.preprocess import Reject
 
 
@@ -22,6 +24,16 @@ class Location(Protocol):
 
     def read(self) -> bytes:
         """Read the bytes; raises Reject if that is not possible."""
+
+
+def open_location(location: Location) -> BinaryIO:
+    """Open the bytes for reading; those of a file on disk are read piece by piece, others at once. Raises Reject."""
+    if not isinstance(location, FileBytes) or is_url(location.path):
+        return io.BytesIO(location.read())
+    try:
+        return open_file(location.path)
+    except OSError as error:
+        raise Reject("unreadable", str(error)) from error
 
 
 def location_version(location: Location) -> str:

@@ -8,7 +8,7 @@ from sd3_light.config import DirectoryConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.sources.access import CONTAINERS, exists, is_folder, suffix_of
-from sd3_light.sources.listing import IMAGES, Media
+from sd3_light.sources.listing import Media, media_of
 from sd3_light.sources.name_store import NameStore
 from sd3_light.sources.parquet import scan_parquet
 from sd3_light.sources.records import ScanItem
@@ -18,14 +18,15 @@ from sd3_light.sources.walk import scan_folder
 
 
 def scan(
-    directory: DirectoryConfig, index: int, media: Media = IMAGES, on_unmatched: Callable[[], None] = lambda: None
+    directory: DirectoryConfig, index: int, media: Media | None = None, on_unmatched: Callable[[], None] = lambda: None
 ) -> Iterator[ScanItem]:
     """Yield all samples of a directory, always in the same order; unusable inputs as Rejected.
 
-    ``index`` becomes part of every key and must distinguish directories of the same name (see `occurrences`). Samples
-    that ``subsample_ratio`` leaves out, by a pure function of the key, are not yielded, nor are those that do not match
-    ``where``: ``on_unmatched`` is called for each (its terms over the image's size are left to `matches_size`). Raises
-    UserError immediately, before the first sample, if a configured path does not exist.
+    ``media`` is the kind of samples, by default the one that the directory's keys name. ``index`` becomes part of every
+    key and must distinguish directories of the same name (see `occurrences`). Samples that ``subsample_ratio`` leaves
+    out, by a pure function of the key, are not yielded, nor are those that do not match ``where``: ``on_unmatched`` is
+    called for each (its terms over the image's size are left to `matches_size`). Raises UserError immediately, before
+    the first sample, if a configured path does not exist.
     """
     for key in ("path", "mask_path", "default_mask_file", "rejected"):
         configured: DataLocation | None = getattr(directory, key)
@@ -38,7 +39,7 @@ def scan(
     path = directory.path
     if suffix_of(path) not in CONTAINERS and not is_folder(path):
         raise UserError(f"path: {path} is not a folder, .tar or .parquet file; give the folder that contains it")
-    return _scan(directory, index, media, on_unmatched)
+    return _scan(directory, index, media or media_of(directory), on_unmatched)
 
 
 def _scan(directory: DirectoryConfig, index: int, media: Media, on_unmatched: Callable[[], None]) -> Iterator[ScanItem]:

@@ -5,11 +5,11 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from sd3_light.config import DirectoryConfig
-from sd3_light.config.base import DataLocation
+from sd3_light.config.base import DataLocation, is_url
 from sd3_light.randomness import sample_id
 from sd3_light.sources.access import folder_entries, version_of
 from sd3_light.sources.captions import Columns, is_utf8, prepare_captions
-from sd3_light.sources.listing import IMAGES, Media, is_image_name, listed_version, mask_paths
+from sd3_light.sources.listing import IMAGES, IMAGES_AND_VIDEOS, Media, is_image_name, listed_version, mask_paths
 from sd3_light.sources.name_store import NameStore
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, Location, Record, Rejected, ScanItem
@@ -74,8 +74,7 @@ class ScanContext:
                 rejected = self._rejected.find(mask_name or name)
                 if rejected is None and self._directory.rejected is not None:
                     raise Reject("no_rejected", f"{self._directory.rejected}")
-                if self.media is IMAGES:  # videos are not read at once
-                    self._require_size(image, mask, rejected)
+                self._require_size(None if self._is_read_in_pieces(image) else image, mask, rejected)
                 kept = self.selection.kept(values) if self.selection else ""
                 yield Record(key, captions, image, mask, kept, rejected)
             except Reject as reject:
@@ -84,6 +83,12 @@ class ScanContext:
     def _caption_length(self, captions: Sequence[str]) -> int:
         """Return the number of characters of the longest caption, without the prefix."""
         return max(map(len, captions)) - len(self._directory.caption_prefix)
+
+    def _is_read_in_pieces(self, location: Location) -> bool:
+        """Return whether no process holds all bytes of the file: a video on disk, and those of tasks."""
+        if self.media is not IMAGES_AND_VIDEOS:
+            return self.media is not IMAGES
+        return isinstance(location, FileBytes) and not (is_image_name(location.path) or is_url(location.path))
 
     def _require_size(self, *locations: Location | None) -> None:
         for location in filter(None, locations):

@@ -17,9 +17,8 @@ from sd3_light.sources import access
 from sd3_light.sources.access import FolderEntry, folder_entries
 from sd3_light.sources.listing import (
     CAPTION_SUFFIXES,
-    IMAGE_SUFFIXES,
+    IMAGES,
     TABLE_FILES,
-    UNREAD_SUFFIXES,
     FolderIdentity,
     depth_first,
     folder_identity,
@@ -27,6 +26,7 @@ from sd3_light.sources.listing import (
     is_image_name,
     is_other_table,
     mask_paths,
+    media_of,
     visible,
 )
 
@@ -46,7 +46,7 @@ _SETTINGS = (
     "mask_path",
     "default_mask_file",
 )
-_RELEVANT_SUFFIXES = IMAGE_SUFFIXES | UNREAD_SUFFIXES | {*CAPTION_SUFFIXES, ".tar", ".parquet"}
+_OTHER_SUFFIXES = frozenset((*CAPTION_SUFFIXES, ".tar", ".parquet"))
 _MODULUS = 1 << 128
 
 
@@ -72,7 +72,10 @@ def signature(directory: DirectoryConfig, index: int) -> str:
         total += _hash(f"setting {key}\0{getattr(directory, key)!r}")
     if directory.where:  # absent from the signatures of earlier versions
         total += _hash(f"setting where\0{directory.where}")
-    total += _hash_path("path", directory.path, partial(visible, excluded=excluded), _is_relevant)
+    media = media_of(directory)
+    total += _hash(f"media {media.name}") if media is not IMAGES else 0
+    is_relevant = partial(_is_relevant, media.suffixes | media.unread | _OTHER_SUFFIXES)
+    total += _hash_path("path", directory.path, partial(visible, excluded=excluded), is_relevant)
     if directory.rejected:
         total += _hash(f"setting rejected\0{directory.rejected!r}")
     for key in ("mask_path", "default_mask_file", "rejected"):
@@ -131,9 +134,9 @@ def _hash_remote(name: str, url: str, version: str = "") -> int:
         return _hash(f"{name}\0unreadable {error.errno}")
 
 
-def _is_relevant(name: str) -> bool:
+def _is_relevant(suffixes: frozenset[str], name: str) -> bool:
     suffix = os.path.splitext(name)[1].lower()
-    return suffix in _RELEVANT_SUFFIXES or name in TABLE_FILES or is_other_table(name)
+    return suffix in suffixes or name in TABLE_FILES or is_other_table(name)
 
 
 def _hash(text: str) -> int:

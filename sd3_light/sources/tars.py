@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 from sd3_light.inputs import parse_json
 from sd3_light.sources.access import open_container
 from sd3_light.sources.captions import MAX_CAPTION_BYTES, Columns, decode_text, texts
+from sd3_light.sources.listing import IMAGE_SUFFIXES
 from sd3_light.sources.name_store import NameSet
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileRange, ScanItem
@@ -41,7 +42,9 @@ def scan_tar(context: ScanContext, path: str, name: str) -> Iterator[ScanItem]:
 
 
 def _sample(context: ScanContext, tar: str, base: str, members: _Group, seen: NameSet) -> Iterator[ScanItem]:
-    image = next((suffix for suffix in members if suffix in context.media.suffixes), None)
+    # a still next to a video of the same name is its preview
+    known = sorted((suffix for suffix in members if suffix in context.media.suffixes), key=IMAGE_SUFFIXES.__contains__)
+    image = next(iter(known), None)
     if image is None:
         detail = f"no {context.media.name} among {', '.join(members)}; a sample's name ends at its first dot"
         yield from context.reject(f"{tar}/{base}", "missing_file", detail)

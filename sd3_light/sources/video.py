@@ -18,10 +18,16 @@ import numpy as np
 from PIL import Image
 
 from sd3_light.config.faults import UserError
+from sd3_light.config.schema_dataset import MOST_FRAMES
 from sd3_light.files import atomic_file
 from sd3_light.sources.buckets import ResizePlan
-from sd3_light.sources.preprocess import BROKEN, MAX_PIXELS, Pixels, Reject, fit
+from sd3_light.sources.preprocess import BROKEN, MAX_PIXELS, Pixels, Reject, decode, fit
+from sd3_light.sources.records import Location, open_location
 
+CLIP_FPS = 16.0
+"""The rate of clips that are drawn."""
+_START = 16  # bytes that show what a file is
+_STILLS = (b"ftypavif", b"ftypheic", b"ftypheix", b"ftypmif1", b"ftypmsf1")  # images in the container of videos
 _HDR = {16: "PQ", 18: "HLG"}
 _ITU709 = 1
 _UNSPECIFIED = 2
@@ -50,6 +56,31 @@ class _Frame:
 _Frames = Generator[_Frame, None, None]
 
 
+def is_video(file: BinaryIO) -> bool:
+    """Return whether the first bytes of a file are those of a video that can be read; it is then at its start."""
+    start = file.read(_START)
+    file.seek(0)
+    return _reader(start) is not None and start[4:12] not in _STILLS
+
+
+def count_frames(file: BinaryIO, fps: float | None = None) -> VideoSize:
+    """Return the size of a video and all its frames at the rate ``fps``, decoding the first only.
+
+    Frames of mp4, mov, webm and mkv are counted by the times of their packets. Damage behind the first frame is found
+    when the frames are decoded. Raises Reject.
+    """
+    number = 0
+    size = (0, 0)
+    with closing(_sampled(file, fps, packets_only=True)) as frames:
+        for frame in islice(frames, MOST_FRAMES):
+            if number == 0:
+                size = frame.image().size
+            number += 1
+    if number == 0:
+        raise Reject("broken_video", "no frame can be decoded")
+    return VideoSize(*size, number)
+
+
 def probe_video(file: BinaryIO, counts: Sequence[int], fps: float | None = None) -> VideoSize:
     """Decode as many frames as needed, and return the size and the largest of ``counts`` that the video has.
 
@@ -73,7 +104,7 @@ def probe_video(file: BinaryIO, counts: Sequence[int], fps: float | None = None)
 def decode_video(file: BinaryIO, plan: ResizePlan, count: int, fps: float | None = None) -> Pixels:
     """Return the first ``count`` frames at the rate ``fps``, resized and cropped as planned: [frames, H, W, 3].
 
-    Raises Reject if the video is broken, or no longer what `probe_video` has seen.
+    Raises Reject if the video is broken, or has fewer frames: it is no longer what was probed.
     """
     width, height = plan.size
     pixels = np.empty((count, height, width, 3), dtype=np.uint8)
@@ -89,22 +120,44 @@ def decode_video(file: BinaryIO, plan: ResizePlan, count: int, fps: float | None
     return pixels
 
 
-def write_video(path: str | Path, frames: Sequence[Any], fps: float = 16.0) -> Path:
-    """Write frames (PIL images, or arrays [H, W, 3] of bytes) as .gif, or as .mp4 (H.264, even sides) with PyAV."""
+def open_still(location: Location) -> Image.Image:
+    """Return an image, or the first frame of a video, upright in RGB. Raises Reject."""
+    with open_location(location) as file:
+        start = file.read(_START)
+        file.seek(0)
+        if not is_video(file) or start.startswith(b"GIF8"):
+            return decode(location.read())
+        with closing(_sampled(file, None)) as frames:
+            for frame in frames:
+                return frame.image()
+    raise Reject("broken_video", "no frame can be decoded")
+
+
+def write_video(path: str | Path, frames: Sequence[Any], fps: float = CLIP_FPS) -> Path:
+    """Write frames (PIL images, or arrays [H, W, 3] of bytes) as .gif or .webp, or as .mp4 (H.264) with PyAV.
+
+    The sides of an mp4 are even.
+    """
     path = Path(path)
     images = [frame if isinstance(frame, Image.Image) else Image.fromarray(np.asarray(frame)) for frame in frames]
     if not images:
         raise UserError(f"{path}: there are no frames to write")
-    if path.suffix not in (".gif", ".mp4"):
-        raise UserError(f"{path}: videos are written as .mp4 or .gif; choose one of these suffixes")
+    if path.suffix not in (".gif", ".mp4", ".webp"):
+        raise UserError(f"{path}: videos are written as .mp4, .webp or .gif; choose one of these suffixes")
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_file(path) as temporary:
-        if path.suffix == ".gif":
-            duration = max(20, round(1000 / fps))
-            images[0].save(temporary, "GIF", save_all=True, append_images=images[1:], duration=duration, loop=0)
-        else:
+        if path.suffix == ".mp4":
             _write_mp4(temporary, images, fps)
+        else:
+            duration = max(20, round(1000 / fps))
+            kind = path.suffix.removeprefix(".").upper()
+            images[0].save(temporary, kind, save_all=True, append_images=images[1:], duration=duration, loop=0)
     return path
+
+
+def clip_suffix() -> str:
+    """Return the suffix of clips that are written: .mp4, or .webp without PyAV."""
+    return ".mp4" if has_av() else ".webp"
 
 
 def _write_mp4(path: Path, images: Sequence[Image.Image], fps: float) -> None:
@@ -137,21 +190,27 @@ def has_av() -> bool:
 # --- sampling ------------------------------------------------------------------------------------
 
 
-def _sampled(file: BinaryIO, fps: float | None) -> _Frames:
-    start = file.read(16)
+def _sampled(file: BinaryIO, fps: float | None, packets_only: bool = False) -> _Frames:
+    """Yield the frames at a rate; with ``packets_only`` just the first has an image."""
+    start = file.read(_START)
     file.seek(0)
     if not start:
         raise Reject("empty_file")
-    if start.startswith(b"GIF8"):
-        frames = _gif_frames(file)
-    elif start.startswith(b"\x1aE\xdf\xa3"):
-        frames = _av_frames(file, "matroska")
-    elif start[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip"):
-        frames = _av_frames(file, "mov")
-    else:
+    reader = _reader(start)
+    if reader is None:
         raise Reject("not_a_video", f"starts with {start[:12]!r}")
+    frames = _gif_frames(file) if reader == "gif" else _av_frames(file, reader, packets_only)
     with closing(frames):
         yield from frames if fps is None else _at_rate(frames, _fraction(fps))
+
+
+def _reader(start: bytes) -> str | None:
+    """Return what reads a file with these first bytes: "gif" or a demuxer; None if it is not a video."""
+    if start.startswith(b"GIF8"):
+        return "gif"
+    if start.startswith(b"\x1aE\xdf\xa3"):
+        return "matroska"
+    return "mov" if start[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"wide", b"skip") else None
 
 
 def _at_rate(frames: _Frames, fps: Fraction) -> _Frames:
@@ -180,7 +239,7 @@ def _fraction(fps: float) -> Fraction:
 # --- PyAV ----------------------------------------------------------------------------------------
 
 
-def _av_frames(file: BinaryIO, demuxer: str) -> _Frames:
+def _av_frames(file: BinaryIO, demuxer: str, packets_only: bool) -> _Frames:
     av = require_av()
     try:
         with av.open(file, format=demuxer, metadata_errors="replace") as container:
@@ -190,12 +249,39 @@ def _av_frames(file: BinaryIO, demuxer: str) -> _Frames:
             _require_size(stream.codec_context.width, stream.codec_context.height)
             stream.codec_context.thread_count = 1  # each thread holds frames; workers provide the parallelism
             stream.codec_context.options = {"max_pixels": str(MAX_PIXELS)}
+            if packets_only:
+                yield from _packet_frames(av, container, stream)
+                return
             for frame in container.decode(stream):
                 yield _av_frame(av, frame, stream)
     except av.FFmpegError as error:
         raise Reject("broken_video", f"{type(error).__name__}: {error.strerror}") from error
     except OSError as error:
         raise Reject("unreadable", str(error)) from error
+
+
+def _packet_frames(av: Any, container: Any, stream: Any) -> _Frames:
+    """Yield the first frame, then the others in the order of their times, with its image."""
+    first: _Frame | None = None
+    times: list[tuple[Fraction, Fraction]] = []
+    for packet in container.demux(stream):
+        if first is None:
+            first = next((_av_frame(av, frame, stream) for frame in packet.decode()), None)
+        if packet.pts is not None and not packet.is_discard:
+            times.append((packet.pts * packet.time_base, _duration(packet, stream)))
+    if first is None:
+        return
+    yield first
+    for time, duration in sorted(times):
+        if time > first.time:
+            yield _Frame(time, duration, first.image)
+
+
+def _duration(part: Any, stream: Any) -> Fraction:
+    """Return how long a frame or packet is shown, in seconds."""
+    rate = stream.average_rate
+    seconds: Fraction = (part.duration or 0) * part.time_base or (1 / rate if rate else Fraction(1, 1000))
+    return seconds
 
 
 def _is_cover(stream: Any) -> bool:
@@ -214,10 +300,8 @@ def _av_frame(av: Any, frame: Any, stream: Any) -> _Frame:
         raise Reject("broken_video", "a frame has no time")
     if frame.color_trc in _HDR:
         raise Reject("unsupported_mode", f"HDR ({_HDR[frame.color_trc]}); convert it to SDR")
-    rate = stream.average_rate
-    duration = frame.duration * frame.time_base or (1 / rate if rate else Fraction(1, 1000))
     aspect = stream.sample_aspect_ratio or Fraction(1)
-    return _Frame(frame.pts * frame.time_base, duration, lambda: _av_image(av, frame, aspect))
+    return _Frame(frame.pts * frame.time_base, _duration(frame, stream), lambda: _av_image(av, frame, aspect))
 
 
 def _av_image(av: Any, frame: Any, aspect: Fraction) -> Image.Image:

@@ -22,7 +22,7 @@ from sd3_light.tasks.prepare import SAMPLES, STORED, ItemPreparer, SamplePrepare
 class SampleOrder:
     """The indices of a dataset by bucket, and the order in which they are seen.
 
-    ``window``: samples are shuffled within so many shards of processed data, so that a step reads few of them.
+    ``window``: samples are shuffled within that many shards of processed data, so that a step reads few of them.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class TaskModel(TrainedModel):
 
 
 class UnitModel(TaskModel):
-    """A `DiffusionTrainingModule`: its units, then its loss, or the loss of its own ``forward`` over samples."""
+    """A `DiffusionTrainingModule`: its units, then its loss, or the loss of a ``forward`` that it overrides."""
 
     def __init__(self, module: DiffusionTrainingModule) -> None:
         module.require_transformer()

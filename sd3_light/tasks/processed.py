@@ -159,7 +159,7 @@ class StoredRows:
                 continue
             if entry is not None and len(origins) == entry.count:
                 self._origins[path.name] = origins
-                self._rows |= {origin.fingerprint: (path.name, row) for row, origin in enumerate(origins)}
+                self._rows |= {origin.image_fingerprint: (path.name, row) for row, origin in enumerate(origins)}
 
     def __contains__(self, made_from: str) -> bool:
         return made_from in self._rows and self._is_intact(self._rows[made_from][0])
@@ -167,7 +167,7 @@ class StoredRows:
     def shards_of(self, samples: Sequence[tuple[int, str]]) -> list[str] | None:
         """Return the shards that hold exactly these samples (index, fingerprint), in order; None if none do."""
         files: list[str] = list(dict.fromkeys(self._rows[made_from][0] for _, made_from in samples))
-        stored = [(int(origin.key), origin.fingerprint) for file in files for origin in self._origins[file]]
+        stored = [(int(origin.key), origin.image_fingerprint) for file in files for origin in self._origins[file]]
         return files if sorted(stored) == sorted(samples) else None
 
     def sample(self, data_id: int, bucket: str, made_from: str) -> ProcessedSample:
@@ -286,7 +286,7 @@ class ProcessedDataset(Dataset[Any]):
             fetched = None if stream_cache_dir is None else Path(stream_cache_dir)
             self._store = open_store(self.folder, fetched, int(stream_cache_gb * 1e9))
             table = with_retries(f"{self.folder}/{SAMPLES_FILE}", lambda files, path: files.cat_file(path))
-            self._read_table(self._store.manifest, pa.BufferReader(table))
+            self._use(self._store.manifest, feather.read_table(pa.BufferReader(table)))
             return
         self.folder = Path(folder)
         path = self.folder / MANIFEST
@@ -321,10 +321,10 @@ class ProcessedDataset(Dataset[Any]):
         if not path.is_file():
             raise UserError(f"{folder} holds a cache, and no processed data of a task; {_AGAIN}")
         require_regular(path)
-        self._read_table(manifest, path)
+        self._use(manifest, feather.read_table(path, memory_map=False))
 
-    def _read_table(self, manifest: Manifest, source: Any) -> None:
-        table = feather.read_table(source, memory_map=False)
+    def _use(self, manifest: Manifest, table: pa.Table) -> None:
+        """Take the samples of a table."""
         table.validate(full=True)
         self.recipe = dict(manifest.recipe)
         self._entries = {entry.file: entry for entry in manifest.shards}

@@ -1,22 +1,19 @@
 """`VideoDataset`: captioned clips for a task. All are checked when it is created; workers of the loader decode them."""
 
-import io
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import directory_from_arguments
-from sd3_light.inputs import open_regular
 from sd3_light.runlog import progress
 from sd3_light.sources.buckets import ResizePlan, fits
 from sd3_light.sources.listing import VIDEOS
 from sd3_light.sources.preprocess import Reject
-from sd3_light.sources.records import FileBytes, Location, Record, Rejected
+from sd3_light.sources.records import Location, Record, Rejected, open_location
 from sd3_light.sources.scan import scan
 from sd3_light.sources.video import VideoSize, decode_video, probe_video, require_av
 from sd3_light.sources.workers import WorkerPool
@@ -102,7 +99,7 @@ class VideoDataset(SourceDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         clip = self._clips[index]
         try:
-            with _opened(clip.record.image) as file:
+            with open_location(clip.record.image) as file:
                 video = decode_video(file, clip.plan, clip.frames, self._fps)
         except Reject as reject:
             raise UserError(
@@ -130,17 +127,7 @@ def _probe_all(locations: Sequence[Location], counts: Sequence[int], fps: float 
 
 def _probe_one(location: Location, counts: Sequence[int], fps: float | None) -> _Probed:
     try:
-        with _opened(location) as file:
+        with open_location(location) as file:
             return probe_video(file, counts, fps)
     except Reject as reject:
         return reject.reason, reject.detail
-
-
-def _opened(location: Location) -> AbstractContextManager[BinaryIO]:
-    """Open a video; a file is read piece by piece, a member of a container is read into memory."""
-    if not isinstance(location, FileBytes):
-        return io.BytesIO(location.read())
-    try:
-        return open_regular(location.path)
-    except OSError as error:
-        raise Reject("unreadable", str(error)) from error

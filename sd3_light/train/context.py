@@ -9,6 +9,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.config import LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.config.cross_checks import config_warnings
+from sd3_light.core.columns import named_bucket
 from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
@@ -103,9 +104,12 @@ class RunContext:
         """The FLOPs of the largest micro-batch, with padded text."""
         cost = self.cost.unrouted
         sizes = self.config.micro_batch_size_per_gpu
-        batches = {bucket.resolution: batch_size_for(sizes, bucket.resolution) for bucket in self.data.buckets}
-        tokens = {sides: Tokens(cost.image_tokens(*sides), cost.longest_text) for sides in batches}
-        return max(samples * training_flops(cost, tokens[sides]).value for sides, samples in batches.items())
+        shapes = {(bucket.resolution, named_bucket(bucket.bucket).frames) for bucket in self.data.buckets}
+        flops = []
+        for sides, frames in shapes:
+            tokens = Tokens(cost.image_tokens(*sides) * cost.latent_frames(frames), cost.longest_text)
+            flops.append(batch_size_for(sizes, sides) * training_flops(cost, tokens).value)
+        return max(flops)
 
     def announce(self, trains: str, progress: Progress, total: int) -> None:
         """Open the log; print and log what is about to be trained."""

@@ -8,6 +8,7 @@ import torch
 
 from sd3_light.check.run_setup import BatchPlan, run_setup
 from sd3_light.config import TrainConfig, batch_size_for
+from sd3_light.core.columns import named_bucket
 from sd3_light.core.cost import Cost, Layout
 from sd3_light.cost.gpu_memory import CONTEXT_BYTES, gpu_memory
 from sd3_light.cost.residence import FROM_HOST, ResidenceChoice, Room, choose_residence
@@ -18,7 +19,6 @@ from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Launch
 from sd3_light.engines.feed import load_cache
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.export.model_facts import bucket_size
 from sd3_light.runlog import info
 from sd3_light.system import available_memory
 
@@ -88,7 +88,7 @@ def room_for_cache(data: CachedDataset, config: TrainConfig, cost: Cost, process
     setups = []
     for bucket in data.buckets:
         samples = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
-        plan = BatchPlan(cost.tokens(*bucket_size(bucket)), samples, accumulation, len(data.buckets))
+        plan = BatchPlan(cost.tokens(named_bucket(bucket.bucket)), samples, accumulation, len(data.buckets))
         setups.append(run_setup(config, cost, layout, plan))
     training = max(gpu_memory(setup).total for setup in setups)
     # other processes may use the GPU; the context of this one is part of the estimate

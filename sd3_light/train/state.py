@@ -54,13 +54,13 @@ def make_train_state(context: RunContext, objective: MakeObjective | None = None
     saver = Saver.of(config, denoiser, context.folder.path / "exports", start, context.model_facts)
     blocks = choose_blocks(config, context.cost, denoiser, launch, device, context.groups, context.by_deepspeed)
     module = family.training.model(denoiser, config, blocks.kind == "fast")
+    if objective is not None:
+        module.use(objective(denoiser))
+    load_teacher(module, config, device)
     if blocks.kind == "compiled":
         compile_blocks(denoiser)
     if config.adapter is not None and config.adapter.dropout > 0:
         module.dropout = AdapterDropout(denoiser, config.seed, launch.rank)
-    if objective is not None:
-        module.use(objective(denoiser))
-    load_teacher(module, config, device)
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
     engine: Engine = make(module, config, launch, device, context.groups.writers)
     if isinstance(engine, TorchEngine) and device.type == "cuda":

@@ -79,7 +79,7 @@ def run(
     Raises `Stopped` if a signal stopped the run; the checkpoint to resume from is saved.
     """
     launch = launch or Launch()
-    loaded = replace(loaded, train=with_family_values(loaded.train))
+    loaded = with_family_values(loaded)
     deepspeed.require(loaded.train, launch, by_deepspeed)
     start = starting_weights(loaded.train.model)
     device = launch.device()

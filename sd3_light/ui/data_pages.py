@@ -11,14 +11,16 @@ import pyarrow as pa
 from PIL import Image
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.columns import named_bucket
 from sd3_light.data.manifest import SHARDS, ShardEntry
 from sd3_light.data.shards import Origin, read_origins
 from sd3_light.pages import render_template
-from sd3_light.report.inspect.cache_stats import ShardStats, bucket_order, bucket_size
+from sd3_light.report.inspect.cache_stats import ShardStats, bucket_order
 from sd3_light.report.inspect.source_images import image_location
 from sd3_light.report.inspect.verb import Inspection
-from sd3_light.sources.buckets import Bucket, plan
-from sd3_light.sources.preprocess import Reject, decode, fit
+from sd3_light.sources.buckets import plan
+from sd3_light.sources.preprocess import Reject, fit
+from sd3_light.sources.video import open_still
 from sd3_light.ui.folders import Folders
 
 PAGE_SIZE = 24
@@ -41,7 +43,8 @@ class BrowsedSample:
     @property
     def size(self) -> tuple[int, int]:
         """Width and height in pixels."""
-        return bucket_size(self.bucket)
+        bucket = named_bucket(self.bucket)
+        return bucket.width, bucket.height
 
 
 def caches_page(folders: Folders) -> str:
@@ -115,10 +118,10 @@ def original_image(folders: Folders, cache_id: str, shard: str, row: int) -> byt
         message = f"shard {entry.file} cannot be read: {error}; run `sd3-light cache --verify` to repair it"
         raise UserError(message) from error
     try:
-        image = decode(image_location(manifest.places, entry.directory, origin.image).read())
+        image = open_still(image_location(manifest.places, entry.directory, origin.image))
     except Reject as error:
         raise UserError(f"{origin.key}: {error.detail or error.reason}") from error
-    cropped = Image.fromarray(fit(image, plan(*image.size, Bucket(*bucket_size(entry.bucket)))))
+    cropped = Image.fromarray(fit(image, plan(*image.size, named_bucket(entry.bucket))))
     cropped.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE), Image.Resampling.LANCZOS)  # never enlarges
     buffer = io.BytesIO()
     cropped.save(buffer, "WEBP", quality=88)

@@ -48,6 +48,7 @@ def main(out: str, batch_size: str) -> None:
     run("zero-1", accelerator=Accelerator(), zero_stage=1)
     run("foreign", Foreign(), batch_size=int(batch_size) // 2, gradient_accumulation_steps=2)
     run("narrow", Narrow())
+    run("fsdp2", engine="torch", parallel="fsdp2")
     run("sometimes", Sometimes(), batch_size=1)  # raises
 
 

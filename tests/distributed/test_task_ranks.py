@@ -93,7 +93,7 @@ def test_two_processes_finish_again_and_stop_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> None:
-    """With the numbers of one process without it: EMA, validation, both stages of ZeRO, accumulation, and a resume."""
+    """With the numbers of one process: EMA, validation, ZeRO 1 and 2, accumulation, a resume; and by FSDP2."""
     pytest.importorskip("deepspeed")
     script = ROOT / "tests" / "distributed" / "custom_forward_script.py"
     done = start(script, tmp_path, str(4 // processes), processes)
@@ -103,7 +103,7 @@ def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> N
     )
 
     expected = load_file(tmp_path / "torch" / "step-5.safetensors")
-    for name in ("whole", "broken", "zero-1", "foreign", "narrow"):
+    for name in ("whole", "broken", "zero-1", "foreign", "narrow", "fsdp2"):
         out, tolerance = tmp_path / name, 0.05 if name == "narrow" else 1e-5
         assert numbers(out) == pytest.approx(numbers(tmp_path / "torch"), rel=tolerance)
         assert validations(out) == pytest.approx(validations(tmp_path / "torch"), rel=tolerance)

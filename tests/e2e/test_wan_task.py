@@ -28,6 +28,11 @@ from transformers import AutoTokenizer, UMT5Config, UMT5EncoderModel
 
 from sd3_light import tasks
 from sd3_light.assets import DEMO
+from sd3_light.config import ModelConfig
+from sd3_light.core.registry import family_named
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.families.stock.prepare import StockPreparer
+from sd3_light.flow.objective import flow_loss, interpolate, velocity
 from sd3_light.randomness import fill_normals, stream
 from sd3_light.runlog import read_log
 from sd3_light.sources.video import has_av, probe_video
@@ -181,6 +186,32 @@ def test_one_step_is_the_arithmetic_of_the_stock_pipeline(
     torch.testing.assert_close(loss, stock_loss, rtol=1e-4, atol=0)
     for parameter, gradient in zip(module.trainable_modules(), gradients, strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_the_family_has_the_loss_of_the_example(example: Any, model: Path, dataset: Any) -> None:
+    """At the same draws: `[model] type = "wan"` and the script train alike."""
+    item = dataset[0]
+    family = family_named("wan")
+    keys = {"diffusers_path": str(model), "shift": 5.0, "timestep_sample_method": "uniform", "text_max_length": 512}
+    table = ModelConfig.model_validate({"type": "wan", **keys}, context={"base": model})
+    with family.encoding.encoders(table, torch.device("cpu"), 8) as encoders:
+        values = encoders.encode_images(item["video"][None], flip=False) | encoders.encode_captions([item["prompt"]])
+        encoders.synchronize()
+    preparer = StockPreparer(0, table, LatentScale.of_folder(model), ragged={"text": 512})
+    length = torch.tensor([len(values["text.tokens"])])
+    rows = {"moments": values["moments"][:, 0], "text": values["text.tokens"][None], "text.length": length}
+    rows |= {"epoch": torch.tensor([2]), "repeat": torch.tensor([0]), "sample_id": torch.tensor([7])}
+    clean = preparer.prepare_clean(rows)
+    noise = torch.empty(1, *preparer.scale.latent_shape(clean["moments"].shape))
+    fill_normals(stream(0, "noise", 2, 0, 7), noise.numpy()[0])
+    latents = preparer.scale.draw(clean["moments"], None)  # of the posterior's mean, as in the script
+    batch = clean.with_values({"noisy": interpolate(latents, noise, clean["t"])})
+    module = example.Wan(model)
+    with torch.no_grad():
+        expected = module({"data": item, "data_id": 7, "epoch": 2, "repeat": 0})
+        predicted = family.denoise(module.transformer, batch, 1.0)
+    # moments are stored in float16 and text in bfloat16
+    torch.testing.assert_close(flow_loss(predicted, velocity(latents, noise))[0], expected, rtol=2e-3, atol=0)
 
 
 def test_latents_decode_to_the_clip(example: Any, model: Path, dataset: Any) -> None:

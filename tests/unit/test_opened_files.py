@@ -32,13 +32,13 @@ ALLOWED = {
     "a folder, to flush it": ["checkpoint/store.py:_sync_folder"],
     "an open file, bytes or a URL": [
         *("sources/preprocess.py:_open", "sources/tars.py:_members", "sources/video.py:*", "cache/caption.py:run"),
-        "sources/parquet.py:table_rows",
+        *("sources/parquet.py:table_rows", "tasks/processed.py:__init__"),
         *("data/store/remote.py:_copy", "data/store/remote.py:_pieces", "data/store/disk_cache.py:_claimed"),
     ],
     "files that the same process, or its child, has just written, or that are private to it": [
         *("data/verify.py:_marked", "data/verify.py:_locked", "export/proof.py:run_clean_process", "files.py:_sync"),
         *("export/trained_file.py:write_trained", "export/trained_file.py:write_weights"),
-        *("cache/number_set.py:_sort", "cache/build_folder.py:_upload", "ui/server.py:image"),
+        *("cache/sorted_array.py:_sort", "cache/build_folder.py:_upload", "ui/server.py:image"),
     ],
     "another process, for a folder that this package wrote and a base that it has opened before": [
         "export/proof_process.py:*"

@@ -50,8 +50,8 @@ def make_engine(
 ) -> Engine:
     """Return the engine for ``pipeline_stages`` and ``zero_stage``; all processes must call it together.
 
-    ZeRO 0 and 1 run a model with layers as a pipeline, of one stage or more, unless its objective needs the whole
-    module at once. Otherwise the module runs as a whole.
+    ZeRO 0 and 1 run as a pipeline, of one stage or more. ZeRO 2 and 3 run the module as a whole, and so does ZeRO 1 if
+    its objective needs that or the model has no layers for a pipeline.
     """
     whole = module.objective.why_whole()
     if whole is not None and (config.pipeline_stages > 1 or config.zero_stage == 0):
@@ -61,16 +61,17 @@ def make_engine(
         )
     from sd3_light.engines.deepspeed.runtime import prepare
 
+    has_layers = type(module).pipeline_layers is not TrainedModel.pipeline_layers
+    if not has_layers and config.zero_stage == 0:
+        raise UserError("zero_stage = 0 needs a model with layers for a pipeline; write zero_stage = 1")
     prepare(launch, device)
-    if module.has_layers and config.zero_stage < 2 and whole is None:
+    if has_layers and whole is None and config.zero_stage < 2:
         from sd3_light.engines.deepspeed.pipeline import PipelineEngine
 
         table = cast(TrainConfig, config)
         if launch.world == 1 and config.zero_stage == 1:  # nothing to shard: copies would only cost time
             table = table.model_copy(update={"zero_stage": 0})
         return PipelineEngine(module, table, launch, device, writers)
-    if config.zero_stage == 0:
-        raise UserError("zero_stage = 0 needs a model with pipeline layers, such as sd3; write zero_stage = 1")
     from sd3_light.engines.deepspeed.zero import ZeroEngine
 
     return ZeroEngine(module, config, launch, device)

@@ -30,8 +30,6 @@ class SD3TrainingModule(TrainedModel):
     blocks, at the centre of the position table. With ``fast`` the blocks use hand-written kernels (`model/fast`).
     """
 
-    has_layers = True
-
     def __init__(self, transformer: SD3Transformer2DModel, config: TrainConfig, fast: bool = False) -> None:
         super().__init__(transformer, configured_objective(config))
         self.fast = fast

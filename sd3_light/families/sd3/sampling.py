@@ -34,17 +34,18 @@ class SD3Sampling(Sampling):
         batch = batch_texts(texts, torch.float32)
         return batch if model.text_tokens == "real" else Batch(batch.size, batch.values)
 
-    def latent_shape(self, model: ModelConfig, size: tuple[int, int]) -> tuple[int, ...]:
+    def latent_shape(self, model: ModelConfig, size: tuple[int, ...]) -> tuple[int, ...]:
         """See `Sampling.latent_shape`."""
         channels, factor = vae_shape(model.diffusers_path)
         width, height = size
         return channels, height // factor, width // factor
 
     def scheduler(
-        self, model: ModelConfig, size: tuple[int, int], steps: int, device: torch.device
+        self, model: ModelConfig, size: tuple[int, ...], steps: int, device: torch.device
     ) -> FlowMatchEulerDiscreteScheduler:
         """See `Sampling.scheduler`."""
-        tokens = image_tokens(*size)
+        width, height = size
+        tokens = image_tokens(width, height)
         scheduler = flow_scheduler(constant_shift(model, tokens), model.flux_shift, kept_scheduler(model))
         set_timesteps(scheduler, steps, tokens, device)
         return scheduler

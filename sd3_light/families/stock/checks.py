@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily
 
 _FOLDER = "model.diffusers_path"
-_SIDE = 1024  # of the images that these models are trained on
 _WHOLE = "download or copy the whole folder"
 
 
@@ -73,6 +72,8 @@ class StockChecks(ModelChecks):
         if not all((folder / part / "config.json").is_file() for part in parts):
             return
         try:
+            if self.family.refusal(folder) is not None:
+                return
             for problem in self._width_problems(model, start):
                 yield _fault(_FOLDER, problem, folder)
             yield from self._length_faults(model)
@@ -143,7 +144,7 @@ class StockChecks(ModelChecks):
 
     def trained_side(self, folder: Path) -> int:
         """See `ModelChecks.trained_side`."""
-        return _SIDE
+        return self.family.trained_side
 
     def text_limit(self, folder: Path) -> int | None:
         """See `ModelChecks.text_limit`: that of the tokenizer of the last text encoder."""

@@ -4,6 +4,7 @@ FLOPs are polynomials of second degree in image and text tokens, bytes of first 
 them for all, in a few seconds; buckets and captions then cost nothing.
 """
 
+import math
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from sd3_light.core.columns import Column
 from sd3_light.core.cost import FLASH_BACKWARD, BlockBytes, Compute, Cost, Layout, SampleBytes, TextTokens, Tokens
 from sd3_light.core.model import denoiser_blocks
 from sd3_light.families.stock.denoiser_count import Counts, OneOfEachBlock
+from sd3_light.families.stock.latents import LatentShape
 from sd3_light.model.linears import adapter_weights, match_targets
 from sd3_light.optim.groups import WeightKinds
 
@@ -178,11 +180,14 @@ class CountedCost(Cost):
 
 
 class StockCost(CountedCost):
-    """See `Cost`. ``prepared`` are a batch's columns; an image token covers ``side`` x ``side`` pixels."""
+    """See `Cost`. ``prepared`` are a batch's columns, ``shape`` the latents that the denoiser cuts into patches."""
 
-    def __init__(self, family: "StockFamily", denoiser: nn.Module, prepared: Sequence[Column], side: int) -> None:
+    def __init__(
+        self, family: "StockFamily", denoiser: nn.Module, prepared: Sequence[Column], shape: LatentShape
+    ) -> None:
         self._family = family
-        self._side = side
+        self._shape = shape
+        self._side = shape.factor * family.patch
         self._prepared = [column for column in prepared if column.name not in ("target", "mask")]
         text = next(column for column in self._prepared if column.name == TEXT)
         kind = "at most, as captions are not padded" if text.ragged and not family.pads_text else "padded"
@@ -203,10 +208,14 @@ class StockCost(CountedCost):
         """See `Cost.image_tokens`."""
         return (width // self._side) * (height // self._side)
 
+    def latent_frames(self, frames: int) -> int:
+        """See `Cost.latent_frames`."""
+        return self._shape.frames(frames)
+
     def batch_tokens(self, batch: Batch) -> Mapping[Tokens, int]:
         """See `Cost.batch_tokens`."""
-        height, width = batch["noisy"].shape[-2:]
-        image = (height // self._family.patch) * (width // self._family.patch)
+        *frames, height, width = batch["noisy"].shape[2:]
+        image = math.prod(frames) * (height // self._family.patch) * (width // self._family.patch)
         lengths = batch.lengths(TEXT)
         counts = {batch[TEXT].shape[1]: batch.size} if lengths is None else Counter(lengths.tolist())
         return {Tokens(image, text): count for text, count in counts.items()}

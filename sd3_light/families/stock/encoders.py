@@ -1,11 +1,11 @@
 """The encoders of a stock pipeline as the cache stage uses them: captions are encoded by the pipeline's own methods.
 
 A caption's bytes may depend on the captions that it is encoded with. The batches are a function of the captions of a
-shard alone, so that all processes write equal bytes for it.
+shard alone, so that equal shards have equal bytes in every process.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,9 @@ class StockEncoders(ImageEncoders):
         """Return the captions themselves: the pipeline tokenizes."""
         return {TEXT: list(captions)}
 
-    def encode_captions(self, captions: Sequence[str] | Tokens) -> dict[str, Tensor]:
+    def encode_captions(
+        self, captions: Sequence[str] | Tokens, columns: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
         """See `Encoders.encode_captions`."""
         return self.encode_text(TEXT, captions[TEXT] if isinstance(captions, Mapping) else captions)
 

@@ -74,4 +74,5 @@ class StockEncoding(Encoding):
             batch_size=batch_size,
             vae_dtype=model.vae_dtype,
             one_at_a_time=one_at_a_time,
+            with_frames=self._family.media == "video",
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.batch import LENGTH, Batch
+from sd3_light.core.columns import Bucket
 from sd3_light.core.files import AdapterNames, CardTexts, CustomPipeline, Files, SingleFiles
 from sd3_light.export.proof_process import sample_image
 from sd3_light.families.stock.inputs import StockInputs
@@ -33,7 +34,11 @@ from diffusers import {pipeline}
 
 pipe = {pipeline}.from_pretrained("this folder", dtype=torch.float32)
 seed = torch.Generator("cpu").manual_seed(0)
-image = pipe(prompt="a prompt", {options}generator=seed).{result}"""
+{drawn}"""
+_DRAWN = {
+    "image": 'image = pipe(prompt="a prompt", %sgenerator=seed).images[0]',
+    "video": 'frames = pipe(prompt="a prompt", %sgenerator=seed).frames[0]  # see diffusers.utils.export_to_video',
+}
 
 
 class StockFiles(Files):
@@ -80,8 +85,8 @@ class StockFiles(Files):
         stand_in = _StandIn(config)
         batch = self._texts(folder, {}, 2)
         shape = LatentShape.of_folder(folder)
-        side = _SIDE * self._family.patch
-        noisy = torch.randn(2, shape.channels, side, side, generator=torch.Generator().manual_seed(1))
+        latents = shape.latents(self._size(folder), self._family.media == "video")
+        noisy = torch.randn(2, *latents, generator=torch.Generator().manual_seed(1))
         try:
             self._family.denoise(stand_in, batch.with_values({"noisy": noisy, "t": torch.tensor([0.25, 0.5])}), 1.0)
         except _Called as call:
@@ -96,8 +101,14 @@ class StockFiles(Files):
         texts, negative = (self._texts(folder, text, 1, seed) for seed in (0, 1))
         is_guided = not self._family.takes_guidance(config) and self._family.is_guided(_GUIDANCE)
         arguments = self._family.pipeline_arguments(texts, negative if is_guided else None, _GUIDANCE)
+        size = self._size(folder)
+        arguments |= {"num_frames": size.frames} if self._family.media == "video" else {}
+        return {**arguments, "width": size.width, "height": size.height, "num_inference_steps": _STEPS}
+
+    def _size(self, folder: Path) -> Bucket:
+        """Return the size of the smallest image, or clip, that shows whether all weights are right."""
         side = _SIDE * self._family.patch * LatentShape.of_folder(folder).factor
-        return {**arguments, "width": side, "height": side, "num_inference_steps": _STEPS}
+        return Bucket(side, side, 1 + (self._family.frame_step(folder) or 0))
 
     def _texts(self, folder: Path, text: Mapping[str, Any], count: int, seed: int = 0) -> Batch:
         """Return a few texts with values drawn from a seed."""
@@ -124,13 +135,12 @@ class StockFiles(Files):
         return CardTexts(blocks, policy, self._code(text), "", "stock diffusers")
 
     def _code(self, text: Mapping[str, Any]) -> str:
-        """Return how an image is drawn with text of the length of training; a video pipeline draws one frame."""
+        """Return how an image or a clip is drawn with text of the length of training."""
         pipeline = self._family.pipeline
         known = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
-        given = {"max_sequence_length": text.get("text_max_length"), "num_frames": 1}
-        options = "".join(f"{key}={value}, " for key, value in given.items() if key in known and value is not None)
-        result = "frames[0][0]" if "num_frames" in known else "images[0]"
-        return _CODE.format(pipeline=pipeline, options=options, result=result)
+        length = text.get("text_max_length") if "max_sequence_length" in known else None
+        options = "" if length is None else f"max_sequence_length={length}, "
+        return _CODE.format(pipeline=pipeline, drawn=_DRAWN[self._family.media] % options)
 
 
 class _Called(Exception):

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily
 
 _NEGATIVE = "\0"  # before a text that is encoded as a negative prompt
-_DEFAULT_SIDE = 1024
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,27 @@ class StockInputs(PipelineInputs):
             return None
         return f"image size {width}x{height}: this model needs sides that are multiples of {step}"
 
+    def frames_fault(self, frames: int) -> str | None:
+        """See `PipelineInputs.frames_fault`."""
+        step = self.family.frame_step(self.folder)
+        if step is None:
+            return super().frames_fault(frames)
+        if (frames - 1) % step == 0:
+            return None
+        below = frames - (frames - 1) % step
+        return f"{frames} frames: this model needs {step}·n + 1, such as {below} or {below + step}"
+
+    @property
+    def default_frames(self) -> int:
+        """See `PipelineInputs.default_frames`."""
+        return self.family.usual_clip[0]
+
     def default_size(self, pipe: Any) -> tuple[int, int]:
         """See `PipelineInputs.default_size`."""
         latent = getattr(pipe, "default_sample_size", None) or pipe.transformer.config.get("sample_size")
-        side = latent * LatentShape.of_folder(self.folder).factor if isinstance(latent, int) else _DEFAULT_SIDE
+        side = (
+            latent * LatentShape.of_folder(self.folder).factor if isinstance(latent, int) else self.family.trained_side
+        )
         return side, side
 
     def text_limits(self, folder: Path) -> list[TextLimit]:
@@ -90,7 +106,8 @@ class StockInputs(PipelineInputs):
         negative = None
         if self.family.is_guided(guidance) and not self.family.takes_guidance(pipe.transformer.config):
             negative = self._batch(pipe, encode([_NEGATIVE + request.negative_prompt for request in batch]))
-        return self.family.pipeline_arguments(texts, negative, guidance)
+        arguments = self.family.pipeline_arguments(texts, negative, guidance)
+        return arguments if self.family.media == "image" else {**arguments, "num_frames": batch[0].frames}
 
     def _batch(self, pipe: Any, texts: Sequence[EncodedText]) -> Batch:
         # latents get the dtype of the text, and the VAE must accept it

@@ -14,13 +14,14 @@ from sd3_light.model.part_configs import read_config
 class LatentShape:
     """The ``channels`` of latents, and the ``factor`` of pixels per latent pixel in each direction.
 
-    The VAE of a video model takes images as videos of one frame (``has_frames``); their latents are stored without it.
+    The VAE of a video model takes images as videos of one frame: it has a ``frame_step``, the frames of a clip per
+    frame of its latents, after the first.
     """
 
     channels: int
     factor: int
     has_distribution: bool = True
-    has_frames: bool = False
+    frame_step: int | None = None
 
     @staticmethod
     def of_folder(folder: Path) -> "LatentShape":
@@ -42,9 +43,18 @@ class LatentShape:
         """Return height and width of the latents of a bucket's images."""
         return -(-bucket.height // self.factor), -(-bucket.width // self.factor)
 
-    def moments(self, bucket: Bucket) -> tuple[int, ...]:
+    def latents(self, bucket: Bucket, with_frames: bool = False) -> tuple[int, ...]:
+        """Return the shape of an image's latents; ``with_frames`` that of a clip's."""
+        return (self.channels, *((self.frames(bucket.frames),) if with_frames else ()), *self.size(bucket))
+
+    def frames(self, frames: int) -> int:
+        """Return the frames of a clip's latents."""
+        return 1 + (frames - 1) // self.frame_step if self.frame_step else frames
+
+    def moments(self, bucket: Bucket, with_frames: bool = False) -> tuple[int, ...]:
         """Return the shape of an image's moments: mean and log-variance, or the latents without a distribution."""
-        return (self.channels * (2 if self.has_distribution else 1), *self.size(bucket))
+        channels, *sides = self.latents(bucket, with_frames)
+        return (channels * (2 if self.has_distribution else 1), *sides)
 
 
 def _images(config: Mapping[str, Any]) -> LatentShape:
@@ -53,7 +63,8 @@ def _images(config: Mapping[str, Any]) -> LatentShape:
 
 def _videos(config: Mapping[str, Any]) -> LatentShape:
     factor = config.get("scale_factor_spatial") or 2 ** len(config["temperal_downsample"])
-    return LatentShape(int(config["z_dim"]), int(factor), has_frames=True)
+    step = config.get("scale_factor_temporal") or 2 ** sum(config["temperal_downsample"])
+    return LatentShape(int(config["z_dim"]), int(factor), frame_step=int(step))
 
 
 def _deep_compression(config: Mapping[str, Any]) -> LatentShape:

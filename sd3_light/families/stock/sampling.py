@@ -48,14 +48,14 @@ class StockSampling(Sampling):
         )
         return batch.with_values({"guidance": torch.full((len(texts),), guidance)})
 
-    def latent_shape(self, model: ModelConfig, size: tuple[int, int]) -> tuple[int, ...]:
+    def latent_shape(self, model: ModelConfig, size: tuple[int, ...]) -> tuple[int, ...]:
         """See `Sampling.latent_shape`."""
         shape = LatentShape.of_folder(model.diffusers_path)
-        return shape.channels, *shape.size(Bucket(*size))
+        return shape.latents(Bucket(*size), self._family.media == "video")
 
-    def scheduler(self, model: ModelConfig, size: tuple[int, int], steps: int, device: torch.device) -> Any:
+    def scheduler(self, model: ModelConfig, size: tuple[int, ...], steps: int, device: torch.device) -> Any:
         """See `Sampling.scheduler`."""
-        _, height, width = self.latent_shape(model, size)
+        *_, height, width = self.latent_shape(model, size)
         scheduler = folder_scheduler(model.diffusers_path)
         self._family.set_times(scheduler, steps, height * width // self._family.patch**2)
         return scheduler

@@ -7,13 +7,13 @@ from statistics import median
 from typing import Any
 
 from sd3_light.config.base import is_url
+from sd3_light.core.columns import named_bucket
 from sd3_light.data.manifest import DUPLICATES_FILE, REJECTS_FILE
 from sd3_light.encoding.vae import LOW_PSNR
 from sd3_light.formats import byte_size
 from sd3_light.pages import check_output_path, render_template, save_page
 from sd3_light.report.inspect.cache_stats import (
     Inspection,
-    bucket_size,
     draw_samples,
     inspect_cache,
     reason_meaning,
@@ -93,6 +93,7 @@ def render_page(content: CachePage, **values: Any) -> str:
     cache, rejects, places = content.cache, content.rejects, content.cache.manifest.places
     reasons = dict(rejects.counts.most_common()) or cache.rejects
     recipe = {"diffusers_path": places.get("diffusers_path", "not recorded"), **cache.manifest.recipe}
+    recipe.pop("columns", None)  # hashes of what the other keys say
     return render_template(
         "inspect.html",
         name=cache.folder.resolve().name,
@@ -100,7 +101,9 @@ def render_page(content: CachePage, **values: Any) -> str:
         notes=content.notes,
         tiles=_tiles(cache, sum(reasons.values())),
         num_samples=cache.samples,
-        buckets=[(name, *bucket_size(name), count) for name, count in cache.buckets.items()],
+        buckets=[
+            (name, named_bucket(name).width, named_bucket(name).height, count) for name, count in cache.buckets.items()
+        ],
         captions=_caption_summary(cache),
         histograms=_histograms(cache),
         samples=content.samples,

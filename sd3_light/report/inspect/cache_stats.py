@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from sd3_light.core.caption_lengths import CaptionSample, CutCaptions, count_cut_captions
-from sd3_light.core.columns import CAPTION, MASK
+from sd3_light.core.columns import CAPTION, MASK, named_bucket
 from sd3_light.core.registry import family_of_folder
 from sd3_light.data.manifest import REJECTED, SHARDS, Manifest, ShardEntry
 from sd3_light.data.shard_table import column
@@ -165,14 +165,8 @@ def draw_samples(shards: Sequence[ShardEntry], number: int, seed: int) -> list[S
 
 def bucket_order(entry: ShardEntry) -> tuple[int, float, str]:
     """Return the sort key of a shard: area of its resolution, then from tall to wide, then its name."""
-    width, height = bucket_size(entry.bucket)
-    return entry.resolution[0] * entry.resolution[1], width / height, entry.file
-
-
-def bucket_size(bucket: str) -> tuple[int, int]:
-    """Return the width and height of a bucket's name."""
-    width, height = bucket.split("x")
-    return int(width), int(height)
+    bucket = named_bucket(entry.bucket)
+    return entry.resolution[0] * entry.resolution[1], bucket.width / bucket.height, entry.file
 
 
 def num_words(text: str) -> int:

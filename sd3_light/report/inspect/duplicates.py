@@ -10,7 +10,8 @@ from sd3_light.pages import data_uri
 from sd3_light.report.inspect.line_sample import sample_lines
 from sd3_light.report.inspect.rejects import source_label
 from sd3_light.report.inspect.source_images import THUMBNAIL_SIDE, image_location
-from sd3_light.sources.preprocess import Reject, decode
+from sd3_light.sources.preprocess import Reject
+from sd3_light.sources.video import open_still
 
 _MOST_SHOWN = 60
 _MEANINGS = {
@@ -66,7 +67,7 @@ def _pair(item: Mapping[str, Any], places: Mapping[str, str]) -> DuplicatePair:
 
 def _thumbnail(key: str, location: object, places: Mapping[str, str]) -> str:
     try:
-        image = decode(image_location(places, source_label(key, places), str(location or "")).read())
+        image = open_still(image_location(places, source_label(key, places), str(location or "")))
     except Reject:
         return ""
     return data_uri(image, THUMBNAIL_SIDE)

@@ -1,6 +1,5 @@
 """Samples of the cache: their decoded latents, beside the originals cropped as for the cache."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,17 +13,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import MASK
+from sd3_light.core.columns import MASK, named_bucket
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import Origin, read_origins
 from sd3_light.encoding.vae import decode_moments, load_vae, psnr
 from sd3_light.pages import data_uri
-from sd3_light.report.inspect.cache_stats import SampleRef, bucket_size
+from sd3_light.report.inspect.cache_stats import SampleRef
 from sd3_light.report.inspect.source_images import image_location, tint_masked
 from sd3_light.runlog import progress
-from sd3_light.sources.buckets import Bucket, ResizePlan, plan
-from sd3_light.sources.preprocess import Pixels, Reject, decode, fit
+from sd3_light.sources.buckets import ResizePlan, plan
+from sd3_light.sources.preprocess import Pixels, Reject, fit
+from sd3_light.sources.video import open_still
 
 _MOST_PIXELS = 1 << 20  # per decoded batch
 _MOST_SAMPLES = 16
@@ -49,7 +49,8 @@ class SampleCard:
     @property
     def size(self) -> tuple[int, int]:
         """Width and height in pixels."""
-        return bucket_size(self.ref.entry.bucket)
+        bucket = named_bucket(self.ref.entry.bucket)
+        return bucket.width, bucket.height
 
     @property
     def psnr_text(self) -> str:
@@ -109,7 +110,7 @@ def load_samples(
 def _batches(refs: Sequence[SampleRef]) -> Iterator[list[SampleRef]]:
     """Yield samples of one bucket, few enough to decode together."""
     for bucket, group in groupby(refs, key=lambda ref: ref.entry.bucket):
-        size = min(_MOST_SAMPLES, max(1, _MOST_PIXELS // math.prod(bucket_size(bucket))))
+        size = min(_MOST_SAMPLES, max(1, _MOST_PIXELS // named_bucket(bucket).area))
         members = list(group)
         yield from (members[start : start + size] for start in range(0, len(members), size))
 
@@ -147,15 +148,16 @@ class _Shards:
 def _decode(
     samples: Sequence[Mapping[str, Tensor]], vae: AutoencoderKL | None, notes: list[str]
 ) -> list[Pixels | None]:
-    """Decode samples of one size to [height, width, 3] each: the posterior mean of their moments [2C, h, w]."""
+    """Decode samples of one size to [height, width, 3] each: the posterior mean of their moments [2C, (f,) h, w]."""
     if vae is None or not samples:
         return [None] * len(samples)
-    latents = {name: len(value) for name, value in samples[0].items() if value.dim() == 3}
-    name = next((name for name, channels in latents.items() if channels == 2 * vae.config.latent_channels), None)
+    latents = {name: len(value) for name, value in samples[0].items() if value.dim() in (3, 4)}
+    own = vae.config.get("latent_channels") or vae.config.get("z_dim")
+    name = next((name for name, channels in latents.items() if channels == 2 * own), None)
     if name is None:
         cached = " or ".join(str(channels // 2) for channels in latents.values()) or "none"
         note = (
-            f"The VAE has {vae.config.latent_channels} latent channels and the cache {cached}; "
+            f"The VAE has {own} latent channels and the cache {cached}; "
             "pass the folder of the VAE that built the cache with --vae FOLDER."
         )
         if note not in notes:
@@ -167,7 +169,7 @@ def _decode(
 def _card(
     places: Mapping[str, str], ref: SampleRef, origin: Origin, mask: Tensor | None, decoded: Pixels | None
 ) -> SampleCard:
-    resize = plan(origin.width, origin.height, Bucket(*bucket_size(ref.entry.bucket)))
+    resize = plan(origin.width, origin.height, named_bucket(ref.entry.bucket))
     original, problem = _load_original(places, ref, origin, resize)
     base = original if original is not None else decoded
     masked = ""
@@ -184,7 +186,7 @@ def _load_original(
 ) -> tuple[Pixels | None, str]:
     """Return the source image, resized and cropped as for the cache, or why it cannot be shown."""
     try:
-        image = decode(image_location(places, ref.entry.directory, origin.image).read())
+        image = open_still(image_location(places, ref.entry.directory, origin.image))
     except Reject as error:
         return None, error.detail or error.reason
     if image.size != resize.source:

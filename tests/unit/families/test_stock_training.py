@@ -98,6 +98,9 @@ def project_losses(project: Project, name: str, *keys: str) -> dict[int, float]:
     return project.losses(name)
 
 
+@pytest.mark.parametrize(
+    "project", [FAMILIES[0], FAMILIES[1], FAMILIES[-1]], indirect=True
+)  # with three blocks or more
 def test_features_of_blocks_are_aligned(project: Project) -> None:
     for name, table in (("spelled", "model.layer_sync"), ("listed", "objective.layer_sync")):
         flow = () if name == "spelled" else ("objective.flow.weight=1.0",)

@@ -16,7 +16,7 @@ from tests.families import DENOISERS, make_denoiser
 # of SD3 the smallest, the main one, one without qk-norm, and one whose first blocks attend twice
 SD3 = ["tiny2", "sd3_light", "sd3_medium", "sd3.5_medium"]
 BLOCKS = ("transformer_blocks", "single_transformer_blocks", "blocks", "layers", "noise_refiner", "context_refiner")
-HEADS = ("norm_out", "proj_out")
+HEADS = ("final_layer", "norm_out", "proj_out")
 
 
 @cache

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from sd3_light.check import count as count_module
 from sd3_light.check import estimate as estimate_module
-from sd3_light.check import render, run_setup
+from sd3_light.check import run_setup
 from sd3_light.check import verb as check
+from sd3_light.check.render import render
 from sd3_light.check.verb import RunEstimate, estimate_run
 from sd3_light.config import SIZES, ConfigFaults, LoadedConfig, UserError
 from sd3_light.core.cost import Layout, Tokens
@@ -98,7 +99,7 @@ def test_costs_match_the_formulas(files: Any) -> None:
     dataset = 'resolutions = [64]\nflip = true\n[[directory]]\npath = "images"\n'
     estimate = estimated(files.load(top="micro_batch_size_per_gpu = 2", dataset=dataset))
     (row,) = estimate.data.rows
-    assert (estimate.text.clip_tokens, estimate.text.t5_tokens) == (20, 12)
+    assert estimate.setup.cost.text.most == 20 + 12
     assert row.tokens == Tokens(16, 32)
     assert row.step_flops.value == 2 * training_flops(SD3Cost(SIZES["demo"]), Tokens(16, 32)).value
     assert estimate.start.size.num_parameters() == SIZES["demo"].num_parameters()

@@ -11,8 +11,8 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from sd3_light.check import render
 from sd3_light.check import verb as check
+from sd3_light.check.render import render
 from sd3_light.check.verb import Target, conclude
 from sd3_light.config import SIZES, ConfigFaults, Fault, ModelConfig, TrainConfig, UserError
 from sd3_light.core import registry

@@ -311,8 +311,10 @@ def test_every_reader_of_a_model_refuses_pickles(model: Path, monkeypatch: pytes
         lambda: load_vae(model, CPU, torch.float32),
         lambda: load_text_model("clip_l", model, CPU, torch.float32),
         lambda: family_named("sd3").weights.load(start, 0),
-        lambda: open_pipeline_module._load(model, family_named("sd3"), TextPolicy(16, "empty", "padded")),
-        lambda: open_pipeline_module._load(model, family_named("sd3"), TextPolicy(16, "empty", "real")),
+        lambda: open_pipeline_module._load(
+            model, family_named("sd3"), TextPolicy(16, "empty", "padded"), torch.float32
+        ),
+        lambda: open_pipeline_module._load(model, family_named("sd3"), TextPolicy(16, "empty", "real"), torch.float32),
         lambda: proof_process.load_pipeline(model, torch.float32, False, list(TEXT_ENCODER_FOLDERS)),
         lambda: proof_process.load_base("SD3Transformer2DModel", str(model / "transformer"), torch.float32),
     ]

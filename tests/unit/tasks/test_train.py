@@ -23,6 +23,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines import accelerate as engine_file
 from sd3_light.engines.torch import TorchEngine, micro_losses
 from sd3_light.evaluate.validation import EvalPreparer
+from sd3_light.export import verb as export_verb
 from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.runlog import read_log
 from sd3_light.tasks import FlowMatchSFTLoss, ModelLogger, launch_training_task
@@ -522,3 +523,17 @@ def test_an_objective_of_the_core_trains_a_task(tmp_path: Path) -> None:
     torch.manual_seed(0)
     alone = [loss for _, loss in steps(run(tmp_path / "alone", model(Energy()), batch_size=2), "loss")]
     assert alone == pytest.approx(plain)
+
+
+def test_a_task_of_another_noise_is_not_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("sd3_light.tasks.train.NOISE", "another")
+        run(tmp_path, max_steps=1)
+    with pytest.raises(UserError, match="was trained with the noise of an earlier version; start again in another"):
+        run(tmp_path, resume=True)
+
+
+def test_the_export_verb_names_the_file_of_a_script(tmp_path: Path) -> None:
+    run(tmp_path / "run", max_steps=1)
+    with pytest.raises(UserError, match=r"is the run of a script, whose logger saved step-1.safetensors there"):
+        export_verb.run(tmp_path / "run", tmp_path / "out")

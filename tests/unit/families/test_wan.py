@@ -1,0 +1,193 @@
+"""Wan: clips and images of our loop against the stock pipeline, bit for bit; losses; names; refusals."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sd3_light.config import ModelConfig, UserError
+from sd3_light.core.batch import Batch
+from sd3_light.core.columns import Bucket
+from sd3_light.core.registry import family_named, family_of_folder
+from sd3_light.core.sampling import ImageRequest
+from sd3_light.export.wan_names import wan_to_comfyui
+from sd3_light.families.base import StockFamily
+from sd3_light.families.stock.inputs import StockInputs
+from sd3_light.flow.objective import flow_loss
+from sd3_light.sample.generate import frames_of, generate
+from sd3_light.sample.loop import draw_latents, starting_noise
+from tests.stock import model_table, save_stock
+
+CPU = torch.device("cpu")
+LENGTH = 20
+PROMPTS = ["a red fox", "two cats on a mat"]
+SEEDS = [3, 4]
+STEPS = 3
+SETTINGS = {"text_max_length": LENGTH}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model. Read only."""
+    return save_stock("wan", tmp_path_factory.mktemp("wan") / "model")
+
+
+@pytest.fixture
+def family() -> StockFamily:
+    found = family_named("wan")
+    assert isinstance(found, StockFamily)
+    return found
+
+
+@pytest.fixture
+def model(folder: Path) -> ModelConfig:
+    return model_table("wan", folder, **SETTINGS)
+
+
+def opened(folder: Path) -> Any:
+    pipe = diffusers.WanPipeline.from_pretrained(folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    pipe.vae.enable_slicing()
+    return pipe
+
+
+@torch.no_grad()
+def drawn(family: StockFamily, pipe: Any, model: ModelConfig, size: tuple[int, ...], guidance: float) -> Tensor:
+    """Our pixels [B, 3, F, H, W]."""
+    sampling = family.sampling
+    inputs = StockInputs(family, model.diffusers_path, SETTINGS)
+    texts = [inputs.encode(pipe, PROMPTS)]
+    guide = None
+    if sampling.is_guided(guidance):
+        texts.insert(0, [family.encode_empty(pipe, model)] * len(PROMPTS))
+        guide = partial(sampling.guide, guidance=guidance)
+    batches = [sampling.batch(part, model, guidance) for part in texts]
+    noise = starting_noise(SEEDS, sampling.latent_shape(model, size), CPU)
+    denoise = partial(family.denoise, pipe.transformer, guidance=1.0)
+    latents = draw_latents(denoise, sampling.scheduler(model, size, STEPS, CPU), noise, batches, guide)
+    with sampling.decoder(model, CPU) as decoder:
+        return decoder.decode(latents)
+
+
+@pytest.mark.parametrize("frames", [1, 5])
+@pytest.mark.parametrize("guidance", [1.0, 5.0])
+def test_clips_are_those_of_the_stock_pipeline(
+    family: StockFamily, folder: Path, model: ModelConfig, frames: int, guidance: float
+) -> None:
+    pipe = opened(folder)
+    expected = pipe(
+        PROMPTS,
+        width=48,
+        height=32,
+        num_frames=frames,
+        num_inference_steps=STEPS,
+        guidance_scale=guidance,
+        max_sequence_length=LENGTH,
+        generator=[torch.Generator("cpu").manual_seed(seed) for seed in SEEDS],
+        output_type="pt",
+    ).frames
+    assert expected.shape == (2, frames, 3, 32, 48)
+    assert expected.std() > 1e-3
+    size = (48, 32) if frames == 1 else (48, 32, frames)
+    own = drawn(family, pipe, model, size, guidance)
+    assert torch.equal(own.transpose(1, 2), expected)
+    images = [
+        ImageRequest(prompt, seed, 48, 32, "", STEPS, guidance, frames)
+        for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+    ]
+    by_verb = generate(pipe, images, StockInputs(family, folder, SETTINGS), batch_size=2)
+    assert [len(frames_of(image)) for image in by_verb] == [frames, frames]
+    bytes_of = [torch.tensor(list(frame.tobytes())) for image in by_verb for frame in frames_of(image)]
+    stock = (expected * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).reshape(2 * frames, -1)
+    assert torch.equal(torch.stack(bytes_of), stock.long())
+
+
+def test_a_text_is_padded_with_zeros_to_its_full_length(family: StockFamily, folder: Path, model: ModelConfig) -> None:
+    pipe = opened(folder)
+    texts = StockInputs(family, folder, SETTINGS).encode(pipe, [*PROMPTS, ""])
+    assert len({len(text["text"]) for text in texts}) > 1
+    padded = family.sampling.batch(texts, model, 1.0)["text"]
+    options = {"do_classifier_free_guidance": False, "max_sequence_length": LENGTH}
+    assert torch.equal(padded, pipe.encode_prompt([*PROMPTS, ""], **options)[0])
+
+
+def test_latents_have_frames(family: StockFamily, folder: Path, model: ModelConfig) -> None:
+    assert family.frame_step(folder) == 4
+    shapes = {
+        bucket: family.columns(model, folder, bucket)[0].shape
+        for bucket in (Bucket(48, 32), Bucket(48, 32, 5), Bucket(48, 32, 81))
+    }
+    assert shapes == {
+        Bucket(48, 32): (8, 1, 4, 6),
+        Bucket(48, 32, 5): (8, 2, 4, 6),
+        Bucket(48, 32, 81): (8, 21, 4, 6),
+    }
+    cost = family.cost(family.weights.start(model), model)
+    assert cost.tokens(Bucket(48, 32, 5)).image == 2 * cost.tokens(Bucket(48, 32)).image == 12
+
+
+def test_a_mask_holds_for_every_frame() -> None:
+    predicted, target = torch.randn(2, 2, 4, 3, 2, 6)
+    mask = torch.tensor([[[0.0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 1]]] * 2)
+    each = [flow_loss(predicted[:, :, at], target[:, :, at], mask) for at in range(3)]
+    expected = torch.stack(each).mean(0)
+    torch.testing.assert_close(flow_loss(predicted, target, mask), expected)
+
+
+def test_the_names_of_a_lora(family: StockFamily) -> None:
+    with torch.device("meta"):
+        denoiser = diffusers.WanTransformer3DModel(num_layers=2, num_attention_heads=2, attention_head_dim=12)
+    names = family.files.adapters
+    for name, layer in denoiser.named_modules():
+        if isinstance(layer, nn.Linear) and "." in name:
+            (key,) = wan_to_comfyui({f"transformer.{name}.lora_A.weight": torch.zeros(1)})
+            assert key.startswith("diffusion_model.")
+            other = key.removeprefix("diffusion_model.").removesuffix(".lora_A.weight")
+            for spelled in (name, other):
+                layers = names.find_layers(spelled)
+                assert layers is not None
+                assert layers.names == (name,)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "reason"),
+    [
+        ("model_index.json", {"transformer_2": ["diffusers", "WanTransformer3DModel"]}, "two denoisers"),
+        ("model_index.json", {"expand_timesteps": True}, "a time per token"),
+        ("transformer/config.json", {"image_dim": 1280}, "takes an image beside the noise"),
+        ("transformer/config.json", {"in_channels": 36}, "takes an image beside the noise"),
+    ],
+)
+def test_other_models_of_the_class_are_refused(tmp_path: Path, part: str, change: dict[str, Any], reason: str) -> None:
+    folder = save_stock("wan", tmp_path / "model")
+    path = folder / part
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    family = family_of_folder(folder)
+    model = model_table("wan", folder)
+    faults = [fault for fault in family.checks.folder_faults(model) if reason in fault.problem]
+    assert len(faults) == 1
+    assert not list(family.checks.encoder_faults(model, family.weights.start(model)))
+
+
+def test_frames_of_other_numbers_are_refused(family: StockFamily, folder: Path) -> None:
+    inputs = StockInputs(family, folder, SETTINGS)
+    assert inputs.frames_fault(5) is None
+    assert inputs.frames_fault(1) is None
+    assert "such as 77 or 81" in str(inputs.frames_fault(80))
+    with pytest.raises(UserError, match="such as 5 or 9"):
+        generate(opened(folder), [ImageRequest("a", 0, 48, 32, frames=7)], inputs, 1)
+
+
+def test_losses_are_those_of_the_formula(family: StockFamily, folder: Path) -> None:
+    """An independent formula: the stock denoiser with 1000 t, and the squared error of its velocity."""
+    denoiser = opened(folder).transformer
+    noisy, text, t = torch.randn(2, 4, 2, 4, 6), torch.randn(2, LENGTH, 32), torch.tensor([0.25, 0.5])
+    with torch.no_grad():
+        own = family.denoise(denoiser, Batch(2, {"noisy": noisy, "t": t, "text": text}), 1.0)
+        stock = denoiser(noisy, 1000 * t, text).sample
+    assert torch.equal(own, stock)
