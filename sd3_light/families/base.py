@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.config.family_keys import AUTO
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
@@ -41,10 +42,9 @@ class StockFamily(Family):
     ``pads_text``; otherwise ragged columns are padded to the longest of a batch, and with ``pads_prompts`` those of
     sampling to their full length, under a mask, as in the stock pipeline. ``usual_guidance`` is that of the stock
     pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``, and takes one prompt
-    at a time if it has ``single_prompts``. ``comfyui``: ComfyUI reads a LoRA with the names of `adapter_names`.
-    ``packages`` are those that its text needs beside transformers. ``trained_side`` is that of a square with as many
-    pixels as the images that its models were trained on. A family of videos has latents with frames, those of an image
-    one; ``usual_clip`` are the frames of a clip, and their rate per second.
+    at a time if it has ``single_prompts``. ``trained_side`` is that of a square with as many pixels as the images that
+    its models were trained on. A family of videos has latents with frames, those of an image one; ``usual_clip`` are
+    the frames of a clip, and their rate per second.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -58,16 +58,10 @@ class StockFamily(Family):
     usual_guidance: ClassVar[float] = 4.0
     joins_guidance: ClassVar[bool] = False
     single_prompts: ClassVar[bool] = False
-    comfyui: ClassVar[bool] = False
-    packages: ClassVar[tuple[str, ...]] = ()
     trained_side: ClassVar[int] = 1024
     usual_clip: ClassVar[tuple[int, float]] = (1, 1.0)
 
     # --- what a family's file says ---------------------------------------------------------------
-
-    def refusal(self, folder: Path) -> str | None:
-        """Return why a model folder of this pipeline's class cannot be trained, and what to do; None if it can."""
-        return None
 
     def frozen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return patterns of weights that get no gradient in a denoiser with this config, and cannot be trained."""
@@ -211,6 +205,7 @@ class StockFamily(Family):
         """See `Family.completed`: length and dropout of text, the layers of an adapter, and what cannot be trained."""
         model = config.model
         update: dict[str, Any] = {"text_max_length": self.max_length(model)}
+        update["type"] = self.name if model.type == AUTO else model.type
         update["uncond_text"] = model.uncond_text or "empty"
         update |= {key: value for key, value in _DROPPED.items() if key not in model.model_fields_set}
         table = model.model_copy(update=update)
