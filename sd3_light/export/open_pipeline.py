@@ -44,7 +44,7 @@ def open_pipeline(
     return pipe.to(device), policy
 
 
-def _load(folder: Path, family: Family, policy: PipelineInputs, dtype: torch.dtype) -> Any:
+def _load(folder: Path, family: Family, policy: PipelineInputs, dtype: torch.dtype = torch.float32) -> Any:
     check_files(folder, *(part for part in folder.iterdir() if part.is_dir()))
     options = {"dtype": {"vae": torch.float32, "default": dtype}, **LOCAL_WEIGHTS}
     custom = family.files.custom_pipeline(policy.facts())
