@@ -24,6 +24,7 @@ from sd3_light.model.base_values import with_base_values
 from sd3_light.runlog import missing_trackers
 from sd3_light.sources.access import CONTAINERS, exists
 from sd3_light.sources.buckets import buckets_for
+from sd3_light.sources.listing import VIDEOS
 from sd3_light.sources.video import has_av
 from sd3_light.urls import protocol_problem
 
@@ -258,9 +259,10 @@ class _DiskChecks:
         """Check that the family allows the lengths of clips, and that videos can be decoded."""
         if self.family is None or not any(directory.clip_lengths for directory in dataset.directories):
             return
-        if not has_av():
+        if not has_av() and (clip := _first_clip(dataset)):
             hint = "run `pip install 'sd3-light[video]'`"
-            self.add("frames", "videos are decoded by PyAV, which is not installed", hint=hint, file=str(dataset.path))
+            problem = f"{clip} is decoded by PyAV, which is not installed"
+            self.add("frames", problem, hint=hint, file=str(dataset.path))
         with self.user_errors_of("model.diffusers_path"):
             step = self.family.frame_step(self.model.diffusers_path)
             self.faults += clip_faults(dataset, step, self.family.title)
@@ -354,3 +356,10 @@ def _cannot_create(folder: Path) -> str | None:
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"{problem if existing != folder else 'is not writable'}: this user may not write to {existing}"
     return None
+
+
+def _first_clip(dataset: DatasetConfig) -> Path | None:
+    """Return a video below the folders of a dataset that needs PyAV; those inside containers are not seen."""
+    folders = (directory.path for directory in dataset.directories if directory.clip_lengths)
+    files = (file for folder in folders if isinstance(folder, Path) for file in folder.rglob("*"))
+    return next((file for file in files if file.suffix.lower() in VIDEOS.suffixes - {".gif"}), None)

@@ -39,7 +39,7 @@ def enable_tracebacks() -> None:
 
 
 def quiet_imports() -> None:
-    """Silence what transformers and diffusers log, such as missing packages that SD3 does not use. Called before they
+    """Silence what transformers and diffusers log, such as missing packages that are not used. Called before they
     are imported."""
     if not _DEBUG:
         for name in ("TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):

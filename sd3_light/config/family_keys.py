@@ -79,3 +79,13 @@ def unknown_keys(table: Table, prefix: str, family: str, title: str) -> Iterator
         if note is not None and not note.includes(family) and value not in usual:
             shown = None if isinstance(value, Table) else str(value)
             yield Fault("", f"{prefix}{key}", f"{title} does not know this key: {note.reason}", shown, hint=note.hint)
+
+
+def foreign_keys(table: Table, family: str) -> list[str]:
+    """Return the keys with their default values that only other families than ``family`` (not "auto") know."""
+    if family == AUTO:
+        return []
+    notes = {key: known_to(annotation) for key, annotation in field_types(type(table)).items()}
+    fields = type(table).model_fields
+    foreign = [key for key, note in notes.items() if note is not None and not note.includes(family)]
+    return [key for key in foreign if getattr(table, key) == fields[key].default]

@@ -12,6 +12,7 @@ import tomli_w
 from sd3_light.config.base import CacheLocation, absolute_path, walk_tables
 from sd3_light.config.cross_checks import adapter_faults, run_cross_checks
 from sd3_light.config.families import family_fault
+from sd3_light.config.family_keys import foreign_keys
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
 from sd3_light.config.load_dataset import directory_from_arguments, load_directories
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
@@ -223,7 +224,10 @@ def adapter_from_arguments(values: Mapping[str, Any], caller: str) -> AdapterCon
 
 def resolved_toml(loaded: LoadedConfig) -> str:
     """Return TOML text without secrets that `load_config` reads back as an equal config, apart from its own path."""
-    return tomli_w.dumps(_plain_table(loaded.train.model_dump()))
+    table = loaded.train.model_dump()
+    for key in foreign_keys(loaded.train.model, loaded.train.model.type):
+        del table["model"][key]
+    return tomli_w.dumps(_plain_table(table))
 
 
 def _plain_table(table: dict[str, Any]) -> dict[str, Any]:

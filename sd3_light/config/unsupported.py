@@ -40,8 +40,8 @@ _ADAMW = 'write type = "adamw"'
 _FP32 = "master weights and moments are float32, so compensation for bf16 rounding is not needed"
 _ADAPTIVE = "it sets its own learning rate; here the learning rate is a function of the step"
 _KOHYA = "it has this name in sd-scripts"
-_OTHER_FAMILY = "it belongs to other model families, not to SD3"
-_NOISE_LOSS = "it is for models that predict noise; SD3 predicts a velocity"
+_OTHER_FAMILY = "it belongs to none of the model families that are trained here"
+_NOISE_LOSS = "it is for models that predict noise; those that are trained here predict a velocity"
 _ONE_RATE = "all trained weights have one learning rate"
 _ENCODERS = "the text encoders are part of the model folder"
 _NO_FLOAT8 = "weights are not stored in float8"
@@ -75,7 +75,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("train", "model", "transformer_path", "the denoiser's weights have another key", "give the folder or file as model.init"),
     UnsupportedKey("train", "model", "unet_path", "the denoiser is a transformer", "give its folder or file as model.init"),
     UnsupportedKey("train", "model", "vae_path", "the VAE is part of the model folder", _FOLDER),
-    UnsupportedKey("train", "model", "llm_path", "SD3 has no LLM encoder", _FOLDER),
+    UnsupportedKey("train", "model", "llm_path", "the text encoders are those of the model folder", _FOLDER),
     UnsupportedKey("train", "model", "clip_path", _ENCODERS, _FOLDER),
     UnsupportedKey("train", "model", "t5_path", _ENCODERS, _FOLDER),
     UnsupportedKey("train", "model", "text_encoder_path", _ENCODERS, _FOLDER),
@@ -170,7 +170,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     UnsupportedKey("train", "", "cache_text_encoder_outputs_to_disk", _KOHYA, "remove the key: latents and text features are always cached"),
     UnsupportedKey("train", "", "weighting_scheme", _KOHYA, "write timestep_sample_method in [model]"),
     UnsupportedKey("train", "", "training_shift", _KOHYA, "write shift in [model]"),
-    UnsupportedKey("train", "", "t5xxl_max_token_length", _KOHYA, "write t5_max_length in [model]"),
+    UnsupportedKey("train", "", "t5xxl_max_token_length", _KOHYA, "write text_max_length in [model], or for SD3 t5_max_length"),
     UnsupportedKey("train", "", "sample_prompts", _KOHYA, "write prompts in [sampling]"),
     UnsupportedKey("train", "", "sample_every_n_steps", _KOHYA, "write every_n_steps in [sampling]"),
     UnsupportedKey("dataset", "", "general", _KOHYA, "write its keys at the top of the file"),

@@ -137,13 +137,17 @@ class CustomPipeline:
 
 @dataclass(frozen=True)
 class CardTexts:
-    """What a model card says about the denoiser, its text, and its use; ``note`` says where stock code differs."""
+    """What a model card says about the denoiser, its text, and its use; ``note`` says where stock code differs.
+
+    ``call`` is the line of code that draws with an adapter.
+    """
 
     denoiser: str
     text: str
     code: str
     note: str
     loader: str
+    call: str
 
 
 class Files(ABC):

@@ -107,7 +107,7 @@ def run(
 def _choose(model: Path) -> ChosenModel:
     chosen = choose_model(model)
     if not (chosen.folder / "model_index.json").is_file():
-        raise UserError(f"{model} is not a diffusers folder (no model_index.json); pass an export or an SD3 folder")
+        raise UserError(f"{model} is not a diffusers folder (no model_index.json); pass an export or a model folder")
     return chosen
 
 

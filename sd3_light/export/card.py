@@ -87,13 +87,9 @@ from diffusers import {{pipeline}}
 pipe = {{pipeline}}.from_pretrained({{base}}, dtype=torch.float32)
 pipe.load_lora_weights("this folder")
 {SEED}
-{{drawn}}
+{{call}}
 ```
 """
-_DRAWN = {
-    "image": f'image = pipe("a prompt", {SETTINGS}).images[0]',
-    "video": f'frames = pipe("a prompt", {SETTINGS}).frames[0]  # see diffusers.utils.export_to_video',
-}
 _COMFY = "In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1."
 _NO_COMFY = "ComfyUI ignores the magnitudes of a DoRA: merge it into the model to use it there."
 _PADDED_COMFY = """In ComfyUI, which reads this model as a single file padded to {blocks} blocks: convert the LoRA with
@@ -263,5 +259,6 @@ def _adapter_use(spec: AdapterSpec) -> str:
     comfy = (_PADDED_COMFY if blocks else _COMFY).format(file=spec.file, blocks=blocks)
     comfy = _NO_COMFY if spec.adapter.use_dora else comfy
     base = f'"{spec.base_repo}"' if spec.base_repo else f'"path/to/{spec.base_folder.name}"'
-    use = _DIFFUSERS.format(base=base, pipeline=spec.family.pipeline, drawn=_DRAWN[spec.family.media])
+    call = spec.family.files.card(spec.transformer_config, spec.text).call
+    use = _DIFFUSERS.format(base=base, pipeline=spec.family.pipeline, call=call)
     return f"{use}\n{comfy}" if comfyui else use.rstrip()

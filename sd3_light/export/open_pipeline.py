@@ -27,7 +27,7 @@ def open_pipeline(
     incomplete or non-finite denoiser is a UserError: diffusers would fill gaps with random weights.
     """
     if not (folder / "model_index.json").is_file():
-        raise UserError(f"{folder} is not a diffusers folder (no model_index.json); pass an export or an SD3 folder")
+        raise UserError(f"{folder} is not a diffusers folder (no model_index.json); pass an export or a model folder")
     family = family_of_folder(folder)
     policy = read_text_policy(text_facts or folder, family).for_folder(folder)
     check_configs(folder)

@@ -17,13 +17,14 @@ _ZERO_CALL = f"""text, _, pooled, _ = pipe.encode_prompt("a prompt", None, None,
 zeros = {{{{"negative_prompt_embeds": 0 * text, "negative_pooled_prompt_embeds": 0 * pooled}}}}
 {SEED}
 image = pipe(prompt_embeds=text, pooled_prompt_embeds=pooled, **zeros, {SETTINGS}).images[0]"""
+_ADAPTER_CALL = f'image = pipe("a prompt", {SETTINGS}).images[0]'
 _CUSTOM = f"""import torch
 from diffusers import DiffusionPipeline
 
 custom = {{"custom_pipeline": "pipeline", "trust_remote_code": True}}  # runs pipeline.py of this folder: read it first
 pipe = DiffusionPipeline.from_pretrained("this folder", dtype=torch.float32, **custom)
 {SEED}
-image = pipe("a prompt", {SETTINGS}).images[0]"""
+{_ADAPTER_CALL}"""
 
 _ZERO_NOTE = """
 The unconditional input of training was zeros, not the empty prompt. Guidance must use zeros too: the lines above pass
@@ -46,6 +47,6 @@ def card_texts(config: Mapping[str, Any], text: Mapping[str, Any]) -> CardTexts:
     policy = f"{tokens} tokens, T5 length {t5}, unconditional input: {uncond}"
     if tokens == "real":
         note = _REAL_NOTE.format(uncond="zeros" if uncond == "zero" else "the empty prompt")
-        return CardTexts(denoiser, policy, _CUSTOM, note, "diffusers with `pipeline.py`")
+        return CardTexts(denoiser, policy, _CUSTOM, note, "diffusers with `pipeline.py`", _ADAPTER_CALL)
     code = _STOCK + (_ZERO_CALL if uncond == "zero" else _STOCK_CALL).format(t5=t5)
-    return CardTexts(denoiser, policy, code, _ZERO_NOTE if uncond == "zero" else "", "stock diffusers")
+    return CardTexts(denoiser, policy, code, _ZERO_NOTE if uncond == "zero" else "", "stock diffusers", _ADAPTER_CALL)

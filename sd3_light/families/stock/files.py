@@ -132,15 +132,17 @@ class StockFiles(Files):
         layers = next((config[key] for key in ("num_layers", "n_layers", "depth") if key in config), None)
         blocks = "of the base model's size" if layers is None else f"{layers} blocks"
         policy = ", ".join(f"{key} = {value}" for key, value in text.items()) or "as in the stock pipeline"
-        return CardTexts(blocks, policy, self._code(text), "", "stock diffusers")
+        call = self._call(text)
+        code = _CODE.format(pipeline=self._family.pipeline, drawn=call)
+        return CardTexts(blocks, policy, code, "", "stock diffusers", call)
 
-    def _code(self, text: Mapping[str, Any]) -> str:
+    def _call(self, text: Mapping[str, Any]) -> str:
         """Return how an image or a clip is drawn with text of the length of training."""
         pipeline = self._family.pipeline
         known = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
         length = text.get("text_max_length") if "max_sequence_length" in known else None
         options = "" if length is None else f"max_sequence_length={length}, "
-        return _CODE.format(pipeline=pipeline, drawn=_DRAWN[self._family.media] % options)
+        return _DRAWN[self._family.media] % options
 
 
 class _Called(Exception):

@@ -87,7 +87,9 @@ def _add_captions(cache: Inspection, table: ResultTable) -> None:
 
 def _add_settings(cache: Inspection, table: ResultTable) -> None:
     recipe, places = cache.manifest.recipe, cache.manifest.places
-    text = ", ".join(f"{name} = {recipe[name]}" for name in ("text_tokens", "t5_max_length") if name in recipe)
+    text = ", ".join(
+        f"{name} = {recipe[name]}" for name in ("text_tokens", "t5_max_length", "text_max_length") if name in recipe
+    )
     table.add_row("text", "", text)
     if "diffusers_path" in places:
         table.add_row("encoders", "", _plain(places["diffusers_path"]))

@@ -111,7 +111,7 @@ def test_a_plan_has_a_unit_per_length(clips: Path, cache: Path) -> None:
     assert reasons["f.mp4"] == ("too_short", "64x32, 3 frames")
     assert reasons["g.mp4"][0] == "broken_video"
     for unit in plan.units:
-        tasks = [decode_task(member, plan.source(unit).root, unit) for member in plan.members(unit)]
+        tasks = [decode_task(member, plan.source(unit).root) for member in plan.members(unit)]
         for decoded in decode_images(tasks):
             assert decoded.pixels is not None
             frames = unit.bucket.frames
@@ -133,14 +133,14 @@ def test_damage_behind_the_first_frame_is_a_reject(tmp_path: Path, cache: Path) 
     folder = write(tmp_path / "clips", a_mp4=damaged)
     plan = plan_for(cache, [directory(folder, frames=[57])])
     (unit,) = plan.units
-    (result,) = decode_images([decode_task(plan.members(unit)[0], folder, unit)])
+    (result,) = decode_images([decode_task(plan.members(unit)[0], folder)])
     assert (result.pixels, result.reason) == (None, "broken_video")
 
 
 def test_a_video_that_changes_is_noticed(clips: Path, cache: Path) -> None:
     plan = plan_for(cache, [directory(clips, frames=[5])])
     unit = next(unit for unit in plan.units if unit.bucket.frames == 5)
-    task = decode_task(plan.members(unit)[0], clips, unit)
+    task = decode_task(plan.members(unit)[0], clips)
     (clips / "a.mp4").write_bytes(encode(numbered(21, (64, 32)), 16))
     (result,) = decode_images([task])
     assert result.reason == "changed_meanwhile"
@@ -154,7 +154,7 @@ def test_the_mask_of_a_clip(clips: Path, cache: Path, tmp_path: Path) -> None:
     Image.fromarray(halves).save(masks / "a.png")
     plan = plan_for(cache, [directory(clips, frames=[5], mask_path=masks)])
     unit = next(unit for unit in plan.units if unit.bucket.frames == 5)
-    (result,) = decode_images([decode_task(plan.members(unit)[0], clips, unit)])
+    (result,) = decode_images([decode_task(plan.members(unit)[0], clips)])
     assert result.mask is not None
     assert result.mask.shape == (8, 8)
 
