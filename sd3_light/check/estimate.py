@@ -323,5 +323,7 @@ def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amo
 
 def _downloads(train: TrainConfig, data: DatasetEstimate) -> int:
     """Return the memory of a process's downloads."""
-    sample = max((row.read / max(1, row.micro_batch) for row in data.rows), default=0)
-    return download_bytes(round(train.sd3_shard_size * sample))
+    shards = (
+        max(1, train.sd3_shard_size // row.bucket.frames) * row.read / max(1, row.micro_batch) for row in data.rows
+    )
+    return download_bytes(round(max(shards, default=0)))

@@ -79,6 +79,10 @@ class AdapterNames:
         """Undo `pad`; an update of an identity block is a UserError."""
         raise UserError(f"{self.denoiser} has no padded single file; leave the padding out")
 
+    def lycoris_stem(self, layer: str) -> str:
+        """Return how the keys of a layer begin in a LoKr or LoHa file."""
+        return f"lycoris_{layer.replace('.', '_')}"
+
     def metadata(self, modules: Mapping[str, Any], layout: str, facts: Mapping[str, Any]) -> dict[str, str]:
         """Return the metadata for programs that list files; empty if there is none."""
         return {}

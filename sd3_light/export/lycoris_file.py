@@ -55,7 +55,7 @@ def write_lycoris(
     check_new_lora(path)
     layers = {layer: layer for layer in modules}
     numbered = names.pad(layers, padding) if padding else layers
-    stems = {f"lycoris_{name.replace('.', '_')}": layer for name, layer in numbered.items()}
+    stems = {names.lycoris_stem(name): layer for name, layer in numbered.items()}
     tensors: dict[str, Tensor] = {}
     for stem, layer in stems.items():
         factors = modules[layer].with_unit_scale().factors

@@ -49,6 +49,10 @@ class WanNames(AdapterNames):
         """See `AdapterNames.stem`."""
         return _comfyui_name(f"transformer.{layer}.").removesuffix(".")
 
+    def lycoris_stem(self, layer: str) -> str:
+        """See `AdapterNames.lycoris_stem`."""
+        return self.stem(layer)
+
     def find_layers(self, name: str) -> Layers | None:
         """See `AdapterNames.find_layers`: names of either kind."""
         for pattern, replacement in _LAYERS:
