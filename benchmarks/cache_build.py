@@ -26,6 +26,7 @@ from encoders import WORDS, make_folder
 from PIL import Image
 
 from sd3_light.cache import verb as cache
+from sd3_light.cache.recipe import decides_shards
 from sd3_light.cache.shard_builder import ShardBuilder
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.data.cache_plan import CachePlan, make_cache_plan
@@ -100,7 +101,8 @@ def plan_of(loaded: LoadedConfig) -> CachePlan:
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)
         listings = catalogue.refresh(make_sources(loaded.dataset.directories), lambda _: None)
-        return make_cache_plan(catalogue, listings, cache.make_recipe(loaded.train), loaded.train.sd3_shard_size)
+        recipe = decides_shards(cache.make_recipe(loaded.train))
+        return make_cache_plan(catalogue, listings, recipe, loaded.train.sd3_shard_size)
 
 
 def encoder_seconds(loaded: LoadedConfig, device: torch.device, wait: bool = True) -> dict[str, float]:

@@ -24,7 +24,7 @@ import tarfile
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -37,6 +37,7 @@ from torch import Tensor
 
 from sd3_light.assets import DEMO
 from sd3_light.cache import verb as cache
+from sd3_light.cache.recipe import decides_shards
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.data.cache_plan import make_cache_plan
 from sd3_light.data.loader import PipelineDataLoader
@@ -133,7 +134,9 @@ class ZeroEncoders:
     def tokenize(self, captions: Sequence[str]) -> int:
         return len(captions)
 
-    def encode_captions(self, captions: Sequence[str] | int) -> dict[str, Tensor]:
+    def encode_captions(
+        self, captions: Sequence[str] | int, columns: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
         count = captions if isinstance(captions, int) else len(captions)
         text = {f"{name}.tokens": (count * TOKENS, width) for name, width in WIDTHS.items()}
         text |= {f"{name}.pooled": (count, WIDTHS[name]) for name in ("clip_l", "clip_g")}
@@ -188,7 +191,7 @@ def prepare(part: str, loaded: LoadedConfig) -> None:
         if part == "look":
             catalogue.probe_images(listings, train.caching_num_workers, lambda _: None)
         if part == "plan":
-            make_cache_plan(catalogue, listings, cache.make_recipe(train), train.sd3_shard_size)
+            make_cache_plan(catalogue, listings, decides_shards(cache.make_recipe(train)), train.sd3_shard_size)
 
 
 def read(loaded: LoadedConfig, workers: int) -> None:

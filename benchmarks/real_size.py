@@ -1,6 +1,6 @@
 """Every command of a LoRA project at the size of SD3.5 medium: does it work, how long does it take, how large is it?
 
-    python benchmarks/real_size.py OUT [--journey NAME ...] [--lanes 2] [--minutes 7.5] [--work FOLDER] [--toy]
+    python benchmarks/real_size.py OUT [--family flux] [--journey NAME ...] [--lanes 2] [--minutes 7.5] [--toy]
 
 Makes a model of SD3.5 medium's published shape from random weights on the GPU (2.24 B parameters in bf16, SD3's VAE,
 text encoders of the real widths with two layers) and 20 captioned images of 1024 px. Then runs `new lora`, `check`,
@@ -8,6 +8,10 @@ text encoders of the real widths with two layers) and 20 captioned images of 102
 `export`, `sample --lora`, `lora merge`, and `convert` to a single file and back. Prints one table and writes it to
 OUT/table.json and OUT/table.md after every journey; the output of each command is in OUT/NAME.txt. Exits with 1 if a
 journey failed.
+
+With `--family` the model is one of `real_families.py`: its published widths and VAE, fewer blocks. The journeys are
+then `new`, `check`, `cache`, `train`, a stop and the resume, the same run without a stop, whose LoRA is compared,
+`export`, `sample` and `lora merge`; `PYTHONPATH` must name the root of the repository.
 
 `--journey` runs these and what they need. Up to `--lanes` journeys run at the same time, which makes each of them a
 little slower; use `--lanes 1` to time them. Journeys that have not started after `--minutes` are left out and listed.
@@ -36,6 +40,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file
 
 from sd3_light.config.faults import RESUMABLE
 from sd3_light.parts.text_encoders import build_clip, build_t5, num_heads
@@ -269,7 +274,10 @@ class Journey:
     stop: bool = False
 
 
-def journeys(work: Path, shape: Shape) -> list[Journey]:
+_OF_SD3 = ("train dora", "train lokr", "train loha", "to file", "from file")
+
+
+def journeys(work: Path, shape: Shape, family: str = "sd3") -> list[Journey]:
     """Return the journeys in the order in which they start."""
     model, project, toml = work / "model", work / "project", work / "project" / "lora.toml"
     lora, merged, file = work / "runs" / "lora", work / "merged", work / "merged.safetensors"
@@ -285,7 +293,7 @@ def journeys(work: Path, shape: Shape) -> list[Journey]:
 
     stopped = [f"max_steps={STOPPED_STEPS}", "logging_steps=1"]
     proven = ("runs/stopped/exports/step-*/proof.json",)
-    return [
+    every = [
         Journey("new", (), ("new", "lora", "--data", work / "images", "--model", model, "--out", project, *shape.new)),
         Journey("check", ("new",), ("check", toml)),
         Journey("cache", ("new",), ("cache", toml), ("project/**/manifest.json",)),
@@ -318,7 +326,9 @@ def journeys(work: Path, shape: Shape) -> list[Journey]:
             stop=True,
         ),
         Journey("resume", ("stop",), train("stopped", *stopped, more=["--resume"]), proven, work / "runs" / "stopped"),
+        Journey("whole", ("cache",), train("whole", *stopped), (), work / "runs" / "whole"),
     ]
+    return every if family == "sd3" else [journey for journey in every if journey.name not in _OF_SD3]
 
 
 def logged(run: Path, key: str) -> list[Any]:
@@ -412,6 +422,25 @@ def run_all(todo: list[Journey], work: Path, table: Table, timeout: int, deadlin
                 table.add(result)
 
 
+def make_model(family: str, folder: Path, shape: Shape, device: torch.device) -> int:
+    """Write the model of a family; return the denoiser's parameters."""
+    if family == "sd3":
+        return write_model(folder, shape, device)
+    from real_families import write_family
+
+    return write_family(family, folder, device, shape is TOY)
+
+
+def compared(stopped: Path, whole: Path) -> str:
+    """Say how the last LoRA of a run that was stopped and resumed differs from that of the same run in one go."""
+    files = [next(iter(sorted(run.glob("exports/step-*/*.safetensors"))[-1:]), None) for run in (stopped, whole)]
+    if None in files:
+        return "resumed and whole runs: not both ran"
+    one, other = (load_file(file) for file in files if file is not None)
+    largest = max(float((one[name].float() - other[name].float()).abs().max()) for name in one)
+    return f"resumed and whole runs: {len(one)} tensors, largest difference {largest:.1e}"
+
+
 def main() -> None:
     """Run the benchmark."""
     started = time.monotonic()
@@ -421,9 +450,10 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=2, help="journeys at the same time")
     parser.add_argument("--minutes", type=float, default=7.5, help="start no journey after this time")
     parser.add_argument("--work", type=Path, help="new folder of the model, caches and runs")
+    parser.add_argument("--family", default="sd3", help="sd3, or a family of real_families.py")
     parser.add_argument("--toy", action="store_true", help="a tiny model")
     args = parser.parse_args()
-    names = [journey.name for journey in journeys(Path("work"), TOY)]
+    names = [journey.name for journey in journeys(Path("work"), TOY, args.family)]
     if unknown := sorted(set(args.journey) - set(names)):
         parser.error(f"unknown journey {unknown[0]}; choose from: {', '.join(names)}")
     shape, device = TOY if args.toy else MEDIUM, torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -434,17 +464,24 @@ def main() -> None:
         work = (args.work or Path(temporary) / "work").absolute()
         work.mkdir(parents=True)
         write_images(work / "images", shape.side)
-        parameters = write_model(work / "model", shape, device)
+        parameters = make_model(args.family, work / "model", shape, device)
         seconds = time.monotonic() - started
         torch.cuda.empty_cache()
         device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         facts = {"parameters": parameters, "device": device_name, "torch": torch.__version__, "lanes": args.lanes}
         print(f"{parameters:,} parameters on {device_name}: model and images written in {seconds:.0f} s", flush=True)
         table = Table(args.out.absolute(), facts)
-        run_all(selected(journeys(work, shape), args.journey), work, table, shape.timeout, started + 60 * args.minutes)
+        run_all(
+            selected(journeys(work, shape, args.family), args.journey),
+            work,
+            table,
+            shape.timeout,
+            started + 60 * args.minutes,
+        )
         for proof in sorted(work.glob("runs/*/exports/step-*/proof.json")):
             record = json.loads(proof.read_text(encoding="utf-8"))
             print(f"proof of {proof.parents[2].name}: {record['seconds']} s, difference {record['max_difference']:.1e}")
+        print(compared(work / "runs" / "stopped", work / "runs" / "whole"))
     print(f"\n{table.text()}\n\n{time.monotonic() - started:.0f} s in all")
     sys.exit(any(result.failure for result in table.results))
 

@@ -100,9 +100,9 @@ def measure_reconstructions(title: str, plan: CachePlan, builder: Builder) -> No
 def _decode_few(plan: CachePlan, builder: Builder) -> dict[str, Pixels]:
     """Return some images that can be decoded, of clips the first frame, by their keys."""
     few = _few(plan, _RECONSTRUCTED[builder.device_type])
-    samples = [(replace(unit, bucket=replace(unit.bucket, frames=1)), member) for unit, member in few]
+    samples = [(unit, replace(member, bucket=replace(member.bucket, frames=1))) for unit, member in few]
     roots = {unit: plan.source(unit).root for unit, _ in samples}
-    tasks = {member.row.key: decode_task(member, roots[unit], unit) for unit, member in samples}
+    tasks = {member.row.key: decode_task(member, roots[unit]) for unit, member in samples}
     with builder.decode_pool(list(dict.fromkeys(roots.values()))) as pool:
         images = dict(zip(tasks, chain.from_iterable(pool.map([task] for task in tasks.values())), strict=True))
     return {key: image.pixels for key, image in images.items() if image.pixels is not None}

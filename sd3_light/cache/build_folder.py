@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -114,8 +115,7 @@ class RemoteBuildFolder(BuildFolder):
                     self._record[name] = entry.version, ""
             elif not is_known:
                 changed.append(name)
-        for first in range(0, len(changed), _DOWNLOADS):
-            self._download(changed[first : first + _DOWNLOADS], listed)
+        self._download(changed, {name: listed[name].version for name in changed})
         self._save_record()
 
     def _listed(self) -> Iterator[tuple[str, RemoteEntry]]:
@@ -135,22 +135,24 @@ class RemoteBuildFolder(BuildFolder):
             names |= {f"{folder}/{file.name}" for file in os.scandir(self.folder / folder) if file.is_file()}
         return {name for name in names if not name.endswith(_MARK) and not os.path.basename(name).startswith(".")}
 
-    def _download(self, names: Sequence[str], listed: dict[str, RemoteEntry]) -> None:
-        def read_all(files: Any, path: str) -> dict[str, bytes]:
-            contents: dict[str, bytes] = files.cat([f"{path}/{name}" for name in names])
+    def _download(self, names: Sequence[str], versions: Mapping[str, str]) -> None:
+        """Download files, many at a time."""
+
+        def read(files: Any, path: str, some: Sequence[str]) -> dict[str, bytes]:
+            contents: dict[str, bytes] = files.cat([f"{path}/{name}" for name in some])
             return {key.removeprefix(f"{path}/"): data for key, data in contents.items()}
 
-        for name, data in with_retries(self.url, read_all).items():
-            (self.folder / name).write_bytes(data)
-            self._record[name] = listed[name].version, _digest(self.folder / name)
+        for first in range(0, len(names), _DOWNLOADS):
+            some = names[first : first + _DOWNLOADS]
+            for name, data in with_retries(self.url, partial(read, some=some)).items():
+                (self.folder / name).write_bytes(data)
+                self._record[name] = versions[name], _digest(self.folder / name)
 
     def fetch_tables(self, files: Iterable[str]) -> None:
         """Download the Arrow files of shards where the mirror has hollow ones."""
         names = [f"{SHARDS}/{Path(file).with_suffix('.arrow')}" for file in files]
-        for name in names:
-            if name in self._record and not self._record[name][1]:
-                (self.folder / name).write_bytes(_request(read_remote, f"{self.url}/{name}"))
-                self._record[name] = self._record[name][0], _digest(self.folder / name)
+        hollow = [name for name in names if name in self._record and not self._record[name][1]]
+        self._download(hollow, {name: self._record[name][0] for name in hollow})
 
     def is_intact(self, entry: ShardEntry) -> bool:
         """Read a shard from the store and compare its size and hash."""

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,25 @@ from sd3_light.cache.freshness import (
     CacheState,
     check_freshness,
     is_readable,
+    last_manifest,
     mark_damaged,
     planned_shards,
     render_state,
-    replaced_files,
+    replaced_entries,
 )
-from sd3_light.cache.local_builder import Builder, BuildJob
+from sd3_light.cache.local_builder import Builder
 from sd3_light.cache.manifest_writer import is_manifest_current, write_manifest
 from sd3_light.cache.options import CacheOptions, CacheReport
-from sd3_light.cache.recipe import make_recipe
-from sd3_light.cache.report import log_report, small_buckets
-from sd3_light.cache.shard_builder import wait_for_main
+from sd3_light.cache.recipe import decides_shards, make_recipe, stored_columns
+from sd3_light.cache.report import describe_values, log_report, small_buckets
+from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
+from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
 from sd3_light.cache.unit_builder import empty_content
 from sd3_light.config import DatasetConfig, TrainConfig
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
 from sd3_light.core.registry import family_of
-from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan
+from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan, reuse_files
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
 from sd3_light.data.prompt_features import encode_prompts
 from sd3_light.data.shards import Origin, write_shard
@@ -78,18 +81,13 @@ class DatasetBuild:
             recipe = make_recipe(self._train, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._list_inputs(title, catalogue, dataset)
-            plan = make_cache_plan(catalogue, listings, recipe, self._train.sd3_shard_size, progress)
+            shard_size = self._train.sd3_shard_size
+            plan = make_cache_plan(catalogue, listings, decides_shards(recipe), shard_size, progress)
             place.push_catalogue()
             if not plan.units:
-                reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
-                if plan.counts.unmatched:
-                    reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
-                details = (row.detail for row in plan.rejected() if row.reason == "no_caption")
-                first = next((f"; the first has {detail}" for detail in details), "")
-                problem = f"no usable sample found ({reasons or 'the directories are empty'})"
-                raise UserError(f"{dataset.path}: {problem}{first}")
+                raise UserError(f"{dataset.path}: {_why_empty(plan)}")
             prompts = () if name else self._train.sampling.texts
-            state = self._check(dataset, place, plan, recipe, prompts)
+            state, reuse = self._check(dataset, place, plan, recipe, prompts, claims)
             if self._options.dry_run:
                 return CacheReport(folder, reused=state.fresh)
             if self._options.review is not None and not name:
@@ -99,26 +97,24 @@ class DatasetBuild:
                 remedy = "run the parts (--part I/N) that failed again"
                 raise UserError(f"{len(units):,} shards are missing, such as {units[0].file}; {remedy}")
             reused = sum(unit.count for unit in self._in_part(plan.units)) - sum(unit.count for unit in units)
+            job = BuildJob(place, plan, claims, recipe["columns"], reuse, self._options.regenerate)
             if units and self._launch.is_main:
-                warn_of_cut_captions(title, plan, self._train.model)
-                warn_of_extreme_fits(title, plan)
-                if isinstance(dataset.cache_dir, Path):
-                    warn_of_full_disk(title, folder, plan, units, self._train.model)
-                measure_reconstructions(title, plan, self._builder)
-            encoded = self._encode(title, BuildJob(place, plan, claims, self._options.regenerate), units, reused)
+                self._warn(title, job, units)
+            built = self._encode(title, job, units, reused)
+            report = CacheReport(folder, {}, built.samples, reused, values=built.values)
             if self._options.part and self._options.part[0] > 0:
-                return self._report_part(title, CacheReport(folder, {}, encoded, reused))
+                return self._report_part(title, report)
             empty = self._encode_empty(place, recipe)
             self._encode_prompts(title, folder, recipe, prompts)
             if self._options.part:
                 place.publish()
-                return self._report_part(title, CacheReport(folder, {}, encoded, reused))
+                return self._report_part(title, report)
             counts = self._finish(dataset, place, plan, recipe, empty, listings, catalogue)
         if self._options.prune and self._launch.is_main:
             _prune(state, place)
         # evaluation fills up its last batches and drops nothing
         small = {} if name else small_buckets(plan.units, dataset, self._train, self._launch.world)
-        report = CacheReport(folder, counts, encoded, reused, small)
+        report = replace(report, counts=counts, small_buckets=small)
         log_report(title, report, self._train.small_buckets, str(dataset.cache_dir))
         return report
 
@@ -155,30 +151,76 @@ class DatasetBuild:
         plan: CachePlan,
         recipe: Mapping[str, Any],
         prompts: Sequence[str],
-    ) -> CacheState:
+        claims: Claims,
+    ) -> tuple[CacheState, ReuseIndex | None]:
+        """Return the state of the cache, and what its missing shards copy from those of the last manifest."""
         if self._options.verify:
             _verify(place, self._in_part(plan.units)[self._launch.rank :: self._launch.world])
-        place.fetch_tables(replaced_files(place.folder, plan))
-        state = check_freshness(place.folder, plan, recipe)
+        last = last_manifest(place.folder)
+        if last is not None:
+            place.fetch_tables(entry.file for entry in replaced_entries(last[0], plan))
+        state = check_freshness(place.folder, plan, recipe, None if last is None else last[0])
         add_orphans(state, prompts, recipe)
+        reuse = None if last is None else self._find_reuse(place, plan, recipe, state, last, claims)
+        if reuse is not None:
+            state.values = reuse.counts
         if state.todo or state.orphans or self._options.dry_run or self._options.verify:
             show(render_state(state, dataset.cache_dir))
         if not self._options.dry_run:
             mark_damaged(state)
-        return state
+        return state, reuse
 
-    def _encode(self, title: str, job: BuildJob, units: Sequence[Unit], reused: int) -> int:
-        """Build the units. Return the number of samples that this command encoded."""
+    def _find_reuse(
+        self,
+        place: BuildFolder,
+        plan: CachePlan,
+        recipe: Mapping[str, Any],
+        state: CacheState,
+        last: tuple[Manifest, str],
+        claims: Claims,
+    ) -> ReuseIndex | None:
+        """Return what the missing shards copy from those of the last manifest; None if that is nothing."""
+        if not state.todo or self._options.regenerate or self._options.finish:
+            return None
+        manifest, digest = last
+        old = manifest.recipe.get("columns")
+        columns = stored_columns(self._train.model)
+        copied = CopiedColumns.of(columns, recipe["columns"], old if isinstance(old, dict) else {})
+        if not copied:
+            return None
+        update = Update(plan, state.todo, manifest, digest, copied, place.folder / SHARDS)
+        reuse = open_reuse(update, claims, place.fetch_tables)
+        place.push_catalogue()
+        return reuse
+
+    def _warn(self, title: str, job: BuildJob, units: Sequence[Unit]) -> None:
+        """Print what to know before anything is encoded."""
+        plan, model = job.plan, self._train.model
+        warn_of_cut_captions(title, plan, model)
+        warn_of_extreme_fits(title, plan)
+        if isinstance(job.place.location, Path):
+            warn_of_full_disk(title, job.place.location, plan, units, model)
+        if job.reuse is None or job.reuse.counts.images:
+            measure_reconstructions(title, plan, self._builder)
+
+    def _encode(self, title: str, job: BuildJob, units: Sequence[Unit], reused: int) -> Built:
+        """Build the units. Return what this command built."""
         total = reused + sum(unit.count for unit in units)
         if reused:
             info(f"{title}: {reused:,} of {total:,} images are up to date")
         with progress(title, total, "images", done=reused) as bar:
-            return self._builder.build(job, units, bar)
+            built = self._builder.build(job, units, bar)
+        if units:
+            share = " by this process" if self._launch.world > 1 else ""
+            info(f"{title}: {describe_values(built.values)}{share}")
+        return built
 
     def _encode_empty(self, place: BuildFolder, recipe: Mapping[str, Any]) -> ShardEntry:
         """Return the entry of the empty caption's shard, encoded if it is missing or damaged."""
-        shards = place.folder / SHARDS
-        fingerprint = sample_id(repr(sorted(recipe.items())))
+        shards, columns = place.folder / SHARDS, stored_columns(self._train.model)
+        # its image is blank, so only the layout of that decides the bytes
+        facts = [recipe["columns"][column.name] if column.per_caption else column.layout() for column in columns]
+        fingerprint = sample_id(repr([recipe["format"], *facts]))
         entry = ShardEntry(f"empty-{fingerprint:016x}.safetensors", "empty", (0, 0), "", 0, 0, "", f"{fingerprint:x}")
         mark = damaged_mark(shards / entry.file)
         existing = read_entry(shards, entry.file)
@@ -224,6 +266,8 @@ class DatasetBuild:
             paths |= {f"directory:{listing.source.label}": str(listing.source.root) for listing in listings}
             counts = write_manifest(dataset, folder, plan, recipe, empty, paths)
             place.publish()
+            for path in reuse_files(plan.path):
+                path.unlink(missing_ok=True)
             catalogue.prune_except(listings)
             place.push_catalogue()
             sweep_files(folder)
@@ -235,6 +279,16 @@ class DatasetBuild:
             self._train.sd3_manifest_timeout_sec,
         )
         return Manifest.load(folder).counts
+
+
+def _why_empty(plan: CachePlan) -> str:
+    """Return why a plan has no samples."""
+    reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
+    if plan.counts.unmatched:
+        reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
+    details = (row.detail for row in plan.rejected() if row.reason == "no_caption")
+    first = next((f"; the first has {detail}" for detail in details), "")
+    return f"no usable sample found ({reasons or 'the directories are empty'}){first}"
 
 
 def _verify(place: BuildFolder, units: Sequence[Unit]) -> None:

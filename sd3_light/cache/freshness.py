@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +12,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
 
-from sd3_light.cache.number_set import NumberSet
+from sd3_light.cache.reuse import ValueCounts
+from sd3_light.cache.sorted_array import SortedArray
 from sd3_light.cache.unit_builder import is_done
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
-from sd3_light.data.cache_plan import CachePlan, Unit
-from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
-from sd3_light.data.shards import read_origins
+from sd3_light.data.cache_plan import CachePlan, Member, Unit
+from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, manifest_bytes, read_entry
+from sd3_light.data.shards import Origin, read_origins
 from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import ResultTable, info
 
 _TRANSIENT = ("unreadable", "changed_meanwhile", "shard_failed")
+_UNCHANGED = "unchanged, but its shard has other samples or settings"
 _RECIPE_LABELS = {
     "format": "the cache format",
     "preprocess": "the image preprocessing",
@@ -38,7 +41,10 @@ _RECIPE_LABELS = {
 
 @dataclass
 class CacheState:
-    """A cache compared with its plan. Samples are counted once per resolution; orphans are files outside the plan."""
+    """A cache compared with its plan. Samples are counted once per resolution; orphans are files outside the plan.
+
+    ``values`` counts what the shards to build encode and copy; None if there is nothing to copy from.
+    """
 
     folder: Path
     todo: list[Unit] = field(default_factory=list)
@@ -50,10 +56,14 @@ class CacheState:
     orphan_bytes: int = 0
     damaged: list[str] = field(default_factory=list)
     causes: Counter[str] = field(default_factory=Counter)
+    values: ValueCounts | None = None
 
 
-def check_freshness(folder: Path, plan: CachePlan, recipe: Mapping[str, Any]) -> CacheState:
-    """Compare the files of a cache with its plan; only files of units that are not fresh are opened."""
+def check_freshness(folder: Path, plan: CachePlan, recipe: Mapping[str, Any], manifest: Manifest | None) -> CacheState:
+    """Compare the files of a cache with its plan; only files of units that are not fresh are opened.
+
+    ``manifest`` is the last one.
+    """
     state, shards = CacheState(folder), folder / SHARDS
     for unit in plan.units:
         if _is_fresh(shards, unit, state):
@@ -63,7 +73,7 @@ def check_freshness(folder: Path, plan: CachePlan, recipe: Mapping[str, Any]) ->
             state.todo.append(unit)
     state.orphans = sorted(_orphans(shards, plan.units))
     state.orphan_bytes = sum(path.stat().st_size for path in state.orphans if path.exists())
-    _count_stale_and_missing(state, folder, plan, recipe)
+    _count_stale_and_missing(state, plan, recipe, manifest)
     return state
 
 
@@ -139,13 +149,14 @@ def _orphans(shards: Path, units: Sequence[Unit]) -> Iterator[Path]:
                 yield Path(entry.path)
 
 
-def _count_stale_and_missing(state: CacheState, folder: Path, plan: CachePlan, recipe: Mapping[str, Any]) -> None:
+def _count_stale_and_missing(
+    state: CacheState, plan: CachePlan, recipe: Mapping[str, Any], manifest: Manifest | None
+) -> None:
     """Count the samples to encode: stale ones were in the last manifest, missing ones were not."""
-    manifest = _last_manifest(folder)
-    planned, damaged = {unit.file for unit in plan.units}, set(state.damaged)
-    replaced = [] if manifest is None else [entry for entry in manifest.shards if entry.file not in planned]
-    with NumberSet() as known:
-        for path in _tables(folder / SHARDS, replaced):
+    shards, damaged = state.folder / SHARDS, set(state.damaged)
+    replaced = [] if manifest is None else replaced_entries(manifest, plan)
+    with SortedArray(np.int64) as known:
+        for path in _tables(shards, replaced):
             require_regular(path)
             known.add(feather.read_table(path, columns=["sample_id"], memory_map=True)["sample_id"])
         for unit in state.todo:
@@ -154,23 +165,25 @@ def _count_stale_and_missing(state: CacheState, folder: Path, plan: CachePlan, r
             state.missing += unit.count - stale
     if manifest is not None and manifest.recipe != recipe:
         keys = dict.fromkeys((*recipe, *manifest.recipe))
-        changed = [_RECIPE_LABELS.get(key, key) for key in keys if manifest.recipe.get(key) != recipe.get(key)]
-        state.causes[f"changed: {', '.join(changed)}"] = state.stale
+        changed = [key for key in keys if manifest.recipe.get(key) != recipe.get(key)]
+        named = [_RECIPE_LABELS.get(key, key) for key in changed if key != "columns"]  # the others say why these differ
+        state.causes[f"changed: {', '.join(named or changed)}"] = state.stale
     elif state.stale:
-        _count_causes(state, folder / SHARDS, replaced, plan)
+        _count_causes(state, shards, replaced, plan)
 
 
-def replaced_files(folder: Path, plan: CachePlan) -> Iterator[str]:
-    """Yield the shards of the last manifest that are not in the plan: staleness is counted from their tables."""
-    manifest, planned = _last_manifest(folder), {unit.file for unit in plan.units}
-    if manifest is not None:
-        yield from (entry.file for entry in manifest.shards if entry.file not in planned)
+def replaced_entries(manifest: Manifest, plan: CachePlan) -> list[ShardEntry]:
+    """Return the shards of the last manifest that are not in the plan: staleness is counted from their tables."""
+    planned = {unit.file for unit in plan.units}
+    return [entry for entry in manifest.shards if entry.file not in planned]
 
 
-def _last_manifest(folder: Path) -> Manifest | None:
-    """Return the existing manifest; None if it is missing or invalid, because this run replaces it."""
+def last_manifest(folder: Path) -> tuple[Manifest, str] | None:
+    """Return the existing manifest and a hash of its bytes; None if it is missing or invalid: this run replaces it."""
+    path = folder / MANIFEST
     try:
-        return Manifest.load(folder) if (folder / MANIFEST).is_file() else None
+        data = manifest_bytes(folder) if path.is_file() else None
+        return None if data is None else (Manifest.from_json(data, str(path)), sha256(data).hexdigest()[:20])
     except UserError as error:
         info(str(error))
         return None
@@ -194,41 +207,57 @@ def is_readable(table: Path) -> bool:
 
 def _count_causes(state: CacheState, shards: Path, replaced: Sequence[ShardEntry], plan: CachePlan) -> None:
     """Count why samples are stale, by comparing them with the origins of the replaced shards."""
-    with NumberSet() as previous:
+    with SortedArray(np.int64) as previous:
         for entry in replaced:
             for path in _tables(shards, [entry]):
-                previous.add([_hashes(entry.bucket, o.key, o.fingerprint, o.captions) for o in read_origins(path)])
+                previous.add([hash for origin in read_origins(path) for hash in _hashes_of(origin, entry.bucket)])
         damaged = set(state.damaged)
         for unit in state.todo:
             if unit.file in damaged:
                 state.causes["in a damaged shard"] += unit.count
                 continue
-            members = plan.members(unit)
-            hashes = [_hashes(str(unit.bucket), m.row.key, m.fingerprint, m.captions) for m in members]
-            known = previous.contains(np.ravel(hashes)).reshape(-1, 3)
+            hashes = [_hashes_of_member(member) for member in plan.members(unit)]
+            known = previous.contains(np.ravel(hashes)).reshape(-1, 4)
             state.causes.update(_cause(*row) for row in known.tolist() if row[0])
 
 
-def _hashes(bucket: str, key: str, fingerprint: str, captions: tuple[str, ...]) -> tuple[int, int, int]:
-    """Return hashes of a sample's key, of key and fingerprint, and of key and captions, in its bucket."""
-    name = f"{bucket}/{key}"
-    return sample_id(name), sample_id(f"{name}\0{fingerprint}"), sample_id(f"{name}\0{captions!r}")
+def _hashes_of(origin: Origin, bucket: str) -> list[int]:
+    """Return hashes of a sample's key in its bucket, of key and captions, and of key and image."""
+    images = [origin.image_fingerprint + origin.mask_fingerprint + origin.rejected_fingerprint]
+    return _hashes(f"{bucket}/{origin.key}", origin.captions, images)
 
 
-def _cause(is_known: bool, is_same: bool, has_same_captions: bool) -> str:
-    if is_same:
-        return "unchanged, but its shard has other samples or settings"
-    return "the image or its mask changed" if has_same_captions else "the caption changed"
+def _hashes_of_member(member: Member) -> list[int]:
+    """Return such hashes, and that of the image with the other value of `flip`."""
+    flips = (member, replace(member, flip=not member.flip))
+    images = ["".join(each.fingerprints.values()) for each in flips]
+    return _hashes(f"{member.bucket}/{member.row.key}", member.captions, images)
+
+
+def _hashes(name: str, captions: tuple[str, ...], images: Sequence[str]) -> list[int]:
+    return [sample_id(name), *(sample_id(f"{name}\0{content}") for content in (repr(captions), *images))]
+
+
+def _cause(is_known: bool, has_same_captions: bool, has_same_image: bool, has_other_flip: bool) -> str:
+    if not has_same_captions:
+        return "the caption changed"
+    if has_other_flip:
+        return "flip changed"
+    return _UNCHANGED if has_same_image else "the image or its mask changed"
 
 
 def render_state(state: CacheState, location: CacheLocation | None = None) -> ResultTable:
     """Return the state as a table for the terminal; ``location`` is the cache's if it is not the folder."""
     table = ResultTable("samples", "count", "meaning", title=f"cache {location or state.folder}")
     table.add_row("fresh", f"{state.fresh:,}", f"in {state.shards:,} shards, reused")
-    table.add_row("stale", f"{state.stale:,}", "cached from other inputs or settings: encoded again")
+    table.add_row("stale", f"{state.stale:,}", "cached from other inputs or settings: written again")
     for cause, count in state.causes.most_common():
         table.add_row("", f"{count:,}", cause)
-    table.add_row("missing", f"{state.missing:,}", "not cached yet: encoded now")
+    table.add_row("missing", f"{state.missing:,}", "not cached yet: written now")
+    if (values := state.values) is not None:
+        source = "copied from old shards"
+        table.add_row("images", f"{values.images:,}", f"encoded; {values.copied_images:,} are {source}")
+        table.add_row("captions", f"{values.captions:,}", f"encoded; {values.copied_captions:,} are {source}")
     if state.damaged:
         table.add_row("damaged", f"{len(state.damaged):,} shards", f"encoded again; the first is {state.damaged[0]}")
     orphans = f"{len(state.orphans):,} unused files, {state.orphan_bytes / 1e9:,.3f} GB"

@@ -3,20 +3,17 @@
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
 
-from sd3_light.cache.build_folder import BuildFolder
-from sd3_light.cache.shard_builder import ShardBuilder
+from sd3_light.cache.copies import OldShards
+from sd3_light.cache.shard_builder import BuildJob, Built, ShardBuilder
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.core.encoding import Encoders
 from sd3_light.core.registry import family_of
-from sd3_light.data.cache_plan import CachePlan, Unit
-from sd3_light.data.manifest import SHARDS
+from sd3_light.data.cache_plan import Unit
 from sd3_light.engines import Launch
 from sd3_light.runlog import Bar
-from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import (
     CRASHED_DECODE,
     Decoded,
@@ -29,16 +26,6 @@ from sd3_light.sources.workers import BatchPool, WorkerPool
 
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
-
-
-@dataclass(frozen=True)
-class BuildJob:
-    """One dataset's cache: its folder and plan. ``regenerate``: encode units again that are built."""
-
-    place: BuildFolder
-    plan: CachePlan
-    claims: Claims
-    regenerate: bool = False
 
 
 class Builder(Protocol):
@@ -58,8 +45,8 @@ class Builder(Protocol):
     def decode_pool(self, roots: Sequence[DataLocation]) -> AbstractContextManager[BatchPool[DecodeTask, Decoded]]:
         """Return a pool that decodes a few images of sources with these folders."""
 
-    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> int:
-        """Build units. Return the number of samples that this command encoded."""
+    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> Built:
+        """Build units. Return what this command built."""
 
     def call(
         self,
@@ -108,12 +95,12 @@ class LocalBuilder:
         """Decode with one process of this machine, or in this one if it has no worker processes."""
         return WorkerPool(min(1, self._train.caching_num_workers), decode_images, CRASHED_DECODE)
 
-    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> int:
-        """Build the units together with other processes. Return the number of samples that this process encoded."""
-        shards, push = job.place.folder / SHARDS, job.place.push_unit
-        builder = ShardBuilder(job.plan, shards, job.claims, self.encoders, bar, self._train, job.regenerate, push)
+    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> Built:
+        """Build the units together with other processes. Return what this process built."""
+        old = OldShards(job.place.location, self._train.stream_cache_dir, int(self._train.stream_cache_gb * 1e9))
+        builder = ShardBuilder(job, self.encoders, old, bar, self._train)
         builder.build(units, (self._launch.rank, self._launch.world))
-        return builder.encoded
+        return builder.built
 
     def call(
         self,

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sd3_light.cache.reuse import ValueCounts
 from sd3_light.data.shard_table import ShardEntry
 
 Review = Callable[[Sequence[ShardEntry], bool], None]
@@ -39,10 +40,13 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class CacheReport:
-    """Results for one dataset: samples that this process encoded, and those of buckets below one global batch."""
+    """Results for one dataset. ``encoded`` counts the samples of shards that this process built, ``values`` what it
+    encoded and copied for them, ``reused`` the samples of other shards, ``small_buckets`` those of buckets below one
+    global batch."""
 
     folder: Path
     counts: dict[str, int] = field(default_factory=dict)
     encoded: int = 0
     reused: int = 0
     small_buckets: dict[str, int] = field(default_factory=dict)
+    values: ValueCounts = field(default_factory=ValueCounts)

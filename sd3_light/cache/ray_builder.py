@@ -20,10 +20,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 import sd3_light
 from sd3_light.cache.build_folder import UnitFiles
 from sd3_light.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
-from sd3_light.cache.local_builder import BuildJob
 from sd3_light.cache.ray_encoder import EncoderSettings, ShardEncoder, UnitTask
 from sd3_light.cache.ray_tasks import TaskPool, error_line
 from sd3_light.cache.recipe import make_recipe
+from sd3_light.cache.shard_builder import BuildJob, Built
 from sd3_light.cache.unit_builder import write_empty_unit, write_rejects
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import DataLocation
@@ -169,7 +169,7 @@ class _UnitRun:
     def __init__(self, pool: ActorPool, job: BuildJob, bar: Bar) -> None:
         self._pool, self._job, self._bar = pool, job, bar
         self._shards = job.place.folder / SHARDS
-        self.encoded = 0
+        self.built = Built()
 
     def ready(self, wanted: int) -> list[_Actor]:
         """Return the actors that accept units."""
@@ -179,7 +179,8 @@ class _UnitRun:
         """Send a unit with its samples to an actor."""
         plan, place = self._job.plan, self._job.place
         stored, cpus = UnitFiles(place.unit_files(unit.file).record), self._pool.decode_cpus
-        task = UnitTask(unit, plan.members(unit), plan.source(unit).root, place.location, stored, cpus)
+        members, root = plan.members(unit), plan.source(unit).root
+        task = UnitTask(unit, members, self._job.copies(members), root, place.location, stored, cpus)
         return worker.handle.build.options(name="build shard").remote(task)
 
     def wait(self, handles: Sequence[Any]) -> list[Any]:
@@ -190,7 +191,7 @@ class _UnitRun:
     def finish(self, worker: _Actor, handle: Any, unit: Unit) -> None:
         """Take over what an actor wrote."""
         try:
-            count, files = ray.get(handle)
+            built, files = ray.get(handle)
         except RayTaskError as error:
             if isinstance(error.cause, UserError):
                 raise error.cause from error
@@ -201,7 +202,7 @@ class _UnitRun:
         self._job.place.adopt_unit(unit.file, files)
         self._require_visible(unit, worker.node)
         damaged_mark(self._shards / unit.file).unlink(missing_ok=True)
-        self.encoded += count
+        self.built += built
         self._bar.advance(unit.count)
 
     def reject(self, unit: Unit, cause: str) -> None:
@@ -269,7 +270,15 @@ class RayBuilder:
             train, folder = self._train, self._train.stream_cache_dir
             recipe = make_recipe(train, (folder or private_temp_folder("ray")) / "parts.json")
             ahead = train.caching_num_workers + 1
-            settings = EncoderSettings(train.model, self.device_type, train.caching_batch_size, ahead, folder, recipe)
+            settings = EncoderSettings(
+                train.model,
+                self.device_type,
+                train.caching_batch_size,
+                ahead,
+                folder,
+                int(train.stream_cache_gb * 1e9),
+                recipe,
+            )
             self._pool = ActorPool(settings, self._num_actors)
         return self._pool
 
@@ -288,14 +297,14 @@ class RayBuilder:
         ahead = 2 * max(1, int(ray.cluster_resources().get("CPU", 0)))
         return ahead, 1 if self._pool is None else self._pool.decode_cpus
 
-    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> int:
-        """Build units on the actors. Return the number of samples that they encoded."""
+    def build(self, job: BuildJob, units: Sequence[Unit], bar: Bar) -> Built:
+        """Build units on the actors. Return what they built."""
         if not units:
-            return 0
+            return Built()
         run = _UnitRun(self.pool, job, bar)
         for unit, cause in dispatch(units, run).items():
             run.reject(unit, cause)
-        return run.encoded
+        return run.built
 
     def call(
         self,

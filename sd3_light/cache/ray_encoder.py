@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sd3_light.cache.build_folder import UnitFiles, open_unit_folder
+from sd3_light.cache.copies import Copies, OldShards
 from sd3_light.cache.ray_tasks import TaskPool, error_line
 from sd3_light.cache.recipe import recipe_of
-from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, distinct_captions, write_unit
+from sd3_light.cache.reuse import UnitCopies
+from sd3_light.cache.shard_builder import Built, tokenize_missing
+from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, write_unit
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import CacheLocation, DataLocation
 from sd3_light.config.faults import UserError
@@ -38,7 +41,8 @@ _Result = TypeVar("_Result")
 class EncoderSettings:
     """What an actor needs of the config, and the recipe that its own encoders must have.
 
-    Actors do not get the rest of the config, because it may contain keys of trackers.
+    ``fetched_bytes`` is the most that old shards of a URL take in ``work_folder``. Actors do not get the rest of the
+    config, because it may contain keys of trackers.
     """
 
     model: ModelConfig
@@ -46,15 +50,20 @@ class EncoderSettings:
     batch_size: int
     decode_ahead: int
     work_folder: Path | None
+    fetched_bytes: int
     recipe: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class UnitTask:
-    """A unit to build. ``stored`` is what the store has of it; ``decode_cpus`` what its decode tasks reserve."""
+    """A unit to build and what it copies.
+
+    ``stored`` is what the store has of it; ``decode_cpus`` what its decode tasks reserve.
+    """
 
     unit: Unit
     members: Sequence[Member]
+    copies: UnitCopies
     root: DataLocation
     location: CacheLocation
     stored: UnitFiles
@@ -70,6 +79,8 @@ class ShardEncoder:
         self._prepared: tuple[Encoders, Path] | None = None
         self._preparing, self._device = threading.Lock(), threading.Lock()
         self._tokenizer = ThreadPoolExecutor(1, "tokens")
+        self._old: dict[CacheLocation, OldShards] = {}
+        self._opening = threading.Lock()
 
     def __repr__(self) -> str:
         return f"sd3-light encoder ({self._settings.device_type}, {self._node})"
@@ -105,17 +116,18 @@ class ShardEncoder:
             with self._device:
                 return function(encoders, *args, **kwargs)
 
-    def build(self, task: UnitTask) -> tuple[int, UnitFiles]:
-        """Build a unit in the cache. Return the number of its samples and what the store has of it now."""
+    def build(self, task: UnitTask) -> tuple[Built, UnitFiles]:
+        """Build a unit in the cache. Return what was built and what the store has of it now."""
         with self._named_errors():
             return self._build(task)
 
-    def _build(self, task: UnitTask) -> tuple[int, UnitFiles]:
+    def _build(self, task: UnitTask) -> tuple[Built, UnitFiles]:
         encoders, scratch = self._prepare()
-        tokens = self._tokenizer.submit(encoders.tokenize, list(distinct_captions(task.members)))
-        current = UnitInProgress(task.unit, list(task.members), tokens)
-        batches = decode_batches(task.members, task.root, task.unit, self._settings.batch_size)
-        images = self._decoder(task).map(batches)
+        copies = self._open_copies(task)
+        tokens = self._tokenizer.submit(tokenize_missing, encoders, task.members, copies)
+        current = UnitInProgress(task.unit, list(task.members), tokens, copies)
+        batches = decode_batches(task.members, copies, task.root, self._settings.batch_size)
+        images = iter([[]]) if current.is_decoded else self._decoder(task).map(batches)
         first = next(images)  # decoding starts now, even if the device is busy
         with self._device:
             for batch in chain([first], images):
@@ -124,9 +136,18 @@ class ShardEncoder:
             wait = encoders.waiter()
         wait()
         with open_unit_folder(task.location, task.stored, scratch) as place:
-            write_unit(place.folder / SHARDS, current, task.root, self._settings.model)
+            fingerprints = self._settings.recipe["columns"]
+            write_unit(place.folder / SHARDS, current, task.root, self._settings.model, fingerprints)
             place.push_unit(task.unit.file)
-            return len(current.accepted), place.unit_files(task.unit.file)
+            return Built(len(current.accepted), current.counts), place.unit_files(task.unit.file)
+
+    def _open_copies(self, task: UnitTask) -> Copies:
+        settings = self._settings
+        with self._opening:
+            old = self._old.setdefault(
+                task.location, OldShards(task.location, settings.work_folder, settings.fetched_bytes)
+            )
+            return Copies(task.copies, old)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from sd3_light.cache.options import CacheReport
+from sd3_light.cache.reuse import ValueCounts
 from sd3_light.config import DatasetConfig, TrainConfig, batch_size_for
 from sd3_light.data.cache_plan import Unit
 from sd3_light.data.manifest import DUPLICATES, DUPLICATES_FILE, REJECTS_FILE, UNMATCHED
@@ -26,6 +27,15 @@ def small_buckets(units: Sequence[Unit], dataset: DatasetConfig, train: TrainCon
         if BucketOrder(tuple(segments), batch).length < batch:
             small[f"{bucket} of {size[0]}x{size[1]}"] = sum(segment.size for segment in segments)
     return small
+
+
+def describe_values(values: ValueCounts) -> str:
+    """Return what was encoded and copied, as text."""
+    text = f"{plural(values.images, 'image')} and {plural(values.captions, 'caption')} encoded"
+    if values.copied_images or values.copied_captions:
+        copied = f"{plural(values.copied_images, 'image')} and {plural(values.copied_captions, 'caption')}"
+        text += f", {copied} copied from old shards"
+    return text
 
 
 def log_report(title: str, report: CacheReport, policy: str, folder: str) -> None:

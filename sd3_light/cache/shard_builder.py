@@ -2,16 +2,19 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from dataclasses import dataclass, field
 
-from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, distinct_captions, is_done, write_unit
+from sd3_light.cache.build_folder import BuildFolder
+from sd3_light.cache.copies import Copies, OldShards
+from sd3_light.cache.reuse import ReuseIndex, UnitCopies, ValueCounts
+from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, is_done, text_groups, write_unit
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.core.encoding import Encoders
-from sd3_light.data.cache_plan import CachePlan, Unit
-from sd3_light.data.manifest import damaged_mark
+from sd3_light.core.encoding import Encoders, Tokens
+from sd3_light.data.cache_plan import CachePlan, Member, Unit
+from sd3_light.data.manifest import SHARDS, damaged_mark
 from sd3_light.runlog import Bar
 from sd3_light.sources.catalogue import rotate_to_share
 from sd3_light.sources.claims import POLL_SECONDS, Claims
@@ -32,23 +35,43 @@ def wait_for_main(pending_task: Callable[[], str | None], timeout: float) -> Non
         time.sleep(POLL_SECONDS)
 
 
-class ShardBuilder:
-    """Encodes the units that no other process does, until all are built; ``on_written`` gets each shard's name."""
+@dataclass(frozen=True)
+class BuildJob:
+    """The cache that units belong to: its folder, plan, and the ``fingerprints`` of its columns.
 
-    def __init__(
-        self,
-        plan: CachePlan,
-        shards: Path,
-        claims: Claims,
-        encoders: Encoders,
-        bar: Bar,
-        train: TrainConfig,
-        regenerate: bool = False,
-        on_written: Callable[[str], None] = lambda file: None,
-    ) -> None:
-        self._plan, self._shards, self._claims, self._encoders, self._bar = plan, shards, claims, encoders, bar
-        self._train, self._regenerate, self._on_written = train, regenerate, on_written
-        self.encoded = 0
+    ``reuse`` says what is copied from old shards; None: nothing. ``regenerate``: encode units again that are built.
+    """
+
+    place: BuildFolder
+    plan: CachePlan
+    claims: Claims
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
+    reuse: ReuseIndex | None = None
+    regenerate: bool = False
+
+    def copies(self, members: Sequence[Member]) -> UnitCopies:
+        """Return what a unit with these samples copies."""
+        return UnitCopies() if self.reuse is None else self.reuse.copies(members)
+
+
+@dataclass(frozen=True)
+class Built:
+    """What a command built: the samples of its shards, and how many of their values it encoded and copied."""
+
+    samples: int = 0
+    values: ValueCounts = field(default_factory=ValueCounts)
+
+    def __add__(self, other: "Built") -> "Built":
+        return Built(self.samples + other.samples, self.values + other.values)
+
+
+class ShardBuilder:
+    """Encodes the units that no other process does, until all are built."""
+
+    def __init__(self, job: BuildJob, encoders: Encoders, old: OldShards, bar: Bar, train: TrainConfig) -> None:
+        self._job, self._encoders, self._old, self._bar, self._train = job, encoders, old, bar, train
+        self._plan, self._claims, self._shards = job.plan, job.claims, job.place.folder / SHARDS
+        self.built = Built()
 
     def build(self, units: Sequence[Unit], share: tuple[int, int]) -> None:
         """Build units until all are built, by this or another process; wait for others as long as there is progress."""
@@ -82,7 +105,7 @@ class ShardBuilder:
                     if len(writes) == WRITERS:
                         writes.popleft().result()
                     writes.append(writer.submit(self._write, current, self._encoders.waiter()))
-                    self.encoded += len(current.accepted)
+                    self.built += Built(len(current.accepted), current.counts)
                     self._bar.advance(current.unit.count)
             for write in writes:
                 write.result()
@@ -102,19 +125,26 @@ class ShardBuilder:
                 self._bar.advance(unit.count)
             else:
                 members, root = self._plan.members(unit), self._plan.source(unit).root
-                captions = list(distinct_captions(members))
-                queue.append(UnitInProgress(unit, members, tokenizer.submit(self._encoders.tokenize, captions)))
-                yield from decode_batches(members, root, unit, self._train.caching_batch_size)
+                copies = Copies(self._job.copies(members), self._old)
+                tokens = tokenizer.submit(tokenize_missing, self._encoders, members, copies)
+                queue.append(UnitInProgress(unit, members, tokens, copies))
+                yield from decode_batches(members, copies, root, self._train.caching_batch_size)
 
     def _is_built(self, unit: Unit) -> bool:
-        if not self._regenerate:
+        if not self._job.regenerate:
             return is_done(self._shards, unit)
         path = self._shards / unit.file
         return self._claims.is_newer(path) or self._claims.is_newer(path.with_suffix(".none"))
 
     def _write(self, finished: UnitInProgress, wait: Callable[[], None]) -> None:
         wait()
-        write_unit(self._shards, finished, self._plan.source(finished.unit).root, self._train.model)
-        self._on_written(finished.unit.file)
+        root = self._plan.source(finished.unit).root
+        write_unit(self._shards, finished, root, self._train.model, self._job.fingerprints)
+        self._job.place.push_unit(finished.unit.file)
         damaged_mark(self._shards / finished.unit.file).unlink(missing_ok=True)
         self._claims.release(finished.unit.file)
+
+
+def tokenize_missing(encoders: Encoders, members: Sequence[Member], copies: Copies) -> list[Tokens]:
+    """Return the token ids of the captions that are not copied, by `text_groups`."""
+    return [encoders.tokenize(group.captions) for group in text_groups(members, copies)]

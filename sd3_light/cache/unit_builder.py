@@ -1,9 +1,10 @@
-"""Build one unit of work: collect its decoded images, encode them, and write its files."""
+"""Build one unit of work: copy what old shards have, decode and encode the rest, and write its files."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sd3_light.cache.copies import Copies
+from sd3_light.cache.reuse import ValueCounts
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import MASK, OPTIONAL, REJECTED, SMALLEST, Bucket, Column, with_pairs
+from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REJECTED, SMALLEST, Bucket, Column, entry_of, with_pairs
 from sd3_light.core.encoding import Encoders, Tokens
 from sd3_light.core.registry import family_of
 from sd3_light.data.cache_plan import Member, Unit, decode_task
@@ -23,6 +26,7 @@ from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.files import write_atomically
 from sd3_light.sources.access import exists
 from sd3_light.sources.decode import Decoded, DecodeTask
+from sd3_light.sources.preprocess import Pixels
 from sd3_light.sources.rejects import reject_line
 
 
@@ -34,76 +38,181 @@ def is_done(shards: Path, unit: Unit) -> bool:
     return read_entry(shards, unit.file) is not None or path.with_suffix(".none").is_file()
 
 
+@dataclass(frozen=True)
+class TextGroup:
+    """Captions that lack the same columns; None: all."""
+
+    captions: list[str]
+    columns: tuple[str, ...] | None = None
+
+
 @dataclass
 class UnitInProgress:
-    """The decoded and encoded samples of a unit so far."""
+    """The copied, decoded and encoded samples of a unit so far. Samples have the numbers of their members.
+
+    Batches are made of the samples that are not copied, in order. ``tokens`` are those of the `text_groups` of all
+    members.
+    """
 
     unit: Unit
     members: list[Member]
-    tokens: Future[Tokens]
+    tokens: Future[list[Tokens]]
+    copies: Copies = field(default_factory=Copies)
     num_decoded: int = 0
-    accepted: list[Member] = field(default_factory=list)
+    encoded: dict[str, list[int]] = field(default_factory=lambda: {IMAGE: [], REJECTED: []})
     images: dict[str, list[Tensor]] = field(default_factory=dict)
-    masks: list[NDArray[np.uint8] | None] = field(default_factory=list)
-    text: dict[str, Tensor] = field(default_factory=dict)
-    rejected: list[dict[str, str]] = field(default_factory=list)
-    vae_dtype: str = "float32"
+    masks: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
+    texts: list[tuple[TextGroup, dict[str, Tensor]]] = field(default_factory=list)
+    rejected: dict[int, dict[str, str]] = field(default_factory=dict)
+    vae_dtypes: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._to_decode = to_decode(self.members, self.copies)
 
     def add(self, images: Sequence[Decoded], parts: Encoders) -> None:
-        """Encode the next images; record the rejected ones."""
-        batch = self.members[self.num_decoded : self.num_decoded + len(images)]
+        """Encode the next decoded images; record the rejected ones."""
+        numbers = self._to_decode[self.num_decoded : self.num_decoded + len(images)]
         self.num_decoded += len(images)
-        pixels = []
-        worse = []
-        for member, image in zip(batch, images, strict=True):
-            if image.pixels is None:
-                self.rejected.append(reject_line(member.row.key, image.reason, image.detail, member.row.image))
+        pixels: dict[str, list[Pixels]] = {entry: [] for entry in self.encoded}
+        for number, image in zip(numbers, images, strict=True):
+            if image.reason:
+                row = self.members[number].row
+                self.rejected[number] = reject_line(row.key, image.reason, image.detail, row.image)
                 continue
-            self.accepted.append(member)
-            # a copy: the mask of a Ray task refers to memory that also holds the pixels
-            self.masks.append(None if image.mask is None else image.mask.copy())
-            pixels.append(image.pixels)
-            if image.worse is not None:
-                worse.append(image.worse)
-        if pixels:
-            for name, values in parts.encode_images(np.stack(pixels), self.unit.flip).items():
-                self.images.setdefault(name, []).append(values)
-            for name, values in parts.encode_images(np.stack(worse), self.unit.flip).items() if worse else ():
-                self.images.setdefault(f"{name}.{REJECTED}", []).append(values)
-            self.vae_dtype = str(parts.vae_dtype).removeprefix("torch.")
+            if image.mask is not None:
+                # a copy: the mask of a Ray task refers to memory that also holds the pixels
+                self.masks[number] = image.mask.copy()
+            for entry, decoded in ((IMAGE, image.pixels), (REJECTED, image.worse)):
+                if decoded is not None:
+                    self.encoded[entry].append(number)
+                    pixels[entry].append(decoded)
+        for entry, batch in pixels.items():
+            if batch:
+                for name, values in parts.encode_images(np.stack(batch), self.unit.flip).items():
+                    self.images.setdefault(name if entry == IMAGE else f"{name}.{entry}", []).append(values)
+                self.vae_dtypes.add(str(parts.vae_dtype).removeprefix("torch."))
 
     @property
     def is_decoded(self) -> bool:
         """Whether all images were added."""
-        return self.num_decoded == len(self.members)
+        return self.num_decoded == len(self._to_decode)
+
+    @property
+    def accepted(self) -> dict[int, Member]:
+        """The samples that were not rejected, by number."""
+        return {number: member for number, member in enumerate(self.members) if number not in self.rejected}
 
     def encode_text(self, parts: Encoders) -> None:
         """Encode the captions of the samples that were not rejected."""
-        if not self.accepted:
-            return
-        distinct = distinct_captions(self.accepted)
-        self.text = parts.encode_captions(parts.tokenize(list(distinct)) if self.rejected else self.tokens.result())
+        groups = text_groups(list(self.accepted.values()), self.copies)
+        tokens = [parts.tokenize(group.captions) for group in groups] if self.rejected else self.tokens.result()
+        for group, ids in zip(groups, tokens, strict=True):
+            self.texts.append((group, parts.encode_captions(ids, group.columns)))
 
-    def content(self, columns: Sequence[Column]) -> ShardContent:
+    @property
+    def counts(self) -> ValueCounts:
+        """The images and distinct captions that were encoded and copied."""
+        accepted = list(self.accepted.values())
+        images = sum(map(len, self.encoded.values()))
+        total = sum(1 + bool(member.row.rejected) for member in accepted)
+        captions = sum(len(group.captions) for group, _ in self.texts)
+        return ValueCounts(images, total - images, captions, len(distinct_captions(accepted)) - captions)
+
+    # --- the shard ------------------------------------------------------------------------------
+
+    def content(self, columns: Sequence[Column], fingerprints: Mapping[str, str]) -> ShardContent:
         """Return the shard's tensors, which must be those of the columns. The encoders' results must be complete."""
-        distinct, masks = distinct_captions(self.accepted), _stack_masks(self.masks)
-        values = {name: torch.cat(parts) for name, parts in self.images.items()} | self.text
-        if masks is not None:
-            values |= {column.name: masks for column in columns if column.reads == MASK}
+        accepted = list(self.accepted.values())
+        distinct = distinct_captions(accepted)
+        values: dict[str, Tensor] = {}
+        for column in columns:
+            if column.reads == MASK:
+                values |= self._mask_tensor(column)
+            elif column.per_caption:
+                values |= self._caption_tensors(column, list(distinct))
+            else:
+                values |= self._image_tensor(column)
         return ShardContent(
             columns,
-            torch.tensor([member.identity for member in self.accepted], dtype=torch.int64),
-            torch.tensor([0, *(len(member.captions) for member in self.accepted)]).cumsum(0),
-            torch.tensor([distinct[c] for member in self.accepted for c in member.captions], dtype=torch.int64),
+            torch.tensor([member.identity for member in accepted], dtype=torch.int64),
+            torch.tensor([0, *(len(member.captions) for member in accepted)]).cumsum(0),
+            torch.tensor([distinct[c] for member in accepted for c in member.captions], dtype=torch.int64),
             values,
+            fingerprints,
         )
+
+    def _image_tensor(self, column: Column) -> dict[str, Tensor]:
+        """Return the values of images; nothing if no sample has such an image."""
+        accepted, batches = self.accepted, self.images.get(column.name, [])
+        numbers, copied = self.encoded[entry_of(column)], self.copies.entries.get(entry_of(column), {})
+        if not numbers and not copied:
+            return {}
+        if len(numbers) == len(accepted):
+            return {column.name: torch.cat(batches)}
+        encoded = dict(zip(numbers, (row for batch in batches for row in batch), strict=True))
+        rows = (
+            encoded[number] if number in encoded else self.copies.read(column.name, copied[number])
+            for number in accepted
+        )
+        return {column.name: torch.stack(list(rows))}
+
+    def _mask_tensor(self, column: Column) -> dict[str, Tensor]:
+        """Return the masks, 255 for samples without; nothing if no sample has one."""
+        copied, accepted = self.copies.entries.get(MASK, {}), self.accepted
+        if not any(number in copied or number in self.masks for number in accepted):
+            return {}
+        full = torch.full(column.shape, 255, dtype=torch.uint8)
+        rows = []
+        for number in accepted:
+            if number in self.masks:
+                rows.append(torch.from_numpy(self.masks[number]))
+            else:
+                rows.append(self.copies.read(column.name, copied[number]) if number in copied else full)
+        return {column.name: torch.stack(rows)}
+
+    def _caption_tensors(self, column: Column, captions: Sequence[str]) -> dict[str, Tensor]:
+        name = column.tensors[0]
+        groups = [
+            (group.captions, tensors)
+            for group, tensors in self.texts
+            if group.columns is None or column.name in group.columns
+        ]
+        if [list(captions)] == [texts for texts, _ in groups]:  # none is copied
+            return {name: groups[0][1][name] for name in column.tensors}
+        values: dict[str, Tensor] = {}
+        for texts, tensors in groups:
+            values |= zip(texts, _values(column, tensors), strict=True)
+        for caption in captions:
+            if caption not in values:
+                values[caption] = self.copies.read(column.name, self.copies.captions[caption])
+        ordered = [values[caption] for caption in captions]
+        if not column.ragged:
+            return {name: torch.stack(ordered)}
+        starts = torch.tensor([0, *map(len, ordered)]).cumsum(0)
+        return dict(zip(column.tensors, (torch.cat(ordered), starts), strict=True))
 
     def origins(self) -> list[Origin]:
         """Return the origins of the shard's samples."""
-        return [
-            Origin(m.row.key, m.fingerprint, m.row.width, m.row.height, m.captions, image=m.row.image, mask=m.row.mask)
-            for m in self.accepted
-        ]
+        return [_origin(member) for member in self.accepted.values()]
+
+    @property
+    def vae_dtype(self) -> str:
+        """The precision in which the images were encoded; several if copied ones have another."""
+        return ", ".join(sorted(self.vae_dtypes | self.copies.vae_dtypes())) or "float32"
+
+
+def _origin(member: Member) -> Origin:
+    row = member.row
+    fingerprints = {f"{entry}_fingerprint": fingerprint for entry, fingerprint in member.fingerprints.items()}
+    return Origin(
+        row.key,
+        width=row.width,
+        height=row.height,
+        captions=member.captions,
+        image=row.image,
+        mask=row.mask,
+        **fingerprints,
+    )
 
 
 def distinct_captions(members: Sequence[Member]) -> dict[str, int]:
@@ -112,30 +221,61 @@ def distinct_captions(members: Sequence[Member]) -> dict[str, int]:
     return {caption: number for number, caption in enumerate(captions)}
 
 
-def decode_batches(members: Sequence[Member], root: DataLocation, unit: Unit, size: int) -> Iterator[list[DecodeTask]]:
-    """Yield the tasks of decoding a unit's images, in batches of ``size`` frames, at least one image."""
-    size = max(1, size // unit.bucket.frames)
-    for start in range(0, len(members), size):
-        yield [decode_task(member, root, unit) for member in members[start : start + size]]
+def text_groups(members: Sequence[Member], copies: Copies) -> list[TextGroup]:
+    """Return the captions of samples that are encoded: those that no old shard has, then those that lack a column."""
+    new, known = list[str](), list[str]()
+    for caption in distinct_captions(members):
+        (known if caption in copies.captions else new).append(caption)
+    groups = [TextGroup(new), TextGroup(known if copies.encoded_columns else [], copies.encoded_columns)]
+    return [group for group in groups if group.captions]
 
 
-def _stack_masks(masks: Sequence[NDArray[np.uint8] | None]) -> Tensor | None:
-    first = next((mask for mask in masks if mask is not None), None)
-    if first is None:
-        return None
-    full = np.full_like(first, 255)
-    return torch.from_numpy(np.stack([full if mask is None else mask for mask in masks]))
+def to_decode(members: Sequence[Member], copies: Copies) -> list[int]:
+    """Return the numbers of the samples that have an image or a mask that is not copied."""
+    numbers = []
+    for number, member in enumerate(members):
+        entries = {IMAGE, *([MASK] if member.row.mask else []), *([REJECTED] if member.row.rejected else [])}
+        if not entries <= set(copies.of_sample(number)):
+            numbers.append(number)
+    return numbers
 
 
-def write_unit(shards: Path, finished: UnitInProgress, root: DataLocation, model: ModelConfig) -> None:
-    """Write the shard of a unit whose results are complete, and its rejects. ``root`` is the folder of its source."""
+def decode_batches(
+    members: Sequence[Member], copies: Copies, root: DataLocation, size: int
+) -> Iterator[list[DecodeTask]]:
+    """Yield the tasks of decoding what is not copied, in batches of ``size`` frames, at least one sample.
+
+    If everything is copied, there is one batch without tasks.
+    """
+    numbers, size = to_decode(members, copies), max(1, size // members[0].bucket.frames)
+    for start in range(0, max(1, len(numbers)), size):
+        batch = numbers[start : start + size]
+        yield [decode_task(members[number], root, copies.of_sample(number)) for number in batch]
+
+
+def _values(column: Column, tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the value of each caption in the tensors of a column."""
+    rows = tensors[column.tensors[0]]
+    if not column.ragged:
+        return list(rows)
+    starts = tensors[column.tensors[1]].tolist()
+    return [rows[start:end] for start, end in pairwise(starts)]
+
+
+def write_unit(
+    shards: Path, finished: UnitInProgress, root: DataLocation, model: ModelConfig, fingerprints: Mapping[str, str]
+) -> None:
+    """Write the shard of a unit whose results are complete, and its rejects.
+
+    ``root`` is the folder of its source, ``fingerprints`` are those of the columns.
+    """
     if finished.rejected and not exists(root):
         raise UserError(
             f"{root} disappeared while it was being cached; restore it and run again: finished shards are kept"
         )
-    write_rejects(shards, finished.unit, finished.rejected)
+    write_rejects(shards, finished.unit, list(finished.rejected.values()))
     if finished.accepted:
-        content = finished.content(_columns(model, finished.unit.bucket))
+        content = finished.content(_columns(model, finished.unit.bucket), fingerprints)
         write_shard(shards, finished.unit.entry, content, finished.origins(), finished.vae_dtype)
         (shards / finished.unit.file).with_suffix(".none").unlink(missing_ok=True)
     else:

@@ -2,7 +2,8 @@
 
 All processes of a launch, and all other commands on the same folder, divide the units among themselves; none waits in a
 collective (law 9). A unit of work is one shard. Its name identifies everything that determines it: existing shards are
-reused, and missing ones are encoded by this run or the next.
+reused, and missing ones are built by this run or the next. They copy what the shards of the old manifest have of their
+images and captions, and encode the rest.
 """
 
 from sd3_light.cache.dataset_build import DatasetBuild

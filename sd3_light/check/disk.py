@@ -24,6 +24,7 @@ from sd3_light.model.base_values import with_base_values
 from sd3_light.runlog import missing_trackers
 from sd3_light.sources.access import CONTAINERS, exists
 from sd3_light.sources.buckets import buckets_for
+from sd3_light.sources.listing import VIDEOS
 from sd3_light.sources.video import has_av
 from sd3_light.urls import protocol_problem
 
@@ -79,6 +80,7 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
         with checks.user_errors_of("model.diffusers_path"):
             checks.step = family.checks.side_step(model)
         checks.sampling()
+        checks.sampled_frames(family)
         checks.continued_values()
     return start
 
@@ -93,7 +95,8 @@ class _DiskChecks:
         self.family: Family | None = None
         self.largest_side: int | None = None
         self.step = 16
-        key = "model.diffusers_path" if self.train.model.type == AUTO else "model.type"
+        names_folder = self.train.model.type == AUTO or self.train.model.diffusers_path.is_file()
+        key = "model.diffusers_path" if names_folder else "model.type"
         with self.user_errors_of(key):
             self.family = family_of(self.train.model)
             self.train = self.family.completed(self.train)
@@ -239,13 +242,27 @@ class _DiskChecks:
                 problem = f"the model needs sides that are multiples of {self.step}"
                 self.add(key, problem, list(sides), "choose another size")
 
+    def sampled_frames(self, family: Family) -> None:
+        """Check that the family draws clips of the requested length."""
+        frames = self.train.sampling.frames
+        step = family.frame_step(self.model.diffusers_path)
+        if frames is None or frames == 1:
+            return
+        if step is None:
+            self.add("sampling.frames", f"{family.title} draws images only", frames, "remove it")
+        elif (frames - 1) % step:
+            below = frames - (frames - 1) % step
+            problem = f"clips of {family.title} have {step}·n + 1 frames"
+            self.add("sampling.frames", problem, frames, f"write {below} or {below + step}")
+
     def clips(self, dataset: DatasetConfig) -> None:
         """Check that the family allows the lengths of clips, and that videos can be decoded."""
         if self.family is None or not any(directory.clip_lengths for directory in dataset.directories):
             return
-        if not has_av():
+        if not has_av() and (clip := _first_clip(dataset)):
             hint = "run `pip install 'sd3-light[video]'`"
-            self.add("frames", "videos are decoded by PyAV, which is not installed", hint=hint, file=str(dataset.path))
+            problem = f"{clip} is decoded by PyAV, which is not installed"
+            self.add("frames", problem, hint=hint, file=str(dataset.path))
         with self.user_errors_of("model.diffusers_path"):
             step = self.family.frame_step(self.model.diffusers_path)
             self.faults += clip_faults(dataset, step, self.family.title)
@@ -339,3 +356,10 @@ def _cannot_create(folder: Path) -> str | None:
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"{problem if existing != folder else 'is not writable'}: this user may not write to {existing}"
     return None
+
+
+def _first_clip(dataset: DatasetConfig) -> Path | None:
+    """Return a video below the folders of a dataset that needs PyAV; those inside containers are not seen."""
+    folders = (directory.path for directory in dataset.directories if directory.clip_lengths)
+    files = (file for folder in folders if isinstance(folder, Path) for file in folder.rglob("*"))
+    return next((file for file in files if file.suffix.lower() in VIDEOS.suffixes - {".gif"}), None)

@@ -4,14 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from sd3_light.config import ConfigFaults, DatasetConfig, Fault, LoadedConfig, UserError
+from sd3_light.config import ConfigFaults, DatasetConfig, Fault, LoadedConfig, ModelConfig, UserError
 from sd3_light.config.base import DataLocation
 from sd3_light.config.hub_ids import SCHEME, HubId, hub_id_of
+from sd3_light.core.registry import family_of
 from sd3_light.downloads import download
-from sd3_light.model.folder import REQUIRED_PARTS, TRANSFORMER, components
+from sd3_light.model.folder import components
 
-_SD3_FOLDERS = tuple(part.name for part in (*REQUIRED_PARTS, TRANSFORMER) if part.name != ".")
-_TOP_FILES = ("model_index.json", "sd3_light*.json", "README.md", "LICENSE*")
+_TOP_FILES = ("model_index.json", "modular_model_index.json", "sd3_light*.json", "README.md", "LICENSE*")
+_CONFIGS = ("transformer/config.json", "vae/config.json")
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".safetensors")
 OTHER_VARIANTS = ("*.fp16*", "*.bf16*")
 """Copies of the weights in another dtype, which are not."""
@@ -33,7 +34,9 @@ def with_local_paths(loaded: LoadedConfig) -> LoadedConfig:
     faults = []
     for file, key, hub_id in hub_keys(loaded):
         try:
-            folders[hub_id] = _download_model(hub_id) if hub_id.kind == "model" else download(hub_id)
+            folders[hub_id] = (
+                _download_model(hub_id, loaded.train.model) if hub_id.kind == "model" else download(hub_id)
+            )
         except UserError as error:
             faults.append(Fault(file, key, str(error).removeprefix(SCHEME)))
     if faults:
@@ -41,11 +44,15 @@ def with_local_paths(loaded: LoadedConfig) -> LoadedConfig:
     return _replaced(loaded, folders)
 
 
-def _download_model(hub_id: HubId) -> Path:
-    """Download the parts that a repository's `model_index.json` names, or those of SD3 if there is none."""
-    folder = download(hub_id, _TOP_FILES)
-    names = components(folder) if (folder / "model_index.json").is_file() else _SD3_FOLDERS
-    files = (f"{name}/*{suffix}" for name in names for suffix in _SUFFIXES)
+def _download_model(hub_id: HubId, model: ModelConfig) -> Path:
+    """Download the parts that a repository's `model_index.json` names, after the configs that may refuse it."""
+    folder = download(hub_id, (*_TOP_FILES, *_CONFIGS))
+    family = family_of(model.model_copy(update={"diffusers_path": folder}))
+    if not (folder / "model_index.json").is_file():
+        raise UserError(f"{hub_id}: the repository has no model_index.json, so it is not a diffusers folder; give one")
+    if all((folder / name).is_file() for name in _CONFIGS) and (reason := family.refusal(folder)):
+        raise UserError(f"{hub_id}: {reason}")
+    files = (f"{name}/*{suffix}" for name in components(folder) for suffix in _SUFFIXES)
     return download(hub_id, (*_TOP_FILES, *files), OTHER_VARIANTS)
 
 

@@ -10,6 +10,7 @@ from sd3_light.cli import parts_verb  # noqa: F401
 from sd3_light.cli import model_verbs  # noqa: F401
 from sd3_light.cli import convert_verbs  # noqa: F401
 from sd3_light.cli import report_verbs  # noqa: F401
+from sd3_light.cli import families_verb  # noqa: F401
 from sd3_light.cli import ui_verb  # noqa: F401
 from sd3_light.cli.app import app
 from sd3_light.cli.process import run_guarded

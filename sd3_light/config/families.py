@@ -7,11 +7,8 @@ from sd3_light.config.faults import Fault
 from sd3_light.config.validation import format_value
 
 FAMILY_PROBLEM = "a config does not train this family"
-_IMAGE_SCRIPT = (
-    "write a script for it (docs/tasks.md, section 8), starting from flux_task.py, qwen_task.py, z_image_task.py or "
-    "sana_task.py in examples/"
-)
-_VIDEO_SCRIPT = "write a script for it (docs/tasks.md, section 7), starting from examples/wan_task.py"
+_IMAGE_SCRIPT = "write a script for it (docs/tasks.md, section 8), starting from examples/own_family.py"
+_VIDEO_SCRIPT = "write a script for it (docs/tasks.md, sections 7 and 8), starting from examples/own_family.py"
 _OTHER_LOSS = "write a script with a custom forward (docs/tasks.md, section 2): its loss is not flow matching"
 FAMILIES: dict[str, str] = {
     "anima": _IMAGE_SCRIPT,
@@ -32,7 +29,7 @@ FAMILIES: dict[str, str] = {
     "omnigen2": _IMAGE_SCRIPT,
     "sdxl": _OTHER_LOSS,
 }
-"""`model.type` in other trainers, and what to do instead."""
+"""`model.type` in other trainers without a family here, and what to do instead."""
 
 
 def family_fault(raw: Mapping[str, Any], file: str) -> Fault | None:

@@ -108,7 +108,8 @@ class ModelConfig(Table):
     """Distance of neighbouring tokens in the position table of random weights, in radians. Absent: as in the size. A
     resumed run keeps its table, and trained weights contain theirs."""
     dtype: DtypeName = "bfloat16"
-    """Compute dtype of the text encoders on GPUs. On CPUs everything uses float32."""
+    """Compute dtype of the text encoders on GPUs. On CPUs everything uses float32. Another value encodes the captions
+    of a cache again, and no image."""
     vae_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Compute dtype of the VAE's encoder on GPUs, when images are cached. `auto`: float16 if its error on test images
     is below half of the noise that the latents have anyway, otherwise float32 (TF32). Caches built with `auto`, on CPUs

@@ -11,13 +11,15 @@ A column that reads several entries, such as "caption+reference" of an edit mode
 stored like the one of them that varies most: a caption. Equal captions of two samples are then two distinct ones.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import zip_longest
 from typing import Any
 
-CAPTION, MASK, REJECTED = "caption", "mask", "rejected"
+CAPTION, IMAGE, MASK, REJECTED = "caption", "image", "mask", "rejected"
 OPTIONAL = (MASK, REJECTED)
 """What some shards of a cache may lack."""
 ROWS, START = ".tokens", ".start"
@@ -120,15 +122,30 @@ class Column:
         """Return what the metadata of a shard says about the column; dtype and shape are those of its tensors."""
         return {"reads": self.reads, "ragged": True} if self.ragged else {"reads": self.reads}
 
+    def fingerprint(self, parts: Mapping[str, str], more_settings: Mapping[str, Any]) -> str:
+        """Return a hash of everything that decides the column's values.
+
+        ``parts`` has a hash of each subfolder, ``more_settings`` those that a family does not declare. Caches store
+        the fingerprints of the columns of `SMALLEST`, which are the same for all buckets.
+        """
+        used, settings = {name: parts[name] for name in self.parts}, {**self.settings, **more_settings}
+        facts = [self.name, self.reads, self.dtype, self.shape, self.ragged, used, settings]
+        return blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
+
     def layout(self, with_shape: bool = True) -> str:
         """Return what must be equal in all shards of a cache, as text; ``with_shape``: of one bucket."""
         text = f"{self.name} of the {self.reads}, {'ragged ' if self.ragged else ''}{self.dtype}"
         return f"{text} {list(self.row_shape)}" if with_shape or self.per_caption else text
 
 
+def entry_of(column: Column) -> str:
+    """Return which entry of a sample a column is made of that is not one of captions: `IMAGE`, `MASK` or `REJECTED`."""
+    return column.reads if column.reads in OPTIONAL else IMAGE
+
+
 def with_pairs(columns: Sequence[Column]) -> tuple[Column, ...]:
     """Return columns with those of rejected images: one for each of an image."""
-    images = [column for column in columns if column.reads == "image"]
+    images = [column for column in columns if column.reads == IMAGE]
     return (*columns, *(replace(column, name=f"{column.name}.{REJECTED}", reads=REJECTED) for column in images))
 
 

@@ -1,7 +1,7 @@
 """A family's frozen networks: images and captions in, the values that the cache stores out."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -33,9 +33,12 @@ class Encoders(Protocol):
     def tokenize(self, captions: Sequence[str]) -> Tokens:
         """Return the token ids of distinct captions, without the device. Safe to call from another thread."""
 
-    def encode_captions(self, captions: Sequence[str] | Tokens) -> "dict[str, Tensor]":
+    def encode_captions(
+        self, captions: Sequence[str] | Tokens, columns: Collection[str] | None = None
+    ) -> "dict[str, Tensor]":
         """Encode distinct captions, or their ids from `tokenize`, to the text tensors of a shard.
 
+        Only ``columns`` of captions are needed, None: all; an encoder that computes none of them need not run.
         A text of varying length is ``NAME.tokens``, the rows of all captions, and ``NAME.start``, the first row of each
         and their number; anything else has one row per caption.
         """

@@ -53,8 +53,11 @@ class Family(ABC):
 
     ``pipeline`` is the class in `model_index.json` that loads an export, ``denoiser`` the class of its denoiser.
     ``has_stages`` says whether its layers can be those of a pipeline over several processes, ``starts_random`` whether
-    it is trained from random weights, ``loads_adapters`` whether its stock pipeline loads a LoRA.
-    ``media`` is what it draws.
+    it is trained from random weights, ``loads_adapters`` whether its stock pipeline loads a LoRA, ``has_single_file``
+    whether there is a single file of the model. ``media`` is what it draws. ``comfyui``: ComfyUI reads a LoRA with the
+    names of its files. ``packages`` are those that its text needs beside transformers. ``text_tokens`` says whether a
+    denoiser gets texts that are padded to one length, or their real tokens alone; ``guidance`` by what it is guided:
+    a negative prompt, or a number that a distilled denoiser takes.
     """
 
     name: ClassVar[str]
@@ -65,6 +68,11 @@ class Family(ABC):
     starts_random: ClassVar[bool] = False
     media: ClassVar[Literal["image", "video"]] = "image"
     loads_adapters: ClassVar[bool] = True
+    has_single_file: ClassVar[bool] = False
+    comfyui: ClassVar[bool] = False
+    packages: ClassVar[tuple[str, ...]] = ()
+    text_tokens: ClassVar[tuple[Literal["padded", "real"], ...]] = ("real",)
+    guidance: ClassVar[tuple[Literal["negative prompt", "number"], ...]] = ("negative prompt",)
 
     @property
     @abstractmethod
@@ -104,6 +112,13 @@ class Family(ABC):
     def completed(self, config: TrainConfig) -> TrainConfig:
         """Return a config with the family's own values in place of absent keys; those of the schema are SD3's."""
         return config
+
+    def refusal(self, folder: Path) -> str | None:
+        """Return why a model folder of this pipeline's class cannot be trained, and what to do; None if it can.
+
+        Only configs are read, and those of the denoiser and the VAE exist.
+        """
+        return None
 
     def guides_by_number(self, start: WeightsStart) -> bool:
         """Return whether the denoiser takes guidance as a number, and no unconditional text."""

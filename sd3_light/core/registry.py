@@ -10,6 +10,7 @@ from sd3_light.config.family_keys import AUTO, is_installed_class
 from sd3_light.core.clips import with_clip_lengths
 from sd3_light.core.family import Family
 from sd3_light.core.files import SingleFiles
+from sd3_light.core.other_pipelines import why_not_trained
 from sd3_light.core.start import WeightsStart
 from sd3_light.inputs import read_json_file
 
@@ -47,15 +48,21 @@ _CLASSES = {
 }
 """Class of a pipeline or a denoiser in diffusers -> `model.type`."""
 _INDEX = "model_index.json"
-_CONFIGS = (_INDEX, "config.json", "transformer/config.json")
+_INDEXES = (_INDEX, "modular_model_index.json")
+_CONFIGS = (*_INDEXES, "config.json", "transformer/config.json")
 
 
 def family_of(model: ModelConfig) -> Family:
     """Return the family of a [model] table: the named one, or that of its folder's pipeline.
 
-    Raises UserError for a class that is not a family's.
+    Raises UserError for a class that is not a family's, and for a file in place of a folder.
     """
-    return family_named(model.type) if model.type != AUTO else _first_family(model.diffusers_path, (_INDEX,))
+    if model.diffusers_path.is_file():
+        raise UserError(
+            f"{model.diffusers_path} is a file; give a diffusers folder, with text encoders and VAE (the single file "
+            "of an SD3 denoiser is model.init beside it)"
+        )
+    return family_named(model.type) if model.type != AUTO else _first_family(model.diffusers_path, _INDEXES)
 
 
 def family_of_folder(folder: Path) -> Family:
@@ -90,9 +97,16 @@ def _first_family(folder: Path, names: tuple[str, ...]) -> Family:
         if isinstance(kind, str) and kind in _CLASSES:
             return family_named(_CLASSES[kind])
         if kind is not None:
-            known = ", ".join(name for name in _CLASSES if name.endswith("Pipeline"))
-            raise UserError(f"{path} describes a {kind!r:.80}, which is of no known family; give a folder of {known}")
+            raise UserError(f"{path} describes a {kind!r:.80}, which is {_why_unknown(kind)}")
     return family_named("sd3")
+
+
+def _why_unknown(kind: object) -> str:
+    """Return why a class that a file names is not trained, and what to do."""
+    if isinstance(kind, str) and (reason := why_not_trained(kind)):
+        return f"not trained: {reason}"
+    known = ", ".join(name for name in _CLASSES if name.endswith("Pipeline"))
+    return f"of no known family; give a folder of {known}"
 
 
 @lru_cache(maxsize=64)

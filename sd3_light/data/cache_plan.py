@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.config.base import DataLocation
+from sd3_light.core.columns import IMAGE, MASK, REJECTED
 from sd3_light.data.manifest import DUPLICATES, ShardEntry
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.inputs import read_json_file, require_regular
@@ -46,9 +47,10 @@ from sd3_light.sources.catalogue import (
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import DecodeTask, Probe
 from sd3_light.sources.earlier_images import EarlierImages, open_earlier_images
+from sd3_light.sources.preprocess import PREPROCESS_VERSION
 from sd3_light.sources.selection import matches_size
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 _UNITS_PER_BATCH = 64
 _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
@@ -63,7 +65,28 @@ class Member:
     row: InputRow
     identity: int
     captions: tuple[str, ...]
-    fingerprint: str
+    bucket: Bucket
+    flip: bool
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the sample's contents, at any size."""
+        return sample_fingerprint(self.row, self.captions)
+
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of everything that decides the pixels of each entry that the sample has: image, mask, rejected image.
+
+        Equal images of other samples have the same.
+        """
+        row, bucket, version = self.row, str(self.bucket), str(PREPROCESS_VERSION)
+        size = f"{row.width}x{row.height}"  # of the image, which the mask is cropped with
+        contents = {
+            IMAGE: (row.digest, bucket, str(self.flip), version),
+            MASK: (row.mask_digest, bucket, size, version),
+            REJECTED: (row.rejected_digest, bucket, str(self.flip), version),
+        }
+        return {entry: digest_of(entry, *content) for entry, content in contents.items() if content[0]}
 
 
 @dataclass(frozen=True)
@@ -100,8 +123,8 @@ class PlanCounts:
 class CachePlan:
     """All units of a dataset. The samples of a unit are read from the catalogue on request."""
 
-    def __init__(self, path: Path, catalogue: Catalogue, listings: Sequence[Listing], recipe: str) -> None:
-        self._catalogue, self._recipe = catalogue, recipe
+    def __init__(self, path: Path, catalogue: Catalogue, listings: Sequence[Listing]) -> None:
+        self.path, self._catalogue = path, catalogue
         self._sources = {listing.source.label: listing.source for listing in listings}
         self._parts = [part for listing in listings for part in listing.parts]
         self._directories = [listing.source.directory for listing in listings for _ in listing.parts]
@@ -135,12 +158,16 @@ class CachePlan:
 
     def members(self, unit: Unit) -> list[Member]:
         """Return the samples of a unit, in order."""
-        positions = self._column(unit, "places")
+        positions, directory = self._column(unit, "places"), self.source(unit).directory
         members: list[Member] = []
         for part in dict.fromkeys((positions // PART_ROWS).tolist()):
             numbers = (positions[positions // PART_ROWS == part] % PART_ROWS).tolist()
             rows = self._catalogue.rows(self._parts[part], numbers)
-            members += [make_member(row, self.source(unit).directory, self._recipe) for row in rows]
+            captions = (cached_captions(row, directory) for row in rows)
+            members += [
+                Member(row, sample_id(row.key), texts, unit.bucket, unit.flip)
+                for row, texts in zip(rows, captions, strict=True)
+            ]
         return members
 
     def rejected(self) -> Iterator[InputRow]:
@@ -163,33 +190,34 @@ class CachePlan:
 def make_cache_plan(
     catalogue: Catalogue,
     listings: Sequence[Listing],
-    recipe: Mapping[str, Any],
+    decided_by: Mapping[str, Any],
     shard_size: int,
     show_progress: "ShowProgress | None" = None,
 ) -> CachePlan:
     """Return the plan of the catalogue's contents. A new plan is written by one process while the others wait.
 
-    ``show_progress`` (`runlog.progress`) shows a bar while similar images are looked for.
+    ``decided_by`` is everything besides the samples that decides the bytes of a shard. ``show_progress``
+    (`runlog.progress`) shows a bar while similar images are looked for.
     """
-    recipe_digest = _digest(repr(sorted(recipe.items())))
+    contents = digest_of(repr(sorted(decided_by.items())))
     settings = [
         (*listing.parts, listing.source.directory.model_dump_json(exclude=_IGNORED_SETTINGS)) for listing in listings
     ]
-    name = f"plan-{_digest(recipe_digest, repr(settings), str(shard_size), str(PLAN_VERSION))}"
+    name = f"plan-{digest_of(contents, repr(settings), str(shard_size), str(PLAN_VERSION))}"
     path = catalogue.folder / f"{name}.arrow"
 
     def write(_: str) -> None:
-        _Planner(catalogue, recipe_digest, shard_size, show_progress).write(path, listings)
+        _Planner(catalogue, contents, shard_size, show_progress).write(path, listings)
         _prune_plans(catalogue.folder)
 
     catalogue.claims.divide([name], lambda _: _is_planned(path, catalogue.claims), write)
     try:
         os.utime(path)
-        return CachePlan(path, catalogue, listings, recipe_digest)
+        return CachePlan(path, catalogue, listings)
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
         # damaged: the plan follows from the catalogue, so rebuild it, once
-        _Planner(catalogue, recipe_digest, shard_size).write(path, listings)
-        return CachePlan(path, catalogue, listings, recipe_digest)
+        _Planner(catalogue, contents, shard_size).write(path, listings)
+        return CachePlan(path, catalogue, listings)
 
 
 def _is_planned(path: Path, claims: Claims) -> bool:
@@ -207,6 +235,18 @@ def _prune_plans(folder: Path) -> None:
     for path in sorted(folder.glob("plan-*.arrow"), key=_last_use)[:-_MAX_PLANS]:
         for suffix in (".json", _DUPLICATES, ".arrow"):
             path.with_suffix(suffix).unlink(missing_ok=True)
+        for index in reuse_files(path):
+            index.unlink(missing_ok=True)
+
+
+def reuse_files(plan: Path, manifest: str = "*") -> list[Path]:
+    """Return the files that say what the shards of a plan copy from those of an old manifest (`cache.reuse`)."""
+    return sorted(plan.parent.glob(f"{reuse_name(plan, manifest)}.*"))
+
+
+def reuse_name(plan: Path, manifest: str) -> str:
+    """Return the name of these files for the plan at a path and a hash of the old manifest."""
+    return f"reuse-{plan.stem.removeprefix('plan-')}-{manifest}"
 
 
 def _last_use(path: Path) -> float:
@@ -240,9 +280,9 @@ class _Planner:
     """Assigns samples to units in catalogue order; holds one open unit per bucket and a few finished ones."""
 
     def __init__(
-        self, catalogue: Catalogue, recipe: str, shard_size: int, show_progress: "ShowProgress | None" = None
+        self, catalogue: Catalogue, contents: str, shard_size: int, show_progress: "ShowProgress | None" = None
     ) -> None:
-        self._catalogue, self._recipe, self._shard_size = catalogue, recipe, shard_size
+        self._catalogue, self._contents, self._shard_size = catalogue, contents, shard_size
         self._show_progress = show_progress
         self._counts = PlanCounts()
         self._duplicates: TextIO
@@ -282,7 +322,7 @@ class _Planner:
                 part_number += 1
             for key, unit in open_units.items():
                 if unit:
-                    yield _finish_unit(listing.source, key, unit)
+                    yield _finish_unit(listing.source, key, unit, self._contents)
 
     def _assign(
         self,
@@ -306,14 +346,15 @@ class _Planner:
             if self._is_dropped(row, source.directory, earlier):
                 continue
             self._counts.images += 1
-            member = make_member(row, source.directory, self._recipe)
+            identity = sample_id(row.key)
+            fingerprint = sample_fingerprint(row, cached_captions(row, source.directory))
             for resolution, bucket, resize in fits(row.width, row.height, source.directory, row.frames):
                 self._counts.cropped += resize.cropped_fraction > 0
                 self._counts.enlarged += resize.enlarged
                 unit = open_units[resolution, bucket]
-                unit.append((position, member.identity, member.fingerprint))
-                if is_end(len(unit), member.identity, max(1, self._shard_size // bucket.frames)):
-                    yield _finish_unit(source, (resolution, bucket), unit)
+                unit.append((position, identity, fingerprint))
+                if is_end(len(unit), identity, max(1, self._shard_size // bucket.frames)):
+                    yield _finish_unit(source, (resolution, bucket), unit, self._contents)
                     open_units[resolution, bucket] = []
 
     def _is_dropped(self, row: InputRow, directory: DirectoryConfig, earlier: EarlierImages) -> bool:
@@ -338,10 +379,10 @@ def _comparison_bar(listings: Sequence[Listing], show: "ShowProgress | None") ->
         yield bar.advance
 
 
-def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed]) -> dict[str, Any]:
+def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed], contents: str) -> dict[str, Any]:
     (resolution, bucket), flip = key, source.directory.flip
     positions, ids, fingerprints = zip(*unit, strict=True)
-    fingerprint = _digest(*fingerprints, str(bucket), str(flip))
+    fingerprint = digest_of(*fingerprints, str(bucket), str(flip), contents)
     return {
         "file": f"{source.name}-r{resolution[0]}x{resolution[1]}-{bucket}-{fingerprint[:20]}.safetensors",
         "label": source.label,
@@ -355,20 +396,32 @@ def _finish_unit(source: Source, key: _UnitKey, unit: Sequence[_Placed]) -> dict
     }
 
 
-def make_member(row: InputRow, directory: DirectoryConfig, recipe: str) -> Member:
-    """Return a row as a sample with the captions to encode and the fingerprint of everything that determines it."""
-    captions = caption_variants(row.captions, _TAGS_SEED, row.key, directory)
-    return Member(row, sample_id(row.key), captions, _digest(row.key, row.digest, repr(captions), recipe))
+def cached_captions(row: InputRow, directory: DirectoryConfig) -> tuple[str, ...]:
+    """Return the captions of a row as they are encoded."""
+    return caption_variants(row.captions, _TAGS_SEED, row.key, directory)
 
 
-def decode_task(member: Member, root: DataLocation, unit: Unit) -> DecodeTask:
-    """Return the task of decoding a sample of a unit; ``root`` is the folder of its source."""
+def sample_fingerprint(row: InputRow, captions: tuple[str, ...]) -> str:
+    """Return a hash of a sample's key, images, mask and captions, and of how its images are read."""
+    digests = (row.digest, row.mask_digest, row.rejected_digest)
+    return digest_of(row.key, *digests, repr(captions), str(PREPROCESS_VERSION))
+
+
+def caption_fingerprint(caption: str) -> str:
+    """Return a hash of a caption's text."""
+    return digest_of("caption", caption)
+
+
+def decode_task(member: Member, root: DataLocation, copied: tuple[str, ...] = ()) -> DecodeTask:
+    """Return the task of decoding a sample without entries that are ``copied``; ``root`` is its source's folder."""
     row = member.row
-    probe = Probe(row.width, row.height, row.digest, frames=row.frames, fps=row.fps)
-    return DecodeTask(sample_location(row, root), probe, unit.bucket)
+    names = ("width", "height", "digest", "mask_digest", "rejected_digest", "frames", "fps")
+    probe = Probe(**{name: getattr(row, name) for name in names})
+    return DecodeTask(sample_location(row, root), probe, member.bucket, copied)
 
 
-def _digest(*parts: str) -> str:
+def digest_of(*parts: str) -> str:
+    """Return a hash of texts, in which the end of one and the beginning of the next cannot be exchanged."""
     digest = blake2b(digest_size=16)
     for part in parts:
         data = part.encode()

@@ -91,7 +91,7 @@ def _decode(
         WorkerPool(workers if len(samples) > _MIN_FOR_WORKERS else 0, decode_images, CRASHED_DECODE) as pool,
         progress("decoding", len(samples), "images") as bar,
     ):
-        results = pool.map([decode_task(member, plan.source(unit).root, unit) for unit, member in batch]
+        results = pool.map([decode_task(member, plan.source(unit).root) for unit, member in batch]
                            for batch in _batches(samples))  # fmt: skip
         for batch, images in zip(_batches(samples), results, strict=True):
             for (unit, member), image in zip(batch, images, strict=True):

@@ -23,8 +23,8 @@ from sd3_light.files import atomic_file, file_sha256, scratch_file, write_atomic
 from sd3_light.inputs import INDEX_BYTES, TEXT_BYTES, is_inner_path, parse_json, read_limited
 from sd3_light.system import available_memory
 
-CACHE_FORMAT = 4
-"""Format of manifests and shards. Formats 1 to 3 are of shards that do not declare their columns."""
+CACHE_FORMAT = 5
+"""Format of manifests and shards. Earlier formats have no fingerprints of columns and images."""
 TABLE_SHARDS = 10_000
 """Most shards that `manifest.json` itself lists."""
 MANIFEST = "manifest.json"
@@ -97,14 +97,7 @@ class Manifest:
     @staticmethod
     def load(folder: Path) -> "Manifest":
         """Read a cache folder's manifest; a UserError if there is none."""
-        path = folder / MANIFEST
-        if not path.is_file():
-            raise UserError(f"no cache at {folder}; build it with `sd3-light cache CONFIG`")
-        try:
-            data = read_limited(path, INDEX_BYTES)
-        except OSError as error:
-            raise UserError(f"{path} cannot be read ({error.strerror}); check the cache folder") from error
-        return Manifest.from_json(data, str(path))
+        return Manifest.from_json(manifest_bytes(folder), str(folder / MANIFEST))
 
     @staticmethod
     def from_json(data: bytes, where: str, open_table: "Callable[[TableFile], ShardTable] | None" = None) -> "Manifest":
@@ -131,6 +124,17 @@ class Manifest:
             raise UserError(
                 f"{where} is damaged ({error!r}); `sd3-light cache CONFIG` writes it again and keeps finished shards"
             ) from error
+
+
+def manifest_bytes(folder: Path) -> bytes:
+    """Return the bytes of a cache folder's manifest; a UserError if there is none."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise UserError(f"no cache at {folder}; build it with `sd3-light cache CONFIG`")
+    try:
+        return read_limited(path, INDEX_BYTES)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); check the cache folder") from error
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import INDEX, MASK, Column, difference
 from sd3_light.data.manifest import ShardEntry
-from sd3_light.data.shards import CaptionFeatures, stored_columns
+from sd3_light.data.shards import CaptionFeatures, stored_columns, stored_fingerprints
 from sd3_light.inputs import parse_json, regular_handle
 from sd3_light.tensor_file import DTYPES, StoredTensor, read_tensor_file
 
@@ -53,7 +53,8 @@ class ShardReader:
     declares, and raises a UserError if they differ. It does not hash the file: see `data.verify`. Raises
     FileNotFoundError if the file is missing. Forked processes may share a reader: it keeps no file position. ``index``
     holds the shard's index and the starts of ragged columns, ``columns`` all columns with the shapes in this shard,
-    ``fixed`` and ``ragged`` those of each kind without the mask.
+    ``fixed`` and ``ragged`` those of each kind without the mask. ``fingerprints`` are those of columns by name,
+    ``vae_dtype`` is the precision of the images.
     """
 
     def __init__(self, path: Path, entry: ShardEntry) -> None:
@@ -90,6 +91,7 @@ class ShardReader:
         _expect(about["fingerprint"] == self.entry.fingerprint, "its fingerprint differs")
         _expect("columns" in about, "its metadata does not declare its columns")
         columns = stored_columns(tensors, about)
+        self.fingerprints, self.vae_dtype = stored_fingerprints(about), str(about.get("vae_dtype", "float32"))
         return {name: TensorSpan(tensor) for name, tensor in tensors.items()}, columns
 
     def _with_longest(self, column: Column) -> Column:
@@ -205,6 +207,16 @@ class ShardReader:
             if column.per_caption:
                 features[column.name] = self._value(column, offset)
         return features
+
+    def value(self, name: str, number: int) -> Tensor:
+        """Read a value of a column: all variants of a sample's image, its mask, or that of a distinct caption."""
+        column = next(column for column in self.columns if column.name == name)
+        field = self.fields[column.tensors[0]]
+        if column.ragged:
+            first, end = self.index[column.tensors[1]][number : number + 2].tolist()
+            return self._value(column, field.offset + first * field.row_bytes, (end - first,))
+        variants = () if column.per_caption or column is self.mask else (self.num_variants,)
+        return self._value(column, field.offset + number * field.row_bytes, variants)
 
     def _value(self, column: Column, offset: int, rows: tuple[int, ...] = ()) -> Tensor:
         tensor = torch.empty((*rows, *column.row_shape), dtype=getattr(torch, column.dtype))

@@ -7,14 +7,14 @@ samples, k captions in total and d distinct ones the index is:
     caption_start    int64 [n + 1]           index of each sample's first caption
     caption          int64 [k]               index of the distinct caption of each
 
-Its metadata declares the columns. An Arrow file next to it has each sample's source key, fingerprint, original size,
-captions and image location; it is read only to find stale samples or to show the data. Files are written atomically: a
-file that exists is complete.
+Its metadata declares the columns. An Arrow file next to it has each sample's source key, the fingerprints of its image
+and mask, its original size, captions and image location; it is read only to find what an update can copy, or to show
+the data. Files are written atomically: a file that exists is complete.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,18 +37,28 @@ CaptionFeatures = dict[str, "Tensor"]
 
 @dataclass(frozen=True)
 class ShardContent:
-    """The tensors of a shard; ``values`` are those of its columns, named as in the file, `OPTIONAL` ones if present."""
+    """The tensors of a shard; ``values`` are those of its columns, named as in the file, `OPTIONAL` ones if present.
+
+    ``fingerprints`` are those of the columns by name.
+    """
 
     columns: Sequence[Column]
     sample_id: "Tensor"
     caption_start: "Tensor"
     caption: "Tensor"
     values: "dict[str, Tensor]"
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def present(self) -> list[Column]:
         """The columns that the shard has: all but absent optional ones."""
         return [column for column in self.columns if column.reads not in OPTIONAL or column.name in self.values]
+
+    def declared(self) -> dict[str, dict[str, Any]]:
+        """Return what the metadata of the shard says about its columns."""
+        known = self.fingerprints
+        columns = {column.name: column.described() for column in self.present}
+        return {name: {**keys, "fingerprint": known[name]} if name in known else keys for name, keys in columns.items()}
 
     def tensors(self) -> "dict[str, Tensor]":
         """Return all tensors by their names in the file. They must be those of the columns."""
@@ -70,15 +80,20 @@ class ShardContent:
 
 @dataclass(frozen=True)
 class Origin:
-    """The source of a sample, a row of the Arrow file; ``image`` and ``mask`` are written by `sources.locations`."""
+    """The source of a sample, a row of the Arrow file; ``image`` and ``mask`` are written by `sources.locations`.
+
+    The fingerprints are those of `cache_plan.Member`, "" for what the sample has not.
+    """
 
     key: str
-    fingerprint: str
+    image_fingerprint: str
     width: int
     height: int
     captions: tuple[str, ...]
     image: str = ""
     mask: str = ""
+    mask_fingerprint: str = ""
+    rejected_fingerprint: str = ""
 
 
 def write_shard(
@@ -88,7 +103,7 @@ def write_shard(
     assert len(content.sample_id) == len(origins) > 0
     # a single entry: safetensors writes several in random order, and equal shards must have equal bytes
     precision = {} if vae_dtype == "float32" else {"vae_dtype": vae_dtype}
-    declared = {column.name: column.described() for column in content.present}
+    declared = content.declared()
     about = {"bucket": entry.bucket, "fingerprint": entry.fingerprint, "columns": declared, **precision}
     columns = {name: [getattr(origin, name) for origin in origins] for name in Origin.__dataclass_fields__}
     rows = {**columns, "sample_id": content.sample_id.tolist(), "captions": list(map(list, columns["captions"]))}
@@ -115,8 +130,15 @@ def stored_columns(tensors: Mapping[str, StoredTensor], about: Mapping[str, Any]
     return columns
 
 
-def _stored_column(name: str, tensors: Mapping[str, StoredTensor], reads: Any, ragged: Any = False) -> Column:
-    if not isinstance(reads, str) or not isinstance(ragged, bool):
+def stored_fingerprints(about: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fingerprints of the columns that a shard's metadata ``about`` declares."""
+    return {name: str(keys.get("fingerprint", "")) for name, keys in dict(about["columns"]).items()}
+
+
+def _stored_column(
+    name: str, tensors: Mapping[str, StoredTensor], reads: Any, ragged: Any = False, fingerprint: Any = ""
+) -> Column:
+    if not isinstance(reads, str) or not isinstance(ragged, bool) or not isinstance(fingerprint, str):
         raise TypeError(f"its metadata does not say what {name!r:.80} reads")
     first = _leading_dimensions(reads)
     tensor = _require(tensors, name + ROWS if ragged else name, lambda tensor: len(tensor.shape) >= first)
@@ -147,7 +169,10 @@ def _leading_dimensions(reads: str) -> int:
 def write_files(
     path: Path, tensors: "dict[str, Tensor]", metadata: dict[str, str], rows: dict[str, Any], entry: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write tensors, an Arrow file of ``rows`` and an entry; return the entry with ``bytes`` and ``sha256``."""
+    """Write tensors, an Arrow file of ``rows`` and an entry; return the entry with ``bytes`` and ``sha256``.
+
+    The metadata of the Arrow file has the hash too: it belongs to this file of tensors and to no other.
+    """
     from safetensors.torch import save_file
 
     # the tensors' file appears last, so that it never exists without the others
@@ -159,7 +184,8 @@ def write_files(
         # read back from the file, so that the hash is that of the written bytes
         entry = {**entry, "bytes": temporary.stat().st_size, "sha256": file_sha256(temporary)}
         sink = pa.BufferOutputStream()
-        feather.write_feather(pa.table(rows), sink, compression="uncompressed")
+        table = pa.table(rows, metadata={"sha256": entry["sha256"]})
+        feather.write_feather(table, sink, compression="uncompressed")
         write_atomically(path.with_suffix(".arrow"), sink.getvalue().to_pybytes())
         write_atomically(path.with_suffix(".json"), json.dumps(entry).encode())
     return entry

@@ -12,8 +12,8 @@ from sd3_light.files import atomic_unsynced_file
 from sd3_light.inputs import open_regular, read_json_file
 from sd3_light.model.part_configs import read_config
 
-# scale and shift are applied on read: changing them does not invalidate a cache
-_VAE_ON_READ = ("scaling_factor", "shift_factor")
+# normalisation is applied on read: changing it does not invalidate a cache
+_VAE_ON_READ = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
 # a file modified this recently may change again without a new modification time: its hash is not remembered
 _SETTLED_NS = 2 * 10**9
 

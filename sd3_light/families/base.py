@@ -42,10 +42,9 @@ class StockFamily(Family):
     ``pads_text``; otherwise ragged columns are padded to the longest of a batch, and with ``pads_prompts`` those of
     sampling to their full length, under a mask, as in the stock pipeline. ``usual_guidance`` is that of the stock
     pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``, and takes one prompt
-    at a time if it has ``single_prompts``. ``comfyui``: ComfyUI reads a LoRA with the names of `adapter_names`.
-    ``packages`` are those that its text needs beside transformers. ``trained_side`` is that of a square with as many
-    pixels as the images that its models were trained on. A family of videos has latents with frames, those of an image
-    one; ``usual_clip`` are the frames of a clip, and their rate per second.
+    at a time if it has ``single_prompts``. ``trained_side`` is that of a square with as many pixels as the images that
+    its models were trained on. A family of videos has latents with frames, those of an image one; ``usual_clip`` are
+    the frames of a clip, and their rate per second.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -59,16 +58,10 @@ class StockFamily(Family):
     usual_guidance: ClassVar[float] = 4.0
     joins_guidance: ClassVar[bool] = False
     single_prompts: ClassVar[bool] = False
-    comfyui: ClassVar[bool] = False
-    packages: ClassVar[tuple[str, ...]] = ()
     trained_side: ClassVar[int] = 1024
     usual_clip: ClassVar[tuple[int, float]] = (1, 1.0)
 
     # --- what a family's file says ---------------------------------------------------------------
-
-    def refusal(self, folder: Path) -> str | None:
-        """Return why a model folder of this pipeline's class cannot be trained, and what to do; None if it can."""
-        return None
 
     def frozen(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Return patterns of weights that get no gradient in a denoiser with this config, and cannot be trained."""

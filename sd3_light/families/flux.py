@@ -30,6 +30,8 @@ class Flux(StockFamily):
     text_inputs = MappingProxyType({"text": "joint_attention_dim", "pooled": "pooled_projection_dim"})
     usual_guidance = 3.5
     comfyui = True
+    text_tokens = ("padded",)
+    guidance = ("negative prompt", "number")
 
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
         """See `StockFamily.text_columns`: T5's rows, and CLIP's pooled vector."""

@@ -33,9 +33,10 @@ class Flux2(StockFamily):
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim"})
     comfyui = True
+    text_tokens = ("padded",)
 
     def refusal(self, folder: Path) -> str | None:
-        """See `StockFamily.refusal`."""
+        """See `Family.refusal`."""
         if read_json(folder / "model_index.json").get("is_distilled"):
             return "it is distilled to few steps, which training would undo; give the base model"
         if read_json(folder / "transformer" / "config.json").get("guidance_embeds"):

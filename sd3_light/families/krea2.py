@@ -40,7 +40,7 @@ class Krea2(StockFamily):
     comfyui = True
 
     def refusal(self, folder: Path) -> str | None:
-        """See `StockFamily.refusal`."""
+        """See `Family.refusal`."""
         if read_json(folder / "model_index.json").get("is_distilled"):
             return "it is distilled to few steps, which training would undo; train Krea 2 Raw, and use its LoRA here"
         return None

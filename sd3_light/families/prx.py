@@ -43,7 +43,7 @@ class PRX(StockFamily):
     packages = ("ftfy",)  # cleans captions
 
     def refusal(self, folder: Path) -> str | None:
-        """See `StockFamily.refusal`."""
+        """See `Family.refusal`."""
         patch = read_json(folder / "transformer" / "config.json").get("patch_size")
         return (
             None

@@ -36,7 +36,7 @@ class QwenImage(StockFamily):
     comfyui = True
 
     def refusal(self, folder: Path) -> str | None:
-        """See `StockFamily.refusal`."""
+        """See `Family.refusal`."""
         config = read_json(folder / "transformer" / "config.json")
         keys = [key for key in _OTHER_MODELS if config.get(key)]
         return f"its denoiser has {keys[0]}: it edits images or draws layers, which is not trained" if keys else None

@@ -36,7 +36,7 @@ class Sana(StockFamily):
     joins_guidance = True
 
     def refusal(self, folder: Path) -> str | None:
-        """See `StockFamily.refusal`."""
+        """See `Family.refusal`."""
         config = read_json(folder / "transformer" / "config.json")
         if config.get("guidance_embeds"):
             return "its denoiser is distilled to few steps (Sprint), which is not trained; give the model before it"

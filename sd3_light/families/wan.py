@@ -38,9 +38,10 @@ class Wan(StockFamily):
     usual_clip = (81, 16.0)
     trained_side = 624  # the area of 832 x 480
     comfyui = True
+    text_tokens = ("padded",)
 
     def refusal(self, folder: Path) -> str | None:
-        """See `StockFamily.refusal`."""
+        """See `Family.refusal`."""
         index = read_json(folder / "model_index.json")
         if _names_part(index.get("transformer_2")) or index.get("boundary_ratio") is not None:
             return "it has two denoisers, each for some of the times (Wan 2.2 A14B), and only one can be trained here"

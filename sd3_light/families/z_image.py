@@ -33,7 +33,7 @@ class ZImage(StockFamily):
     comfyui = True
 
     def refusal(self, folder: Path) -> str | None:
-        """See `StockFamily.refusal`."""
+        """See `Family.refusal`."""
         config = read_json(folder / "transformer" / "config.json")
         if config.get("siglip_feat_dim"):
             return "its denoiser takes images beside the text, which is not trained"

@@ -48,8 +48,9 @@ def flow_loss(
     if mask is None:
         return error.flatten(1).mean(1)
     # normalised: the sum of a mask does not change the weight of its sample
-    weight = mask.float().view(len(mask), *[1] * (error.dim() - 3), *mask.shape[1:])
-    return (error * weight).flatten(1).sum(1) / (weight.flatten(1).sum(1) * math.prod(error.shape[1:-2]))
+    shared = error.dim() - mask.dim()
+    weight = mask.float().view(len(mask), *[1] * shared, *mask.shape[1:])
+    return (error * weight).flatten(1).sum(1) / (weight.flatten(1).sum(1) * math.prod(error.shape[1 : 1 + shared]))
 
 
 def text_reconstruction_loss(text: Tensor, target: Tensor, lengths: Tensor | None = None) -> Tensor:

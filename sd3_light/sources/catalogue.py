@@ -46,6 +46,7 @@ PART_ROWS = 4096
 _PROBE_BATCH = 64
 _KEEP_SECONDS = 7 * 86400.0  # a run that started earlier may still read parts that the newest listing lacks
 _UNREADABLE = "unreadable"
+_ROWS_VERSION = 2  # of what a part stores
 
 T = TypeVar("T")
 
@@ -70,6 +71,8 @@ class InputRow:
     detail: str = ""
     attributes: str = ""
     rejected: str = ""
+    mask_digest: str = ""
+    rejected_digest: str = ""
     frames: int = 0
     fps: float = 0.0
 
@@ -326,14 +329,15 @@ def _read_part(path: Path) -> Any:
 
 
 def _signature_of(source: Source) -> str:
-    return f"{signature(source.directory, source.index)}-{PREPROCESS_VERSION}{_probed_extras(source)}"
+    return f"{signature(source.directory, source.index)}-{_probed_version(source)}"
 
 
-def _probed_extras(source: Source) -> str:
-    """Return what probing adds for a source: with thumbnails or videos, the names of signatures and parts differ."""
+def _probed_version(source: Source) -> str:
+    """Return the version of what probing stores, which the names of signatures and parts contain."""
     fps = source.directory.fps
     videos = "" if source.directory.frames is None else "-videos" if fps is None else f"-videos-{fps:g}"
-    return ("-thumbnails" if source.finds_similar else "") + videos
+    thumbnails = "-thumbnails" if source.finds_similar else ""
+    return f"{PREPROCESS_VERSION}.{_ROWS_VERSION}{thumbnails}{videos}"
 
 
 def rotate_to_share(items: Sequence[T], share: tuple[int, int]) -> list[T]:
@@ -371,7 +375,7 @@ def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:
 
 
 def _digest_of(rows: Sequence[InputRow], source: Source) -> str:
-    digest = blake2b(f"{PREPROCESS_VERSION}{_probed_extras(source)}".encode(), digest_size=16)
+    digest = blake2b(_probed_version(source).encode(), digest_size=16)
     for row in rows:
         digest.update(repr((row.key, row.image, row.mask, row.version, row.captions, row.reason, row.detail)).encode())
         digest.update(f"{row.attributes}{row.rejected}".encode())
@@ -382,7 +386,10 @@ _ROW_SCHEMA = pa.schema(
     [
         *(
             (name, pa.string())
-            for name in ("key", "image", "mask", "version", "attributes", "digest", "reason", "detail", "rejected")
+            for name in (
+                *("key", "image", "mask", "version", "attributes", "reason", "detail", "rejected"),
+                *("digest", "mask_digest", "rejected_digest"),
+            )
         ),
         ("captions", pa.list_(pa.string())),
         ("thumbnail", pa.binary()),

@@ -37,9 +37,9 @@ class SampleLocation:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """An image's upright size and a hash of all bytes of its sample, or the reason why it was rejected.
+    """An image's upright size, hashes of the bytes of its sample, or the reason why it was rejected.
 
-    A video has ``frames`` at the rate ``fps`` (0: its own), which is part of the hash; an image has none. Videos are
+    A video has ``frames`` at the rate ``fps`` (0: its own), which is part of its hash; an image has none. Videos are
     not compared by thumbnails: different ones may start alike.
     """
 
@@ -49,22 +49,25 @@ class Probe:
     thumbnail: bytes = b""
     reason: str = ""
     detail: str = ""
+    mask_digest: str = ""
+    rejected_digest: str = ""
     frames: int = 0
     fps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeTask:
-    """A probed image and its bucket."""
+    """A probed sample and its bucket; entries in ``copied`` ("image", "mask", "rejected") are not read."""
 
     location: SampleLocation
     probe: Probe
     bucket: Bucket
+    copied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why the image was rejected.
+    """Pixels [height, width, 3] and the mask at latent resolution, or the reason why they were rejected.
 
     ``worse`` are the pixels of the other image of a pair. A clip of several frames has pixels [frames, height, width,
     3].
@@ -91,14 +94,17 @@ def _probe(location: SampleLocation) -> Probe:
         video = None if location.fps is None else _probe_video(location, location.fps)
         if video is not None:
             return video
-        image, mask, worse = _read(location)
+        image = location.image.read()
+        mask = _read(location.mask)
+        worse = _read(location.rejected)
         width, height = probe(image)
         thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
     except OSError as error:
         return Probe(reason="unreadable", detail=str(error))
-    return Probe(width, height, content_digest(image, mask, worse), thumbnail)
+    others = _digest_or_none(mask), _digest_or_none(worse)
+    return Probe(width, height, content_digest(image), thumbnail, mask_digest=others[0], rejected_digest=others[1])
 
 
 def _probe_video(location: SampleLocation, fps: float) -> Probe | None:
@@ -107,18 +113,17 @@ def _probe_video(location: SampleLocation, fps: float) -> Probe | None:
         if not is_video(file):
             return None
         size = count_frames(file, fps or None)
-        return Probe(size.width, size.height, _video_digest(location, file, fps), frames=size.frames, fps=fps)
+        mask_digest, digest = _digest_or_none(_read(location.mask)), _video_digest(file, fps)
+        return Probe(size.width, size.height, digest, mask_digest=mask_digest, frames=size.frames, fps=fps)
 
 
-def _video_digest(location: SampleLocation, file: BinaryIO, fps: float) -> str:
-    """Return a hash of a video, its rate and its mask."""
+def _video_digest(file: BinaryIO, fps: float) -> str:
+    """Return a hash of a video and its rate."""
     digest = blake2b(f"video at {fps!r}".encode(), digest_size=16)
     file.seek(0)
     while piece := file.read(_PIECE):
         digest.update(piece)
     file.seek(0)
-    if location.mask is not None:
-        digest.update(b"mask" + location.mask.read())
     return digest.hexdigest()
 
 
@@ -132,10 +137,11 @@ def _decode(task: DecodeTask) -> Decoded:
     try:
         if task.probe.frames:
             return _decode_video(task, resize)
-        image, mask, worse = _read(task.location)
-        if content_digest(image, mask, worse) != task.probe.digest:
-            raise Reject("changed_meanwhile")
-        pixels = fit(decode(image), resize)
+        location, probed = task.location, task.probe
+        image = None if "image" in task.copied else _read_unchanged(location.image, probed.digest)
+        mask = _read_mask(task)
+        worse = None if "rejected" in task.copied else _read_unchanged(location.rejected, probed.rejected_digest)
+        pixels = None if image is None else fit(decode(image), resize)
         weights = None if mask is None else fit_mask(decode_mask(mask), resize)
         if worse is None:
             return Decoded(pixels, weights)
@@ -147,17 +153,21 @@ def _decode(task: DecodeTask) -> Decoded:
 
 
 def _decode_video(task: DecodeTask, resize: ResizePlan) -> Decoded:
-    location = task.location
-    with open_location(location.image) as file:
-        if _video_digest(location, file, task.probe.fps) != task.probe.digest:
+    pixels = None if "image" in task.copied else _decode_frames(task, resize)
+    mask = _read_mask(task)
+    weights = None if mask is None else fit_mask(decode_mask(mask), resize)
+    return Decoded(pixels[0] if pixels is not None and task.bucket.frames == 1 else pixels, weights)
+
+
+def _decode_frames(task: DecodeTask, resize: ResizePlan) -> Pixels:
+    with open_location(task.location.image) as file:
+        if _video_digest(file, task.probe.fps) != task.probe.digest:
             raise Reject("changed_meanwhile")
         try:
-            pixels = decode_video(file, resize, task.bucket.frames, task.probe.fps or None)
+            return decode_video(file, resize, task.bucket.frames, task.probe.fps or None)
         except Reject as reject:
             # the bytes are the same: packets that probing counted have no frame
             raise Reject("broken_video", reject.detail) if reject.reason == "changed_meanwhile" else reject from reject
-    weights = None if location.mask is None else fit_mask(decode_mask(location.mask.read()), resize)
-    return Decoded(pixels[0] if task.bucket.frames == 1 else pixels, weights)
 
 
 class NodeError(UserError):
@@ -175,18 +185,26 @@ def run_on_node(work: Callable[[Sequence[Any]], list[Any]], roots: Sequence[Data
     return results
 
 
-def _read(location: SampleLocation) -> tuple[bytes, bytes | None, bytes | None]:
-    """Return the bytes of image, mask and rejected image."""
-    mask, rejected = (None if other is None else other.read() for other in (location.mask, location.rejected))
-    return location.image.read(), mask, rejected
+def _read(location: Location | None) -> bytes | None:
+    return None if location is None else location.read()
 
 
-def content_digest(image: bytes, mask: bytes | None, rejected: bytes | None = None) -> str:
-    """Return a hash of a sample's files; an empty mask differs from no mask."""
-    digest = blake2b(len(image).to_bytes(8, "little"), digest_size=16)
-    digest.update(image)
-    if mask is not None:
-        digest.update(b"mask" + mask)
-    if rejected is not None:
-        digest.update(b"rejected" + rejected)
-    return digest.hexdigest()
+def _read_unchanged(location: Location | None, digest: str) -> bytes | None:
+    """Return the bytes that were probed. Raises Reject if they have changed."""
+    data = _read(location)
+    if data is not None and content_digest(data) != digest:
+        raise Reject("changed_meanwhile")
+    return data
+
+
+def _read_mask(task: DecodeTask) -> bytes | None:
+    return None if "mask" in task.copied else _read_unchanged(task.location.mask, task.probe.mask_digest)
+
+
+def content_digest(data: bytes) -> str:
+    """Return a hash of a file's bytes."""
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def _digest_or_none(data: bytes | None) -> str:
+    return "" if data is None else content_digest(data)

@@ -54,11 +54,12 @@ class EarlierImages:
 
     def add(self, row: InputRow, directory: DirectoryConfig) -> Duplicate | None:
         """Return what an image duplicates. Add it if that is nothing."""
-        if equal := self._images("digest = ?", row.digest):
+        digest = f"{row.digest}/{row.mask_digest}/{row.rejected_digest}"
+        if equal := self._images("digest = ?", digest):
             return Duplicate("keep" if directory.duplicates == "keep" else "drop", *equal)
         if row.thumbnail and (number := self._find_similar(row.thumbnail)):
             return Duplicate("similar", *self._images("number = ?", number))
-        values = row.digest, row.key, row.image
+        values = digest, row.key, row.image
         added = self._database.execute("INSERT INTO images (digest, key, image) VALUES (?, ?, ?)", values)
         if row.thumbnail:
             self._add_thumbnail(added.lastrowid, row.thumbnail)

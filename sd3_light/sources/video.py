@@ -104,7 +104,7 @@ def probe_video(file: BinaryIO, counts: Sequence[int], fps: float | None = None)
 def decode_video(file: BinaryIO, plan: ResizePlan, count: int, fps: float | None = None) -> Pixels:
     """Return the first ``count`` frames at the rate ``fps``, resized and cropped as planned: [frames, H, W, 3].
 
-    Raises Reject if the video is broken, or has fewer frames: it is no longer what was probed.
+    Raises Reject if the video is broken, or has fewer frames than when it was probed.
     """
     width, height = plan.size
     pixels = np.empty((count, height, width, 3), dtype=np.uint8)

@@ -122,6 +122,8 @@ def _directories(path: str | Path, keys: dict[str, Any]) -> Sequence[DirectoryCo
     else:
         directories = (directory_from_arguments({"path": os.fspath(path), **keys}, "ImageFolder"),)
     for directory in directories:
+        if directory.frames is not None:
+            raise UserError("ImageFolder: frames: it reads images; remove the key, or use VideoDataset for clips")
         for key, default in _UNUSED.items():
             if getattr(directory, key) != default:
                 raise UserError(f"ImageFolder: {key} has no effect in scripts; remove it")
@@ -142,6 +144,6 @@ def _samples(plan: CachePlan) -> list[_Sample]:
     for unit in plan.units:
         root = plan.source(unit).root
         for member in plan.members(unit):
-            task = decode_task(member, root, unit)
+            task = decode_task(member, root)
             samples.append(_Sample(member.row.key, member.captions, task, task.location.mask is not None))
     return samples

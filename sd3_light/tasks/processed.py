@@ -159,7 +159,7 @@ class StoredRows:
                 continue
             if entry is not None and len(origins) == entry.count:
                 self._origins[path.name] = origins
-                self._rows |= {origin.fingerprint: (path.name, row) for row, origin in enumerate(origins)}
+                self._rows |= {origin.image_fingerprint: (path.name, row) for row, origin in enumerate(origins)}
 
     def __contains__(self, made_from: str) -> bool:
         return made_from in self._rows and self._is_intact(self._rows[made_from][0])
@@ -167,7 +167,7 @@ class StoredRows:
     def shards_of(self, samples: Sequence[tuple[int, str]]) -> list[str] | None:
         """Return the shards that hold exactly these samples (index, fingerprint), in order; None if none do."""
         files: list[str] = list(dict.fromkeys(self._rows[made_from][0] for _, made_from in samples))
-        stored = [(int(origin.key), origin.fingerprint) for file in files for origin in self._origins[file]]
+        stored = [(int(origin.key), origin.image_fingerprint) for file in files for origin in self._origins[file]]
         return files if sorted(stored) == sorted(samples) else None
 
     def sample(self, data_id: int, bucket: str, made_from: str) -> ProcessedSample:

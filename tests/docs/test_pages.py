@@ -27,6 +27,7 @@ TRANSLATED = [
     ("docs/finetune.md", "docs/zh/finetune.md"),
     ("docs/parts.md", "docs/zh/parts.md"),
     ("docs/tasks.md", "docs/zh/tasks.md"),
+    ("docs/families.md", "docs/zh/families.md"),
     ("docs/compatibility.md", "docs/zh/compatibility.md"),
     ("docs/from-diffsynth.md", "docs/zh/from-diffsynth.md"),
     ("docs/from-diffusion-pipe.md", "docs/zh/from-diffusion-pipe.md"),

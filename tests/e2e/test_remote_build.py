@@ -21,6 +21,7 @@ from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.report.inspect import verb as inspect
 from sd3_light.report.inspect.cache_stats import draw_samples
 from sd3_light.report.inspect.fetched import opened
+from tests import fake_ray
 from tests.object_store import ObjectStore, object_store
 from tests.project import Project
 from tests.remote_project import RemoteProject, content, local_content
@@ -116,6 +117,54 @@ def test_a_changed_bucket_updates_the_cache(
     assert 0 < project.build("another", prune=True) < 30
     local.build_cache(prune=True)
     assert content(store.get(project.url)) == local_content(local)
+
+
+@pytest.mark.parametrize("builders", ["one", "parts", "ray"])
+def test_a_changed_caption_is_all_that_is_encoded(
+    project: RemoteProject, cached_project: Project, store: ObjectStore, tmp_path: Path, builders: str
+) -> None:
+    """On another machine than that of the first build; old shards are fetched from the store and copied from."""
+    local = cached_project.copy(tmp_path / "local")
+    store.put(local.cache, project.url.removeprefix(f"{store.url}/"))
+    captions = json.loads((local.images / "captions.json").read_text(encoding="utf-8"))
+    name = sorted(captions)[5]
+    captions[name][0] = "something else"
+    (local.images / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+    store.files.pipe_file(f"{project.source}/captions.json", (local.images / "captions.json").read_bytes())
+    (expected,) = local.build_cache()
+    assert (expected.values.images, expected.values.captions) == (0, 1)
+    if builders == "parts":
+        for part in range(3):
+            project.build(f"machine-{part}", part=(part, 3))
+        project.build("end", finish=True)
+    elif builders == "ray":
+        with fake_ray.installed_ray(CPU=3.0):
+            project.build("another", ray="")
+    else:
+        options = ("stream_cache_dir=another", "caching_num_workers=0")
+        (report,) = project.build_cache(*options, at_url=True)
+        assert report.values == expected.values
+    built = store.get(project.url)
+    assert content(built) == local_content(local)
+    assert not [key for key in built if "reuse-" in key]
+
+
+def test_a_damaged_old_shard_at_a_url_is_not_copied_from(
+    project: RemoteProject, cached_project: Project, store: ObjectStore, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.put(cached_project.cache, project.url.removeprefix(f"{store.url}/"))
+    captions = json.loads((cached_project.images / "captions.json").read_text(encoding="utf-8"))
+    name = sorted(captions)[5]
+    captions[name][0] = "something else"
+    store.files.pipe_file(f"{project.source}/captions.json", json.dumps(captions).encode())
+    for path in store.get(project.url):
+        if path.startswith("shards/images") and path.endswith(".safetensors"):
+            data = store.files.cat_file(f"{project.url}/{path}")
+            store.files.pipe_file(f"{project.url}/{path}", data[:-1] + b"?")
+    options = ("stream_cache_dir=another", "caching_num_workers=0")
+    (report,) = project.build_cache(*options, at_url=True)
+    assert report.values.images == report.encoded > 0
+    assert "is missing or damaged; its samples are encoded again" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from sd3_light.cli import app
 from tests.stock import save_stock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
-FAMILIES = ("flux", "sana")  # fixed text with a guidance number; ragged text, guidance, and a scheduler of its own
+FAMILIES = ("flux", "sana")  # fixed text with a guidance number; ragged text, guidance, and another scheduler
 SIDES = {"flux": 64, "sana": 64}
 LENGTHS = {"flux": 12, "sana": 40}
 _TRAIN = """

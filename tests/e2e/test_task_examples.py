@@ -46,7 +46,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow  # test_wan_task.py compares the stages of another example
+@pytest.mark.slow  # test_video_task.py compares the stages of another task
 def test_sd3_in_two_stages_equals_one(trained: Path) -> None:
     for stage in ("process", "train"):
         run_example("sd3_lora_task.py", DEMO, trained / "images", trained / "two", stage)

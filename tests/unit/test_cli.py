@@ -55,6 +55,7 @@ VERBS = (
     "convert",
     "inspect",
     "report",
+    "families",
     "ui",
 )
 FLAGS = (

@@ -30,6 +30,9 @@ class SD3(Family):
     denoiser = "SD3Transformer2DModel"
     has_stages = True
     starts_random = True
+    has_single_file = True
+    comfyui = True
+    text_tokens = ("padded", "real")
 
     @cached_property
     def weights(self) -> "SD3Weights":

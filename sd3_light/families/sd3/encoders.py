@@ -1,7 +1,7 @@
 """SD3's encoders as the cache stage uses them: images to moments, captions to the text tensors of a shard."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -89,12 +89,18 @@ class FrozenParts(ImageEncoders):
                 self._tokenizers = {name: load_tokenizer(name, self.path, length) for name in TEXT_ENCODERS}
             return {name: TokenIds.of(self._tokenizers[name](captions, self.padded)) for name in TEXT_ENCODERS}
 
-    def encode_captions(self, captions: Sequence[str] | CaptionTokens) -> dict[str, Tensor]:
-        """Encode distinct captions, or their ids from `tokenize`, to the text tensors of a shard, on the CPU."""
+    def encode_captions(
+        self, captions: Sequence[str] | CaptionTokens, columns: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        """Encode distinct captions, or their ids from `tokenize`, to the text tensors of a shard, on the CPU.
+
+        With ``columns`` only the encoders of these run.
+        """
         tokens = captions if isinstance(captions, Mapping) else self.tokenize(captions)
         features: dict[str, Tensor] = {}
         for name in TEXT_ENCODERS:
-            features |= self.encode_text(name, tokens[name])
+            if columns is None or not {name, f"{name}.pooled"}.isdisjoint(columns):
+                features |= self.encode_text(name, tokens[name])
         return features
 
     def encode_empty(self) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ shard alone, so that equal shards have equal bytes in every process.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,9 @@ class StockEncoders(ImageEncoders):
         """Return the captions themselves: the pipeline tokenizes."""
         return {TEXT: list(captions)}
 
-    def encode_captions(self, captions: Sequence[str] | Tokens) -> dict[str, Tensor]:
+    def encode_captions(
+        self, captions: Sequence[str] | Tokens, columns: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
         """See `Encoders.encode_captions`."""
         return self.encode_text(TEXT, captions[TEXT] if isinstance(captions, Mapping) else captions)
 

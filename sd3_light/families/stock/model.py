@@ -44,6 +44,8 @@ class StockModel(TrainedModel):
         self.compute_dtype = getattr(torch, config.model.transformer_dtype)
         self._call = denoise
         self._image_part = image_part
+        # its backward pass fails on Flux (an illegal address on an H200, torch 2.11); flash attention takes its place
+        torch.backends.cuda.enable_cudnn_sdp(False)
         stock: Any = denoiser
         if config.activation_checkpointing == "selective":
             stock.enable_gradient_checkpointing(_checkpoint_but_products)

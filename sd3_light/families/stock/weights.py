@@ -39,7 +39,10 @@ class StockWeights(Weights):
         if source is None:
             raise UserError(f"{self.title} starts from trained weights only; remove model.train_type and model.init")
         if source.is_file():
-            raise UserError(f"{source}: {self.title} starts from a diffusers folder, not from a single file")
+            raise UserError(
+                f"{source}: {self.title} starts from a diffusers folder, not from a single file; remove model.init to "
+                "start from diffusers_path, or give a folder"
+            )
         folder = denoiser_folder(source)
         config = self._config(folder)
         return WeightsStart(

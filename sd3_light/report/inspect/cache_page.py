@@ -93,6 +93,7 @@ def render_page(content: CachePage, **values: Any) -> str:
     cache, rejects, places = content.cache, content.rejects, content.cache.manifest.places
     reasons = dict(rejects.counts.most_common()) or cache.rejects
     recipe = {"diffusers_path": places.get("diffusers_path", "not recorded"), **cache.manifest.recipe}
+    recipe.pop("columns", None)  # hashes of what the other keys say
     return render_template(
         "inspect.html",
         name=cache.folder.resolve().name,

@@ -226,7 +226,7 @@ def test_a_folder_without_a_manifest_is_not_a_cache(tmp_path: Path) -> None:
         Manifest.load(tmp_path)
 
 
-@pytest.mark.parametrize("other", [2, 3, CACHE_FORMAT + 1])
+@pytest.mark.parametrize("other", [2, 4, CACHE_FORMAT + 1])
 def test_another_format_is_rejected(tmp_path: Path, manifest: Manifest, other: int) -> None:
     manifest.save(tmp_path)
     data = json.loads((tmp_path / MANIFEST).read_text())
@@ -238,11 +238,11 @@ def test_another_format_is_rejected(tmp_path: Path, manifest: Manifest, other: i
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b'{"format": 4, "sha', b"[]", b'"text"', b"\xff\xfe{}", b'{"format": 4}', b'{"format": 4, "shards": [{}]}'],
+    [b"", b'{"format": 5, "sha', b"[]", b'"text"', b"\xff\xfe{}", b'{"format": 5}', b'{"format": 5, "shards": [{}]}'],
     ids=["empty", "cut", "list", "text", "not utf-8", "without shards", "a shard without fields"],
 )
 def test_a_damaged_manifest_is_reported(tmp_path: Path, content: bytes) -> None:
-    assert CACHE_FORMAT == 4
+    assert CACHE_FORMAT == 5
     (tmp_path / MANIFEST).write_bytes(content)
     with pytest.raises(
         UserError, match=rf"{tmp_path / MANIFEST} is damaged .*`sd3-light cache CONFIG` writes it again"
@@ -255,7 +255,7 @@ def test_a_damaged_manifest_is_reported(tmp_path: Path, content: bytes) -> None:
 def test_damaged_offsets_of_the_origins_are_an_error_not_a_crash(tmp_path: Path) -> None:
     columns = {"key": pa.array(["x" * 777]), "captions": pa.array([["a"]])}
     columns |= {name: pa.array([1]) for name in ("width", "height")}
-    columns |= {name: pa.array([""]) for name in ("fingerprint", "image", "mask")}
+    columns |= {name: pa.array([""]) for name in ("image_fingerprint", "mask_fingerprint", "image", "mask")}
     path = tmp_path / "x.arrow"
     feather.write_feather(pa.table(columns), str(path), compression="uncompressed")
     end, far = (777).to_bytes(4, "little"), (1 << 30).to_bytes(4, "little")

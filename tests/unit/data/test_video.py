@@ -254,7 +254,7 @@ def test_odd_sides_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: write_video("a.avi", numbered(1)), "a.avi: videos are written as .mp4 or .gif"),
+        (lambda: write_video("a.avi", numbered(1)), "a.avi: videos are written as .mp4, .webp or .gif"),
         (lambda: write_video("a.gif", []), "a.gif: there are no frames"),
     ],
 )

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sd3_light.config import SIZES, AdapterConfig, ModelSize
 from sd3_light.core.batch import Batch
+from sd3_light.core.columns import Bucket
 from sd3_light.core.cost import Compute, TextTokens, Tokens
 from sd3_light.cost.gpu_memory import gpu_memory
 from sd3_light.cost.training_flops import training_flops
@@ -163,7 +164,7 @@ def test_other_families_cost_what_torch_counts(family: str) -> None:
 
 def test_the_memory_of_another_family_follows_the_setup() -> None:
     cost = CountedTiny("flux")
-    setup = TrainingSetup(cost, cost.tokens(1024, 1024), 4)
+    setup = TrainingSetup(cost, cost.tokens(Bucket(1024, 1024)), 4)
     assert (cost.num_blocks, cost.width) == (4, 32)
     assert cost.description == "Flux: 4 blocks, width 32"
     plain, selective, small = (

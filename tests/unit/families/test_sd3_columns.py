@@ -2,6 +2,8 @@
 
 import pytest
 
+from sd3_light.cache.recipe import column_fingerprints
+from sd3_light.config import ModelConfig
 from sd3_light.core.columns import SMALLEST, Bucket, Column, named_bucket
 from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.data.manifest import SHARDS, Manifest
@@ -11,6 +13,7 @@ from sd3_light.engines.feed import make_order, open_cache
 from tests.project import Project
 
 SD3 = family_named("sd3")
+IMAGES = {"moments", "moments.rejected"}
 TEXT = {"clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"}
 
 
@@ -51,6 +54,44 @@ def test_images_of_a_bucket_have_a_latent_pixel_per_step_of_the_vae(raw_project:
 def test_a_key_changes_the_columns_that_it_decides(raw_project: Project, key: str, changed: set[str]) -> None:
     before, after = (declared(raw_project, Bucket(64, 64), *keys) for keys in ((), (key,)))
     assert {name for name in before if before[name] != after[name]} == changed
+
+
+DECIDED = {"dtype": TEXT, "vae_dtype": IMAGES, "t5_max_length": {"t5"}, "text_tokens": TEXT}
+"""Key of [model] -> the columns that it decides; all others decide none."""
+VALUES = {"dtype": "float16", "vae_dtype": "bfloat16", "t5_max_length": 7, "text_tokens": "real"}
+
+
+@pytest.mark.parametrize("key", sorted(ModelConfig.model_fields.keys() - {"type", "diffusers_path"}))
+def test_the_fingerprints_change_with_the_keys_that_decide_columns(raw_project: Project, key: str) -> None:
+    """A key that is new in [model] belongs in the table above if it decides what is encoded."""
+    model = raw_project.load().train.model
+    changed = model.model_copy(update={key: VALUES.get(key, object())})
+    before, after = (fingerprints(each) for each in (model, changed))
+    assert {name for name in before if before[name] != after[name]} == DECIDED.get(key, set())
+
+
+@pytest.mark.parametrize(
+    ("folder", "changed"),
+    [
+        ("vae", IMAGES),
+        ("text_encoder", {"clip_l", "clip_l.pooled"}),
+        ("text_encoder_2", {"clip_g", "clip_g.pooled"}),
+        ("text_encoder_3", {"t5"}),
+        ("tokenizer", TEXT - {"t5"}),
+        ("tokenizer_2", {"clip_g", "clip_g.pooled"}),
+        ("tokenizer_3", {"t5"}),
+    ],
+)
+def test_the_fingerprints_change_with_the_folders_that_decide_columns(
+    raw_project: Project, folder: str, changed: set[str]
+) -> None:
+    model = raw_project.load().train.model
+    before, after = fingerprints(model), fingerprints(model, **{folder: "changed"})
+    assert {name for name in before if before[name] != after[name]} == changed
+
+
+def fingerprints(model: ModelConfig, **parts: str) -> dict[str, str]:
+    return column_fingerprints(model, dict.fromkeys(SD3.encoding.folders, "0") | parts)
 
 
 def test_every_encoded_folder_decides_a_column(raw_project: Project) -> None:

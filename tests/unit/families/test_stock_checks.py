@@ -140,7 +140,7 @@ def test_flux_dev_costs_what_it_is_known_to(flux: Path) -> None:
     cost = family.cost(WeightsStart("folder", flux, StockSize("Flux", config), ""), model)
     assert cost.parameters == 11_901_408_320
     assert cost.num_blocks == 57
-    tokens = cost.tokens(1024, 1024)
+    tokens = cost.tokens(Bucket(1024, 1024))
     assert (tokens.image, tokens.text) == (4096, 512)
     assert cost.forward_flops(tokens) == pytest.approx(74e12, rel=0.1)
     texts = [column for column in family.columns(model, flux, Bucket(1024, 1024)) if column.per_caption]
@@ -208,10 +208,36 @@ def test_an_unknown_pipeline_is_one_fault(flux: Path, faults: Callable[..., list
     set_json(flux / "model_index.json", _class_name="FluxFillPipeline")
     ((key, problem),) = faults(flux, "", "guidance = 1.0")
     assert key == "model.diffusers_path"
-    assert "describes a 'FluxFillPipeline', which is of no known family; give a folder of Stable" in problem
+    assert "describes a 'FluxFillPipeline', which is not trained: its denoiser takes images beside the" in problem
+    assert problem.endswith("; give a folder of FluxPipeline")
     (fault, problem) = faults(flux, "max_nonfinite_steps = -1")
     assert fault[0] == "max_nonfinite_steps", "with the other faults of the config"
     assert problem[0] == "model.diffusers_path"
+
+
+@pytest.mark.parametrize("name", ["flux1-dev.safetensors", "flux1-dev-Q4_K_S.gguf"])
+def test_single_files_are_refused_with_the_remedy(
+    tmp_path: Path, flux: Path, faults: Callable[..., list[tuple[str, str]]], name: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(b"GGUF")
+    for keys in ("", 'type = "flux"'):
+        ((key, problem),) = faults(file, "", keys)
+        assert key == "model.diffusers_path"
+        assert problem.startswith(f"{file} is a file; give a diffusers folder")
+    ((key, problem),) = faults(flux, "", f'init = "{file}"')
+    assert key == "model.init"
+    assert problem.startswith(f"{file}: Flux starts from a diffusers folder, not from a single file; remove model.init")
+
+
+def test_new_names_its_option_for_a_single_file(tmp_path: Path, raw_project: Project) -> None:
+    file = tmp_path / "flux1-dev.safetensors"
+    file.write_bytes(b"")
+    with pytest.raises(ConfigFaults) as error:
+        new.run("lora", str(raw_project.images), str(file), tmp_path / "out", gpus=GPU)
+    (fault,) = error.value.faults
+    assert fault.file == "--model"
+    assert fault.problem.startswith(f"{file} is a file; give a diffusers folder")
 
 
 def test_refused_models_are_named(

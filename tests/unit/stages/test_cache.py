@@ -18,8 +18,8 @@ from rich.console import Console
 
 from sd3_light.cache import recipe as recipe_module
 from sd3_light.cache.build_folder import BuildFolder
-from sd3_light.cache.freshness import CacheState, check_freshness, render_state
-from sd3_light.cache.recipe import is_trusted
+from sd3_light.cache.freshness import CacheState, check_freshness, last_manifest, render_state
+from sd3_light.cache.recipe import decides_shards, is_trusted
 from sd3_light.cache.shard_builder import ShardBuilder
 from sd3_light.cache.verb import make_recipe
 from sd3_light.check.count import count_samples
@@ -124,8 +124,9 @@ def current_state(project: Project, *overrides: str) -> CacheState:
         listings = inputs.refresh(catalogue.make_sources(loaded.dataset.directories), lambda _: None)
         inputs.probe_images(listings, 0, lambda _: None)
         recipe = make_recipe(loaded.train)
-        plan = make_cache_plan(inputs, listings, recipe, loaded.train.sd3_shard_size)
-        return check_freshness(project.cache, plan, recipe)
+        plan = make_cache_plan(inputs, listings, decides_shards(recipe), loaded.train.sd3_shard_size)
+        last = last_manifest(project.cache)
+        return check_freshness(project.cache, plan, recipe, last and last[0])
 
 
 def test_auto_precision_keeps_caches_and_another_one_encodes_again(cached_project: Project) -> None:
@@ -556,7 +557,7 @@ def test_a_cache_of_an_earlier_format_is_encoded_again(
         fresh_project.build_cache()
         old = shard_files(fresh_project)
     path, remedy = fresh_project.cache / MANIFEST, "`sd3-light cache CONFIG` encodes it again"
-    line = f"{path} has format 2, this version reads 4; {remedy}"
+    line = f"{path} has format 2, this version reads 5; {remedy}"
     with pytest.raises(UserError, match=re.escape(line)):
         open_dataset(fresh_project)
     loaded = fresh_project.load()
@@ -565,7 +566,7 @@ def test_a_cache_of_an_earlier_format_is_encoded_again(
     capsys.readouterr()
     (report,) = fresh_project.build_cache()
     assert (report.encoded, report.reused) == (NUM_IMAGES, 0)
-    assert " ".join(capsys.readouterr().err.split()).count("has format 2, this version reads 4") == 1
+    assert " ".join(capsys.readouterr().err.split()).count("has format 2, this version reads 5") == 1
     assert not set(old) & set(shard_files(fresh_project))
     fresh_project.build_cache(prune=True)
     assert not any((fresh_project.cache / "shards" / file).exists() for file in old)

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from sd3_light.cache.local_builder import LocalBuilder
 from sd3_light.cache.recipe import recipe_of
+from sd3_light.cache.reuse import ValueCounts
 from sd3_light.cache.unit_builder import UnitInProgress
 from sd3_light.core import registry
 from sd3_light.core.caption_lengths import TextLimit, count_cut_captions, cut_prompts
+from sd3_light.core.columns import Column
 from sd3_light.core.encoding import Encoding
 from sd3_light.core.sampling import EncodedText
 from sd3_light.data.prompt_features import (
@@ -33,6 +35,10 @@ from tests.project import Project
 
 LENGTH = 5
 WIDTH = 3
+COLUMNS = (
+    Column("moments", "image", "float16", (3, 1, 1), ("vae",)),
+    Column("text", "caption", "float32", (LENGTH, WIDTH), ("text_encoder", "tokenizer"), settings={"words": LENGTH}),
+)
 
 
 class WordEncoders:
@@ -47,7 +53,7 @@ class WordEncoders:
     def tokenize(self, captions: Sequence[str]) -> dict[str, list[list[int]]]:
         return {"words": [[len(word) for word in caption.split()][:LENGTH] for caption in captions]}
 
-    def encode_captions(self, captions: Any) -> dict[str, Tensor]:
+    def encode_captions(self, captions: Any, columns: Any = None) -> dict[str, Tensor]:
         return self.encode_text(
             "words", (captions if isinstance(captions, Mapping) else self.tokenize(captions))["words"]
         )
@@ -122,7 +128,8 @@ def as_text(features: Mapping[str, Tensor]) -> EncodedText:
 @pytest.fixture
 def encoding(monkeypatch: pytest.MonkeyPatch) -> WordEncoding:
     encoding = WordEncoding()
-    family = SimpleNamespace(encoding=encoding, sampling=SimpleNamespace(text=as_text))
+    sampling = SimpleNamespace(text=as_text)
+    family = SimpleNamespace(encoding=encoding, sampling=sampling, columns=lambda *_: COLUMNS)
     monkeypatch.setattr(registry, "family_named", lambda name: family)
     return encoding
 
@@ -132,7 +139,8 @@ def test_the_recipe_and_the_name_of_a_prompt_follow_from_the_family(
 ) -> None:
     model = raw_project.load().train.model
     recipe = recipe_of(model)
-    assert set(recipe) == {"format", "preprocess", "words", "vae", "text_encoder", "tokenizer"}
+    assert set(recipe) == {"format", "preprocess", "words", "vae", "text_encoder", "tokenizer", "dtype", "columns"}
+    assert set(recipe["columns"]) == {"moments", "moments.rejected", "text"}
     name = prompt_file("a star", recipe)
     assert prompt_file("a star", {**recipe, "vae": "another", "preprocess": 0, "vae_dtype": "float16"}) == name
     assert prompt_file("a star", {**recipe, "words": 6}) != name
@@ -175,11 +183,15 @@ def test_each_encoder_is_freed_before_the_next(encoding: WordEncoding, raw_proje
 def test_a_unit_collects_what_the_encoders_return(encoding: WordEncoding) -> None:
     encoders = encoding.encoders(None, torch.device("cpu"), 4)
     members: Any = [
-        SimpleNamespace(identity=number, captions=captions, row=SimpleNamespace(key=str(number), image="image"))
+        SimpleNamespace(
+            identity=number,
+            captions=captions,
+            row=SimpleNamespace(key=str(number), image="image", mask="", rejected=""),
+        )
         for number, captions in enumerate([("a star",), ("a star", "two stars")])
     ]
     tokens: Future[Any] = Future()
-    tokens.set_result(encoders.tokenize(["a star", "two stars"]))
+    tokens.set_result([encoders.tokenize(["a star", "two stars"])])
     unit = UnitInProgress(SimpleNamespace(flip=False), members, tokens)  # type: ignore[arg-type]
     pixels = np.full((64, 32, 3), 7, np.uint8)
     unit.add([Decoded(pixels), Decoded(pixels)], encoders)
@@ -187,8 +199,11 @@ def test_a_unit_collects_what_the_encoders_return(encoding: WordEncoding) -> Non
     encoders.waiter()()
     assert unit.vae_dtype == "float32"
     assert [moments.shape for moments in unit.images["moments"]] == [(2, 1, 3, 2, 1)]
-    assert unit.text["mask"].sum(1).tolist() == [2, 2]
-    assert unit.text["text"][1, :2, 0].tolist() == [3, 5]
+    ((group, text),) = unit.texts
+    assert (group.captions, group.columns) == (["a star", "two stars"], None)
+    assert text["mask"].sum(1).tolist() == [2, 2]
+    assert text["text"][1, :2, 0].tolist() == [3, 5]
+    assert unit.counts == ValueCounts(2, 0, 2, 0)
 
 
 def test_captions_are_counted_with_the_limits_of_the_family(encoding: WordEncoding) -> None:

@@ -16,13 +16,14 @@ import pytest
 
 from sd3_light.cache import dataset_build
 from sd3_light.cache import verb as cache
-from sd3_light.cache.number_set import NumberSet
+from sd3_light.cache.sorted_array import SortedArray
 from sd3_light.data import cache_plan
 from sd3_light.families.sd3 import encoders as frozen_parts
 from sd3_light.sources import catalogue
 from tests.modules import load_module
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "memory.py"
+COLUMNS = dict.fromkeys(("moments", "mask", "clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"), "0")
 FEW, MANY, ROWS = 200, 2000, 50
 UNIT_BYTES = 4 << 10
 """Allowed bytes per entry of plan and manifest; a sample with its captions takes several hundred."""
@@ -52,7 +53,7 @@ def peaks(memory: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Itera
         patch.setattr(frozen_parts, "FrozenParts", memory.ZeroEncoders)
         # hashing the encoders uses a buffer that would hide the memory of planning
         for module in (cache, dataset_build):
-            patch.setattr(module, "make_recipe", lambda *_: {"text_tokens": "real"})
+            patch.setattr(module, "make_recipe", lambda *_: {"format": 0, "text_tokens": "real", "columns": COLUMNS})
         folder = tmp_path_factory.mktemp("memory")
         measure(memory, folder / "warm", ROWS)  # warm-up: one-time allocations
         grow_intern_table()
@@ -99,7 +100,7 @@ def test_memory_grows_only_with_the_list_of_shards(peaks: dict[int, dict[str, in
 def test_a_number_set_contains_exactly_the_added_numbers() -> None:
     random = np.random.default_rng(0)
     known, others = np.split(random.permutation(1 << 16), 2)
-    with NumberSet() as numbers:
+    with SortedArray(np.int64) as numbers:
         for chunk in np.array_split(known, 7):
             numbers.add(chunk)
         assert numbers.contains(known).all()
@@ -108,6 +109,6 @@ def test_a_number_set_contains_exactly_the_added_numbers() -> None:
 
 
 def test_an_empty_number_set_contains_nothing() -> None:
-    with NumberSet() as numbers:
+    with SortedArray(np.int64) as numbers:
         numbers.add([])
         assert not numbers.contains([0, 1]).any()

@@ -1,5 +1,6 @@
 """Ids of the hub in a config: downloaded into its cache once; otherwise one line with the remedy."""
 
+import json
 import os
 import shlex
 import shutil
@@ -107,6 +108,48 @@ def test_a_refusal_is_one_line_with_the_remedy(
     (fault,) = faults(fresh_project, f"model.diffusers_path={MODEL}")
     assert fault.startswith(f"model.diffusers_path: {MODEL}: {expected.format(address=hub.address)}")
     assert "\n" not in fault
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "expected"),
+    [
+        (
+            "model_index.json",
+            "FluxFillPipeline",
+            "takes images beside the text, which a dataset here does not",
+        ),
+        ("model_index.json", "KolorsPipeline", "of no known family; give a folder of StableDiffusion3Pipeline"),
+        ("modular_model_index.json", "FluxModularPipeline", "a modular pipeline has no complete model folder; give"),
+        ("README.md", "", "the repository has no model_index.json, so it is not a diffusers folder"),
+    ],
+)
+def test_a_model_that_is_not_trained_is_refused_before_its_weights_are_downloaded(
+    hub: FakeHub, fresh_project: Project, tmp_path: Path, file: str, kind: str, expected: str
+) -> None:
+    for name, text in ((file, json.dumps({"_class_name": kind})), ("flux.gguf", ""), ("vae/a.safetensors", "")):
+        (tmp_path / "other" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "other" / name).write_text(text)
+    hub.repos["models/owner/other"] = tmp_path / "other"
+    (fault,) = faults(fresh_project, "model.diffusers_path=owner/other")
+    assert expected in fault
+    assert "\n" not in fault
+    assert not any("vae" in request or "gguf" in request for request in hub.requests)
+
+
+def test_a_variant_that_is_not_trained_is_refused_by_its_configs(
+    hub: FakeHub, fresh_project: Project, tmp_path: Path
+) -> None:
+    """As Wan 2.2 with two denoisers."""
+    index = {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
+    index["transformer_2"] = index["transformer"]
+    for name, content in (("model_index.json", index), ("transformer/config.json", {}), ("vae/config.json", {})):
+        (tmp_path / "other" / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / "other" / name).write_text(json.dumps(content))
+    (tmp_path / "other" / "transformer/diffusion_pytorch_model.safetensors").write_bytes(b"large")
+    hub.repos["models/owner/other"] = tmp_path / "other"
+    (fault,) = faults(fresh_project, "model.diffusers_path=owner/other")
+    assert "owner/other: it has two denoisers" in fault
+    assert not any("safetensors" in request for request in hub.requests)
 
 
 def test_an_unknown_revision_or_folder_is_named(hub: FakeHub, fresh_project: Project) -> None:

@@ -58,7 +58,7 @@ class Own(DiffusionTrainingModule):
         if self.task == "data_process":
             return (*inputs, [Image.new("RGB", (2, 3), "red"), self.pipe.device, None])
         clean = inputs[0]["latents"]
-        noise, t = torch.randn_like(clean), torch.rand(())
+        noise, t = torch.randn(clean.shape).to(clean), torch.rand(())  # the same draws in every dtype
         return (self.pipe.dit((1 - t) * clean + t * noise) - noise + clean).square().mean()
 
 

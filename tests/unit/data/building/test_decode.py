@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sd3_light.data.cache_plan import sample_fingerprint
 from sd3_light.sources.buckets import Bucket, plan
+from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.decode import (
     CRASHED_DECODE,
     CRASHED_PROBE,
@@ -60,7 +62,7 @@ def test_probing_and_decoding_agree_with_preprocess(tmp_path: Path, image: bytes
     location = write_sample(tmp_path, image)
     probe = probe_one(location)
     assert (probe.width, probe.height, probe.reason) == (*size, "")
-    assert probe.digest == content_digest(image, None)
+    assert (probe.digest, probe.mask_digest) == (content_digest(image), "")
     result = decoded(location)
     assert result.pixels is not None
     assert result.pixels.shape == (64, 48, 3)
@@ -72,7 +74,8 @@ def test_the_images_of_a_pair_are_fitted_each_by_its_own_size(tmp_path: Path) ->
     better, worse = save(noise(size=(64, 48)), "PNG"), save(halves(size=(20, 90)), "PNG")
     location = replace(write_sample(tmp_path, better), rejected=FileBytes(str(tmp_path / "worse")))
     (tmp_path / "worse").write_bytes(worse)
-    assert probe_one(location).digest == content_digest(better, None, worse) != content_digest(better, None)
+    probe = probe_one(location)
+    assert (probe.digest, probe.rejected_digest) == (content_digest(better), content_digest(worse))
     result = decoded(location)
     assert result.worse is not None
     assert np.array_equal(result.worse, fit(decode(worse), plan(20, 90, BUCKET)))
@@ -146,7 +149,7 @@ def test_an_unusable_mask_rejects_its_sample(tmp_path: Path, mask: bytes, reason
     assert (result.pixels, result.mask, result.reason) == (None, None, reason)
 
 
-def test_content_digests_differ_for_every_mask_and_for_no_mask() -> None:
+def test_digests_differ_for_every_mask_and_for_no_mask() -> None:
     """An empty mask rejects a sample, which must not stay rejected when the empty file is removed."""
     contents = [
         (b"ab", None),
@@ -157,9 +160,24 @@ def test_content_digests_differ_for_every_mask_and_for_no_mask() -> None:
         (b"abmask", None),
         (b"", b""),
     ]
-    digests = [content_digest(*content) for content in contents]
-    assert len(set(digests)) == len(contents)
-    assert digests == [content_digest(*content) for content in contents]
+    rows = [
+        InputRow("key", digest=content_digest(image), mask_digest="" if mask is None else content_digest(mask))
+        for image, mask in contents
+    ]
+    assert len({sample_fingerprint(row, ()) for row in rows}) == len(contents)
+
+
+def test_only_the_mask_is_read_for_an_image_that_is_copied(tmp_path: Path) -> None:
+    image, mask = save(noise(size=(64, 48)), "PNG"), save(halves("L", 255, 0, (128, 96)), "PNG")
+    location = write_sample(tmp_path, image, mask)
+    whole, probe = decoded(location), probe_one(location)
+    (tmp_path / "image").unlink()
+    (result,) = decode_images([DecodeTask(location, probe, BUCKET, copied=("image",))])
+    assert (result.pixels, result.reason) == (None, "")
+    assert np.array_equal(result.mask, whole.mask)
+    (tmp_path / "mask").write_bytes(save(halves("L", 0, 255, (128, 96)), "PNG"))
+    (result,) = decode_images([DecodeTask(location, probe, BUCKET, copied=("image",))])
+    assert result.reason == "changed_meanwhile"
 
 
 # --- the process ---------------------------------------------------------------------------------

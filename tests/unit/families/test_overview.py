@@ -1,0 +1,79 @@
+"""`sd3-light families`: facts of the records that hold, without torch, and the tables of the READMEs."""
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sd3_light.cli import app
+from sd3_light.config.family_keys import FAMILY_NAMES
+from sd3_light.core import overview
+from sd3_light.core.registry import family_named
+from sd3_light.families.base import StockFamily
+from tests.stock import model_table
+from tests.warm import REAL_PYTHON
+
+ROOT = Path(__file__).parents[3]
+STOCK = [name for name in FAMILY_NAMES if name != "sd3"]
+
+
+def test_the_verb_lists_every_family() -> None:
+    printed = CliRunner().invoke(app, ["families", "--json"]).stdout
+    facts = json.loads(printed)
+    assert facts == overview.families()
+    assert [row["type"] for row in facts] == list(FAMILY_NAMES)
+    table = CliRunner().invoke(app, ["families"], env={"COLUMNS": "300"}).stdout
+    for row in facts:
+        assert all(cell in table for cell in overview.cells(row))
+
+
+def test_the_verb_needs_no_torch() -> None:
+    code = "import sys\nfrom sd3_light.core.overview import families\nfamilies()\nprint('torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([REAL_PYTHON, "-P", "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", FAMILY_NAMES)
+def test_records_agree_with_the_families_parts(name: str) -> None:
+    family = family_named(name)
+    assert family.has_single_file == (family.files.single is not None)
+    assert family.comfyui == family.files.adapters.comfyui
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_records_of_texts_agree_with_the_columns(name: str, tiny_folder: Callable[[str], Path]) -> None:
+    family = family_named(name)
+    assert isinstance(family, StockFamily)
+    folder = tiny_folder(name)
+    (text,) = (column for column in family.text_columns(model_table(name, folder), folder) if column.name == "text")
+    is_real = text.ragged and not family.pads_text
+    assert family.text_tokens == (("real",) if is_real else ("padded",))
+    assert ("number" in family.guidance) == family.takes_guidance({"guidance_embeds": True})
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh.md"])
+def test_the_readme_has_the_table(page: str) -> None:
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("| `model.type` |"))
+    if page == "README.md":
+        assert lines[start] == f"| {' | '.join(overview.HEADINGS.values())} |"
+    rows = [f"| {' | '.join(overview.cells(facts))} |" for facts in overview.families()]
+    assert lines[start + 2 : start + 2 + len(rows)] == rows
+    assert lines[start + 2 + len(rows)] == ""
+
+
+@pytest.mark.parametrize("page", ["docs/families.md", "docs/zh/families.md"])
+def test_the_page_states_classes_and_layers(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name in FAMILY_NAMES:
+        family = family_named(name)
+        (section,) = (part for part in text.split("\n## ") if part.startswith(f"{family.title}\n"))
+        assert f"`{family.pipeline}`" in section
+        if isinstance(family, StockFamily) and family.loads_adapters:
+            assert all(f"`{target}`" in section for target in family.adapter_targets)
+            assert str(family.text_length) in section
