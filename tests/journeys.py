@@ -119,7 +119,7 @@ class Journey:
         """Return the pixels of the same image of the stock pipeline, with text of the length of training."""
         table = tomllib.loads(self.toml.read_text(encoding="utf-8"))["model"]
         length = table.get("text_max_length", table.get("t5_max_length"))
-        pipe: Any = DiffusionPipeline.from_pretrained(model, local_files_only=True)
+        pipe: Any = DiffusionPipeline.from_pretrained(model, dtype=torch.float32, local_files_only=True)
         pipe.set_progress_bar_config(disable=True)
         if lora is not None:
             pipe.load_lora_weights(lora, weight_name="pytorch_lora_weights.safetensors")

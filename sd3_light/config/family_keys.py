@@ -82,10 +82,15 @@ def unknown_keys(table: Table, prefix: str, family: str, title: str) -> Iterator
 
 
 def foreign_keys(table: Table, family: str) -> list[str]:
-    """Return the keys with their default values that only other families than ``family`` (not "auto") know."""
-    if family == AUTO:
-        return []
-    notes = {key: known_to(annotation) for key, annotation in field_types(type(table)).items()}
+    """Return the keys with their default values that ``family`` does not know; with "auto", that no family knows which
+    knows the other values."""
     fields = type(table).model_fields
-    foreign = [key for key, note in notes.items() if note is not None and not note.includes(family)]
+    notes = {key: note for key, annotation in field_types(type(table)).items() if (note := known_to(annotation))}
+    chosen = {
+        key: note for key, note in notes.items() if getattr(table, key) not in (fields[key].default, *note.harmless)
+    }
+    families = (family,)
+    if family == AUTO:
+        families = tuple(name for name in FAMILY_NAMES if all(note.includes(name) for note in chosen.values()))
+    foreign = (key for key, note in notes.items() if not any(map(note.includes, families)))
     return [key for key in foreign if getattr(table, key) == fields[key].default]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, TrainConfig
-from sd3_light.config.family_keys import AUTO
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
@@ -205,7 +204,6 @@ class StockFamily(Family):
         """See `Family.completed`: length and dropout of text, the layers of an adapter, and what cannot be trained."""
         model = config.model
         update: dict[str, Any] = {"text_max_length": self.max_length(model)}
-        update["type"] = self.name if model.type == AUTO else model.type
         update["uncond_text"] = model.uncond_text or "empty"
         update |= {key: value for key, value in _DROPPED.items() if key not in model.model_fields_set}
         table = model.model_copy(update=update)
