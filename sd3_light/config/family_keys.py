@@ -89,7 +89,7 @@ def foreign_keys(table: Table, family: str) -> list[str]:
     chosen = {
         key: note for key, note in notes.items() if getattr(table, key) not in (fields[key].default, *note.harmless)
     }
-    families = (family,)
+    families: tuple[str, ...] = (family,)
     if family == AUTO:
         families = tuple(name for name in FAMILY_NAMES if all(note.includes(name) for note in chosen.values()))
     foreign = (key for key, note in notes.items() if not any(map(note.includes, families)))
