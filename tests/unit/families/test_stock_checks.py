@@ -332,7 +332,7 @@ def test_a_type_names_the_family(flux: Path, faults: Callable[..., list[tuple[st
 def test_the_folder_names_the_family_when_the_config_is_read(tmp_path: Path, raw_project: Project, flux: Path) -> None:
     train = check.load(written(tmp_path, raw_project.images, flux)).train
     assert family_of(train.model) is family_named("flux")
-    assert (train.model.type, train.model.text_max_length) == ("flux", 16)
+    assert (train.model.type, train.model.text_max_length) == ("auto", 16)
     assert (train.model.uncond_text_dropout, train.model.uncond_text_dropout_prob) == ("joint", 0.1)
     keys = "uncond_text_dropout_prob = 0.3\ntext_max_length = 9"
     train = check.load(written(tmp_path, raw_project.images, flux, keys=keys)).train
