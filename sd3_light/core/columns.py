@@ -154,9 +154,9 @@ def reads_caption(reads: str) -> bool:
     return CAPTION in reads.split("+")
 
 
-def shares_captions(columns: Sequence[Column]) -> bool:
-    """Return whether samples with equal captions share their values: no column reads another entry beside them."""
-    return all(column.reads == CAPTION for column in columns if column.per_caption)
+def beside_captions(columns: Sequence[Column]) -> set[str]:
+    """Return the entries that columns read beside captions; without any, samples with equal captions share values."""
+    return {entry for column in columns if column.per_caption for entry in column.reads.split("+")} - {CAPTION}
 
 
 def difference(columns: Sequence[Column], expected: Sequence[Column], same_bucket: bool = True) -> str | None:

@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -76,6 +76,12 @@ class StockFamily(Family):
 
         A value is a sequence of rows, one for each text; those of a ragged column differ in length.
         """
+
+    def encode_columns(
+        self, pipe: Any, texts: Sequence[str], model: ModelConfig, columns: Collection[str]
+    ) -> "Mapping[str, Sequence[Tensor]]":
+        """Return the values of `encode_captions`, of these columns at least."""
+        return self.encode_captions(pipe, texts, model)
 
     def encode_negatives(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
         """Return the values of negative prompts: those of captions, unless the pipeline encodes them differently."""
