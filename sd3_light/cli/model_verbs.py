@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
-from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest
+from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest, suggest_for_model
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.config.model_path import require_model_path
@@ -43,9 +43,10 @@ def export(
 
     contents = Contents(vae, text_encoders, pad_blocks)
     echo(f"wrote and verified {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
-    if out.is_dir():
-        is_model = (out / "model_index.json").is_file()  # otherwise an adapter, which is one file already
-        suggest(("sample", out, "a prompt"), *([("convert", out, out.with_suffix(".safetensors"))] if is_model else []))
+    if (out / "model_index.json").is_file():
+        suggest_for_model(out)
+    elif out.is_dir():  # an adapter
+        suggest(("sample", out, "a prompt"))
 
 
 @app.command(cls=Command)
