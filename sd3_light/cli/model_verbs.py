@@ -68,7 +68,9 @@ def sample(
         Path, typer.Option(help="Folder for 00000.png, ... and grid.png; in a folder with images the numbers continue.")
     ] = Path("samples"),
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Sampler steps.")] = 28,
-    guidance: Annotated[float, typer.Option(min=0, help="Guidance scale; 1 or less disables it.")] = DEFAULT_GUIDANCE,
+    guidance: Annotated[
+        float, typer.Option(min=0, help="Guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it.")
+    ] = DEFAULT_GUIDANCE,
     width: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
     height: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Images per batch; on a CPU, drawn in parallel on its cores.")] = 8,

@@ -40,10 +40,10 @@ class StockFamily(Family):
     the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
     ``pads_text``; otherwise ragged columns are padded to the longest of a batch, and with ``pads_prompts`` those of
     sampling to their full length, under a mask, as in the stock pipeline. ``usual_guidance`` is that of the stock
-    pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``, and takes one prompt
-    at a time if it has ``single_prompts``. ``trained_side`` is that of a square with as many pixels as the images that
-    its models were trained on. A family of videos has latents with frames, those of an image one; ``usual_clip`` are
-    the frames of a clip, and their rate per second.
+    pipeline's call, which takes none up to ``unguided``, runs prompts and negative prompts as one batch if it
+    ``joins_guidance``, and takes one prompt at a time if it has ``single_prompts``. ``trained_side`` is that of a
+    square with as many pixels as the images that its models were trained on. A family of videos has latents with
+    frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -55,6 +55,7 @@ class StockFamily(Family):
     pads_text: ClassVar[bool] = False
     pads_prompts: ClassVar[bool] = False
     usual_guidance: ClassVar[float] = 4.0
+    unguided: ClassVar[float] = 1.0
     joins_guidance: ClassVar[bool] = False
     single_prompts: ClassVar[bool] = False
     trained_side: ClassVar[int] = 1024
@@ -111,15 +112,11 @@ class StockFamily(Family):
 
     def is_guided(self, guidance: float) -> bool:
         """Return whether this guidance needs the unconditional text."""
-        return guidance > 1
+        return guidance > self.unguided
 
     def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
         """Return the guided velocity, as the stock pipeline computes it."""
         return negative + guidance * (positive - negative)
-
-    def takes_negative(self, folder: Path) -> bool:
-        """Return whether the model of a folder takes a negative text, if it takes no guidance as a number."""
-        return True
 
     @abstractmethod
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
@@ -222,9 +219,9 @@ class StockFamily(Family):
             freeze += tuple(pattern for pattern in self.frozen(read_json(path)) if pattern not in freeze)
         return config.model_copy(update={"model": table, "adapter": adapter, "freeze": freeze})
 
-    def guides_by_number(self, start: WeightsStart) -> bool:
-        """See `Family.guides_by_number`."""
-        return self.takes_guidance(start.size.transformer_config())
+    def no_guidance(self, start: WeightsStart) -> float | None:
+        """See `Family.no_guidance`."""
+        return None if self.takes_guidance(start.size.transformer_config()) else self.unguided
 
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """See `Family.recipe`: a new project of SD3 with the text, the shift and the layers of this family."""

@@ -73,6 +73,13 @@ class Flux(StockFamily):
         """See `StockFamily.takes_guidance`."""
         return bool(config.get("guidance_embeds"))
 
+    def recipe(self, folder: Path) -> Mapping[str, Any]:
+        """See `Family.recipe`: schnell is distilled to draw without guidance."""
+        keys = dict(super().recipe(folder))
+        if "model.guidance" not in keys:
+            keys["sampling.guidance"] = self.unguided
+        return keys
+
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
         """See `StockFamily.encode_captions`."""
         length = self.max_length(model)
