@@ -22,7 +22,7 @@ from sd3_light.evaluate.composition import CompositionScore, score
 from sd3_light.evaluate.validation_loss import Evaluator
 from sd3_light.export.chosen import choose_model
 from sd3_light.export.export_spec import write_json
-from sd3_light.export.lora_merge import add_adapters, merge_adapters
+from sd3_light.export.lora_merge import add_adapters, merge_adapters, text_folder
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.inputs import read_limited
@@ -117,7 +117,7 @@ def run(
 ) -> CompositionScore:
     """Return the score on ``count`` prompts of the demo world, by default combinations that training data lacks."""
     chosen = choose_model(model)
-    pipe, policy = open_pipeline(chosen.folder, Launch().device(), chosen.text_facts)
+    pipe, policy = open_pipeline(chosen.folder, Launch().device(), text_folder(chosen, loras))
     add_adapters(pipe, (*chosen.loras, *loras))
     prompts = draw_prompts(count, seed, held_out, language=language)
     with progress("score", count, "images") as bar:
