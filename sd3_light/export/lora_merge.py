@@ -66,6 +66,10 @@ def add_adapters(pipe: Any, loras: Sequence[Lora]) -> None:
 
     LoKr and LoHa are added to the weights, because diffusers does not read them; LoRAs are stacked on these.
     """
+    family = family_of_class(type(pipe.transformer))
+    if loras and family is not None and not family.loads_adapters:
+        merge = f"merge it into the weights: sd3-light lora merge MODEL OUT {loras[0].file}"
+        raise UserError(f"LoRA {loras[0].file}: the stock pipeline of {family.title} loads no adapter; {merge}")
     names = _names_of(pipe.transformer)
     lycoris = [lora for lora in loras if is_lycoris(lora.file)]
     for lora in lycoris:

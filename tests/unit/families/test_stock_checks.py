@@ -81,8 +81,13 @@ def test_check_accepts_what_new_writes(
     family, folder = family_named(name), tiny_folder(name)
     monkeypatch.setattr(type(family), "packages", ())
     if kind == "lora" and not family.loads_adapters:
-        with pytest.raises(ConfigFaults, match="the stock pipeline of PRX loads no adapter"):
+        refusal = "the stock pipeline of PRX loads no adapter; train the weights: `sd3-light new finetune`"
+        with pytest.raises(ConfigFaults, match=f"new: adapter: {refusal}"):
             new.run(kind, str(raw_project.images), str(folder), tmp_path)
+        with pytest.raises(UserError, match="random weights; `new finetune` continues its own"):
+            new.run("pretrain", str(raw_project.images), str(folder), tmp_path)
+        with pytest.raises(ConfigFaults, match=f"adapter: {refusal}"):
+            check.load(written(tmp_path, raw_project.images, folder, keys="[adapter]\nrank = 2"))
         return
     project = new.run(kind, str(raw_project.images), str(folder), tmp_path, resolution=64, gpus=GPU)
     loaded = check.load(project.train_toml)
