@@ -183,6 +183,7 @@ def evaluate(
     launch = init_process()
     from sd3_light.evaluate import against as measure
     from sd3_light.evaluate import verb as stage
+    from sd3_light.evaluate.composition import ScoreOptions
     from sd3_light.export.lora_stack import Lora
 
     loras = tuple(map(Lora.parse, lora or []))
@@ -198,7 +199,8 @@ def evaluate(
     else:
         if not demo:
             stage.require_demo_world(models[0])
-        scores = stage.run(models[0], prompts or 96, not seen, language, steps, guidance, seed, batch, out, loras)
+        drawn = ScoreOptions(steps, guidance, seed, batch)
+        scores = stage.run(models[0], prompts or 96, not seen, language, drawn, out, loras)
         _report_scores(models[0], scores, seen, out)
 
 

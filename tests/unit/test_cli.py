@@ -32,6 +32,7 @@ from sd3_light.core.registry import family_named
 from sd3_light.engines import Launch
 from sd3_light.evaluate import against
 from sd3_light.evaluate import verb as evaluate
+from sd3_light.evaluate.composition import ScoreOptions
 from sd3_light.export import lora
 from sd3_light.report import verb as report
 from sd3_light.runlog import console, is_main_process
@@ -734,8 +735,8 @@ def test_a_stopped_run_ignores_further_signals_while_it_exits() -> None:
 def test_guidance_has_one_default(verb: Callable[..., Result]) -> None:
     for name in ("sample", "evaluate"):
         assert re.search(rf"--guidance .*?default: {DEFAULT_GUIDANCE}\]", verb(name, "--help").out, re.DOTALL)
-    assert SampleOptions().guidance == SamplingConfig().guidance == DEFAULT_GUIDANCE
-    for function in (generate, stream_images, evaluate.run):
+    assert SampleOptions().guidance == SamplingConfig().guidance == ScoreOptions().guidance == DEFAULT_GUIDANCE
+    for function in (generate, stream_images):
         assert signature(function).parameters["guidance"].default == DEFAULT_GUIDANCE
 
 
