@@ -7,8 +7,9 @@ captions, a column is stored as one tensor under its name, by what it ``reads``:
     "mask"      uint8 [n, h, w]      named `mask`; absent where no sample has one; 255 for samples without
     others      [n, v, *shape]       "image", "video", ...
 
-A column that reads several entries, such as "caption+reference" of an edit model whose text encoder sees an image, is
-stored like the one of them that varies most: a caption. Equal captions of two samples are then two distinct ones.
+A column that reads several entries, such as "caption+image" of a model whose text encoder sees the image, is stored
+like the one of them that varies most: a caption. Equal captions of two images are then two distinct ones, in all
+columns of captions. Builders know captions and images; other entries need a source that has them.
 """
 
 import json
