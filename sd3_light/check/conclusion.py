@@ -118,8 +118,8 @@ def _cpu_time(estimate: RunEstimate) -> str:
 
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
-    by_number = family_of(train.model).guides_by_number(estimate.start)
-    yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps, by_number))
+    unguided = family_of(train.model).no_guidance(estimate.start)
+    yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps, unguided))
     if other := other_shift(with_base_values(train.model)):
         yield "shift", other
     yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))

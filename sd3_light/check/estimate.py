@@ -25,6 +25,7 @@ from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.cost.amount import MIB, Amount
 from sd3_light.cost.data_bytes import (
+    ReaderMemory,
     batch_bytes,
     caption_bytes,
     image_bytes,
@@ -307,18 +308,15 @@ def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEsti
 def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amount, Amount]:
     """Return the memory of a dataset's loader, and of the largest prepared micro-batch."""
     prepared = max((row.prepared for row in data.rows), key=lambda amount: amount.value, default=Amount(0, "no sample"))
-    loader = loader_bytes(
-        prepared,
-        train.num_dataloader_workers,
-        train.dataloader_prefetch_per_worker,
+    reader = ReaderMemory(
         train.sd3_shard_size,
         open_shards(train.shuffle_window, max(1, len(data.rows))),
         latents=max((row.latents for row in data.rows), default=0),
         read=max((row.read for row in data.rows), default=0),
-        in_use=in_use,
         downloads=0 if isinstance(data.cache_dir, Path) else _downloads(train, data),
     )
-    return loader, prepared
+    workers, prefetch = train.num_dataloader_workers, train.dataloader_prefetch_per_worker
+    return loader_bytes(prepared, workers, prefetch, reader, in_use), prepared
 
 
 def _downloads(train: TrainConfig, data: DatasetEstimate) -> int:

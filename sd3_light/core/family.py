@@ -120,9 +120,9 @@ class Family(ABC):
         """
         return None
 
-    def guides_by_number(self, start: WeightsStart) -> bool:
-        """Return whether the denoiser takes guidance as a number, and no unconditional text."""
-        return False
+    def no_guidance(self, start: WeightsStart) -> float | None:
+        """Return the largest guidance that needs no other text; None: the denoiser takes it as a number."""
+        return 1.0
 
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """Return the keys of a recipe that `new` writes otherwise for a model folder; None: it leaves the key out.

@@ -26,7 +26,7 @@ from sd3_light.core.caption_lengths import cut_prompts
 from sd3_light.core.sampling import ImageRequest, PipelineInputs
 from sd3_light.engines import Launch
 from sd3_light.export.chosen import ChosenModel, choose_model
-from sd3_light.export.lora_merge import add_adapters
+from sd3_light.export.lora_merge import add_adapters, text_folder
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import is_lycoris
 from sd3_light.export.open_pipeline import open_pipeline
@@ -265,7 +265,8 @@ def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel
     loras = (*chosen.loras, *options.loras)
     # a LoKr or LoHa is added to the weights, in float32
     loaded_dtype = torch.float32 if any(is_lycoris(lora.file) for lora in loras) else dtype
-    pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), chosen.text_facts, loaded_dtype)
+    text = text_folder(chosen, options.loras)
+    pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), text, loaded_dtype)
     use_sampler(pipe, options.sampler)
     add_adapters(pipe, loras)
     compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
