@@ -49,9 +49,9 @@ def add_adapters(pipe: Any, loras: Sequence[Lora]) -> None:
 
     LoKr and LoHa are added to the weights, because diffusers does not read them; LoRAs are stacked on these.
     """
-    names = _names_of(pipe.transformer)
+    names = _names_of(pipe if pipe.transformer is None else pipe.transformer)
     lycoris = [lora for lora in loras if is_lycoris(lora.file)]
-    for lora in lycoris:
+    for lora in lycoris if pipe.transformer is not None else ():
         try:
             _merge_into(pipe.transformer, read_lycoris(lora.file, names=names).modules, lora.strength)
         except UserError as error:
@@ -65,9 +65,10 @@ def merge_adapters(transformer: nn.Module, loras: Sequence[Lora]) -> None:
         _merge_into(transformer, read_any_adapter(lora.file, names=_names_of(transformer)).modules, lora.strength)
 
 
-def _names_of(transformer: nn.Module) -> AdapterNames:
-    family = family_of_class(type(transformer))
-    assert family is not None, type(transformer)
+def _names_of(model: Any) -> AdapterNames:
+    """Return the names in adapter files of a denoiser or a pipeline."""
+    family = family_of_class(type(model))
+    assert family is not None, type(model)
     return family.files.adapters
 
 

@@ -9,26 +9,31 @@ import copy
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import itemgetter
 from queue import SimpleQueue
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs
+from sd3_light.sample.phases import PER_ROUND, LatentsDrawn, Phases
 from sd3_light.sample.png import save_png
 from sd3_light.system import usable_cores
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+Result = TypeVar("Result")
 
 __all__ = [
     "Cancelled",
@@ -56,7 +61,7 @@ _CACHED_TEXTS = 64  # an encoded text of SD3 takes 5 MB
 
 
 def generate(
-    pipe: "DiffusionPipeline",
+    pipe: "DiffusionPipeline | Phases",
     requests: Sequence[ImageRequest],
     policy: PipelineInputs,
     steps: int = 28,
@@ -75,7 +80,7 @@ def generate(
 
 
 def stream_images(
-    pipe: "DiffusionPipeline",
+    pipe: "DiffusionPipeline | Phases",
     requests: Sequence[ImageRequest],
     policy: PipelineInputs,
     steps: int = 28,
@@ -96,18 +101,26 @@ def stream_images(
     in half precision. With `exact`, up to `batch_size` images are generated in parallel, as cores allow.
 
     `is_cancelled` is called after every denoising step; once it returns True, `Cancelled` is raised.
+
+    A model in phases has the same images, and they are finished in groups of `PER_ROUND`.
     """
     full = [_with_defaults(request, steps, guidance) for request in requests]
     for request in full:
-        fault = policy.size_fault(pipe, request.width, request.height) or policy.frames_fault(request.frames)
+        settings = pipe.pipe if isinstance(pipe, Phases) else pipe
+        fault = policy.size_fault(settings, request.width, request.height) or policy.frames_fault(request.frames)
         if fault:
             raise UserError(fault)
+    alone = _Alone(batch_size, threads, is_cancelled) if exact else None
+    batches = _batches(full, 1 if exact else min(batch_size, policy.largest_batch or batch_size))
+    if isinstance(pipe, Phases):
+        yield from _generate_in_phases(pipe, full, policy, batches, alone, is_cancelled)
+        return
     with policy.prepared(pipe):
-        if exact:
-            yield from _generate_exactly(pipe, full, policy, batch_size, threads, is_cancelled)
+        if alone is not None:
+            yield from _generate_exactly(pipe, full, policy, alone)
             return
         encode_batch = partial(policy.encode, pipe)
-        for indices in _batches(full, min(batch_size, policy.largest_batch or batch_size)):
+        for indices in batches:
             batch = [full[index] for index in indices]
             images = _generate_batch(pipe, batch, policy, encode_batch, is_cancelled)
             yield list(zip(indices, images, strict=True))
@@ -131,47 +144,166 @@ def _batches(requests: Sequence[ImageRequest], batch_size: int) -> Iterator[list
             yield indices[start : start + batch_size]
 
 
-def _generate_exactly(
-    pipe: "DiffusionPipeline",
-    requests: Sequence[ImageRequest],
-    policy: PipelineInputs,
-    parallel: int,
-    threads: int,
-    is_cancelled: Callable[[], bool],
-) -> Iterator[NumberedImages]:
-    """Generate one image per pipeline call, so that images do not affect each other."""
-    workers = max(1, min(parallel, len(requests), _cores() // threads))
-    pipes: SimpleQueue[DiffusionPipeline] = SimpleQueue()
-    for _ in range(workers):
-        pipes.put(_copy_pipeline(pipe))
-    stopped = Event()
+@dataclass(frozen=True)
+class _Alone:
+    """Runs a pipeline for one image at a time, so that images do not affect each other; several in parallel."""
+
+    parallel: int
+    threads: int
+    is_cancelled: Callable[[], bool]
+
+    def each(
+        self,
+        pipe: "DiffusionPipeline",
+        count: int,
+        work: "Callable[[DiffusionPipeline, int, Callable[[], bool]], Result]",
+    ) -> Iterator[Result]:
+        """Yield the results of ``work(pipe, number, is_cancelled)`` for each number, as they are finished."""
+        workers = max(1, min(self.parallel, count, _cores() // self.threads))
+        pipes: SimpleQueue[DiffusionPipeline] = SimpleQueue()
+        for _ in range(workers):
+            pipes.put(_copy_pipeline(pipe))
+        stopped = Event()
+
+        def run(number: int) -> Result:
+            own_pipe = pipes.get()
+            try:
+                return work(own_pipe, number, lambda: stopped.is_set() or self.is_cancelled())
+            finally:
+                pipes.put(own_pipe)
+
+        with _torch_threads(self.threads), ThreadPoolExecutor(workers) as pool:
+            try:
+                for done in as_completed([pool.submit(run, number) for number in range(count)]):
+                    yield done.result()
+            finally:  # after an error, or when the caller stops early
+                stopped.set()
+                pool.shutdown(cancel_futures=True)
+
+
+def _encode_each(policy: PipelineInputs, pipe: "DiffusionPipeline") -> Callable[[Sequence[str]], list[EncodedText]]:
+    """Return what encodes texts one at a time, in any thread, and keeps those that it encoded last."""
     lock = Lock()  # tokenizers change their settings in each call
 
     @lru_cache(_CACHED_TEXTS)
     def encode_one(text: str) -> EncodedText:
         return policy.encode(pipe, [text])[0]
 
-    def encode_each(texts: Sequence[str]) -> list[EncodedText]:
+    def encode(texts: Sequence[str]) -> list[EncodedText]:
         with lock:
             return [encode_one(text) for text in texts]
 
-    def generate_one(index: int) -> NumberedImages:
-        own_pipe = pipes.get()
-        try:
-            (image,) = _generate_batch(
-                own_pipe, [requests[index]], policy, encode_each, lambda: stopped.is_set() or is_cancelled()
-            )
-            return [(index, image)]
-        finally:
-            pipes.put(own_pipe)
+    return encode
 
-    with _torch_threads(threads), ThreadPoolExecutor(workers) as pool:
+
+def _generate_exactly(
+    pipe: "DiffusionPipeline", requests: Sequence[ImageRequest], policy: PipelineInputs, alone: _Alone
+) -> Iterator[NumberedImages]:
+    """Generate one image per pipeline call."""
+    encode = _encode_each(policy, pipe)
+
+    def generate_one(own_pipe: "DiffusionPipeline", index: int, is_cancelled: Callable[[], bool]) -> NumberedImages:
+        (image,) = _generate_batch(own_pipe, [requests[index]], policy, encode, is_cancelled)
+        return [(index, image)]
+
+    yield from alone.each(pipe, len(requests), generate_one)
+
+
+# --- phases --------------------------------------------------------------------------------------
+
+
+def _generate_in_phases(
+    phases: Phases,
+    requests: Sequence[ImageRequest],
+    policy: PipelineInputs,
+    batches: Iterable[list[int]],
+    alone: _Alone | None,
+    is_cancelled: Callable[[], bool],
+) -> Iterator[NumberedImages]:
+    """Encode the texts of several batches, then draw all of them, then decode them."""
+    for numbers in _rounds(batches):
+        batched = [[requests[index] for index in indices] for indices in numbers]
+        with nullcontext() if alone is None else _torch_threads(alone.threads):
+            arguments = _encode_texts(phases, policy, batched, alone is not None, is_cancelled)
+            phases.free()
+            decoder = phases.decoder()
+            latents = _draw_latents(phases.denoiser(decoder.vae), policy, batched, arguments, alone, is_cancelled)
+            phases.free()
+            with decoder:
+                for indices, batch, drawn in zip(numbers, batched, latents, strict=True):
+                    pixels = decoder.pixels(drawn.to(phases.device))
+                    _require_finite(batch, {"VAE": [pixels]})
+                    yield list(zip(indices, to_images(pixels), strict=True))
+
+
+def _rounds(batches: Iterable[list[int]]) -> Iterator[list[list[int]]]:
+    """Yield lists of batches with up to `PER_ROUND` images."""
+    gathered: list[list[int]] = []
+    for batch in batches:
+        if gathered and sum(map(len, gathered)) + len(batch) > PER_ROUND:
+            yield gathered
+            gathered = []
+        gathered.append(batch)
+    if gathered:
+        yield gathered
+
+
+@torch.no_grad()
+def _encode_texts(
+    phases: Phases,
+    policy: PipelineInputs,
+    batches: Sequence[Sequence[ImageRequest]],
+    exact: bool,
+    is_cancelled: Callable[[], bool],
+) -> list[Any]:
+    """Return the arguments of the pipeline's call for each batch, on the host."""
+    pipe = phases.text_encoders()
+    encode = _encode_each(policy, pipe) if exact else partial(policy.encode, pipe)
+    arguments = []
+    for batch in batches:
+        if is_cancelled():
+            raise Cancelled
+        arguments.append(_moved(policy.arguments(phases.pipe, batch, encode), torch.device("cpu")))
+    return arguments
+
+
+def _draw_latents(
+    pipe: "DiffusionPipeline",
+    policy: PipelineInputs,
+    batches: Sequence[Sequence[ImageRequest]],
+    arguments: Sequence[Any],
+    alone: _Alone | None,
+    is_cancelled: Callable[[], bool],
+) -> list[Tensor]:
+    """Return the latents of each batch as the VAE takes them, on the host."""
+
+    def draw(own_pipe: "DiffusionPipeline", number: int, is_cancelled: Callable[[], bool]) -> tuple[int, Tensor]:
+        inputs = _moved(arguments[number], own_pipe.device)
         try:
-            for done in as_completed([pool.submit(generate_one, index) for index in range(len(requests))]):
-                yield done.result()
-        finally:  # after an error, or when the caller stops early
-            stopped.set()
-            pool.shutdown(cancel_futures=True)
+            _call(own_pipe, batches[number], inputs, is_cancelled)
+        except LatentsDrawn as drawn:
+            latents = drawn.latents
+        _require_finite(batches[number], {"text encoder": _tensors_of(inputs), "denoiser": [latents]})
+        return number, latents.cpu()
+
+    with policy.prepared(pipe):
+        if alone is not None:
+            return [latents for _, latents in sorted(alone.each(pipe, len(batches), draw), key=itemgetter(0))]
+        return [draw(pipe, number, is_cancelled)[1] for number in range(len(batches))]
+
+
+def _moved(arguments: Any, device: torch.device) -> Any:
+    """Return a pipeline's arguments with their tensors on the device."""
+    return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, arguments)
+
+
+def _require_finite(batch: Sequence[ImageRequest], computed: Mapping[str, Iterable[Tensor]]) -> None:
+    """Raise a UserError unless all values are finite."""
+    if fault := not_finite(computed):
+        raise UserError(f"no image of {batch[0].prompt!r}: {fault}")
+
+
+# --- one pipeline --------------------------------------------------------------------------------
 
 
 def _copy_pipeline(pipe: "DiffusionPipeline") -> "DiffusionPipeline":
@@ -226,6 +358,19 @@ def run_pipeline(
     ``arguments`` are those of `PipelineInputs.arguments`. Raises `Cancelled` after a step where ``is_cancelled``
     returns True.
     """
+    output, latents = _call(pipe, batch, arguments, is_cancelled)
+    pixels: Tensor = output.images if hasattr(output, "images") else output.frames.transpose(1, 2)
+    computed = {"text encoder": _tensors_of(arguments), "denoiser": [latents], "VAE": [pixels]}
+    return to_images(pixels), not_finite(computed)
+
+
+def _call(
+    pipe: "DiffusionPipeline",
+    batch: Sequence[ImageRequest],
+    arguments: Mapping[str, Any],
+    is_cancelled: Callable[[], bool],
+) -> tuple[Any, Tensor]:
+    """Return the output of the pipeline, and the latents after its last step."""
     latents: Tensor | None = None
 
     def keep_latents(_pipe: object, _step: int, _time: object, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -246,10 +391,12 @@ def run_pipeline(
             callback_on_step_end=keep_latents,
             output_type="pt",
         )
-    pixels: Tensor = output.images if hasattr(output, "images") else output.frames.transpose(1, 2)
     assert latents is not None, "at least one step"
-    texts = [value for value in arguments.values() if isinstance(value, Tensor)]
-    return to_images(pixels), not_finite({"text encoder": texts, "denoiser": [latents], "VAE": [pixels]})
+    return output, latents
+
+
+def _tensors_of(arguments: Mapping[str, Any]) -> list[Tensor]:
+    return [value for value in arguments.values() if isinstance(value, Tensor)]
 
 
 def to_images(pixels: Tensor) -> list[Image.Image]:
