@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from sd3_light.config import DEFAULT_GUIDANCE
@@ -307,11 +307,13 @@ def _require_finite(batch: Sequence[ImageRequest], computed: Mapping[str, Iterab
 
 
 def _copy_pipeline(pipe: "DiffusionPipeline") -> "DiffusionPipeline":
-    """Return a pipeline with the same networks but its own settings and scheduler, for use in another thread."""
+    """Return a pipeline with the same weights but its own settings and scheduler, for use in another thread."""
     scheduler = copy.copy(pipe.scheduler)
     scheduler.register_to_config()  # copies the config: DPM++ writes the shift for an image size into it
     own_pipe = copy.copy(pipe)
     own_pipe.scheduler = scheduler
+    if isinstance(pipe.vae, nn.Module):
+        own_pipe.vae = copy.copy(pipe.vae)  # a VAE of videos keeps the last frames while it decodes
     return own_pipe
 
 
