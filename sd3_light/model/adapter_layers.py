@@ -63,9 +63,9 @@ def add_adapter(
         if is_adapter_name(name):  # peft uses the model's dtype; master weights are float32
             parameter.data = parameter.data.float()
     for name, layer in _adapter_layers(transformer) if read is not None and config.use_dora else ():
-        if layer.get_base_layer().weight.is_floating_point():  # quantized ones have their values
-            magnitude: Any = layer.lora_magnitude_vector[ADAPTER]
-            magnitude.weight.data = torch.linalg.norm(read(f"{name}.weight"), dim=1)
+        dora: Any = layer
+        if dora.get_base_layer().weight.is_floating_point():  # quantized ones have their values
+            dora.lora_magnitude_vector[ADAPTER].weight.data = torch.linalg.norm(read(f"{name}.weight"), dim=1)
     if config.type == "lora" and config.dtype == "float32":
         for name, module in transformer.named_modules():
             if is_lora_name(f"{name}.") and type(module) is nn.Linear:

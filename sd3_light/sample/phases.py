@@ -22,7 +22,7 @@ from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import is_lycoris
 from sd3_light.export.open_pipeline import open_pipeline, open_policy
 from sd3_light.flow.scheduler import use_sampler
-from sd3_light.model.folder import components, is_encoder
+from sd3_light.model.folder import components, count_weights, is_encoder
 from sd3_light.model.loading import empty_model
 from sd3_light.model.part_configs import read_config, read_json
 from sd3_light.runlog import info
@@ -79,7 +79,8 @@ class Phases:
         """Return the phases of a model with these adapters, and its text policy; None if all parts fit together."""
         family, policy = open_policy(chosen.folder, chosen.text_facts)
         free = free_memory(device)
-        if free is None or drawing_bytes(chosen.folder, dtype.itemsize, device.type == "cuda") <= free:
+        needed = drawing_bytes(count_weights(chosen.folder), dtype.itemsize, device.type == "cuda")
+        if free is None or needed <= free:
             return None
         where = "in memory" if device.type == "cpu" else "on the GPU"
         info(f"the parts of the model do not fit {where} together: text encoders, denoiser and VAE take turns")

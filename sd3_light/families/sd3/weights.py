@@ -44,7 +44,8 @@ class SD3Weights(Weights):
         from sd3_light.model.loading import read_weights
 
         if start.source is None:
-            return new_transformer(start.size.transformer_config(), seed, start.size.position_step)
+            denoiser: nn.Module = new_transformer(start.size.transformer_config(), seed, start.size.position_step)
+            return denoiser
         return read_weights(*self.open(start))
 
     def open(self, start: WeightsStart) -> "tuple[nn.Module, StoredWeights]":
