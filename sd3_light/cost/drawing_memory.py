@@ -13,7 +13,7 @@ LARGEST_IMAGE_PIXELS = 1024 * 1024
 
 
 def drawing_bytes(weights: Mapping[str, int], item_bytes: int, on_gpu: bool = True) -> int:
-    """Return the bytes of parts with so many ``weights``: the VAE in float32, others with ``item_bytes`` per weight.
+    """Return the bytes of parts by their number of weights: the VAE in float32, others with ``item_bytes`` per weight.
 
     On a GPU they include activations of the VAE and a margin.
     """
