@@ -9,10 +9,9 @@ import copy
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from operator import itemgetter
 from queue import SimpleQueue
 from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
 Result = TypeVar("Result")
+Encode = Callable[[Sequence[str]], list[EncodedText]]
 
 __all__ = [
     "Cancelled",
@@ -110,20 +110,11 @@ def stream_images(
         fault = policy.size_fault(settings, request.width, request.height) or policy.frames_fault(request.frames)
         if fault:
             raise UserError(fault)
-    alone = _Alone(batch_size, threads, is_cancelled) if exact else None
-    batches = _batches(full, 1 if exact else min(batch_size, policy.largest_batch or batch_size))
-    if isinstance(pipe, Phases):
-        yield from _generate_in_phases(pipe, full, policy, batches, alone, is_cancelled)
-        return
-    with policy.prepared(pipe):
-        if alone is not None:
-            yield from _generate_exactly(pipe, full, policy, alone)
-            return
-        encode_batch = partial(policy.encode, pipe)
-        for indices in batches:
-            batch = [full[index] for index in indices]
-            images = _generate_batch(pipe, batch, policy, encode_batch, is_cancelled)
-            yield list(zip(indices, images, strict=True))
+    batches = [[index] for index in range(len(full))]
+    if not exact:
+        batches = list(_batches(full, min(batch_size, policy.largest_batch or batch_size)))
+    drawing = _Drawing(full, batches, batch_size if exact else None, threads, is_cancelled)
+    yield from _in_phases(pipe, policy, drawing) if isinstance(pipe, Phases) else _all_loaded(pipe, policy, drawing)
 
 
 def _with_defaults(request: ImageRequest, steps: int, guidance: float) -> ImageRequest:
@@ -145,21 +136,48 @@ def _batches(requests: Sequence[ImageRequest], batch_size: int) -> Iterator[list
 
 
 @dataclass(frozen=True)
-class _Alone:
-    """Runs a pipeline for one image at a time, so that images do not affect each other; several in parallel."""
+class _Drawing:
+    """Requests, and batches of their indices; with ``parallel`` each is alone, and up to that many run in parallel."""
 
-    parallel: int
+    requests: Sequence[ImageRequest]
+    batches: Sequence[list[int]]
+    parallel: int | None
     threads: int
     is_cancelled: Callable[[], bool]
+
+    def batch(self, number: int) -> list[ImageRequest]:
+        return [self.requests[index] for index in self.batches[number]]
+
+    def encoder(
+        self, policy: PipelineInputs, pipe: "DiffusionPipeline"
+    ) -> Callable[[Sequence[str]], list[EncodedText]]:
+        """Return what encodes texts: together, or each alone, in any thread; those that were encoded last are kept."""
+        if self.parallel is None:
+            return partial(policy.encode, pipe)
+        lock = Lock()  # tokenizers change their settings in each call
+
+        @lru_cache(_CACHED_TEXTS)
+        def encode_one(text: str) -> EncodedText:
+            return policy.encode(pipe, [text])[0]
+
+        def encode(texts: Sequence[str]) -> list[EncodedText]:
+            with lock:
+                return [encode_one(text) for text in texts]
+
+        return encode
 
     def each(
         self,
         pipe: "DiffusionPipeline",
-        count: int,
+        numbers: Sequence[int],
         work: "Callable[[DiffusionPipeline, int, Callable[[], bool]], Result]",
     ) -> Iterator[Result]:
-        """Yield the results of ``work(pipe, number, is_cancelled)`` for each number, as they are finished."""
-        workers = max(1, min(self.parallel, count, _cores() // self.threads))
+        """Yield the results of ``work(pipe, number, is_cancelled)`` for batches, as they are finished."""
+        if self.parallel is None:
+            for number in numbers:
+                yield work(pipe, number, self.is_cancelled)
+            return
+        workers = max(1, min(self.parallel, len(numbers), _cores() // self.threads))
         pipes: SimpleQueue[DiffusionPipeline] = SimpleQueue()
         for _ in range(workers):
             pipes.put(_copy_pipeline(pipe))
@@ -172,138 +190,112 @@ class _Alone:
             finally:
                 pipes.put(own_pipe)
 
-        with _torch_threads(self.threads), ThreadPoolExecutor(workers) as pool:
+        with self.torch_threads(), ThreadPoolExecutor(workers) as pool:
             try:
-                for done in as_completed([pool.submit(run, number) for number in range(count)]):
+                for done in as_completed([pool.submit(run, number) for number in numbers]):
                     yield done.result()
             finally:  # after an error, or when the caller stops early
                 stopped.set()
                 pool.shutdown(cancel_futures=True)
 
-
-def _encode_each(policy: PipelineInputs, pipe: "DiffusionPipeline") -> Callable[[Sequence[str]], list[EncodedText]]:
-    """Return what encodes texts one at a time, in any thread, and keeps those that it encoded last."""
-    lock = Lock()  # tokenizers change their settings in each call
-
-    @lru_cache(_CACHED_TEXTS)
-    def encode_one(text: str) -> EncodedText:
-        return policy.encode(pipe, [text])[0]
-
-    def encode(texts: Sequence[str]) -> list[EncodedText]:
-        with lock:
-            return [encode_one(text) for text in texts]
-
-    return encode
+    @contextmanager
+    def torch_threads(self) -> Iterator[None]:
+        """Set the number of torch threads for this thread and those started in the block, if images are alone."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(before if self.parallel is None else self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
 
-def _generate_exactly(
-    pipe: "DiffusionPipeline", requests: Sequence[ImageRequest], policy: PipelineInputs, alone: _Alone
-) -> Iterator[NumberedImages]:
-    """Generate one image per pipeline call."""
-    encode = _encode_each(policy, pipe)
+def _all_loaded(
+    pipe: "DiffusionPipeline", policy: PipelineInputs, drawing: _Drawing
+) -> Generator[NumberedImages, None, None]:
+    encode = drawing.encoder(policy, pipe)
 
-    def generate_one(own_pipe: "DiffusionPipeline", index: int, is_cancelled: Callable[[], bool]) -> NumberedImages:
-        (image,) = _generate_batch(own_pipe, [requests[index]], policy, encode, is_cancelled)
-        return [(index, image)]
+    @torch.no_grad()
+    def generate_batch(own_pipe: "DiffusionPipeline", number: int, is_cancelled: Callable[[], bool]) -> NumberedImages:
+        batch = drawing.batch(number)
+        images, fault = run_pipeline(own_pipe, batch, policy.arguments(own_pipe, batch, encode), is_cancelled)
+        _refuse(fault, batch)
+        return list(zip(drawing.batches[number], images, strict=True))
 
-    yield from alone.each(pipe, len(requests), generate_one)
+    with policy.prepared(pipe):
+        yield from drawing.each(pipe, range(len(drawing.batches)), generate_batch)
 
 
-# --- phases --------------------------------------------------------------------------------------
-
-
-def _generate_in_phases(
-    phases: Phases,
-    requests: Sequence[ImageRequest],
-    policy: PipelineInputs,
-    batches: Iterable[list[int]],
-    alone: _Alone | None,
-    is_cancelled: Callable[[], bool],
-) -> Iterator[NumberedImages]:
+def _in_phases(phases: Phases, policy: PipelineInputs, drawing: _Drawing) -> Generator[NumberedImages, None, None]:
     """Encode the texts of several batches, then draw all of them, then decode them."""
-    for numbers in _rounds(batches):
-        batched = [[requests[index] for index in indices] for indices in numbers]
-        with nullcontext() if alone is None else _torch_threads(alone.threads):
-            arguments = _encode_texts(phases, policy, batched, alone is not None, is_cancelled)
+    for numbers in _rounds(drawing.batches):
+        with drawing.torch_threads():
+            arguments = _encode_texts(phases, policy, drawing, numbers)
             phases.free()
             decoder = phases.decoder()
-            latents = _draw_latents(phases.denoiser(decoder.vae), policy, batched, arguments, alone, is_cancelled)
+            latents = _draw_latents(phases.denoiser(decoder.vae), policy, drawing, arguments)
             phases.free()
             with decoder:
-                for indices, batch, drawn in zip(numbers, batched, latents, strict=True):
-                    pixels = decoder.pixels(drawn.to(phases.device))
-                    _require_finite(batch, {"VAE": [pixels]})
-                    yield list(zip(indices, to_images(pixels), strict=True))
+                for number in numbers:
+                    pixels = decoder.pixels(latents.pop(number).to(phases.device))
+                    _refuse(not_finite({"VAE": [pixels]}), drawing.batch(number))
+                    yield list(zip(drawing.batches[number], to_images(pixels), strict=True))
 
 
-def _rounds(batches: Iterable[list[int]]) -> Iterator[list[list[int]]]:
-    """Yield lists of batches with up to `PER_ROUND` images."""
-    gathered: list[list[int]] = []
-    for batch in batches:
-        if gathered and sum(map(len, gathered)) + len(batch) > PER_ROUND:
+def _rounds(batches: Sequence[list[int]]) -> Iterator[list[int]]:
+    """Yield the numbers of batches that have up to `PER_ROUND` images together."""
+    gathered: list[int] = []
+    for number, batch in enumerate(batches):
+        if gathered and sum(len(batches[other]) for other in gathered) + len(batch) > PER_ROUND:
             yield gathered
             gathered = []
-        gathered.append(batch)
+        gathered.append(number)
     if gathered:
         yield gathered
 
 
 @torch.no_grad()
 def _encode_texts(
-    phases: Phases,
-    policy: PipelineInputs,
-    batches: Sequence[Sequence[ImageRequest]],
-    exact: bool,
-    is_cancelled: Callable[[], bool],
-) -> list[Any]:
-    """Return the arguments of the pipeline's call for each batch, on the host."""
-    pipe = phases.text_encoders()
-    encode = _encode_each(policy, pipe) if exact else partial(policy.encode, pipe)
-    arguments = []
-    for batch in batches:
-        if is_cancelled():
+    phases: Phases, policy: PipelineInputs, drawing: _Drawing, numbers: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """Return the arguments of the pipeline's call for batches, on the host."""
+    encode = drawing.encoder(policy, phases.text_encoders())
+    arguments = {}
+    for number in numbers:
+        if drawing.is_cancelled():
             raise Cancelled
-        arguments.append(_moved(policy.arguments(phases.pipe, batch, encode), torch.device("cpu")))
+        arguments[number] = _moved(policy.arguments(phases.pipe, drawing.batch(number), encode), torch.device("cpu"))
     return arguments
 
 
 def _draw_latents(
-    pipe: "DiffusionPipeline",
-    policy: PipelineInputs,
-    batches: Sequence[Sequence[ImageRequest]],
-    arguments: Sequence[Any],
-    alone: _Alone | None,
-    is_cancelled: Callable[[], bool],
-) -> list[Tensor]:
-    """Return the latents of each batch as the VAE takes them, on the host."""
+    pipe: "DiffusionPipeline", policy: PipelineInputs, drawing: _Drawing, arguments: Mapping[int, dict[str, Any]]
+) -> dict[int, Tensor]:
+    """Return the latents of batches as the VAE takes them, on the host."""
 
     def draw(own_pipe: "DiffusionPipeline", number: int, is_cancelled: Callable[[], bool]) -> tuple[int, Tensor]:
         inputs = _moved(arguments[number], own_pipe.device)
+        batch = drawing.batch(number)
         try:
-            _call(own_pipe, batches[number], inputs, is_cancelled)
+            _call(own_pipe, batch, inputs, is_cancelled)
         except LatentsDrawn as drawn:
             latents = drawn.latents
-        _require_finite(batches[number], {"text encoder": _tensors_of(inputs), "denoiser": [latents]})
+        _refuse(not_finite({"text encoder": _tensors_of(inputs), "denoiser": [latents]}), batch)
         return number, latents.cpu()
 
     with policy.prepared(pipe):
-        if alone is not None:
-            return [latents for _, latents in sorted(alone.each(pipe, len(batches), draw), key=itemgetter(0))]
-        return [draw(pipe, number, is_cancelled)[1] for number in range(len(batches))]
+        return dict(drawing.each(pipe, list(arguments), draw))
 
 
-def _moved(arguments: Any, device: torch.device) -> Any:
+def _moved(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return a pipeline's arguments with their tensors on the device."""
-    return tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, arguments)
+    moved: dict[str, Any] = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, arguments)
+    return moved
 
 
-def _require_finite(batch: Sequence[ImageRequest], computed: Mapping[str, Iterable[Tensor]]) -> None:
-    """Raise a UserError unless all values are finite."""
-    if fault := not_finite(computed):
+def _refuse(fault: str | None, batch: Sequence[ImageRequest]) -> None:
+    """Raise a UserError about what is wrong with the images of a batch, if there is something."""
+    if fault:
         raise UserError(f"no image of {batch[0].prompt!r}: {fault}")
-
-
-# --- one pipeline --------------------------------------------------------------------------------
 
 
 def _copy_pipeline(pipe: "DiffusionPipeline") -> "DiffusionPipeline":
@@ -320,33 +312,6 @@ def _copy_pipeline(pipe: "DiffusionPipeline") -> "DiffusionPipeline":
 def _cores() -> int:
     """Return the cores for this process: its share among the processes of its launcher on this machine."""
     return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    """Set the number of torch threads for this thread and those started in the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@torch.no_grad()
-def _generate_batch(
-    pipe: "DiffusionPipeline",
-    batch: Sequence[ImageRequest],
-    policy: PipelineInputs,
-    encoder: Callable[[Sequence[str]], list[EncodedText]],
-    is_cancelled: Callable[[], bool],
-) -> list[Image.Image]:
-    """Generate requests of equal size, steps and guidance."""
-    arguments = policy.arguments(pipe, batch, encoder)
-    images, fault = run_pipeline(pipe, batch, arguments, is_cancelled)
-    if fault:
-        raise UserError(f"no image of {batch[0].prompt!r}: {fault}")
-    return images
 
 
 def run_pipeline(
