@@ -6,6 +6,7 @@ from typing import Any
 
 import diffusers
 import torch
+from torch import nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.core.family import Family
@@ -41,10 +42,16 @@ def open_pipeline(
     except LOAD_ERRORS as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"diffusers cannot load {folder}: {reason}; download or export the folder again") from error
-    for name, tensor in pipe.transformer.state_dict().items() if "transformer" not in parts else ():
+    if "transformer" not in parts:
+        require_finite_denoiser(pipe.transformer, folder)
+    return pipe.to(device), policy
+
+
+def require_finite_denoiser(denoiser: nn.Module, folder: Path) -> None:
+    """Raise a UserError if the denoiser of a model folder has a weight that is not finite."""
+    for name, tensor in denoiser.state_dict().items():
         if not is_finite(tensor):
             raise UserError(f"{folder}: {name} of its denoiser contains NaN or infinity; pass another model")
-    return pipe.to(device), policy
 
 
 def open_policy(folder: Path, text_facts: Path | None = None) -> tuple[Family, PipelineInputs]:

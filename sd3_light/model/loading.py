@@ -23,11 +23,15 @@ StoredWeights = Mapping[str, StoredTensor]
 CPU = torch.device("cpu")
 
 
-def load_diffusers_model(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
-    """Load a diffusers model from its own folder, in ``dtype``, tensor by tensor; see `open_diffusers_model`."""
+def load_diffusers_model(model_class: Any, folder: Path, dtype: torch.dtype, device: torch.device = CPU) -> Any:
+    """Load a diffusers model from its own folder, in ``dtype``, tensor by tensor; see `open_diffusers_model`.
+
+    Weights that stock diffusers keeps in float32 stay in it.
+    """
     model, stored = open_diffusers_model(model_class, folder)
-    assign_weights(model, lambda name, _: stored[name].load().to(dtype))
-    return model
+    whole = kept_in_float32(model)
+    assign_weights(model, lambda name, _: stored[name].load().to(torch.float32 if whole(name) else dtype).to(device))
+    return model.to(device)
 
 
 def open_diffusers_model(model_class: Any, folder: Path) -> tuple[Any, StoredWeights]:
@@ -37,7 +41,8 @@ def open_diffusers_model(model_class: Any, folder: Path) -> tuple[Any, StoredWei
     """
     check_files(folder)
     try:
-        stored = {name: tensor for file in weight_files(folder, WEIGHTS_STEM) for name, tensor in _tensors(file)}
+        files = weight_files(folder, WEIGHTS_STEM)
+        stored = {name: tensor for file in files for name, tensor in open_tensors(file)[0].items()}
         model = empty_model(model_class, read_json(folder / "config.json"))
         model._fix_state_dict_keys_on_load(stored)  # older names of attention layers
     except LOAD_ERRORS as error:
@@ -46,10 +51,6 @@ def open_diffusers_model(model_class: Any, folder: Path) -> tuple[Any, StoredWei
     if wrong := next(mismatches(model, stored), None):
         raise UserError(f"the weights in {folder} do not match its config.json: {wrong}; download or export it again")
     return model.eval(), stored
-
-
-def _tensors(file: Path) -> Iterator[tuple[str, StoredTensor]]:
-    yield from open_tensors(file)[0].items()
 
 
 def read_weights(
@@ -69,6 +70,12 @@ def read_weights(
 
     assign_weights(model, read)
     return model
+
+
+def kept_in_float32(model: Any) -> Callable[[str], bool]:
+    """Return whether stock diffusers loads a weight of this name in float32, whatever dtype is asked for."""
+    modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return lambda name: not modules.isdisjoint(name.split("."))
 
 
 def empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:

@@ -4,6 +4,7 @@ All texts are encoded before the denoiser is loaded, and all latents are drawn b
 the same bits as with all parts in memory.
 """
 
+import copy
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ from sd3_light.export.chosen import ChosenModel
 from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import is_lycoris
-from sd3_light.export.open_pipeline import open_pipeline, open_policy
+from sd3_light.export.open_pipeline import open_pipeline, open_policy, require_finite_denoiser
+from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.flow.scheduler import use_sampler
 from sd3_light.model.folder import components, count_weights, is_encoder
-from sd3_light.model.loading import empty_model
+from sd3_light.model.loading import CPU, empty_model, load_diffusers_model
 from sd3_light.model.part_configs import read_config, read_json
 from sd3_light.runlog import info
 from sd3_light.sample.precision import compute_in
@@ -33,7 +35,6 @@ if TYPE_CHECKING:
 
 PER_ROUND = 128
 """Images that are drawn before they are decoded; their texts take a few hundred MB of host memory."""
-CPU = torch.device("cpu")
 
 
 class LatentsDrawn(Exception):
@@ -65,7 +66,6 @@ class Phases:
     loras: tuple[Lora, ...]
     device: torch.device
     dtype: torch.dtype
-    sampler: str
     pipe: "DiffusionPipeline"
 
     @staticmethod
@@ -82,6 +82,7 @@ class Phases:
         needed = drawing_bytes(count_weights(chosen.folder), dtype.itemsize, device.type == "cuda")
         if free is None or needed <= free:
             return None
+        read_denoiser(chosen.folder / "transformer", family)  # reports missing or wrong weights
         where = "in memory" if device.type == "cpu" else "on the GPU"
         info(f"the parts of the model do not fit {where} together: text encoders, denoiser and VAE take turns")
         config = read_json(chosen.folder / "transformer" / "config.json")
@@ -90,7 +91,7 @@ class Phases:
         parts = {**_without_encoders(chosen), "transformer": family.weights.empty(arguments), "vae": vae}
         pipe, _ = open_pipeline(chosen.folder, torch.device("meta"), chosen.text_facts, parts=parts)
         use_sampler(pipe, sampler)
-        return Phases(chosen, tuple(loras), device, dtype, sampler, pipe), policy
+        return Phases(chosen, tuple(loras), device, dtype, pipe), policy
 
     @property
     def scheduler(self) -> Any:
@@ -99,23 +100,27 @@ class Phases:
 
     def text_encoders(self) -> "DiffusionPipeline":
         """Return a pipeline with the text encoders alone, on the device."""
-        return self._open({"transformer": None, "vae": None}, self.dtype)
+        parts = {"transformer": None, "vae": None}
+        pipe, _ = open_pipeline(self.chosen.folder, CPU, self.chosen.text_facts, self.dtype, parts)
+        return self._completed(pipe)
 
     def denoiser(self, vae: Any) -> "DiffusionPipeline":
         """Return a pipeline with the denoiser on the device, whose call raises `LatentsDrawn`; ``vae`` is not moved."""
-        # a LoKr or LoHa is added to the weights, in float32
-        dtype = torch.float32 if any(is_lycoris(lora.file) for lora in self.loras) else self.dtype
-        return self._open({**_without_encoders(self.chosen), "vae": vae}, dtype)
+        pipe = copy.copy(self.pipe)
+        folder = self.chosen.folder
+        place = (self.dtype, self.device)
+        if any(is_lycoris(lora.file) for lora in self.loras):
+            place = (torch.float32, CPU)  # a LoKr or LoHa is added to the weights, in float32
+        pipe.transformer = load_diffusers_model(type(self.pipe.transformer), folder / "transformer", *place)
+        require_finite_denoiser(pipe.transformer, folder)
+        pipe.vae = _HostVae(vae)
+        return self._completed(pipe)
 
-    def _open(self, parts: dict[str, Any], dtype: torch.dtype) -> "DiffusionPipeline":
-        pipe, _ = open_pipeline(self.chosen.folder, CPU, self.chosen.text_facts, dtype, parts)
-        use_sampler(pipe, self.sampler)
+    def _completed(self, pipe: "DiffusionPipeline") -> "DiffusionPipeline":
+        """Return a pipeline with its adapters, in its dtype on the device."""
         add_adapters(pipe, self.loras)
         compute_in(pipe, self.dtype)
-        if pipe.vae is not None:
-            pipe.vae = _HostVae(pipe.vae)
-        moved: DiffusionPipeline = pipe.to(self.device)
-        return moved
+        return pipe.to(self.device)
 
     def decoder(self) -> VaeDecoder:
         """Load the VAE on the host."""
