@@ -62,10 +62,11 @@ def add_adapter(
     for name, parameter in transformer.named_parameters():
         if is_adapter_name(name):  # peft uses the model's dtype; master weights are float32
             parameter.data = parameter.data.float()
-    for name, layer in _adapter_layers(transformer) if read is not None and config.use_dora else ():
-        dora: Any = layer
-        if dora.get_base_layer().weight.is_floating_point():  # quantized ones have their values
-            dora.lora_magnitude_vector[ADAPTER].weight.data = torch.linalg.norm(read(f"{name}.weight"), dim=1)
+    if config.use_dora and read is not None:
+        for name, layer in _adapter_layers(transformer):
+            dora: Any = layer
+            if dora.get_base_layer().weight.is_floating_point():  # quantized ones have their values
+                dora.lora_magnitude_vector[ADAPTER].weight.data = torch.linalg.norm(read(f"{name}.weight"), dim=1)
     if config.type == "lora" and config.dtype == "float32":
         for name, module in transformer.named_modules():
             if is_lora_name(f"{name}.") and type(module) is nn.Linear:

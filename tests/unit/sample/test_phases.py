@@ -33,6 +33,7 @@ from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.phases import Phases
 from sd3_light.sample.verb import OpenModel, SampleOptions, open_model
 from tests.families import make_pipeline
+from tests.unit.sample.test_sample import lokr_file
 
 ENOUGH = 1 << 50
 FEW = 1000
@@ -169,7 +170,8 @@ def test_the_command_writes_the_same_files(
         tensors[f"{part}.{name}.lora_B.weight"] = torch.randn(width, 2, generator=generator)
     save_file(tensors, tmp_path / "lora.safetensors")
     plain = SampleOptions(steps=2, dtype=dtype, width=32, height=32)
-    options = replace(plain, loras=(Lora(tmp_path / "lora.safetensors", 0.5),))
+    lokr, _ = lokr_file(tmp_path / "lokr.safetensors", "transformer_blocks.1.attn.to_v", 2)
+    options = replace(plain, loras=(Lora(tmp_path / "lora.safetensors", 0.5), Lora(lokr, 0.5)))
     written = {}
     for free in (ENOUGH, FEW):
         monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
