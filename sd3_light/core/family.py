@@ -23,6 +23,8 @@ from sd3_light.core.training import TrainingParts
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from sd3_light.tensor_file import StoredTensor
+
 
 class Weights(ABC):
     """A family's denoiser: its config, its initial weights, and the module that holds them."""
@@ -38,6 +40,13 @@ class Weights(ABC):
     @abstractmethod
     def load(self, start: WeightsStart, seed: int) -> "nn.Module":
         """Return the denoiser before the first step, in float32 (law 4)."""
+
+    @abstractmethod
+    def open(self, start: WeightsStart) -> "tuple[nn.Module, Mapping[str, StoredTensor]]":
+        """Return the denoiser without memory for its weights, and the weights in their files, unread.
+
+        Those of ``start`` are not random. Raises UserError unless they fit the denoiser.
+        """
 
     @abstractmethod
     def empty(self, config: Mapping[str, Any]) -> "nn.Module":

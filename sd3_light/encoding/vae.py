@@ -169,8 +169,12 @@ class VaeDecoder:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return the pixels [B, 3, H, W] from 0 to 1; of clips [B, 3, F, H, W]."""
-        images = decode_raw(self.vae, self._scale.denormalise(latents))
-        return (images * 0.5 + 0.5).clamp(0, 1)
+        return self.pixels(self._scale.denormalise(latents))
+
+    @torch.no_grad()
+    def pixels(self, raw: Tensor) -> Tensor:
+        """Return the same of latents as the VAE takes them."""
+        return (decode_raw(self.vae, raw) * 0.5 + 0.5).clamp(0, 1)
 
 
 def decode_raw(vae: Any, latents: Tensor) -> Tensor:

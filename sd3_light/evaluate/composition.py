@@ -16,6 +16,8 @@ from sd3_light.world.judge import Verdict
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+    from sd3_light.sample.phases import Phases
+
 # "all" means that everything in a prompt is right; the others are its parts, as in `Verdict`.
 DEMANDS: tuple[str, ...] = ("all", "colour", "shape", "count", "relation", "background", "size")
 _HARD_DEMANDS = (*DEMANDS, "texture")  # only harder scenes have textures
@@ -82,7 +84,7 @@ class ScoreOptions:
 
 
 def score(
-    pipe: "DiffusionPipeline",
+    pipe: "DiffusionPipeline | Phases",
     prompts: Sequence[Prompt],
     policy: PipelineInputs,
     options: ScoreOptions,

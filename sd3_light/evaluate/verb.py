@@ -22,13 +22,13 @@ from sd3_light.evaluate.composition import CompositionScore, ScoreOptions, score
 from sd3_light.evaluate.validation_loss import Evaluator
 from sd3_light.export.chosen import choose_model
 from sd3_light.export.export_spec import write_json
-from sd3_light.export.lora_merge import add_adapters, merge_adapters, text_folder
+from sd3_light.export.lora_merge import merge_adapters
 from sd3_light.export.lora_stack import Lora
-from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.inputs import read_limited
 from sd3_light.model.base_values import with_base_values
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.runlog import progress
+from sd3_light.sample.phases import open_with_adapters
 from sd3_light.sources.access import exists
 from sd3_light.sources.records import Record
 from sd3_light.sources.scan import scan
@@ -114,8 +114,7 @@ def run(
 ) -> CompositionScore:
     """Return the score on ``count`` prompts of the demo world, by default combinations that training data lacks."""
     chosen = choose_model(model)
-    pipe, policy = open_pipeline(chosen.folder, Launch().device(), text_folder(chosen, loras))
-    add_adapters(pipe, (*chosen.loras, *loras))
+    pipe, policy = open_with_adapters(chosen, loras, Launch().device())
     prompts = draw_prompts(count, options.seed, held_out, language=language)
     with progress("score", count, "images") as bar:
         result = score(pipe, prompts, policy, options, bar.set_done)

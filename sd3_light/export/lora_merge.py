@@ -66,13 +66,14 @@ def add_adapters(pipe: Any, loras: Sequence[Lora]) -> None:
 
     LoKr and LoHa are added to the weights, because diffusers does not read them; LoRAs are stacked on these.
     """
-    family = family_of_class(type(pipe.transformer))
+    model = pipe if pipe.transformer is None else pipe.transformer
+    family = family_of_class(type(model))
     if loras and family is not None and not family.loads_adapters:
         merge = f"merge it into the weights: sd3-light lora merge MODEL OUT {loras[0].file}"
         raise UserError(f"LoRA {loras[0].file}: the stock pipeline of {family.title} loads no adapter; {merge}")
-    names = _names_of(pipe.transformer)
+    names = _names_of(model)
     lycoris = [lora for lora in loras if is_lycoris(lora.file)]
-    for lora in lycoris:
+    for lora in lycoris if pipe.transformer is not None else ():
         try:
             _merge_into(pipe.transformer, read_lycoris(lora.file, names=names).modules, lora.strength)
         except UserError as error:
@@ -86,9 +87,10 @@ def merge_adapters(transformer: nn.Module, loras: Sequence[Lora]) -> None:
         _merge_into(transformer, read_any_adapter(lora.file, names=_names_of(transformer)).modules, lora.strength)
 
 
-def _names_of(transformer: nn.Module) -> AdapterNames:
-    family = family_of_class(type(transformer))
-    assert family is not None, type(transformer)
+def _names_of(model: Any) -> AdapterNames:
+    """Return the names in adapter files of a denoiser or a pipeline."""
+    family = family_of_class(type(model))
+    assert family is not None, type(model)
     return family.files.adapters
 
 
