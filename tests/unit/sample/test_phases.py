@@ -22,6 +22,7 @@ from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.encoding.vae import VaeDecoder
 from sd3_light.engines import Launch
 from sd3_light.evaluate import verb as evaluate
+from sd3_light.evaluate.composition import ScoreOptions
 from sd3_light.export.chosen import choose_model
 from sd3_light.export.lora_stack import Lora
 from sd3_light.model.folder import count_weights
@@ -189,7 +190,7 @@ def test_evaluation_works_in_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = []
     for free in (ENOUGH, FEW):
         monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
-        scores.append(evaluate.run(DEMO, 2, steps=1, batch=1))
+        scores.append(evaluate.run(DEMO, 2, options=ScoreOptions(steps=1, batch=1)))
     pixels = [[np.asarray(image).tobytes() for image in score.images] for score in scores]
     assert pixels[0] == pixels[1]
 
