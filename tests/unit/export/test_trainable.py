@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft.import_utils import is_bnb_available
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,6 +18,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.core.registry import family_of
 from sd3_light.export import trainable
 from sd3_light.export.trainable import load_what_trains
+from sd3_light.model import quantized
 from sd3_light.model.adapter_layers import add_adapter, cast_frozen, is_adapter_name
 from tests.cases import combinations
 from tests.families import make_denoiser, make_pipeline
@@ -146,3 +148,54 @@ def test_a_frozen_denoiser_is_never_held_in_float32(
     assert before.peak >= 2 * sum(weight.nbytes for weight in frozen), "the measurement sees a model in float32"
     largest = 2 * max(weight.nbytes for weight in frozen)
     assert now.peak <= adapter + 2 * largest + 4096, "one weight, and a copy of it, beside the adapter"
+
+
+class Int8Weight(nn.Parameter):
+    """Quantizes the values that it is made of."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> "Int8Weight":
+        return super().__new__(cls, (100 * data).round().to(torch.int8), requires_grad=requires_grad)
+
+
+class Int8Linear(nn.Linear):
+    """Stands for a layer of bitsandbytes."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, device: Any) -> None:
+        super().__init__(inputs, outputs, bias, device=device)
+        self.weight = Int8Weight(torch.zeros(1))
+
+    def ready(self) -> "Int8Linear":
+        return self
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
+def test_quantized_weights_are_read_one_by_one(
+    folder_of: Callable[[str, torch.dtype], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    kind: str,
+) -> None:
+    assert not is_bnb_available(), "peft would use its own layers"
+    find = quantized.importlib.util.find_spec
+    monkeypatch.setattr(
+        quantized.importlib.util, "find_spec", lambda name, *more: name if name == "bitsandbytes" else find(name, *more)
+    )
+    monkeypatch.setattr(quantized, "_layer_classes", lambda: {8: Int8Linear})
+    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
+    config = config_of(folder_of(family, torch.float32), tmp_path, base_bits=8, **KINDS[kind])
+    weights = family_of(config.model).weights
+    start = weights.start(config.model)
+    expected = weights.load(start, config.seed)
+    assert config.adapter is not None
+    quantized.quantize_base(expected, 8, CPU)
+    add_adapter(expected, config.adapter, config.seed)
+    cast_frozen(expected, torch.bfloat16)
+    with Float32Bytes() as memory:
+        denoiser = load_what_trains(config, start, CPU)
+    assert facts(denoiser) == facts(expected)
+    assert torch.int8 in {dtype for dtype, _ in facts(denoiser).values()}
+    states = denoiser.state_dict(), expected.state_dict()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert memory.peak < sum(4 * weight.numel() for weight in denoiser.parameters()) / 2
