@@ -138,7 +138,7 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> R
         evals=evals,
         total_steps=steps,
         run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs per epoch·steps / steps per epoch"),
-        host=_host(train, data, evals, checkpoint_copy_bytes(setup)),
+        host=host_memory(train, data, evals, checkpoint_copy_bytes(setup)),
         gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(setup)),
         residence=train.residence,
     )
@@ -290,7 +290,7 @@ def _num_shapes(directories: Mapping[int, BucketCount]) -> int:
     return 2 if 0 < masked < samples else 1
 
 
-def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEstimate], copies: Amount) -> Amount:
+def host_memory(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEstimate], copies: Amount) -> Amount:
     """Return the host memory of the loaders of training and evaluation, and of the copies for checkpoints."""
     loader, micro_batch = _loader(train, data, train.gradient_accumulation_steps)
     evaluation = max((_loader(train, dataset, 1)[0].value for dataset in evals), default=0)

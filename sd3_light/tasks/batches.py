@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.data.loader import PipelineDataLoader
@@ -13,7 +14,8 @@ from sd3_light.data.order import WINDOW, Order, Segment, build_order, rank_slice
 from sd3_light.data.stream import CachedBatch
 from sd3_light.engines import Launch
 from sd3_light.engines.errors import as_user_error
-from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
+from sd3_light.engines.feed import make_loader
+from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import StepStream
 from sd3_light.evaluate.validation import EvalPreparer, QuantileBatches
 from sd3_light.tasks.prepare import SAMPLES, STORED, ItemPreparer, SamplePreparer
@@ -81,10 +83,13 @@ ReadItem = Callable[[Any, int], Any]
 
 
 class TaskBatches(Dataset[Any]):
-    """A rank's micro-batches by number: ``step * micro_batches + micro``; ``prepare.SAMPLES`` are the items."""
+    """A rank's micro-batches by number: ``step * micro_batches + micro``; ``prepare.SAMPLES`` are the items.
+
+    Without ``read`` there are none: the trainer has them.
+    """
 
     def __init__(
-        self, dataset: Dataset[Any], samples: SampleOrder, launch: Launch, micro_batches: int, read: ReadItem
+        self, dataset: Dataset[Any], samples: SampleOrder, launch: Launch, micro_batches: int, read: ReadItem | None
     ) -> None:
         self.dataset, self.samples, self.read = dataset, samples, read
         self.launch, self.micro_batches = launch, micro_batches
@@ -95,16 +100,21 @@ class TaskBatches(Dataset[Any]):
         size = self.samples.order.batch_size(step)
         start, stop = rank_slice(size, self.launch.rank, self.launch.world, micro, self.micro_batches)
         index, epoch, repeat = map(torch.tensor, zip(*self.samples.picks(step, start, stop), strict=True))
-        items = [self.read(self.dataset, number) for number in index.tolist()]
+        items = None if self.read is None else [self.read(self.dataset, number) for number in index.tolist()]
         return {SAMPLES: items, STORED: self.load_from_cache, "sample_id": index, "epoch": epoch, "repeat": repeat}
 
 
 def task_steps(
-    batches: TaskBatches, preparer: ItemPreparer, num_workers: int, prefetch: int, device: torch.device
+    batches: TaskBatches,
+    preparer: ItemPreparer,
+    config: TrainConfig,
+    device: torch.device,
+    finish: Finish | None = None,
 ) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, starting at a position.
 
-    Workers read and prepare them. Stacked ones are copied to a GPU while it computes earlier ones.
+    Workers read and prepare them. Stacked ones are copied to a GPU while it computes earlier ones, and ``finish`` adds
+    what is there already.
     """
     micro = batches.micro_batches
     to_gpu = device.type == "cuda" and isinstance(preparer, SamplePreparer)
@@ -112,9 +122,8 @@ def task_steps(
     def steps(first: int) -> StepStream:
         items = range(first * micro, 2**62)
         pin = pin_host_memory if to_gpu else None
-        into = preparer.prepare_into
-        loader = PipelineDataLoader(batches, None, micro, preparer, num_workers, prefetch, items, pin, into)
-        return prefetch_steps(iter(loader), micro, device) if to_gpu else loader.steps()
+        loader = make_loader(config, batches, None, micro, preparer, items, pin)
+        return prefetch_steps(iter(loader), micro, device, finish) if to_gpu else loader.steps()
 
     return steps
 

@@ -208,8 +208,18 @@ class DiffusionTrainingModule(ModuleHelpers):
         with as_user_error(f"denoise of {type(self).__name__}"):
             return self.denoise(noisy, t, inputs)
 
-    def inputs(self, batch: Batch) -> dict[str, Any]:
+    def inputs(self, batch: Batch) -> Values:
         """Return the loss's inputs: all that the units write for the batch, and each sample's noise and quantile."""
+        return self.with_gradient_units(self.values(batch))
+
+    def with_gradient_units(self, inputs: Values) -> Values:
+        """Return the inputs with what gradient units write."""
+        for unit in (self._split or self.split()).gradient:
+            inputs = run_unit(unit, self, inputs)
+        return inputs
+
+    def values(self, batch: Batch) -> dict[str, Any]:
+        """Return the inputs of a batch without those that gradient units write."""
         split = self._split or self.split()
         reads = self._reads(split)
         batch = batch.to(self.device)
@@ -222,10 +232,7 @@ class DiffusionTrainingModule(ModuleHelpers):
             for name in reads:
                 inputs |= batch_values(batch, name, self.pads, self.device)
             inputs["noise"] = batch["noise"]
-        inputs |= {QUANTILE: batch.host[QUANTILE], POINT: batch.host[POINT]}
-        for unit in split.gradient:
-            inputs = run_unit(unit, self, inputs)
-        return inputs
+        return {**inputs, QUANTILE: batch.host[QUANTILE], POINT: batch.host[POINT]}
 
     @torch.no_grad()
     def _run_units(self, batch: Batch, split: UnitSplit, reads: dict[str, bool]) -> dict[str, Any]:

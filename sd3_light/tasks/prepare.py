@@ -5,7 +5,7 @@ padded, with ``NAME.length``. Of everything else ``host`` has a list with a valu
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -59,7 +59,7 @@ class ItemPreparer:
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Batch:
         """Return a batch without values."""
         host = {SAMPLES: batch[SAMPLES], STORED: batch[STORED], **identities(batch, timestep_quantile)}
-        return Batch(len(batch[SAMPLES]), {}, host)
+        return Batch(len(host[WORDS]), {}, host)
 
     def prepare_into(
         self, batch: CachedBatch, allocate: AllocateTensor, timestep_quantile: float | None = None
@@ -92,13 +92,27 @@ class SamplePreparer(ItemPreparer):
     def prepare_into(
         self, batch: CachedBatch, allocate: AllocateTensor, timestep_quantile: float | None = None
     ) -> Batch:
-        """Return the batch, stacked in memory that ``allocate`` returns."""
-        items = batch[SAMPLES]
+        """Return the batch, stacked in memory that ``allocate`` returns; without items only what is drawn for it."""
         host = identities(batch, timestep_quantile)
-        values: dict[str, Tensor] = {}
+        host[QUANTILE] = self._quantiles(host)
+        prepared = Batch(len(host[WORDS]), {}, host)
+        if batch[SAMPLES] is None:
+            return prepared
+        prepared = self.stacked(prepared, batch[SAMPLES], allocate)
+        clean = prepared.get(self.latents)
+        if clean is None or not clean.is_floating_point():
+            return prepared
+        noise = allocate(tuple(clean.shape), torch.float32)
+        fill_rows(noise, self.seed, "noise", host)
+        return prepared.with_values({"noise": noise})
+
+    def stacked(self, batch: Batch, items: Sequence[Sample], allocate: AllocateTensor, device: str = "cpu") -> Batch:
+        """Return the batch with the values of items, stacked where all are tensors of one shape on a kind of device."""
+        values = dict(batch.values)
+        host = dict(batch.host)
         for name in dict.fromkeys(name for item in items for name in item if name in self.names):
             column = [item.get(name, Missing.VALUE) for item in items]
-            if not _same(column, from_dimension=1 if name in self.pads else 0):
+            if not _same(column, 1 if name in self.pads else 0, device):
                 host[name] = column
             elif name in self.pads:
                 values[name] = _padded(column, allocate)
@@ -106,12 +120,7 @@ class SamplePreparer(ItemPreparer):
             else:
                 memory = allocate((len(column), *column[0].shape), column[0].dtype)
                 values[name] = torch.stack(column, out=memory)
-        clean = values.get(self.latents)
-        if clean is not None and clean.is_floating_point():
-            values["noise"] = allocate(tuple(clean.shape), torch.float32)
-            fill_rows(values["noise"], self.seed, "noise", host)
-        host[QUANTILE] = self._quantiles(host)
-        return Batch(len(items), values, host)
+        return replace(batch, values=values, host=host)
 
     def _quantiles(self, host: Mapping[str, Any]) -> Tensor:
         drawn = [host[POINT]] * len(host[WORDS])
@@ -136,14 +145,14 @@ def fill_rows(rows: Tensor, seed: int, purpose: str, host: Mapping[str, Any]) ->
         fill_normals(draws, array[at : at + 1])
 
 
-def _same(column: Sequence[Any], from_dimension: int) -> bool:
-    """Return whether all values are tensors on the host, of one dtype and one shape from a dimension on."""
+def _same(column: Sequence[Any], from_dimension: int, device: str) -> bool:
+    """Return whether all values are tensors on the device, of one dtype and one shape from a dimension on."""
     first = column[0]
     return all(
         type(value) is Tensor
         and value.layout == torch.strided
         and not value.requires_grad
-        and value.device.type == "cpu"
+        and value.device.type == device
         and value.dtype == first.dtype
         and value.dim() == first.dim() >= from_dimension
         and value.shape[from_dimension:] == first.shape[from_dimension:]

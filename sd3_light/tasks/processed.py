@@ -10,7 +10,6 @@ A fingerprint covers a sample's data and the recipe: a task that is started agai
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +26,12 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.columns import CAPTION, INDEX, MASK, Column
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.reader import ShardReader
-from sd3_light.data.shards import Origin, ShardContent, read_origins, write_shard
-from sd3_light.data.store import ShardStore, open_shard, open_store
+from sd3_light.data.resident import ResidentBucket, ResidentCache
+from sd3_light.data.shards import CaptionFeatures, Origin, ShardContent, read_origins, write_shard
+from sd3_light.data.store import open_shard, open_store
+from sd3_light.data.stream import CachedDataset
+from sd3_light.data.verify import is_intact
+from sd3_light.engines import Launch
 from sd3_light.files import atomic_file, file_sha256, sweep_files, write_atomically
 from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file, require_regular
 from sd3_light.tasks.sample_files import SAMPLE_SUFFIX, read_sample_file, write_sample_file
@@ -38,7 +41,6 @@ SAMPLES_FILE = "samples.arrow"
 _FORMAT, _KIND = 2, "processed"
 _OWN = "own."
 """Prefix of the columns of values whose names shards use themselves."""
-_OPEN_SHARDS = 64
 _AGAIN = "run launch_data_process_task again"
 
 
@@ -179,10 +181,9 @@ class StoredRows:
     def _is_intact(self, file: str) -> bool:
         if file not in self._readers:
             entry = read_entry(self._folder, file)
-            path = self._folder / file
-            if entry is None or file_sha256(path) != entry.sha256:
+            if entry is None or not is_intact(self._folder / file, entry):
                 return False
-            self._readers[file] = ShardReader(path, entry)
+            self._readers[file] = ShardReader(self._folder / file, entry)
         return True
 
 
@@ -265,30 +266,50 @@ def write_file_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> 
 # --- reading -------------------------------------------------------------------------------------
 
 
+class _TaskShards(CachedDataset):
+    """The shards of a task: columns may differ from one to another, and there is no empty caption."""
+
+    def new_reader(self, entry: ShardEntry) -> ShardReader:
+        """Open a shard without hashing it."""
+        return open_shard(self.store, entry, lambda path: ShardReader(path, entry))
+
+    def empty_text(self) -> CaptionFeatures:
+        """Return no features."""
+        return {}
+
+
 class ProcessedDataset(Dataset[Any]):
     """The samples of a data-process task in the order of the original dataset, to train on.
 
     ``folder`` may be the URL of a copy with shards: they are fetched when they are used, into ``stream_cache_dir``, of
     at most ``stream_cache_gb``; the setting `shuffle_window` limits how many are in use. A file is hashed when it is
     first opened. Samples with the same ``bucket_of(index)`` may share a batch. ``load_from_cache``: the samples are
-    what a custom forward returned, its ``inputs`` in the second stage.
+    what a custom forward returned, its ``inputs`` in the second stage; they have no ``shards``. Samples are views of
+    ``resident``, if the shards were read into memory.
     """
 
     def __init__(
         self, folder: str | Path, stream_cache_dir: str | Path | None = None, stream_cache_gb: float = 50.0
     ) -> None:
-        self._open: OrderedDict[str, ShardReader] = OrderedDict()
+        self.folder: Path | str = str(folder).rstrip("/") if is_url(str(folder)) else Path(folder)
+        self.shards: CachedDataset | None = None
+        self.resident: ResidentCache | None = None
         self._verified: set[str] = set()
-        self._store: ShardStore | None = None
-        self.load_from_cache = False
-        if is_url(str(folder)):
-            self.folder: Path | str = str(folder).rstrip("/")
-            fetched = None if stream_cache_dir is None else Path(stream_cache_dir)
-            self._store = open_store(self.folder, fetched, int(stream_cache_gb * 1e9))
-            table = with_retries(f"{self.folder}/{SAMPLES_FILE}", lambda files, path: files.cat_file(path))
-            self._use(self._store.manifest, feather.read_table(pa.BufferReader(table)))
-            return
-        self.folder = Path(folder)
+        files = self._sample_files()
+        self.load_from_cache = files is not None
+        try:
+            if files is not None:
+                self._open_files(files)
+            else:
+                fetched = None if stream_cache_dir is None else Path(stream_cache_dir)
+                self._open_shards(fetched, int(stream_cache_gb * 1e9))
+        except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
+            raise UserError(f"{self.folder}/{MANIFEST} is damaged ({error!r}); {_AGAIN}") from error
+
+    def _sample_files(self) -> dict[str, Any] | None:
+        """Return the manifest of sample files; None if there are shards."""
+        if isinstance(self.folder, str):
+            return None
         path = self.folder / MANIFEST
         if not path.is_file():
             raise UserError(f"no processed data in {self.folder}; run launch_data_process_task first")
@@ -296,47 +317,46 @@ class ProcessedDataset(Dataset[Any]):
             content = read_json_file(path, INDEX_BYTES)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}); {_AGAIN}") from error
-        self.load_from_cache = isinstance(content, dict) and content.get("kind") == _KIND
-        try:
-            self._open_files(content) if self.load_from_cache else self._open_shards(self.folder)
-        except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
-            raise UserError(f"{path} is damaged ({error!r}); {_AGAIN}") from error
+        return content if isinstance(content, dict) and content.get("kind") == _KIND else None
 
     def _open_files(self, content: dict[str, Any]) -> None:
         if content["format"] != _FORMAT:
             raise UserError(f"{self.folder} has processed data of another version; {_AGAIN}")
         self.recipe = dict(content["recipe"])
-        samples = [sample for sample in content["samples"] if is_inner_path(sample["file"])]
-        self._hashes = {str(sample["file"]): str(sample["sha256"]) for sample in samples}
+        self._hashes = {str(sample["file"]): str(sample["sha256"]) for sample in content["samples"]}
         self._samples = [(str(sample["bucket"]), str(sample["file"]), 0, "{}") for sample in content["samples"]]
-        for _, file, _, _ in self._samples:
-            self._hashes[file]
+        if not all(is_inner_path(file) for file in self._hashes):
+            raise ValueError("a sample is in another folder")
 
-    def _open_shards(self, folder: Path) -> None:
+    def _open_shards(self, fetched: Path | None, limit_bytes: int) -> None:
         try:
-            manifest = Manifest.load(folder)
+            self.shards = _TaskShards(open_store(self.folder, fetched, limit_bytes), Launch.detect().world > 1)
         except UserError as error:
-            raise UserError(f"{error}; of a task: {_AGAIN}") from error
-        path = folder / SAMPLES_FILE
-        if not path.is_file():
-            raise UserError(f"{folder} holds a cache, and no processed data of a task; {_AGAIN}")
-        require_regular(path)
-        self._use(manifest, feather.read_table(path, memory_map=False))
-
-    def _use(self, manifest: Manifest, table: pa.Table) -> None:
-        """Take the samples of a table."""
+            raise UserError(f"{error}; of a task: {_AGAIN}") if isinstance(self.folder, Path) else error from error
+        table = self._table()
         table.validate(full=True)
-        self.recipe = dict(manifest.recipe)
-        self._entries = {entry.file: entry for entry in manifest.shards}
-        self._hashes = {entry.file: entry.sha256 for entry in manifest.shards}
+        self.recipe = dict(self.shards.manifest.recipe)
+        self._entries = {entry.file: entry for entry in self.shards.manifest.shards}
+        self._places = {
+            entry.file: (number, segment)
+            for number, bucket in enumerate(self.shards.buckets)
+            for segment, entry in enumerate(bucket.shards)
+        }
         columns = (table[name].to_pylist() for name in ("bucket", "shard", "row", "values"))
         self._samples = list(zip(*columns, strict=True))
         for _, file, row, _ in self._samples:
             if not 0 <= row < self._entries[file].count:
                 raise ValueError(f"row {row} of {file}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}
+    def _table(self) -> pa.Table:
+        if isinstance(self.folder, str):
+            data = with_retries(f"{self.folder}/{SAMPLES_FILE}", lambda files, path: files.cat_file(path))
+            return feather.read_table(pa.BufferReader(data))
+        path = self.folder / SAMPLES_FILE
+        if not path.is_file():
+            raise UserError(f"{self.folder} holds a cache, and no processed data of a task; {_AGAIN}")
+        require_regular(path)
+        return feather.read_table(path, memory_map=False)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -351,26 +371,39 @@ class ProcessedDataset(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         _, file, row, values = self._samples[index]
-        if self.load_from_cache:
-            return read_sample_file(self._verify(Path(self.folder) / file, file))
-        return {**read_row(self._reader(file), row), **json.loads(values)}
+        if self.shards is None:
+            return self._read_file(file)
+        return {**self._tensors(file, row), **json.loads(values)}
 
-    def _reader(self, file: str) -> ShardReader:
-        if file not in self._open:
-            entry = self._entries[file]
-            if self._store is not None:  # it compares hashes
-                self._open[file] = open_shard(self._store, entry, lambda path: ShardReader(path, entry))
-            else:
-                self._open[file] = ShardReader(self._verify(Path(self.folder) / SHARDS / file, file), entry)
-            while len(self._open) > _OPEN_SHARDS:
-                self._open.popitem(last=False)
-        self._open.move_to_end(file)
-        return self._open[file]
-
-    def _verify(self, path: Path, file: str) -> Path:
-        """Return the path of a file; when it is first used its hash is compared."""
+    def _read_file(self, file: str) -> Any:
+        path = Path(self.folder) / file
         if file not in self._verified:
             if not path.is_file() or file_sha256(path) != self._hashes[file]:
-                raise UserError(f"{path} is missing or damaged; delete it and run the data process again")
+                raise _damaged(path)
             self._verified.add(file)
-        return path
+        return read_sample_file(path)
+
+    def _tensors(self, file: str, row: int) -> dict[str, Tensor]:
+        assert self.shards is not None
+        number, segment = self._places[file]
+        if self.resident is not None:
+            bucket = self.resident.buckets[number]
+            return _resident_row(bucket, int(bucket.first_sample[segment]) + row)
+        try:
+            (reader,) = self.shards.readers([self._entries[file]])
+        except UserError as error:
+            raise _damaged(self.folder / SHARDS / file) if isinstance(self.folder, Path) else error from error
+        return read_row(reader, row)
+
+
+def _resident_row(bucket: ResidentBucket, number: int) -> dict[str, Tensor]:
+    """Return the tensors of a sample, as `read_row` does, without a copy."""
+    stored = {name: table[number] for name, table in bucket.images.items()}
+    for name, rows in bucket.text.tokens.items():
+        first, end = bucket.text.starts[name][number : number + 2].tolist()
+        stored[name] = rows[first:end]
+    return {name.removeprefix(_OWN): value for name, value in stored.items()}
+
+
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path} is missing or damaged; delete it and run the data process again")

@@ -437,7 +437,8 @@ def sample(index: int, epoch: int = 0, repeat: int = 0) -> dict[str, Any]:
 
 def test_padding_is_not_counted_in_validation() -> None:
     model, batch = Toy(), [sample(0), sample(1), sample(0, repeat=1)]
-    engine = TorchEngine(UnitModel(model), TaskSettings().engine_settings(1), Launch(), torch.device("cpu"))
+    config = TaskSettings().train_config(Path("out"), 1, None, False)
+    engine = TorchEngine(UnitModel(model), config, Launch(), torch.device("cpu"))
     prepared = EvalPreparer(model.preparer()).prepare_inputs((rows_of(batch), 0.5))
     with torch.no_grad():
         total, count = engine.evaluate(prepared).tolist()
