@@ -1,15 +1,15 @@
 """The cost of training a denoiser without formulas: a pass is counted, see `check.denoiser_count`."""
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from sd3_light.check.denoiser_count import Counts, OneOfEachBlock
+from sd3_light.check.denoiser_count import NOTHING, Counts, OneOfEachBlock
 from sd3_light.config import AdapterConfig, TrainConfig
-from sd3_light.core.cost import FLASH_BACKWARD, BlockBytes, Compute, Cost, Layout, SampleBytes, Tokens
+from sd3_light.core.cost import FLASH_BACKWARD, Compute, Cost, Layout, SampleBytes, Tokens
 from sd3_light.core.model import denoiser_blocks
 from sd3_light.model.linears import adapter_weights, match_targets
 from sd3_light.optim.groups import WeightKinds
@@ -43,6 +43,11 @@ class DenoiserCost(Cost):
     def reduced(self) -> OneOfEachBlock:
         """The denoiser as it is counted."""
         return OneOfEachBlock(self.reduced_copy())
+
+    @property
+    def block_kinds(self) -> Sequence[int]:
+        """The kind of every block, a position in `Counts.blocks`."""
+        return self.reduced.kinds
 
     def reduced_copy(self) -> nn.Module:
         """Return a denoiser on the meta device, whose blocks are left out."""
@@ -100,15 +105,15 @@ class DenoiserCost(Cost):
         """See `Cost.sample_bytes`."""
         assert compute.kind != "fast", f"{self._title} has no fast blocks"
         counts = self.counts(tokens, compute.dtype)
-        nothing = BlockBytes(0, 0, 0)
+        blocks = counts.blocks or NOTHING.blocks
         return SampleBytes(
             features=counts.features,
             target=counts.target,
             before=counts.before,
-            blocks=tuple(counts.blocks[kind] for kind in self.reduced.kinds),
+            blocks=tuple(counts.blocks[kind] for kind in self.block_kinds),
             after=counts.after,
-            stream=max((kind.inputs for kind in counts.blocks), default=0),
-            largest=max(counts.blocks, key=lambda kind: kind.saved, default=nothing),
+            stream=max(kind.inputs for kind in blocks),
+            largest=max(blocks, key=lambda kind: kind.saved),
             # the gradients of its largest tensor and of what that was made of, and what attention needs in its kernel
             work=round(2 * counts.tensor + FLASH_BACKWARD * self.width * tokens.joint),
         )

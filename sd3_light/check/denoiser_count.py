@@ -48,6 +48,10 @@ class Counts:
     blocks: tuple[BlockBytes, ...]
 
 
+NOTHING = Counts(0, 0, 0, 0, 0, 0, 0, (BlockBytes(0, 0, 0),))
+"""Stands for a pass that cannot be counted."""
+
+
 class OneOfEachBlock:
     """A denoiser on the meta device, reduced to one block of each kind. ``kinds`` has the kind of every block."""
 

@@ -1,24 +1,17 @@
 """Batches of a user's dataset for the loop, ordered as in pretraining (law 2); a sample's id is its index."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
-from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.core.batch import Batch
-from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.order import WINDOW, Order, Segment, build_order, rank_slice
 from sd3_light.data.stream import CachedBatch
 from sd3_light.engines import Launch
 from sd3_light.engines.errors import as_user_error
-from sd3_light.engines.feed import make_loader
-from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
-from sd3_light.engines.protocol import StepStream
-from sd3_light.evaluate.validation import EvalPreparer, QuantileBatches
-from sd3_light.tasks.prepare import SAMPLES, STORED, ItemPreparer, SamplePreparer
+from sd3_light.tasks.prepare import SAMPLES, STORED
 
 
 class SampleOrder:
@@ -102,33 +95,3 @@ class TaskBatches(Dataset[Any]):
         index, epoch, repeat = map(torch.tensor, zip(*self.samples.picks(step, start, stop), strict=True))
         items = None if self.read is None else [self.read(self.dataset, number) for number in index.tolist()]
         return {SAMPLES: items, STORED: self.load_from_cache, "sample_id": index, "epoch": epoch, "repeat": repeat}
-
-
-def task_steps(
-    batches: TaskBatches,
-    preparer: ItemPreparer,
-    config: TrainConfig,
-    device: torch.device,
-    finish: Finish | None = None,
-) -> Callable[[int], StepStream]:
-    """Return a function that yields the micro-batches of endless steps, starting at a position.
-
-    Workers read and prepare them. Stacked ones are copied to a GPU while it computes earlier ones, and ``finish`` adds
-    what is there already.
-    """
-    micro = batches.micro_batches
-    to_gpu = device.type == "cuda" and isinstance(preparer, SamplePreparer)
-
-    def steps(first: int) -> StepStream:
-        items = range(first * micro, 2**62)
-        pin = pin_host_memory if to_gpu else None
-        loader = make_loader(config, batches, None, micro, preparer, items, pin)
-        return prefetch_steps(iter(loader), micro, device, finish) if to_gpu else loader.steps()
-
-    return steps
-
-
-def evaluation_batches(batches: TaskBatches, preparer: ItemPreparer, points: Sequence[float]) -> Iterable[Batch]:
-    """Return every micro-batch of an epoch at every point, a quantile or fixed time; padding has weight 0."""
-    items = QuantileBatches(batches, batches.samples.order.steps_per_epoch, points)
-    return PipelineDataLoader(items, None, 1, EvalPreparer(preparer))

@@ -8,12 +8,13 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from sd3_light.check.counted_cost import DenoiserCost, layer_sizes
-from sd3_light.check.denoiser_count import Counts
+from sd3_light.check.denoiser_count import NOTHING, Counts
 from sd3_light.config import AdapterConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.core.columns import Bucket
-from sd3_light.core.cost import BlockBytes, Compute, SampleBytes, TextTokens, Tokens
+from sd3_light.core.cost import Compute, TextTokens, Tokens
+from sd3_light.engines.errors import as_user_error
 from sd3_light.tasks.call import TaskCall
 from sd3_light.tasks.models import TaskModel
 from sd3_light.tasks.module import DiffusionTrainingModule
@@ -28,6 +29,10 @@ class SampledBucket:
     tokens: Tokens
     nbytes: int
     inputs: Batch
+
+
+UNKNOWN = SampledBucket(Bucket(0, 0), Tokens(0, 0), 0, Batch(1))
+"""Stands for a bucket of a module that is not counted."""
 
 
 class TaskCost(DenoiserCost):
@@ -68,31 +73,20 @@ class TaskCost(DenoiserCost):
         """Return the most tokens of a sample."""
         return max((sampled.tokens for sampled in self.buckets), key=lambda tokens: tokens.joint, default=Tokens(0, 0))
 
+    @property
+    def block_kinds(self) -> Sequence[int]:
+        """See `DenoiserCost.block_kinds`."""
+        return super().block_kinds if self.why_not_counted is None else [0] * self.num_blocks
+
     def counts(self, tokens: Tokens, dtype: str) -> Counts:
         """See `DenoiserCost.counts`."""
+        inputs = next((sampled.inputs for sampled in self.buckets if sampled.tokens == tokens), None)
+        if self.why_not_counted is not None or inputs is None:
+            return NOTHING
         key = (tokens, dtype)
         if key not in self._counts:
-            inputs = next(sampled.inputs for sampled in self.buckets if sampled.tokens == tokens)
             self._counts[key] = self.reduced.count(self._pass, inputs, dtype, backward=True)
         return self._counts[key]
-
-    def sample_bytes(self, tokens: Tokens, compute: Compute) -> SampleBytes:
-        """See `Cost.sample_bytes`."""
-        if self._is_counted(tokens):
-            return super().sample_bytes(tokens, compute)
-        nothing = BlockBytes(0, 0, 0)
-        return SampleBytes(0, 0, 0, (nothing,) * self.num_blocks, 0, 0, nothing, 0)
-
-    def forward_flops(self, tokens: Tokens) -> int:
-        """See `Cost.forward_flops`."""
-        return super().forward_flops(tokens) if self._is_counted(tokens) else 0
-
-    def input_flops(self, tokens: Tokens) -> int:
-        """See `Cost.input_flops`."""
-        return super().input_flops(tokens) if self._is_counted(tokens) else 0
-
-    def _is_counted(self, tokens: Tokens) -> bool:
-        return self.why_not_counted is None and any(sampled.tokens == tokens for sampled in self.buckets)
 
     def image_tokens(self, width: int, height: int) -> int:
         """Not known: sizes are those of samples."""
@@ -132,8 +126,9 @@ def cost_of(task: TaskCall) -> TaskCost:
         buckets.append(_sampled(model.module, preparer.prepare_inputs(rows_of(sample))))
     cost = TaskCost(model, buckets)
     try:
-        for sampled in buckets:
-            cost.sample_bytes(sampled.tokens, Compute("stock", task.config.model.transformer_dtype))
+        with as_user_error("a pass without memory"):
+            for sampled in buckets:
+                cost.sample_bytes(sampled.tokens, Compute("stock", task.config.model.transformer_dtype))
     except UserError as error:  # code that reads values of tensors has no such values here
         return TaskCost(model, buckets, f"as they cannot be counted ({error})")
     return cost

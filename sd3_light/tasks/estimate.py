@@ -9,25 +9,19 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from sd3_light.check.conclusion import Line, Target, resources, what_does_not_fit
-from sd3_light.check.estimate import BucketEstimate, DatasetEstimate, RunEstimate, host_memory
+from sd3_light.check.estimate import BucketEstimate, DatasetEstimate, Estimator, RunEstimate
 from sd3_light.check.render import render
-from sd3_light.check.run_setup import BatchPlan, run_setup
-from sd3_light.core.batch import Batch
-from sd3_light.core.columns import Bucket
-from sd3_light.core.cost import Layout, Tokens
+from sd3_light.core.cost import Layout
 from sd3_light.core.start import WeightsStart
 from sd3_light.cost.amount import Amount, format_bytes
 from sd3_light.cost.data_bytes import resident_index_bytes
 from sd3_light.cost.disk_space import DOES_NOT_FIT
-from sd3_light.cost.gpu_memory import checkpoint_copy_bytes
-from sd3_light.cost.gpu_memory import gpu_memory as gpu_memory_of
-from sd3_light.cost.training_flops import training_flops
 from sd3_light.engines.errors import TASK_OUT_OF_MEMORY
 from sd3_light.runlog.tables import print_table
 from sd3_light.sources.rejects import Rejects
 from sd3_light.system import Gpu, visible_gpus
 from sd3_light.tasks.call import TaskCall
-from sd3_light.tasks.cost import SampledBucket, TaskCost, cost_of
+from sd3_light.tasks.cost import UNKNOWN, TaskCost, cost_of
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.processed import ProcessedDataset
 from sd3_light.tasks.settings import TaskSettings
@@ -84,69 +78,35 @@ def _lines(task: TaskCall, cost: TaskCost, estimate: RunEstimate, lines: list[Li
 
 def _estimate(task: TaskCall, cost: TaskCost) -> RunEstimate:
     """Return the numbers of a task, as those of a config."""
-    config = task.config
-    order = task.samples.order
     layout = Layout(task.launch.world, task.settings.engine == "deepspeed")
-    rows = [_row(task, cost, layout, number) for number in range(len(order.buckets))]
-    setup = run_setup(config, cost, layout, BatchPlan(Tokens(0, 0), 0, task.micro_batches))
+    estimator = Estimator(task.config, cost, layout, task.micro_batches)
+    size = task.settings.batch_size
+    rows = []
+    for number, order in enumerate(task.samples.order.buckets):
+        sampled = cost.buckets[number] if cost.buckets else UNKNOWN
+        nbytes = size * sampled.nbytes
+        rows.append(
+            BucketEstimate(
+                bucket=sampled.bucket,
+                resolution=(sampled.bucket.width, sampled.bucket.height),
+                samples=order.length,
+                prepared=Amount(nbytes, "bytes of a sample"),
+                latents=nbytes,
+                read=nbytes,
+                **estimator.step(order, sampled.tokens, size),
+            )
+        )
     samples = sum(row.samples for row in rows)
     shards = getattr(task.dataset, "shards", None)
-    stored = 0 if shards is None else shards.manifest.nbytes
-    folder = task.dataset.folder if isinstance(task.dataset, ProcessedDataset) else task.folder
     data = DatasetEstimate(
         name="train",
         path=Path(type(task.dataset).__name__),
-        cache_dir=folder,
+        cache_dir=getattr(task.dataset, "folder", task.folder),
         samples=samples,
         rejects=Rejects(),
         rows=tuple(rows),
-        cache=Amount(stored, "bytes of the shards"),
+        cache=Amount(0 if shards is None else shards.manifest.nbytes, "bytes of the shards"),
         index=resident_index_bytes(samples, samples),
         shapes=len(rows),
     )
-    flops = sum(row.steps * row.step_flops.value for row in rows) * task.total_steps // order.steps_per_epoch
-    denoiser = type(task.model.denoiser).__name__
-    return RunEstimate(
-        path=task.folder,
-        setup=setup,
-        why_stock="scripts run their own blocks",
-        start=WeightsStart("folder", None, None, denoiser),
-        facts=(),
-        data=data,
-        evals=(),
-        total_steps=task.total_steps,
-        run_flops=Amount(flops, "FLOPs of all steps"),
-        host=host_memory(config, data, (), checkpoint_copy_bytes(setup)),
-        gpu=max((row.gpu for row in rows), key=lambda memory: memory.total),
-        residence=config.residence,
-    )
-
-
-def _row(task: TaskCall, cost: TaskCost, layout: Layout, number: int) -> BucketEstimate:
-    """Return the numbers of a bucket; without a counted sample only those that need none."""
-    config = task.config
-    order = task.samples.order.buckets[number]
-    nothing = SampledBucket(Bucket(0, 0), Tokens(0, 0), 0, Batch(1))
-    sampled = cost.buckets[number] if cost.buckets else nothing
-    flops = training_flops(cost, sampled.tokens, adapter=config.adapter is not None)
-    size = config.micro_batch_size_per_gpu
-    assert isinstance(size, int)
-    setup = run_setup(config, cost, layout, BatchPlan(sampled.tokens, size, task.micro_batches))
-    nbytes = size * sampled.nbytes
-    return BucketEstimate(
-        bucket=sampled.bucket,
-        resolution=(sampled.bucket.width, sampled.bucket.height),
-        samples=int(order.sizes.sum()),
-        enlarged=0,
-        cropped=0.0,
-        micro_batch=size,
-        global_batch=order.batch,
-        steps=order.num_batches,
-        padding=order.padding,
-        tokens=sampled.tokens,
-        step_flops=Amount(order.batch * flops.value, flops.formula),
-        gpu=gpu_memory_of(setup),
-        prepared=Amount(nbytes, "bytes of a prepared micro-batch"),
-        latents=nbytes,
-        read=nbytes,
-    )
+    return estimator.run(task.folder, WeightsStart("folder", None, None, type(task.model.denoiser).__name__), data)

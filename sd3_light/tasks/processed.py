@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from sd3_light.cache.copies import OldShards
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import CAPTION, INDEX, MASK, Column
@@ -30,11 +31,10 @@ from sd3_light.data.resident import ResidentBucket, ResidentCache
 from sd3_light.data.shards import CaptionFeatures, Origin, ShardContent, read_origins, write_shard
 from sd3_light.data.store import open_shard, open_store
 from sd3_light.data.stream import CachedDataset
-from sd3_light.data.verify import is_intact
 from sd3_light.engines import Launch
 from sd3_light.files import atomic_file, file_sha256, sweep_files, write_atomically
 from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file, require_regular
-from sd3_light.tasks.sample_files import SAMPLE_SUFFIX, read_sample_file, write_sample_file
+from sd3_light.tasks.sample_files import SAMPLE_SUFFIX, read_sample_file
 from sd3_light.urls import with_retries
 
 SAMPLES_FILE = "samples.arrow"
@@ -148,43 +148,36 @@ class StoredRows:
     """The samples that earlier runs stored, by fingerprint; a damaged shard counts as missing."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / SHARDS
-        self._rows: dict[str, tuple[str, int]] = {}
+        self._rows: dict[str, tuple[ShardEntry, int]] = {}
         self._origins: dict[str, list[Origin]] = {}
-        self._readers: dict[str, ShardReader] = {}
-        for note in sorted(self._folder.glob("*.json")):
+        self._shards = OldShards(folder, None, 0)
+        for note in sorted((folder / SHARDS).glob("*.json")):
             path = note.with_suffix(".safetensors")
-            entry = read_entry(self._folder, path.name)
+            entry = read_entry(path.parent, path.name)
             try:
                 origins = [] if entry is None else read_origins(path)
             except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
                 continue
             if entry is not None and len(origins) == entry.count:
                 self._origins[path.name] = origins
-                self._rows |= {origin.image_fingerprint: (path.name, row) for row, origin in enumerate(origins)}
+                self._rows |= {origin.image_fingerprint: (entry, row) for row, origin in enumerate(origins)}
 
     def __contains__(self, made_from: str) -> bool:
-        return made_from in self._rows and self._is_intact(self._rows[made_from][0])
+        return made_from in self._rows and self._shards.reader(self._rows[made_from][0]) is not None
 
     def shards_of(self, samples: Sequence[tuple[int, str]]) -> list[str] | None:
         """Return the shards that hold exactly these samples (index, fingerprint), in order; None if none do."""
-        files: list[str] = list(dict.fromkeys(self._rows[made_from][0] for _, made_from in samples))
+        files: list[str] = list(dict.fromkeys(self._rows[made_from][0].file for _, made_from in samples))
         stored = [(int(origin.key), origin.image_fingerprint) for file in files for origin in self._origins[file]]
         return files if sorted(stored) == sorted(samples) else None
 
     def sample(self, data_id: int, bucket: str, made_from: str) -> ProcessedSample:
         """Return a stored sample."""
-        file, row = self._rows[made_from]
-        values = {**read_row(self._readers[file], row), **json.loads(self._origins[file][row].captions[0])}
+        entry, row = self._rows[made_from]
+        reader = self._shards.reader(entry)
+        assert reader is not None, "it is among the stored samples"
+        values = {**read_row(reader, row), **json.loads(self._origins[entry.file][row].captions[0])}
         return ProcessedSample(data_id, bucket, made_from, values)
-
-    def _is_intact(self, file: str) -> bool:
-        if file not in self._readers:
-            entry = read_entry(self._folder, file)
-            if entry is None or not is_intact(self._folder / file, entry):
-                return False
-            self._readers[file] = ShardReader(self._folder / file, entry)
-        return True
 
 
 def write_shard_manifest(folder: Path, files: Sequence[str], recipe: dict[str, Any], count: int) -> None:
@@ -211,51 +204,43 @@ def write_shard_manifest(folder: Path, files: Sequence[str], recipe: dict[str, A
 # --- a file per sample ---------------------------------------------------------------------------
 
 
-class SampleFileWriter:
-    """Writes the samples of one process in one file each; their values are any that `storable` returns."""
+def read_notes(folder: Path) -> dict[int, dict[str, str]]:
+    """Return the notes of the samples whose files exist, by index; of several the last, unless it is damaged."""
+    notes: dict[int, dict[str, str]] = {}
+    for path in sorted(folder.glob("[0-9]*/*.json")):
+        notes.pop(int(path.stem), None)
+        try:
+            note = {key: str(value) for key, value in read_json_file(path).items()}
+        except (OSError, ValueError, AttributeError):  # damaged, or being replaced: computed again
+            continue
+        if note.keys() >= {"file", "fingerprint", "bucket", "sha256"} and path.with_suffix(SAMPLE_SUFFIX).is_file():
+            notes[int(path.stem)] = note
+    return notes
 
-    def __init__(self, folder: Path, process: int) -> None:
-        self.folder, self.process = folder, process
-        (folder / str(process)).mkdir(parents=True, exist_ok=True)
-        self._others = [path for path in folder.glob("[0-9]*") if path.is_dir() and path.name != str(process)]
-        self.known = self._existing()
 
-    def _existing(self) -> dict[int, str]:
-        """Return data_id -> fingerprint of the samples that any process wrote in earlier runs."""
-        existing: dict[int, str] = {}
-        for path in sorted(self.folder.glob("[0-9]*/*.json")):  # of several notes the manifest uses the last
-            existing.pop(int(path.stem), None)
-            try:
-                known = read_json_file(path)["fingerprint"]
-            except (OSError, ValueError, LookupError, TypeError):  # damaged, or being replaced: computed again
-                continue
-            if path.with_suffix(SAMPLE_SUFFIX).is_file():
-                existing[int(path.stem)] = known
-        return existing
+def write_sample(folder: Path, process: int, sample: ProcessedSample) -> None:
+    """Write the file of a sample and its note; remove those that another process wrote earlier.
 
-    def add(self, sample: ProcessedSample) -> None:
-        """Write the sample and its note; remove those of another process, of an earlier number of processes."""
-        file = f"{self.process}/{sample.data_id}{SAMPLE_SUFFIX}"
-        path = self.folder / file
-        note = {"file": file, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
-        with atomic_file(path) as temporary:
-            write_sample_file(temporary, sample.values)
-            note["sha256"] = file_sha256(temporary)
-        write_atomically(path.with_suffix(".json"), json.dumps(note, indent=1).encode())
-        for folder in self._others:
-            for suffix in (".json", SAMPLE_SUFFIX):
-                (folder / f"{sample.data_id}{suffix}").unlink(missing_ok=True)
+    Its values are any that `storable` returns.
+    """
+    file = f"{process}/{sample.data_id}{SAMPLE_SUFFIX}"
+    path = folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    note = {"file": file, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
+    with atomic_file(path) as temporary:
+        torch.save(sample.values, temporary)
+        note["sha256"] = file_sha256(temporary)
+    write_atomically(path.with_suffix(".json"), json.dumps(note, indent=1).encode())
+    for other in folder.glob("[0-9]*"):
+        for suffix in (".json", SAMPLE_SUFFIX) if other != path.parent else ():
+            (other / f"{sample.data_id}{suffix}").unlink(missing_ok=True)
 
 
 def write_file_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
     """Write the manifest of sample files after all processes are done."""
-    notes: dict[int, dict[str, str]] = {}
-    for path in sorted(folder.glob("[0-9]*/*.json")):
-        notes[int(path.stem)] = read_json_file(path)
+    notes = read_notes(folder)
     if missing := sorted(set(range(count)) - notes.keys()):
-        raise UserError(
-            f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; run the data process again"
-        )
+        raise UserError(f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; {_AGAIN}")
     samples = [{key: notes[number][key] for key in ("file", "bucket", "sha256")} for number in range(count)]
     manifest = {"format": _FORMAT, "kind": _KIND, "recipe": dict(recipe), "samples": samples}
     write_atomically(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False).encode())

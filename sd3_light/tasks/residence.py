@@ -7,15 +7,15 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
-from sd3_light.engines.feed import load_cache
-from sd3_light.engines.prefetch import Finish
+from sd3_light.engines.feed import load_cache, make_loader
+from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.engines.protocol import StepStream
 from sd3_light.flow.noise import DeviceNoise
 from sd3_light.model.device_copy import to_device
-from sd3_light.tasks.batches import TaskBatches, task_steps
+from sd3_light.tasks.batches import ReadItem, TaskBatches
 from sd3_light.tasks.call import TaskCall
-from sd3_light.tasks.cost import cost_of
+from sd3_light.tasks.cost import TaskCost, cost_of
 from sd3_light.tasks.prepare import WORDS, SamplePreparer, sample_ids
 from sd3_light.tasks.processed import ProcessedDataset
 from sd3_light.train.residence import TrainingProcess, place_cache
@@ -38,7 +38,18 @@ def require_shards(task: TaskCall) -> None:
         raise UserError('cache_residence="device" needs a module with denoise; use "host" for a custom forward')
 
 
-def place_shards(task: TaskCall, groups: ProcessGroups) -> None:
+def cost_beside_shards(task: TaskCall) -> TaskCost | None:
+    """Return the cost of the module if the memory that it leaves decides where the shards are; before an engine has it.
+
+    On a CPU they are streamed, as in a train TOML: reading is faster than the model.
+    """
+    shards = getattr(task.dataset, "shards", None)
+    if shards is None or task.config.residence != "auto" or task.device.type != "cuda":
+        return None
+    return cost_of(task)
+
+
+def place_shards(task: TaskCall, groups: ProcessGroups, cost: TaskCost | None) -> None:
     """Read the shards of processed data into memory, as the settings say, or as fits beside what is on the GPU."""
     data = task.dataset
     config = task.config
@@ -46,28 +57,37 @@ def place_shards(task: TaskCall, groups: ProcessGroups) -> None:
         return
     if config.residence != "auto":
         data.resident = load_cache(data.shards, config, task.launch, task.device)
-        return
-    if task.device.type != "cuda":  # as in a train TOML: reading is faster than the model
-        return
-    cost = cost_of(task)
-    if cost.why_not_counted is None:
+    elif cost is not None and cost.why_not_counted is None:
         process = TrainingProcess(task.launch, task.device, groups, task.settings.engine == "deepspeed")
         data.resident = place_cache(data.shards, task.samples.order, config, cost, process)
 
 
 def training_steps(task: TaskCall) -> Callable[[int], StepStream]:
-    """Return a function that yields the micro-batches of endless steps, starting at a position."""
+    """Return a function that yields the micro-batches of endless steps, starting at a position.
+
+    Workers read and prepare them. Stacked ones are copied to a GPU while it computes earlier ones, unless the shards
+    are there already.
+    """
     device = task.device
+    micro = task.micro_batches
     preparer = task.model.preparer(device.type == "cuda" and not task.settings.num_workers)
     resident = getattr(task.dataset, "resident", None)
-    on_device = resident is not None and resident.device.type == "cuda"
-    read = None if on_device else task.read
-    batches = TaskBatches(task.dataset, task.samples, task.launch, task.micro_batches, read)
+    read: ReadItem | None = task.read
     finish = None
-    if on_device:
-        assert isinstance(preparer, SamplePreparer)
+    if resident is not None and resident.device.type == "cuda":
+        assert isinstance(preparer, SamplePreparer), "`require_shards` raises"
+        read = None
         finish = add_resident(preparer, task.dataset, device)
-    return task_steps(batches, preparer, task.config, device, finish)
+    batches = TaskBatches(task.dataset, task.samples, task.launch, micro, read)
+    to_gpu = device.type == "cuda" and isinstance(preparer, SamplePreparer)
+
+    def steps(first: int) -> StepStream:
+        items = range(first * micro, 2**62)
+        pin = pin_host_memory if to_gpu else None
+        loader = make_loader(task.config, batches, None, micro, preparer, items, pin)
+        return prefetch_steps(iter(loader), micro, device, finish) if to_gpu else loader.steps()
+
+    return steps
 
 
 def add_resident(preparer: SamplePreparer, dataset: ProcessedDataset, device: torch.device) -> Finish:

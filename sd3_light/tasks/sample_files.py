@@ -47,11 +47,6 @@ def has_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(has_tensor, value)))
 
 
-def write_sample_file(path: Path, value: Any) -> None:
-    """Write a `storable` value."""
-    torch.save(value, path)
-
-
 def read_sample_file(path: Path) -> Any:
     """Return the content of a file; nothing in it is executed."""
     try:

@@ -23,13 +23,14 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
 from sd3_light.config.schema_tables import MonitoringConfig
 from sd3_light.core.model import of_denoiser
+from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.accelerate import accelerated
 from sd3_light.engines.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
 from sd3_light.engines.feed import order_facts
 from sd3_light.engines.processes import ProcessGroups, abort_process_group, start_process_group
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.evaluate.validation import eval_points, validate
+from sd3_light.evaluate.validation import EvalPreparer, QuantileBatches, eval_points, validate
 from sd3_light.export.background_saves import checkpoint_to_resume, newest_usable
 from sd3_light.files import OWN_FILES, sweep_files
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
@@ -37,14 +38,14 @@ from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import RunLog, info, open_trackers, set_main_process
 from sd3_light.sources.video import write_video
-from sd3_light.tasks.batches import evaluation_batches, length_of
+from sd3_light.tasks.batches import length_of
 from sd3_light.tasks.call import TaskCall
 from sd3_light.tasks.logger import ModelLogger, call_on_step_end
 from sd3_light.tasks.models import CustomForward, UnitModel
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.processed import ProcessedDataset
 from sd3_light.tasks.recipe import require_same_recipe
-from sd3_light.tasks.residence import place_shards, require_shards, training_steps
+from sd3_light.tasks.residence import cost_beside_shards, place_shards, require_shards, training_steps
 from sd3_light.tasks.settings import TaskSettings
 from sd3_light.train.driver import Driver, HookSchedule, RunHooks
 from sd3_light.train.idle import DeviceGaps, IdleAdvice, watch_updates
@@ -164,10 +165,11 @@ def _make_driver(task: TaskCall, stack: ExitStack) -> Driver:
     groups.decide_on_rank_0(lambda: _check_start(task, stack))
     order = task.samples.order
     _prepare_module(task, stack)
+    cost = cost_beside_shards(task)
     engine = _make_engine(task, groups)
     if isinstance(task.dataset, ProcessedDataset):
         stack.callback(setattr, task.dataset, "resident", None)
-    place_shards(task, groups)  # after the engine: what the module has on the GPU is no longer free
+    place_shards(task, groups, cost)  # after the engine: what the module has on the GPU is no longer free
     averages = Averages(of_denoiser(engine.weights), task.config.ema)
     teach_by_average(model, engine, averages)
     total = task.total_steps
@@ -336,7 +338,9 @@ class _TaskHooks:
         task = self.task
         engine = self.run.engine
         points = eval_points(self.settings.eval_at_fixed_t)
-        prepared = evaluation_batches(task.evaluation_batches(), task.model.preparer(), points)
+        batches = task.evaluation_batches()
+        items = QuantileBatches(batches, batches.samples.order.steps_per_epoch, points)
+        prepared = PipelineDataLoader(items, None, 1, EvalPreparer(task.model.preparer()))
         yield "eval", validate(prepared, engine.evaluate, engine.sum_over_ranks, points)
 
     def draw(self, progress: Progress, weights: str) -> Path | None:
