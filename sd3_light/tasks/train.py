@@ -169,7 +169,7 @@ def _make_driver(task: TaskCall, stack: ExitStack) -> Driver:
     engine = _make_engine(task, groups)
     if isinstance(task.dataset, ProcessedDataset):
         stack.callback(setattr, task.dataset, "resident", None)
-    place_shards(task, groups, cost)  # after the engine: what the module has on the GPU is no longer free
+    place_shards(task, groups, cost)  # after the engine, which moves the module to the GPU
     averages = Averages(of_denoiser(engine.weights), task.config.ema)
     teach_by_average(model, engine, averages)
     total = task.total_steps
