@@ -21,6 +21,7 @@ from sd3_light.export.proof import PIPELINE_FILE, prove
 from sd3_light.files import apply_umask, new_folder
 from sd3_light.inputs import require_regular
 from sd3_light.model.folder import components
+from sd3_light.model.loading import kept_in_float32
 from sd3_light.model.part_configs import FACTS_FILE, read_json
 
 
@@ -51,10 +52,10 @@ def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Ten
     """
     model: Any = spec.family.weights.empty(spec.transformer_config)
     expected = model.state_dict()
-    whole = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    whole = kept_in_float32(model)
     _raise_problems(_mismatches(state, expected, spec.save_dtype))
     # buffers (the position table) stay in float32 only if the whole folder does: stock loading casts them too
-    dtypes = {name: torch.float32 if whole & set(name.split(".")) else spec.save_dtype for name in expected}
+    dtypes = {name: torch.float32 if whole(name) else spec.save_dtype for name in expected}
     copies = {name: state[name].detach().to("cpu", dtypes[name], copy=True).contiguous() for name in expected}
     _raise_problems(_not_finite(state, copies))
     return copies

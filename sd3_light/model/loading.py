@@ -5,7 +5,7 @@ dtype are replaced in the whole process: modules that another thread builds mean
 written and verified in a thread while training, or a task's own code, builds and loads models in another.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,10 @@ from sd3_light.model.part_configs import LOAD_ERRORS, WEIGHTS_STEM, check_files,
 
 
 def load_diffusers_model(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
-    """Load a diffusers model from its own folder, in ``dtype``; missing or wrong weights are a UserError."""
+    """Load a diffusers model from its own folder, in ``dtype``; missing or wrong weights are a UserError.
+
+    Weights that stock diffusers keeps in float32 stay in it.
+    """
     check_files(folder)
     try:
         files = weight_files(folder, WEIGHTS_STEM)
@@ -32,8 +35,15 @@ def load_diffusers_model(model_class: Any, folder: Path, dtype: torch.dtype) -> 
         raise UserError(f"{folder} cannot be loaded: {reason:.300}; download or export it again") from error
     if wrong := next(mismatches(model, state), None):
         raise UserError(f"the weights in {folder} do not match its config.json: {wrong}; download or export it again")
-    assign_weights(model, {name: tensor.to(dtype) for name, tensor in state.items()})
+    whole = kept_in_float32(model)
+    assign_weights(model, {name: tensor.to(torch.float32 if whole(name) else dtype) for name, tensor in state.items()})
     return model.eval()
+
+
+def kept_in_float32(model: Any) -> Callable[[str], bool]:
+    """Return whether stock diffusers loads a weight of this name in float32, whatever dtype is asked for."""
+    modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    return lambda name: not modules.isdisjoint(name.split("."))
 
 
 def empty_model(model_class: Any, config: Mapping[str, Any]) -> Any:

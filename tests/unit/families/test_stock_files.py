@@ -138,13 +138,46 @@ def test_a_folder_is_exported_and_proven(name: str, folders: dict[str, Path], tm
         assert (out / part).read_bytes() == (folder / part).read_bytes()
 
 
+@pytest.fixture
+def half_folder(adapter: tuple[StockFamily, Path, AdapterConfig, Any], tmp_path: Path) -> Path:
+    """The denoiser's folder with every weight in bf16, as many are published."""
+    family, folder, _, _ = adapter
+    load_denoiser(family, folder).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    return tmp_path / "half"
+
+
+@pytest.mark.parametrize("adapter", FAMILIES, indirect=True)
+def test_a_denoiser_loads_in_bf16_as_with_diffusers(
+    adapter: tuple[StockFamily, Path, AdapterConfig, Any], half_folder: Path
+) -> None:
+    kind = getattr(diffusers, adapter[0].denoiser)
+    stock = kind.from_pretrained(half_folder, dtype=torch.bfloat16).state_dict()
+    ours = load_diffusers_model(kind, half_folder, torch.bfloat16).state_dict()
+    assert ours.keys() == stock.keys()
+    assert {name: weight.dtype for name, weight in ours.items()} == {name: one.dtype for name, one in stock.items()}
+    assert all(torch.equal(weight, stock[name]) for name, weight in ours.items())
+
+
+def assert_proven(adapter: tuple[StockFamily, Path, AdapterConfig, Any], base: Path, out: Path) -> None:
+    family, folder, config, denoiser = adapter
+    arguments = model_config(load_denoiser(family, folder))
+    spec = AdapterSpec(base, arguments, torch.float32, adapter=config, family=family, encoders=folder)
+    write_adapter(out, trained(denoiser), spec)
+    assert json.loads((out / "proof.json").read_text())["change_of_output"] > 0
+    assert ("ComfyUI" in (out / "README.md").read_text()) == family.comfyui
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("adapter", LOADS, indirect=True)
 def test_a_lora_is_exported_and_proven(adapter: tuple[StockFamily, Path, AdapterConfig, Any], tmp_path: Path) -> None:
-    family, folder, config, denoiser = adapter
-    arguments = model_config(load_denoiser(family, folder))
-    spec = AdapterSpec(folder / "transformer", arguments, torch.float32, adapter=config, family=family)
-    out = write_adapter(tmp_path / "out", trained(denoiser), spec)
-    assert json.loads((out / "proof.json").read_text())["change_of_output"] > 0
-    assert ("ComfyUI" in (out / "README.md").read_text()) == family.comfyui
+    assert_proven(adapter, adapter[1] / "transformer", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "adapter", [pytest.param(name, marks=pytest.mark.slow if name != "wan" else ()) for name in LOADS], indirect=True
+)
+def test_a_lora_on_a_base_in_bf16_is_proven(
+    adapter: tuple[StockFamily, Path, AdapterConfig, Any], half_folder: Path, tmp_path: Path
+) -> None:
+    assert_proven(adapter, half_folder, tmp_path / "out")
