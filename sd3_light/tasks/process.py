@@ -14,6 +14,7 @@ from torch.utils.data import Dataset
 from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.manifest import SHARDS
+from sd3_light.data.slots import tensors_in
 from sd3_light.engines import Launch
 from sd3_light.engines.accelerate import launch_from_accelerator
 from sd3_light.engines.errors import as_user_error, explain_runtime_errors
@@ -37,7 +38,7 @@ from sd3_light.tasks.processed import (
     write_shard_manifest,
 )
 from sd3_light.tasks.recipe import recipe_of
-from sd3_light.tasks.sample_files import has_tensor, storable
+from sd3_light.tasks.sample_files import storable
 from sd3_light.tasks.train import aborting_on_error
 
 
@@ -238,7 +239,7 @@ def _stored_by(module: UnitModel | CustomForward, item: Any, index: int) -> Any:
             "(DiffSynth's modules do so with a task that ends in ':data_process')"
         )
     values = storable(returned, f"sample {index}: what forward of {module.name} returned")
-    if not has_tensor(values):
+    if not tensors_in(values):
         raise UserError(f"sample {index}: forward of {module.name} returned no tensor to store; return its results")
     return values
 

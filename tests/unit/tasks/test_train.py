@@ -487,6 +487,16 @@ def test_several_averages_are_validated_saved_and_resumed(tmp_path: Path) -> Non
         run(tmp_path / "wrong", ema={"dekay": 0.5})
 
 
+def test_an_average_may_begin_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, max_steps=2, ema_decay=0.5)
+    before = load_file(tmp_path / "step-2.safetensors")
+    tracks = {"decay": 0.5, "track": [{"name": "late", "decay": 0.999}]}
+    run(tmp_path, max_steps=3, ema=tracks, resume=True)
+    assert "has no average 'late': it starts from the current weights" in capsys.readouterr().err
+    late = load_file(tmp_path / "step-3.late.safetensors")
+    assert before.keys() == late.keys()
+
+
 class Energy(Objective):
     """The velocity's error, and the mean square of the tokens after the first block."""
 
