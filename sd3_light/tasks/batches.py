@@ -7,11 +7,12 @@ import torch
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.order import WINDOW, Order, Segment, build_order, rank_slice
+from sd3_light.data.order import WINDOW, Order, Segment, WindowRange, build_order, rank_slice
 from sd3_light.data.stream import CachedBatch
 from sd3_light.engines import Launch
 from sd3_light.engines.errors import as_user_error
 from sd3_light.tasks.prepare import SAMPLES, STORED
+from sd3_light.tasks.processed import ProcessedDataset
 
 
 class SampleOrder:
@@ -38,6 +39,7 @@ class SampleOrder:
         self.buckets = [list(buckets[key].values()) for key in sorted(buckets, key=repr)]
         segments = [([Segment(len(segment)) for segment in bucket], global_batch) for bucket in self.buckets]
         self.order: Order = build_order(seed, segments, window or WINDOW)
+        self.has_windows = window is not None
 
     def picks(self, step: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (index, epoch, repeat) of the samples ``start`` to ``stop`` of a step's global batch."""
@@ -87,11 +89,22 @@ class TaskBatches(Dataset[Any]):
         self.dataset, self.samples, self.read = dataset, samples, read
         self.launch, self.micro_batches = launch, micro_batches
         self.load_from_cache = bool(getattr(dataset, "load_from_cache", False))
+        self._prefetched: WindowRange | None = None
 
     def __getitem__(self, number: int) -> CachedBatch:
         step, micro = divmod(number, self.micro_batches)
         size = self.samples.order.batch_size(step)
         start, stop = rank_slice(size, self.launch.rank, self.launch.world, micro, self.micro_batches)
         index, epoch, repeat = map(torch.tensor, zip(*self.samples.picks(step, start, stop), strict=True))
+        if self.samples.has_windows and isinstance(self.dataset, ProcessedDataset):
+            self._prefetch(self.dataset, self.samples.order.next_windows(step, start, stop))
         items = None if self.read is None else [self.read(self.dataset, number) for number in index.tolist()]
         return {SAMPLES: items, STORED: self.load_from_cache, "sample_id": index, "epoch": epoch, "repeat": repeat}
+
+    def _prefetch(self, dataset: ProcessedDataset, windows: WindowRange) -> None:
+        """Fetch the shards of the next windows in the background; neighbouring steps have the same."""
+        if windows != self._prefetched:
+            self._prefetched = windows
+            segments = self.samples.buckets[windows.bucket]
+            for number in self.samples.order.segments_in(windows).tolist():
+                dataset.prefetch(segments[number][0])

@@ -105,13 +105,9 @@ class DiffusionTrainingModule(ModuleHelpers):
         return names
 
     def trainable_modules(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that train, for an optimizer."""
-        return (parameter for _, parameter in self.named_trainable())
-
-    def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) of what trains; names are those inside ``transformer``, if it trains alone."""
-        parameters = (self if self.has_custom_forward else self.transformer).named_parameters()
-        return ((name, parameter) for name, parameter in parameters if parameter.requires_grad)
+        """Yield the parameters that train, for an optimizer: of ``transformer``, if it trains alone."""
+        parameters = (self if self.has_custom_forward else self.transformer).parameters()
+        return (parameter for parameter in parameters if parameter.requires_grad)
 
     def require_transformer(self) -> None:
         """Raise unless the module has a denoiser."""

@@ -354,6 +354,12 @@ class ProcessedDataset(Dataset[Any]):
         """Return the shard of a sample: with `shuffle_window` neighbouring steps read few of them."""
         return self._samples[index][1]
 
+    def prefetch(self, index: int) -> None:
+        """Fetch and hash the shard of a sample in the background."""
+        if self.shards is not None and self.resident is None:
+            number, segment = self._places[self.segment_of(index)]
+            self.shards.prefetch(number, [segment])
+
     def __getitem__(self, index: int) -> Any:
         _, file, row, values = self._samples[index]
         if self.shards is None:

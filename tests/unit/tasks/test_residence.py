@@ -7,12 +7,17 @@ import pytest
 import torch
 
 from sd3_light.config.faults import UserError
+from sd3_light.cost.gpu_memory import CONTEXT_BYTES
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.resident import ResidentCache
 from sd3_light.engines import Launch
 from sd3_light.tasks import ModelLogger, ProcessedDataset, launch_data_process_task
 from sd3_light.tasks.batches import SampleOrder, TaskBatches, item_of
-from sd3_light.tasks.residence import add_resident
+from sd3_light.tasks.call import TaskCall
+from sd3_light.tasks.cost import cost_of
+from sd3_light.tasks.residence import add_resident, cost_beside_shards
+from sd3_light.tasks.settings import TaskSettings
+from sd3_light.train.residence import TrainingProcess, room_for_cache
 from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.test_process import losses, process
 from tests.unit.tasks.toy import Images, Toy
@@ -90,6 +95,20 @@ def test_a_device_makes_the_batches_of_workers(tmp_path: Path, mixed: bool) -> N
         assert torch.equal(batch.host[name], expected.host[name])
     for own, other in zip(batch.host.get("text", ()), expected.host.get("text", ()), strict=True):
         assert torch.equal(own, other)
+
+
+def test_auto_counts_what_training_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the largest sample, whatever the names of layouts are; the memory of a GPU is set here."""
+    data = processed(tmp_path / "cache")
+    settings = TaskSettings(engine="torch", batch_size=2)
+    task = TaskCall.of(None, data, Texts(), ModelLogger(tmp_path / "out"), settings)
+    assert cost_beside_shards(task) is None, "a CPU streams"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**33, 2**34))
+    assert data.shards is not None
+    process = TrainingProcess(Launch(), torch.device("cuda", 0), None)  # type: ignore[arg-type]
+    room = room_for_cache(data.shards, task.config, cost_of(task), process)
+    assert room.gpu == 2**33 + CONTEXT_BYTES
+    assert CONTEXT_BYTES < room.training < CONTEXT_BYTES + 2**20
 
 
 def test_other_data_are_not_held_in_memory(tmp_path: Path) -> None:
