@@ -46,6 +46,12 @@ class Target:
 
 def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
     """Return the conclusion, one line per subject."""
+    sample = ("sample", _sample(train, estimate, target))
+    return [*resources(train, estimate, target), sample, *_warnings(train, estimate)]
+
+
+def resources(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
+    """Return what trains and what it needs, one line per subject."""
     lines = [*_subject(estimate)]
     if target.on_cpu:
         lines.append(
@@ -56,8 +62,7 @@ def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[
         lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
         lines.append(("time", _time(train, estimate, target.gpu)))
     lines += [*_disk(train, estimate, target), ("host memory", _host_memory(estimate, target))]
-    lines += [("cache residence", _residence(estimate, target)), ("sample", _sample(train, estimate, target))]
-    return [*lines, *_warnings(train, estimate)]
+    return [*lines, ("cache residence", _residence(estimate, target))]
 
 
 def what_does_not_fit(conclusion: Sequence[Line]) -> list[str]:
