@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
-from sd3_light.engines.feed import load_cache, make_loader
+from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.engines.feed import load_cache, loader_options
 from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.engines.protocol import StepStream
@@ -80,11 +81,12 @@ def training_steps(task: TaskCall) -> Callable[[int], StepStream]:
         finish = add_resident(preparer, task.dataset, device)
     batches = TaskBatches(task.dataset, task.samples, task.launch, micro, read)
     to_gpu = device.type == "cuda" and isinstance(preparer, SamplePreparer)
+    options = loader_options(task.config, preparer)
 
     def steps(first: int) -> StepStream:
         items = range(first * micro, 2**62)
         pin = pin_host_memory if to_gpu else None
-        loader = make_loader(task.config, batches, None, micro, preparer, items, pin)
+        loader = PipelineDataLoader(batches, None, micro, preparer, items=items, pin=pin, **options)
         return prefetch_steps(iter(loader), micro, device, finish) if to_gpu else loader.steps()
 
     return steps
