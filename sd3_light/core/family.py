@@ -42,7 +42,7 @@ class Weights(ABC):
         """Return the denoiser before the first step, in float32 (law 4)."""
 
     @abstractmethod
-    def open(self, start: WeightsStart) -> "tuple[nn.Module, Mapping[str, StoredTensor]]":
+    def unread(self, start: WeightsStart) -> "tuple[nn.Module, Mapping[str, StoredTensor]]":
         """Return the denoiser without memory for its weights, and the weights in their files, unread.
 
         Those of ``start`` are not random. Raises UserError unless they fit the denoiser.

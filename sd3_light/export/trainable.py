@@ -29,7 +29,7 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
         denoiser = weights.load(start, config.seed)
         freeze(denoiser, config.freeze)
         return denoiser
-    denoiser, stored = weights.open(start)
+    denoiser, stored = weights.unread(start)
 
     def read(name: str) -> Tensor:
         return stored[name].load().float()

@@ -42,6 +42,8 @@ def open_diffusers_model(model_class: Any, folder: Path) -> tuple[Any, StoredWei
     check_files(folder)
     try:
         files = weight_files(folder, WEIGHTS_STEM)
+        if missing := next((file for file in files if not file.is_file()), None):
+            raise FileNotFoundError(f"{missing.name} is missing")
         stored = {name: tensor for file in files for name, tensor in open_tensors(file)[0].items()}
         model = empty_model(model_class, read_json(folder / "config.json"))
         model._fix_state_dict_keys_on_load(stored)  # older names of attention layers

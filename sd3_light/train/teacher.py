@@ -79,7 +79,7 @@ def start_of_adapter(model: TrainedModel) -> Callable[[Batch, Sequence[int]], Pr
 def _open_folder(model: TrainedModel, config: TrainConfig, folder: Path) -> tuple[nn.Module, StoredWeights]:
     weights = family_of(config.model).weights
     start = weights.start(config.model.model_copy(update={"init": folder, "size": None, "shape": None}))
-    denoiser, stored = weights.open(start)
+    denoiser, stored = weights.unread(start)
     own: Any = model.denoiser.config
     other: Any = denoiser.config
     for name in _INPUTS:

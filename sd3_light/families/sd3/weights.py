@@ -46,10 +46,10 @@ class SD3Weights(Weights):
         if start.source is None:
             denoiser: nn.Module = new_transformer(start.size.transformer_config(), seed, start.size.position_step)
             return denoiser
-        return read_weights(*self.open(start))
+        return read_weights(*self.unread(start))
 
-    def open(self, start: WeightsStart) -> "tuple[nn.Module, StoredWeights]":
-        """See `Weights.open`."""
+    def unread(self, start: WeightsStart) -> "tuple[nn.Module, StoredWeights]":
+        """See `Weights.unread`."""
         from diffusers import SD3Transformer2DModel
 
         from sd3_light.families.sd3.single_file import open_denoiser

@@ -59,10 +59,10 @@ class StockWeights(Weights):
         """See `Weights.load`."""
         from sd3_light.model.loading import read_weights
 
-        return read_weights(*self.open(start))
+        return read_weights(*self.unread(start))
 
-    def open(self, start: WeightsStart) -> "tuple[nn.Module, StoredWeights]":
-        """See `Weights.open`."""
+    def unread(self, start: WeightsStart) -> "tuple[nn.Module, StoredWeights]":
+        """See `Weights.unread`."""
         import diffusers
 
         from sd3_light.model.loading import open_diffusers_model
