@@ -13,6 +13,7 @@ from sd3_light.core.family import Family
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.stock.checks import StockChecks
 from sd3_light.families.stock.latents import LatentShape
+from sd3_light.families.stock.texts import encoder_width
 from sd3_light.families.stock.weights import StockWeights
 from sd3_light.model.part_configs import read_config, read_json
 from sd3_light.sources.buckets import SIDE_STEP
@@ -67,9 +68,15 @@ class StockFamily(Family):
         """Return patterns of weights that get no gradient in a denoiser with this config, and cannot be trained."""
         return ()
 
-    @abstractmethod
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """Return what a cache stores of a caption; no weight is read. Rows of the column `text` are tokens."""
+        """Return what a cache stores of a caption; no weight is read. Rows of the column `text` are tokens.
+
+        By default they are the real tokens of the only text encoder.
+        """
+        (parts,) = self.text_parts.values()
+        length = self.max_length(model)
+        shape = (length, encoder_width(folder, parts[0]))
+        return (Column("text", CAPTION, "bfloat16", shape, parts, ragged=True, settings=self.text_settings(model)),)
 
     @abstractmethod
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
@@ -118,20 +125,23 @@ class StockFamily(Family):
         """Return the guided velocity, as the stock pipeline computes it."""
         return negative + guidance * (positive - negative)
 
-    @abstractmethod
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
         """Set a scheduler's timesteps as the stock pipeline does, for an image with this number of tokens."""
+        scheduler.set_timesteps(steps)
 
-    @abstractmethod
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """Return the arguments of the stock pipeline's call for encoded texts and guidance.
 
         There are negative texts where `is_guided`, and the denoiser takes no guidance as a number.
         """
+        arguments = {"prompt_embeds": texts["text"], "guidance_scale": guidance}
+        return arguments if negative is None else {**arguments, "negative_prompt_embeds": negative["text"]}
 
     def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
         """Return the arguments of the stock pipeline's call for initial latents [B, C, h, w]."""
-        return {"latents": latents}
+        from sd3_light.flow.packing import pack_latents
+
+        return {"latents": pack_latents(latents) if self.packs_latents else latents}
 
     def image_part(self, output: Any, batch: "Batch") -> "Tensor":
         """Return the image tokens of a block's output."""
@@ -286,3 +296,21 @@ def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], sha
     from sd3_light.families.stock.cost import StockCost
 
     return StockCost(family, family.weights.empty(json.loads(config)), prepared, shape)
+
+
+def resolution_shift(config: Any, tokens: int) -> float:
+    """Return the logarithm of the shift of a scheduler's config, which grows with the tokens of an image."""
+    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+    shift: float = tokens * slope + (config.base_shift - slope * config.base_image_seq_len)
+    return shift
+
+
+def set_shifted_times(scheduler: Any, steps: int, shift: float) -> None:
+    """Set times from 1 to 1 / steps, as Flux's pipeline does, and several that took it over.
+
+    The scheduler shifts them: by its own number, or by ``shift`` if that depends on the resolution.
+    """
+    import numpy as np
+
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
+    scheduler.set_begin_index(0)

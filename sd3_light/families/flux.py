@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, Column
-from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
-from sd3_light.families.stock.times import resolution_shift, set_shifted_times
+from sd3_light.families.base import StockFamily, resolution_shift, set_shifted_times
+from sd3_light.families.stock.texts import encoder_width
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -107,12 +106,6 @@ class Flux(StockFamily):
         if negative is None:
             return arguments
         return {**arguments, **_embeds("negative_", negative), "true_cfg_scale": guidance}
-
-    def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
-        """See `StockFamily.latent_arguments`."""
-        from sd3_light.flow.packing import pack_latents
-
-        return {"latents": pack_latents(latents)}
 
 
 def _embeds(prefix: str, texts: "Batch") -> dict[str, Any]:

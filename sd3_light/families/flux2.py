@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, Column
-from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
-from sd3_light.families.stock.times import set_shifted_times
+from sd3_light.families.base import StockFamily, set_shifted_times
+from sd3_light.families.stock.texts import encoder_width
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
@@ -94,11 +93,6 @@ class Flux2(StockFamily):
         slope = (many - few) / 190.0
         shift = many if tokens > _MANY_TOKENS else slope * steps + (many - 200.0 * slope)
         set_shifted_times(scheduler, steps, shift)
-
-    def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
-        """See `StockFamily.pipeline_arguments`."""
-        arguments = {"prompt_embeds": texts["text"], "guidance_scale": guidance}
-        return arguments if negative is None else {**arguments, "negative_prompt_embeds": negative["text"]}
 
     def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
         """See `StockFamily.latent_arguments`: patches as channels."""

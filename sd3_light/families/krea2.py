@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.columns import CAPTION, Column
-from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
-from sd3_light.families.stock.texts import masked_embeds, real_rows, text_mask
-from sd3_light.families.stock.times import resolution_shift, set_shifted_times
+from sd3_light.families.base import StockFamily, resolution_shift, set_shifted_times
+from sd3_light.families.stock.texts import encoder_width, masked_embeds, real_rows, text_mask
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
@@ -99,9 +97,3 @@ class Krea2(StockFamily):
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """See `StockFamily.pipeline_arguments`. Both texts get one length."""
         return {"guidance_scale": guidance, **masked_embeds(texts, negative, "prompt_embeds_mask")}
-
-    def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
-        """See `StockFamily.latent_arguments`."""
-        from sd3_light.flow.packing import pack_latents
-
-        return {"latents": pack_latents(latents)}

@@ -6,10 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
-from sd3_light.core.columns import CAPTION, Column
-from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
-from sd3_light.families.stock.times import resolution_shift
+from sd3_light.families.base import StockFamily, resolution_shift
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
@@ -41,14 +38,6 @@ class ZImage(StockFamily):
         if config.get("all_patch_size") != [self.patch] or config.get("all_f_patch_size") != [1]:
             return "its denoiser has several patch sizes, which are not trained"
         return None
-
-    def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """See `StockFamily.text_columns`."""
-        parts = self.text_parts["qwen"]
-        length = self.max_length(model)
-        shape = (length, encoder_width(folder, parts[0]))
-        settings = {"text_max_length": length}
-        return (Column("text", CAPTION, "bfloat16", shape, parts, ragged=True, settings=settings),)
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`. The denoiser predicts data - noise."""
