@@ -56,3 +56,8 @@ class ModelChecks(ABC):
     @abstractmethod
     def text_limit(self, folder: Path) -> int | None:
         """Return the largest `t5_max_length` that the tokenizer of a model folder allows; None: any."""
+
+
+def model_fault(key: str, problem: str, value: object = None, hint: str | None = None) -> Fault:
+    """Return a fault of a config key, without its file."""
+    return Fault("", key, problem, None if value is None else str(value), hint=hint)

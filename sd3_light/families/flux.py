@@ -46,14 +46,11 @@ class Flux(StockFamily):
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
-        import torch
-
-        from sd3_light.flow.packing import pack_latents, unpack_latents
+        from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
 
         noisy = batch["noisy"]
         text = batch["text"]
         height, width = noisy.shape[-2:]
-        axes = [torch.arange(side, device=noisy.device) for side in (1, height // 2, width // 2)]
         config: Any = denoiser.config
         number = self.guidance_number(batch, guidance) if config.guidance_embeds else None
         tokens = denoiser(
@@ -62,7 +59,7 @@ class Flux(StockFamily):
             pooled_projections=batch["pooled"],
             timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
             guidance=number,
-            img_ids=torch.cartesian_prod(*axes).to(noisy.dtype),
+            img_ids=grid_positions((1, height // 2, width // 2), noisy.device).to(noisy.dtype),
             txt_ids=text.new_zeros(text.shape[1], 3),
             return_dict=False,
         )[0]

@@ -51,24 +51,18 @@ class Flux2(StockFamily):
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`. Positions have a frame, a row, a column and a place in the text."""
-        import torch
-
-        from sd3_light.flow.packing import pack_latents, unpack_latents
+        from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
 
         noisy = batch["noisy"]
         text = batch["text"]
         height, width = noisy.shape[-2:]
-
-        def positions(*sides: int) -> "Tensor":
-            return torch.cartesian_prod(*(torch.arange(side, device=noisy.device) for side in sides))
-
         tokens = denoiser(
             hidden_states=pack_latents(noisy),
             encoder_hidden_states=text,
             timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
             guidance=None,
-            img_ids=positions(1, height // 2, width // 2, 1),
-            txt_ids=positions(1, 1, 1, text.shape[1]),
+            img_ids=grid_positions((1, height // 2, width // 2, 1), noisy.device),
+            txt_ids=grid_positions((1, 1, 1, text.shape[1]), noisy.device),
             return_dict=False,
         )[0]
         return unpack_latents(tokens, height, width)

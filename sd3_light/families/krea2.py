@@ -59,13 +59,12 @@ class Krea2(StockFamily):
         """See `StockFamily.denoise`."""
         import torch
 
-        from sd3_light.flow.packing import pack_latents, unpack_latents
+        from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
 
         noisy = batch["noisy"]
         text = batch["text"]
         height, width = noisy.shape[-2:]
-        axes = [torch.arange(side, device=noisy.device) for side in (1, height // 2, width // 2)]
-        image = torch.cartesian_prod(*axes).float()
+        image = grid_positions((1, height // 2, width // 2), noisy.device).float()
         tokens = denoiser(
             hidden_states=pack_latents(noisy),
             encoder_hidden_states=text,

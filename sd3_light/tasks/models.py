@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
-from sd3_light.core.model import Losses, TrainedModel
+from sd3_light.core.model import Losses, TrainedModel, tapped
 from sd3_light.core.objective import Objective, Prediction
-from sd3_light.core.taps import tapped
 from sd3_light.engines.errors import as_user_error
 from sd3_light.randomness import stream
 from sd3_light.runlog import info

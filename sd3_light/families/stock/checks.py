@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sd3_light.config import Fault, ModelConfig, TrainConfig, UserError
 from sd3_light.config.schema_blocks import layer_sync_problem
-from sd3_light.core.checks import ModelChecks, ModelFact
+from sd3_light.core.checks import ModelChecks, ModelFact, model_fault
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.model.folder import components, missing_components, tokenizer_length
@@ -30,28 +30,28 @@ class StockChecks(ModelChecks):
         """See `ModelChecks.folder_faults`."""
         folder = model.diffusers_path
         if not folder.is_dir():
-            yield _fault(_FOLDER, "no such folder", folder, f"give the diffusers folder of a {self.family.title}")
+            yield model_fault(_FOLDER, "no such folder", folder, f"give the diffusers folder of a {self.family.title}")
             return
         for package in self.family.packages:
             if find_spec(package) is None:
                 problem = f"{self.family.title} needs {package} for its captions, which is not installed"
-                yield _fault(_FOLDER, problem, folder, f"run `pip install {package}`")
+                yield model_fault(_FOLDER, problem, folder, f"run `pip install {package}`")
         try:
             yield from self._part_faults(folder, start_source(model) == folder)
             has_denoiser = (folder / "transformer" / "config.json").is_file()
             if has_denoiser and (reason := self.family.refusal(folder)):
-                yield _fault(_FOLDER, reason, folder)
+                yield model_fault(_FOLDER, reason, folder)
         except UserError as error:
-            yield _fault(_FOLDER, str(error))
+            yield model_fault(_FOLDER, str(error))
 
     def _part_faults(self, folder: Path, with_denoiser: bool) -> Iterator[Fault]:
         if not (folder / "model_index.json").is_file():
-            yield _fault(_FOLDER, "the folder lacks model_index.json", folder, _WHOLE)
+            yield model_fault(_FOLDER, "the folder lacks model_index.json", folder, _WHOLE)
             return
         kind = read_json(folder / "model_index.json").get("_class_name")
         if kind != self.family.pipeline:
             hint = 'write model.type = "auto", or give another folder'
-            yield _fault(
+            yield model_fault(
                 _FOLDER, f"it is a {kind!r:.80}, and {self.family.title} a {self.family.pipeline}", folder, hint
             )
             return
@@ -60,9 +60,9 @@ class StockChecks(ModelChecks):
         needed += ["transformer"] if with_denoiser else []
         for part in needed:
             if part not in named:
-                yield _fault(_FOLDER, f"its model_index.json names no {part}", folder, _WHOLE)
+                yield model_fault(_FOLDER, f"its model_index.json names no {part}", folder, _WHOLE)
         for file in missing_components(folder, transformer=with_denoiser):
-            yield _fault(_FOLDER, f"the folder lacks {file}", folder, _WHOLE)
+            yield model_fault(_FOLDER, f"the folder lacks {file}", folder, _WHOLE)
         for part in named:
             for path in sorted((folder / part).glob("*.json")):
                 read_json(path)
@@ -82,10 +82,10 @@ class StockChecks(ModelChecks):
             if self.family.refusal(folder) is not None:
                 return
             for problem in self._width_problems(model, start):
-                yield _fault(_FOLDER, problem, folder)
+                yield model_fault(_FOLDER, problem, folder)
             yield from self._length_faults(model)
         except UserError as error:
-            yield _fault(_FOLDER, str(error), folder)
+            yield model_fault(_FOLDER, str(error), folder)
 
     def _width_problems(self, model: ModelConfig, start: WeightsStart | None) -> Iterator[str]:
         channels = LatentShape.of_folder(model.diffusers_path).channels
@@ -120,13 +120,13 @@ class StockChecks(ModelChecks):
         model = train.model
         if model.guidance is not None and not self.family.takes_guidance(start.size.transformer_config()):
             problem = "this denoiser takes no guidance as a number"
-            yield _fault(
+            yield model_fault(
                 "model.guidance", problem, model.guidance, "remove it; for sample images use sampling.guidance"
             )
         prompts = train.sampling.negative_prompts
         if prompts and self.family.takes_guidance(start.size.transformer_config()):
             problem = "this denoiser takes guidance as a number and no negative prompt"
-            yield _fault("sampling.negative_prompt", problem, f'"{prompts[0]}"', "remove it")
+            yield model_fault("sampling.negative_prompt", problem, f'"{prompts[0]}"', "remove it")
         if train.terms.layer_sync is not None:
             yield from self._layer_sync_faults(train, start)
 
@@ -161,7 +161,3 @@ class StockChecks(ModelChecks):
         """See `ModelChecks.text_limit`: that of the tokenizer of the last text encoder."""
         *_, (_, tokenizer, *_rest) = self.family.text_parts.values()
         return tokenizer_length(folder / tokenizer)
-
-
-def _fault(key: str, problem: str, value: Any = None, hint: str | None = None) -> Fault:
-    return Fault("", key, problem, None if value is None else str(value), hint=hint)

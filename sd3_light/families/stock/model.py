@@ -9,10 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
-from sd3_light.core.model import TrainedModel
+from sd3_light.core.model import TrainedModel, save_products, tapped
 from sd3_light.core.objective import Objective, Prediction
-from sd3_light.core.taps import tapped
-from sd3_light.model.checkpointing import save_products
 
 Denoise = Callable[[nn.Module, Batch], Tensor]
 """(denoiser, batch) -> velocity, with t from data (0) to noise (1)."""
