@@ -15,18 +15,37 @@ from sd3_light.core.start import WeightsStart
 from sd3_light.inputs import read_json_file
 
 _FAMILIES = {
-    "sd3": ("SD3", "StableDiffusion3Pipeline", "SD3Transformer2DModel"),
-    "flux": ("Flux", "FluxPipeline", "FluxTransformer2DModel"),
-    "flux2": ("Flux2", "Flux2KleinPipeline", "Flux2Transformer2DModel"),
-    "krea2": ("Krea2", "Krea2Pipeline", "Krea2Transformer2DModel"),
-    "prx": ("PRX", "PRXPipeline", "PRXTransformer2DModel"),
-    "qwen_image": ("QwenImage", "QwenImagePipeline", "QwenImageTransformer2DModel"),
-    "sana": ("Sana", "SanaPipeline", "SanaTransformer2DModel"),
-    "wan": ("Wan", "WanPipeline", "WanTransformer3DModel"),
-    "z_image": ("ZImage", "ZImagePipeline", "ZImageTransformer2DModel"),
+    "sd3": "sd3_light.families.sd3:SD3",
+    "flux": "sd3_light.families.flux:Flux",
+    "flux2": "sd3_light.families.flux2:Flux2",
+    "krea2": "sd3_light.families.krea2:Krea2",
+    "prx": "sd3_light.families.prx:PRX",
+    "qwen_image": "sd3_light.families.qwen_image:QwenImage",
+    "sana": "sd3_light.families.sana:Sana",
+    "wan": "sd3_light.families.wan:Wan",
+    "z_image": "sd3_light.families.z_image:ZImage",
 }
-"""`model.type`, a module of `families` -> its class, and those of its pipeline and denoiser in diffusers."""
-_CLASSES = {kind: name for name, (_, *kinds) in _FAMILIES.items() for kind in kinds}
+"""`model.type` -> where its class is."""
+_CLASSES = {
+    "StableDiffusion3Pipeline": "sd3",
+    "SD3Transformer2DModel": "sd3",
+    "FluxPipeline": "flux",
+    "FluxTransformer2DModel": "flux",
+    "Flux2KleinPipeline": "flux2",
+    "Flux2Transformer2DModel": "flux2",
+    "Krea2Pipeline": "krea2",
+    "Krea2Transformer2DModel": "krea2",
+    "PRXPipeline": "prx",
+    "PRXTransformer2DModel": "prx",
+    "QwenImagePipeline": "qwen_image",
+    "QwenImageTransformer2DModel": "qwen_image",
+    "SanaPipeline": "sana",
+    "SanaTransformer2DModel": "sana",
+    "WanPipeline": "wan",
+    "WanTransformer3DModel": "wan",
+    "ZImagePipeline": "z_image",
+    "ZImageTransformer2DModel": "z_image",
+}
 """Class of a pipeline or a denoiser in diffusers -> `model.type`."""
 _INDEX = "model_index.json"
 _INDEXES = (_INDEX, "modular_model_index.json")
@@ -127,10 +146,10 @@ def family_named(name: str) -> Family:
 
     Raises UserError if there is no such class, or if it is not a family.
     """
+    module, _, kind = _FAMILIES.get(name, name).partition(":")
     if name in _FAMILIES:
-        return _made(getattr(import_module(f"sd3_light.families.{name}"), _FAMILIES[name][0]), name)
+        return _made(getattr(import_module(module), kind), name)
     assert is_installed_class(name), name
-    module, _, kind = name.partition(":")
     try:
         found = getattr(import_module(module), kind)
     except (ImportError, AttributeError) as error:
