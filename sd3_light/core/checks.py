@@ -37,9 +37,9 @@ class ModelChecks(ABC):
     def key_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
         """Yield the keys of [model] and [objective] that do not describe the weights."""
 
-    @abstractmethod
     def largest_side(self, start: WeightsStart) -> int | None:
         """Return the pixels at which the denoiser's position table ends; None if it has no table."""
+        return None
 
     def side_step(self, model: ModelConfig) -> int:
         """Return the number of pixels that sides of images are multiples of."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from sd3_light.families.stock.cost import StockCost
     from sd3_light.families.stock.encoding import StockEncoding
     from sd3_light.families.stock.files import StockFiles
+    from sd3_light.families.stock.model import StockTraining
     from sd3_light.families.stock.sampling import StockSampling
-    from sd3_light.families.stock.training import StockTraining
 
 _DROPPED = {"uncond_text_dropout": "joint", "uncond_text_dropout_prob": 0.1}
 
@@ -164,7 +164,7 @@ class StockFamily(Family):
     @cached_property
     def training(self) -> "StockTraining":
         """What a run needs beside the weights."""
-        from sd3_light.families.stock.training import StockTraining
+        from sd3_light.families.stock.model import StockTraining
 
         return StockTraining(self)
 
@@ -194,11 +194,6 @@ class StockFamily(Family):
         """What `check` and `new` read in a model folder."""
         return StockChecks(self)
 
-    @property
-    def fast_blocks(self) -> None:
-        """There are no own kernels."""
-        return None
-
     def max_length(self, model: ModelConfig) -> int:
         """Return the tokens of the longest caption."""
         if model.text_max_length is not None:
@@ -208,10 +203,6 @@ class StockFamily(Family):
     def text_settings(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of [model] that decide the values of a caption."""
         return {"text_max_length": self.max_length(model)}
-
-    def training_guidance(self, model: ModelConfig) -> float:
-        """Return the number that a distilled denoiser gets in training."""
-        return 1.0 if model.guidance is None else model.guidance
 
     def completed(self, config: TrainConfig) -> TrainConfig:
         """See `Family.completed`: length and dropout of text, the layers of an adapter, and what cannot be trained."""

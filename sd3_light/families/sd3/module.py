@@ -14,7 +14,6 @@ from sd3_light.core.objective import Prediction
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import TrainingParts
 from sd3_light.data.shards import CaptionFeatures
-from sd3_light.encoding.vae import LatentScale
 from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.families.sd3.fast.block import BlockOptions, Keep, Products
 from sd3_light.families.sd3.fast.forward import FastDenoiser
@@ -22,7 +21,6 @@ from sd3_light.families.sd3.layers import Embed, LayerState, build_layers, run_l
 from sd3_light.families.sd3.prepare import InputPreparer
 from sd3_light.flow.objective import alignment_loss
 from sd3_light.flow.objectives import configured_objective
-from sd3_light.model.base_values import shift_line
 
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
 
@@ -172,11 +170,7 @@ class SD3Training(TrainingParts):
 
     def preparer(self, config: TrainConfig, start: WeightsStart, empty_text: CaptionFeatures | None) -> InputPreparer:
         """See `TrainingParts.preparer`."""
-        model = config.model
-        used = empty_text if model.uncond_text == "empty" else None
-        scale = LatentScale.of_folder(model.diffusers_path)
-        line = shift_line(model)
-        return InputPreparer(config.seed, model, scale, used, start.size.pos_embed_max_size, line=line)
+        return InputPreparer.of(config.model, config.seed, empty_text, start.size.pos_embed_max_size)
 
     def model(self, denoiser: nn.Module, config: TrainConfig, fast: bool) -> SD3TrainingModule:
         """See `TrainingParts.model`."""

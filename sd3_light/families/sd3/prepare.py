@@ -50,6 +50,13 @@ class InputPreparer(FlowPreparer):
     empty_text: CaptionFeatures | None = None
     num_positions: int = 0
 
+    @staticmethod
+    def of(model: ModelConfig, seed: int, empty_text: CaptionFeatures | None, num_positions: int) -> "InputPreparer":
+        """Return the preparer of a [model] table."""
+        used = empty_text if model.uncond_text == "empty" else None
+        scale = LatentScale.of_folder(model.diffusers_path)
+        return InputPreparer(seed, model, scale, used, num_positions, line=shift_line(model))
+
     def condition(
         self, rows: CachedBatch, occurrences: Occurrences, evaluation: bool, allocate: AllocateTensor | None
     ) -> Conditioning:
@@ -163,9 +170,7 @@ class LightSD3Pipeline:
         denoiser = family_of(model).weights.load(start or starting_weights(model), seed)
         assert isinstance(denoiser, SD3Transformer2DModel)
         self.transformer = denoiser
-        uncond = empty_text if model.uncond_text == "empty" else None
-        scale, positions = LatentScale.of_folder(model.diffusers_path), self.transformer.config.pos_embed_max_size
-        self.preparer = InputPreparer(seed, model, scale, uncond, positions, line=shift_line(model))
+        self.preparer = InputPreparer.of(model, seed, empty_text, denoiser.config.pos_embed_max_size)
 
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Pair:
         """Return ((noisy_latents, 1000 t, prompt_embeds, pooled_prompt_embeds), (target, mask)).

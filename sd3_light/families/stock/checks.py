@@ -138,10 +138,6 @@ class StockChecks(ModelChecks):
         if problem := layer_sync_problem(train.terms.layer_sync, len(blocks)):
             yield Fault("", train.spelled("model.layer_sync"), **problem)
 
-    def largest_side(self, start: WeightsStart) -> None:
-        """See `ModelChecks.largest_side`: positions are computed, there is no table."""
-        return None
-
     def side_step(self, model: ModelConfig) -> int:
         """See `ModelChecks.side_step`."""
         return LatentShape.of_folder(model.diffusers_path).factor * self.family.patch
