@@ -1,4 +1,7 @@
-"""What an engine trains: a denoiser with its loss, behind one module."""
+"""What an engine trains: a denoiser with its loss, behind one module.
+
+Its blocks are compiled, checkpointed, and tapped for their features.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -165,6 +168,15 @@ def compile_blocks(denoiser: nn.Module) -> None:
         block.compile()
 
 
+def why_not_compiled(device: torch.device) -> str | None:
+    """Return why torch.compile does not work on this device, or None; it needs Triton and a C compiler, too."""
+    try:
+        torch.compile(torch.sin)(torch.ones(16, device=device))
+    except RuntimeError as error:  # also all errors of the compiler
+        return f"torch.compile does not work here ({type(error).__name__})"
+    return None
+
+
 @contextmanager
 def tapped(
     blocks: Sequence[nn.Module], taps: Sequence[int], image_tokens: Callable[[Any], Tensor]
@@ -197,12 +209,3 @@ def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
 
 save_products = partial(create_selective_checkpoint_contexts, _policy)
 """The `context_fn` of a checkpoint that keeps the results of matrix products and attention."""
-
-
-def why_not_compiled(device: torch.device) -> str | None:
-    """Return why torch.compile does not work on this device, or None; it needs Triton and a C compiler, too."""
-    try:
-        torch.compile(torch.sin)(torch.ones(16, device=device))
-    except RuntimeError as error:  # also all errors of the compiler
-        return f"torch.compile does not work here ({type(error).__name__})"
-    return None

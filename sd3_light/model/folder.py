@@ -12,6 +12,11 @@ from sd3_light.model.part_configs import WEIGHTS_STEM, read_config, read_json
 from sd3_light.tensor_file import open_tensors
 
 
+CLIP_TOKENS = 77  # default of CLIP tokenizers whose config names no length
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
+_UNLIMITED = 10**6  # transformers writes larger lengths for "no limit"
+
+
 @dataclass(frozen=True)
 class TextShape:
     """Rows and widths of one caption's features from the three text encoders.
@@ -41,11 +46,6 @@ class TextShape:
     def clip_width(self) -> int:
         """Width of both CLIP encoders' features side by side."""
         return self.clip_l_width + self.clip_g_width
-
-
-CLIP_TOKENS = 77  # default of CLIP tokenizers whose config names no length
-_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
-_UNLIMITED = 10**6  # transformers writes larger lengths for "no limit"
 
 
 @dataclass(frozen=True)
