@@ -11,7 +11,6 @@ from sd3_light.inputs import is_inner_path
 from sd3_light.model.part_configs import WEIGHTS_STEM, read_config, read_json
 from sd3_light.tensor_file import open_tensors
 
-
 CLIP_TOKENS = 77  # default of CLIP tokenizers whose config names no length
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 _UNLIMITED = 10**6  # transformers writes larger lengths for "no limit"
