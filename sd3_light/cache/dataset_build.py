@@ -27,9 +27,8 @@ from sd3_light.cache.freshness import (
 )
 from sd3_light.cache.local_builder import Builder
 from sd3_light.cache.manifest_writer import is_manifest_current, write_manifest
-from sd3_light.cache.options import CacheOptions, CacheReport
 from sd3_light.cache.recipe import decides_shards, make_recipe, stored_columns
-from sd3_light.cache.report import describe_values, log_report, small_buckets
+from sd3_light.cache.report import CacheOptions, CacheReport, describe_values, log_report, small_buckets
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
 from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
 from sd3_light.cache.unit_builder import empty_content

@@ -28,7 +28,7 @@ from sd3_light.files import write_atomically
 from sd3_light.sources.access import exists
 from sd3_light.sources.decode import Decoded, DecodeTask
 from sd3_light.sources.preprocess import Pixels
-from sd3_light.sources.rejects import reject_line
+from sd3_light.sources.records import reject_line
 
 
 def is_done(shards: Path, unit: Unit) -> bool:

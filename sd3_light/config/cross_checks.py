@@ -339,16 +339,14 @@ def base_bits(train: TrainConfig) -> Iterator[Fault]:
     """Quantized weights are neither sharded nor compiled."""
     if train.adapter is None or train.adapter.base_bits == 16:
         return
-    key, value, hint = "adapter.base_bits", str(train.adapter.base_bits), "write 16, or "
-    if train.parallel == "fsdp2":
-        problem = 'parallel = "fsdp2" cannot shard quantized weights'
-        yield _fault(key, problem, value, hint=f'{hint}parallel = "ddp"')
-    if train.pipeline_stages > 1:
-        problem = "pipeline stages do not support quantized weights"
-        yield _fault(key, problem, value, hint=f"{hint}pipeline_stages = 1")
-    if train.compile:
-        problem = "compile = true does not support quantized layers"
-        yield _fault(key, problem, value, hint=f"{hint}compile = false")
+    for conflicts, problem, other in (
+        (train.parallel == "fsdp2", 'parallel = "fsdp2" cannot shard quantized weights', 'parallel = "ddp"'),
+        (train.pipeline_stages > 1, "pipeline stages do not support quantized weights", "pipeline_stages = 1"),
+        (train.compile, "compile = true does not support quantized layers", "compile = false"),
+    ):
+        if conflicts:
+            value = str(train.adapter.base_bits)
+            yield _fault("adapter.base_bits", problem, value, hint=f"write 16, or {other}")
 
 
 _SAVE_KEYS = tuple(f"save_every_n_{unit}" for unit in ("steps", "epochs", "examples"))

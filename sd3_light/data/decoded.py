@@ -17,7 +17,7 @@ from sd3_light.sources.catalogue import Catalogue, make_sources, sample_location
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import CRASHED_DECODE, decode_images
 from sd3_light.sources.preprocess import PREPROCESS_VERSION, Pixels
-from sd3_light.sources.rejects import Rejects, reject_line
+from sd3_light.sources.records import Rejects, reject_line
 from sd3_light.sources.workers import WorkerPool
 
 _SHARD, _BATCH = 1024, 32

@@ -39,8 +39,17 @@ from sd3_light.tasks.prepare import (
     sample_values,
     stack_column,
 )
-from sd3_light.tasks.process_unit import ProcessUnit, adapt_units
-from sd3_light.tasks.units import Draw, PipelineUnit, UnitSplit, Values, run_unit, split_units, units_to_run
+from sd3_light.tasks.units import (
+    Draw,
+    PipelineUnit,
+    ProcessUnit,
+    UnitSplit,
+    Values,
+    adapt_units,
+    run_unit,
+    split_units,
+    units_to_run,
+)
 
 
 class DiffusionTrainingModule(ModuleHelpers):

@@ -158,7 +158,7 @@ def test_new_images_are_probed_by_the_cluster(
 
 
 def test_tasks_for_which_no_cpu_gets_free_share_those_of_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd3_light.cache.ray_tasks import QUEUE_SECONDS, TaskPool
+    from sd3_light.cache.ray_encoder import QUEUE_SECONDS, TaskPool
 
     waits: list[float | None] = []
 
