@@ -84,7 +84,7 @@ class DatasetBuild:
         shards = folder / SHARDS
         with Claims(folder / "claims") as claims:
             shards.mkdir(parents=True, exist_ok=True)
-            recipe = make_recipe(self._train, folder / "parts.json")
+            recipe = make_recipe(self._train.model, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._list_inputs(title, catalogue, dataset)
             shard_size = self._train.sd3_shard_size

@@ -267,7 +267,7 @@ class RayBuilder:
         """The actors, which start when they are first needed."""
         if self._pool is None:
             train, folder = self._train, self._train.stream_cache_dir
-            recipe = make_recipe(train, (folder or private_temp_folder("ray")) / "parts.json")
+            recipe = make_recipe(train.model, (folder or private_temp_folder("ray")) / "parts.json")
             ahead = train.caching_num_workers + 1
             settings = EncoderSettings(
                 train.model,

@@ -19,7 +19,7 @@ from ray.exceptions import OutOfDiskError, OutOfMemoryError, RayTaskError, Worke
 
 from sd3_light.cache.build_folder import UnitFiles, open_unit_folder
 from sd3_light.cache.copies import Copies, OldShards
-from sd3_light.cache.recipe import recipe_of
+from sd3_light.cache.recipe import make_recipe
 from sd3_light.cache.reuse import UnitCopies
 from sd3_light.cache.shard_builder import Built, tokenize_missing
 from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, write_unit
@@ -178,7 +178,7 @@ def _require_same_encoders(settings: EncoderSettings, memo: Path) -> None:
     path = settings.model.diffusers_path
     if not path.is_dir():
         raise UserError(f"model.diffusers_path: {path} does not exist; every node needs it at the same path")
-    own = recipe_of(settings.model, memo)
+    own = make_recipe(settings.model, memo)
     for key, value in settings.recipe.items():
         if own.get(key) != value:
             hint = "copy the same model folder and version of sd3-light to all nodes"

@@ -165,7 +165,8 @@ class _Compiler:
                 parts = [self.value(part, BOOLEAN)[0] for part in values]
                 return _joined(parts, decisive=isinstance(op, ast.Or)), BOOLEAN
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return _not(self.value(operand, BOOLEAN)[0]), BOOLEAN
+                part = self.value(operand, BOOLEAN)[0]
+                return (lambda values: None if (result := part(values)) is None else not result), BOOLEAN
             case ast.UnaryOp(op=ast.USub() | ast.UAdd() as op, operand=operand):
                 sign = -1 if isinstance(op, ast.USub) else 1
                 return _arithmetic(operator.mul, lambda _: sign, self.value(operand, NUMBER)[0]), NUMBER
@@ -306,7 +307,3 @@ def _joined(parts: Sequence[_Evaluate], decisive: bool) -> _Evaluate:
         return None if None in results else not decisive
 
     return evaluate
-
-
-def _not(part: _Evaluate) -> _Evaluate:
-    return lambda values: None if (result := part(values)) is None else not result

@@ -292,7 +292,7 @@ def test_nodes_with_other_encoders_are_refused(
 ) -> None:
     from sd3_light.cache import ray_encoder
 
-    monkeypatch.setattr(ray_encoder, "recipe_of", lambda *_: {"vae": "other weights"})
+    monkeypatch.setattr(ray_encoder, "make_recipe", lambda *_: {"vae": "other weights"})
     with pytest.raises(UserError, match=r"another format than on the driver's node; copy the same model folder"):
         build(fresh_project)
 
