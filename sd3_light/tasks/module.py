@@ -138,6 +138,8 @@ class DiffusionTrainingModule(nn.Module):
 
     def split(self) -> UnitSplit:
         """Return the units by when they must run; see `split_units`."""
+        if self._split is not None:
+            return self._split
         self.freeze_the_rest()
         if not all(hasattr(self.loss, name) for name in ("reads", "latents")):
             raise UserError(
@@ -156,7 +158,7 @@ class DiffusionTrainingModule(nn.Module):
 
     def preparer(self, pin: bool = False) -> SamplePreparer:
         """Return what workers need to prepare batches; ``pin`` is for a trainer without workers."""
-        split = self._split or self.split()
+        split = self.split()
         units = (*split.cached, *split.drawn, *split.gradient)
         names = [*(name for unit in units for name in (*unit.reads, *unit.writes)), *self._reads(split)]
         kept = frozenset(name.rstrip("?") for name in (*names, self.loss.latents))
@@ -222,13 +224,13 @@ class DiffusionTrainingModule(nn.Module):
 
     def with_gradient_units(self, inputs: Values) -> Values:
         """Return the inputs with what gradient units write."""
-        for unit in (self._split or self.split()).gradient:
+        for unit in self.split().gradient:
             inputs = run_unit(unit, self, inputs)
         return inputs
 
     def values(self, batch: Batch) -> dict[str, Any]:
         """Return the inputs of a batch without those that gradient units write."""
-        split = self._split or self.split()
+        split = self.split()
         reads = self._reads(split)
         batch = batch.to(self.device)
         names = common_names(batch)
@@ -290,7 +292,7 @@ class DiffusionTrainingModule(nn.Module):
     @torch.no_grad()
     def process(self, data: Values, data_id: int = 0) -> dict[str, Any]:
         """Return what the cached units write for one item, as far as the rest of the training reads it."""
-        split = self._split or self.split()
+        split = self.split()
         on_device = {
             name: to_device(value, self.device) if isinstance(value, Tensor) else value for name, value in data.items()
         }
