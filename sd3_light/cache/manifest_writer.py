@@ -26,7 +26,7 @@ from sd3_light.files import atomic_file
 from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
 from sd3_light.sources.buckets import plan as plan_resize
 from sd3_light.sources.name_store import NameStore
-from sd3_light.sources.rejects import reject_line
+from sd3_light.sources.records import reject_line
 
 
 def write_manifest(

@@ -40,9 +40,8 @@ from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.data.store.remote import download_bytes
-from sd3_light.sources.buckets import Bucket
-from sd3_light.sources.extreme_fits import ExtremeFits
-from sd3_light.sources.rejects import Rejects
+from sd3_light.sources.buckets import Bucket, ExtremeFits
+from sd3_light.sources.records import Rejects
 
 
 @dataclass(frozen=True)

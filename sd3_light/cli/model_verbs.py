@@ -9,7 +9,7 @@ from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEn
 from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest, suggest_for_model
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
-from sd3_light.config.model_path import require_model_path
+from sd3_light.config.hub_ids import require_model_path
 from sd3_light.runlog import print_table
 
 if TYPE_CHECKING:

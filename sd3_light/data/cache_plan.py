@@ -251,9 +251,9 @@ def _prune_plans(folder: Path) -> None:
             index.unlink(missing_ok=True)
 
 
-def reuse_files(plan: Path, manifest: str = "*") -> list[Path]:
+def reuse_files(plan: Path) -> list[Path]:
     """Return the files that say what the shards of a plan copy from those of an old manifest (`cache.reuse`)."""
-    return sorted(plan.parent.glob(f"{reuse_name(plan, manifest)}.*"))
+    return sorted(plan.parent.glob(f"{reuse_name(plan, '*')}.*"))
 
 
 def reuse_name(plan: Path, manifest: str) -> str:

@@ -7,7 +7,7 @@ from statistics import mean
 
 from sd3_light.checkpoint.store import step_of
 from sd3_light.config.faults import UserError
-from sd3_light.config.model_path import require_model_path
+from sd3_light.config.hub_ids import require_model_path
 from sd3_light.config.toml_file import read_toml
 from sd3_light.export.background_saves import EXPORT, FOLDERS
 from sd3_light.export.best import best_name

@@ -21,7 +21,7 @@ from sd3_light.tasks import (
     launch_training_task,
     unit,
 )
-from sd3_light.tasks import images as module
+from sd3_light.tasks import datasets as module
 
 
 @pytest.fixture
