@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, Column
+from sd3_light.core.sampling import OwnDrawing
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.columns import encoder_width
 from sd3_light.families.stock.times import resolution_shift
@@ -41,6 +42,10 @@ class ZImage(StockFamily):
         if config.get("all_patch_size") != [self.patch] or config.get("all_f_patch_size") != [1]:
             return "its denoiser has several patch sizes, which are not trained"
         return None
+
+    def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
+        """See `StockFamily.own_drawing`: nothing in its folder tells Turbo."""
+        return OwnDrawing(note="Z-Image-Turbo, whose configs are the same, needs --steps 8 --guidance 0")
 
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
         """See `StockFamily.text_columns`."""

@@ -38,7 +38,7 @@ from tests.unit.sample.test_sample import lokr_file
 
 ENOUGH = 1 << 50
 FEW = 1000
-OTHERS = ("flux2", "qwen_image", "z_image", "sana", "krea2")
+OTHERS = ("flux2", "qwen_image", "z_image", "sana", "krea2", "prx")
 ROWS = [
     PromptRow("a red circle", negative_prompt="blue"),
     PromptRow("two blue squares", steps=3),
@@ -78,7 +78,7 @@ def opened(folder: Path, options: SampleOptions, monkeypatch: pytest.MonkeyPatch
 def draw(model: OpenModel, rows: list[PromptRow], exact: bool) -> list[bytes]:
     options = model.options
     requests = [model.request(row, seed) for seed, row in enumerate(rows)]
-    images = generate(model.pipe, requests, model.policy, options.steps, options.guidance, options.batch, exact=exact)
+    images = generate(model.pipe, requests, model.policy, batch_size=options.batch, exact=exact)
     return [np.asarray(image).tobytes() for image in images]
 
 
@@ -225,6 +225,23 @@ def test_all_parts_stay_loaded_where_they_fit(monkeypatch: pytest.MonkeyPatch) -
         assert (Phases.of_model(chosen, (), cpu) is None) == fits
     assert drawing_bytes(counts, 4) - drawing_bytes(counts, 2) == 2 * (sum(counts.values()) - counts["vae"])
     assert drawing_bytes(counts, 4) - needed > 4 << 30, "activations of a large image"
+
+
+@pytest.mark.parametrize("family", ["wan", pytest.param("krea2", marks=pytest.mark.slow)])
+def test_weights_that_stay_in_float32_are_counted(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    folder = folder_of(family)
+    options = replace(OPTIONS, dtype="bfloat16")
+    pipe: Any = opened(folder, options, monkeypatch, ENOUGH).pipe
+    networks = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    held = sum(weight.nbytes for network in networks for weight in network.parameters())
+    assert {weight.dtype for weight in pipe.transformer.parameters()} == {torch.bfloat16, torch.float32}
+    assert drawing_bytes(count_weights(folder), 2, on_gpu=False) < held
+    for free, fits in ((held - 1, False), (held + (1 << 10), True)):
+        monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
+        found = Phases.of_model(choose_model(folder), (), torch.device("cpu"), torch.bfloat16)
+        assert (found is None) == fits
 
 
 def _networks() -> dict[str, Any]:
