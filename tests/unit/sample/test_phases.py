@@ -1,14 +1,17 @@
 """A model in phases: one kind of part in memory at a time, and the images of a model with all parts loaded."""
 
 import gc
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -33,7 +36,7 @@ from sd3_light.sample.generate import Cancelled, generate, stream_images
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.phases import Phases
 from sd3_light.sample.verb import OpenModel, SampleOptions, open_model
-from tests.families import make_pipeline
+from tests.stock import save_stock
 from tests.unit.sample.test_sample import lokr_file
 
 ENOUGH = 1 << 50
@@ -56,9 +59,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def folder(family: str) -> Path:
         if family == "sd3":
             return DEMO
-        path = tmp_path_factory.mktemp("tiny") / family
-        make_pipeline(family).save_pretrained(path)
-        return path
+        return save_stock(family, tmp_path_factory.mktemp("tiny") / family)
 
     return folder
 
@@ -66,6 +67,13 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_module, "_cores", lambda: 4)
+
+
+@pytest.fixture(autouse=True)
+def cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PRX's pipeline cleans captions with a package that may be missing here."""
+    same = SimpleNamespace(fix_text=lambda text: text)
+    monkeypatch.setattr(sys.modules[diffusers.PRXPipeline.__module__], "ftfy", same, raising=False)
 
 
 def opened(folder: Path, options: SampleOptions, monkeypatch: pytest.MonkeyPatch, free: int) -> OpenModel:
