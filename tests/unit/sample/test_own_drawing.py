@@ -1,4 +1,4 @@
-"""Steps and guidance that nobody gives: those that a model's configs say it is distilled to, or the usual ones."""
+"""Steps and guidance by default: those that the configs of a distilled model tell, or the usual ones."""
 
 from pathlib import Path
 from typing import Any
