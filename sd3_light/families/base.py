@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
+from sd3_light.core.sampling import OwnDrawing
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.stock.checks import StockChecks
 from sd3_light.families.stock.latents import LatentShape
@@ -109,6 +110,10 @@ class StockFamily(Family):
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         """Return whether a denoiser with this config takes guidance as a number and runs once per step."""
         return False
+
+    def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
+        """Return the steps and the guidance that a denoiser with this config is distilled to."""
+        return OwnDrawing()
 
     def guidance_number(self, batch: "Batch", guidance: float) -> "Tensor":
         """Return the guidance of each sample for a distilled denoiser: the batch's own, or ``guidance``."""
@@ -230,11 +235,13 @@ class StockFamily(Family):
         scheduler = read_config(folder / "scheduler", "scheduler")
         shift = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
         is_dynamic = bool(scheduler.get("use_dynamic_shifting"))
+        config = read_json(denoiser_folder(folder) / "config.json")
+        own = self.own_drawing(config)
         keys = {
             **dict.fromkeys(("freeze", "model.init", "model.t5_max_length", "model.uncond_text")),
             "model.text_max_length": min(self.text_length, limit),
             "model.shift": None if is_dynamic else float(shift),
-            "sampling.guidance": self.usual_guidance,
+            "sampling.guidance": self.usual_guidance if own.guidance is None else own.guidance,
             "adapter.target_modules": list(self.adapter_targets),
         }
         step = LatentShape.of_folder(folder).factor * self.patch
@@ -244,8 +251,10 @@ class StockFamily(Family):
             keys["frames"], keys["fps"] = self.usual_clip
         if is_dynamic:
             keys["model.flux_shift"] = True
-        if self.takes_guidance(read_json(denoiser_folder(folder) / "config.json")):
+        if self.takes_guidance(config):
             keys["model.guidance"] = 1.0
+        if own.steps is not None:
+            keys["sampling.steps"] = own.steps
         return keys
 
     def frame_step(self, folder: Path) -> int | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, Column
+from sd3_light.core.sampling import OwnDrawing
 from sd3_light.families.base import StockFamily, resolution_shift, set_shifted_times
 from sd3_light.families.stock.texts import encoder_width
 
@@ -69,12 +70,12 @@ class Flux(StockFamily):
         """See `StockFamily.takes_guidance`."""
         return bool(config.get("guidance_embeds"))
 
-    def recipe(self, folder: Path) -> Mapping[str, Any]:
-        """See `Family.recipe`: schnell is distilled to draw without guidance."""
-        keys = dict(super().recipe(folder))
-        if "model.guidance" not in keys:
-            keys["sampling.guidance"] = self.unguided
-        return keys
+    def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
+        """See `StockFamily.own_drawing`: schnell is distilled to four steps without guidance."""
+        if self.takes_guidance(config):
+            return OwnDrawing(guidance=self.usual_guidance)
+        note = "without guidance_embeds it is a schnell; pass --steps and --guidance if it was trained to need more"
+        return OwnDrawing(4, self.unguided, note)
 
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
         """See `StockFamily.encode_captions`."""

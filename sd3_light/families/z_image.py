@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
+from sd3_light.core.sampling import OwnDrawing
 from sd3_light.families.base import StockFamily, resolution_shift
 from sd3_light.model.part_configs import read_json
 
@@ -38,6 +39,10 @@ class ZImage(StockFamily):
         if config.get("all_patch_size") != [self.patch] or config.get("all_f_patch_size") != [1]:
             return "its denoiser has several patch sizes, which are not trained"
         return None
+
+    def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
+        """See `StockFamily.own_drawing`: nothing in its folder tells Turbo."""
+        return OwnDrawing(note="Z-Image-Turbo, whose configs are the same, needs --steps 8 --guidance 0")
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`. The denoiser predicts data - noise."""

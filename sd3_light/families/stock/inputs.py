@@ -10,7 +10,7 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.caption_lengths import TextLimit
-from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs
+from sd3_light.core.sampling import EncodedText, ImageRequest, OwnDrawing, PipelineInputs
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.families.stock.sampling import batch_texts
 from sd3_light.model.part_configs import read_json
@@ -33,6 +33,11 @@ class StockInputs(PipelineInputs):
     def largest_batch(self) -> int | None:
         """See `PipelineInputs.largest_batch`."""
         return 1 if self.family.single_prompts else None
+
+    @property
+    def own_drawing(self) -> OwnDrawing:
+        """See `PipelineInputs.own_drawing`."""
+        return self.family.own_drawing(read_json(self.folder / "transformer" / "config.json"))
 
     def for_folder(self, folder: Path) -> "StockInputs":
         """See `PipelineInputs.for_folder`."""

@@ -121,7 +121,7 @@ def test_new_writes_the_recipe_of_flux(tmp_path: Path, raw_project: Project, flu
     project = new.run("lora", str(raw_project.images), str(flux), tmp_path / "schnell", gpus=GPU)
     table = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
     assert "guidance" not in table["model"]
-    assert table["sampling"]["guidance"] == 1.0, "schnell draws without guidance"
+    assert (table["sampling"]["steps"], table["sampling"]["guidance"]) == (4, 1.0), "as schnell is distilled"
 
 
 GUIDANCE = {"flux": None, "schnell": 1.0, "flux2": 1.0, "krea2": 0.0, "prx": 1.0, "qwen_image": 1.0}
