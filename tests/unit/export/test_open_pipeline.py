@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from sd3_light.assets import DEMO
-from sd3_light.core.registry import family_named
 from sd3_light.config.faults import UserError
+from sd3_light.core.registry import family_named
 from sd3_light.export.open_pipeline import open_pipeline, open_policy, read_text_policy
 from sd3_light.model.part_configs import FACTS_FILE
 
