@@ -495,7 +495,7 @@ def test_sample_suggests_its_own_options(
     monkeypatch.chdir(tmp_path)
     Path("m").mkdir()
     plain = "sd3-light sample m a b c --seed 1 --out samples"
-    assert suggested(verb("sample", "m", "a", "b", "c", "--steps", "28")) == [plain], "28 is the default"
+    assert suggested(verb("sample", "m", "a", "b", "c", "--batch", "8")) == [plain], "8 is the default"
     options = "--steps 9 --negative-prompt 'a blur' --lora x.safetensors:0.5 --lora y.safetensors --no-grid --best"
     for name in ("x", "y"):
         Path(f"{name}.safetensors").touch()
