@@ -45,7 +45,8 @@ class StockFamily(Family):
     pipeline's call, which takes none up to ``unguided``, runs prompts and negative prompts as one batch if it
     ``joins_guidance``, and takes one prompt at a time if it has ``single_prompts``. ``trained_side`` is that of a
     square with as many pixels as the images that its models were trained on. A family of videos has latents with
-    frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second.
+    frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second. ``samplers`` are
+    those that the stock pipeline can draw with in place of Euler, ``dynamic_samplers`` if the shift is by resolution.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -62,6 +63,8 @@ class StockFamily(Family):
     single_prompts: ClassVar[bool] = False
     trained_side: ClassVar[int] = 1024
     usual_clip: ClassVar[tuple[int, float]] = (1, 1.0)
+    samplers: ClassVar[tuple[str, ...]] = ("heun", "dpm++")
+    dynamic_samplers: ClassVar[tuple[str, ...]] = ("heun", "dpm++")
 
     # --- what a family's file says ---------------------------------------------------------------
 

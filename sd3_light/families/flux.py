@@ -28,6 +28,7 @@ class Flux(StockFamily):
     adapter_targets = ("attn.to_*", "attn.add_*_proj", "ff.net.*", "ff_context.net.*", "proj_mlp", "*single*.proj_out")
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim", "pooled": "pooled_projection_dim"})
+    samplers = ()  # the pipeline passes a shift by resolution
     usual_guidance = 3.5
     comfyui = True
     text_tokens = ("padded",)

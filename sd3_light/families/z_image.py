@@ -26,6 +26,8 @@ class ZImage(StockFamily):
     text_parts = MappingProxyType({"qwen": ("text_encoder", "tokenizer")})
     adapter_targets = ("attention.to_*", "feed_forward.w[123]")
     text_inputs = MappingProxyType({"text": "cap_feat_dim"})
+    samplers = ()  # the pipeline passes times
+    dynamic_samplers = ()
     usual_guidance = 5.0
     unguided = 0.0
     joins_guidance = True
