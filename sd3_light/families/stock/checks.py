@@ -88,7 +88,8 @@ class StockChecks(ModelChecks):
         """See `ModelChecks.encoder_faults`; missing files are reported with the folder."""
         folder = model.diffusers_path
         parts = ("vae", *(parts[0] for parts in self.family.text_parts.values()))
-        if not all((folder / part / "config.json").is_file() for part in parts):
+        files = ("model_index.json", *(f"{part}/config.json" for part in parts))
+        if not all((folder / file).is_file() for file in files):
             return
         try:
             if self._refusal(folder) is not None:
