@@ -27,7 +27,7 @@ from sd3_light.sources.catalogue import Catalogue
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import DecodeTask, decode_images
 from sd3_light.sources.listing import IMAGE_SUFFIXES, VIDEOS
-from sd3_light.sources.preprocess import REASONS, Reject
+from sd3_light.sources.preprocess import REASONS, TRANSIENT, Reject
 from sd3_light.sources.records import Location, Record, Rejected, open_location
 from sd3_light.sources.scan import scan
 from sd3_light.sources.video import VideoSize, decode_video, probe_video, require_av
@@ -36,7 +36,6 @@ from sd3_light.sources.workers import WorkerPool
 _SHOWN_REJECTS = 5
 _UNIT = 4096  # samples that are planned together
 _BATCH = 16  # images that a process checks at a time
-_TRANSIENT = ("unreadable", "changed_meanwhile")  # reasons that the next run looks at again
 _UNUSED = {"flip": False, "num_repeats": 1, "caption_weights": ()}
 """Keys of a directory that have no effect in scripts, and their defaults."""
 
@@ -159,7 +158,7 @@ def _check_all(plan: CachePlan, claims: Claims, workers: int) -> list[dict[int, 
         faults = _read_faults(note)
         if faults is None:
             return False
-        return not any(reason in _TRANSIENT for reason, _ in faults.values()) or claims.is_newer(note, name)
+        return not any(reason in TRANSIENT for reason, _ in faults.values()) or claims.is_newer(note, name)
 
     def check(name: str) -> None:
         root = plan.source(units[name]).root

@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.report.inspect import verb as inspect_verb
 from sd3_light.runlog import read_log
 from sd3_light.sources.decode import Decoded
 from sd3_light.tasks import (
@@ -25,6 +26,7 @@ from sd3_light.tasks import (
     unit,
 )
 from sd3_light.tasks import datasets as module
+from sd3_light.tasks.processed import write_file_manifest
 
 
 @pytest.fixture
@@ -271,3 +273,13 @@ def test_a_task_resumes_when_an_image_that_was_deleted_is_restored(folder: Path,
             train(ImageFolder(folder, num_workers=0, **KEYS))
     (folder / "0.png").write_bytes(content)
     assert train(ImageFolder(folder, num_workers=0, **KEYS)).step == 6
+
+
+def test_inspect_says_what_processed_data_is(folder: Path, tmp_path: Path) -> None:
+    data = ImageFolder(folder, num_workers=0, **KEYS)
+    processed = launch_data_process_task(None, data, Tiny(), ModelLogger(tmp_path / "processed"), num_workers=0)
+    with pytest.raises(UserError, match=r"processed is the processed data of a script, not a cache: 6 samples in 2 sh"):
+        inspect_verb.run(processed)
+    write_file_manifest(tmp_path, {}, 0)
+    with pytest.raises(UserError, match=r"manifest.json lists the sample files of a script's data process, not the sh"):
+        inspect_verb.run(tmp_path)
