@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sd3_light.config.family_keys import FAMILY_NAMES
 from sd3_light.config.faults import Fault
 from sd3_light.config.validation import format_value
 
@@ -34,6 +35,9 @@ class UnsupportedKey:
 
 _FOLDER = "give the complete diffusers folder as model.diffusers_path"
 _FILE = "give the single file (.safetensors) as model.init and a complete diffusers folder as model.diffusers_path"
+_INIT = "give the folder or file as model.init"
+_ITS_INIT = "give its folder or file as model.init"
+_OF_SD3 = (_FILE, _INIT, _ITS_INIT)  # other families start from folders only
 _CLIP_START = "a clip is the start of its video"
 _ONE_BATCH = "images and clips have the same key"
 _CONTROL = "training on image pairs is not supported"
@@ -88,8 +92,8 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     *_in_table("train", "model",
         ("ckpt_path", "a single file holds only part of the model", _FILE),
         ("checkpoint_path", "a single file holds only part of the model", _FILE),
-        ("transformer_path", "the denoiser's weights have another key", "give the folder or file as model.init"),
-        ("unet_path", "the denoiser is a transformer", "give its folder or file as model.init"),
+        ("transformer_path", "the denoiser's weights have another key", _INIT),
+        ("unet_path", "the denoiser is a transformer", _ITS_INIT),
         ("vae_path", "the VAE is part of the model folder", _FOLDER),
         ("llm_path", "the text encoders are those of the model folder", _FOLDER),
         ("clip_path", _ENCODERS, _FOLDER),
@@ -104,7 +108,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
         ("transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8_e4m3fn"),
         ("transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8_e5m2"),
         ("transformer_dtype", "quantized weights have another key", _BFLOAT16, "nf4"),
-        ("diffusion_model", "the denoiser's weights have another key", "give the folder or file as model.init"),
+        ("diffusion_model", "the denoiser's weights have another key", _INIT),
         ("diffusion_model_dtype", "the denoiser's dtype has another key", _BFLOAT16),
         ("single_file_path", "a single file holds only part of the model", _FILE),
         ("vae", "the VAE is part of the model folder", _FOLDER),
@@ -114,7 +118,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
         ("cache_text_embeddings", "text features are always cached", "remove the key"),
         ("max_sequence_length", "the length of the text has another key", "write text_max_length, or for SD3 t5_max_length"),
         ("merge_adapters", "adapters are not merged before training", "run `sd3-light lora merge` and give the new folder as model.diffusers_path"),
-        ("image_shift", "only images are trained, with one shift", "write it as shift"),
+        ("image_shift", "images and clips have one shift", "write it as shift"),
         ("lumina_shift", _OTHER_FAMILY, "use flux_shift, a shift that grows with the resolution too"),
         ("cfg", _OTHER_FAMILY, "remove the key; for sample images use sampling.guidance"),
         ("audio_vae", _OTHER_FAMILY, "remove the key"),
@@ -263,9 +267,16 @@ def pop_unsupported(file_kind: str, raw: dict[str, Any], file: str, table: str =
             continue
         value = None if entry.value is None else format_value(raw[entry.key])
         problem = f"not supported: {entry.reason}"
-        faults.append(Fault(file, prefix + entry.key, problem, value=value, hint=entry.instead))
+        hint = _FOLDER if entry.instead in _OF_SD3 and _names_other_family(raw) else entry.instead
+        faults.append(Fault(file, prefix + entry.key, problem, value=value, hint=hint))
         del raw[entry.key]
     return faults
+
+
+def _names_other_family(model: Mapping[str, Any]) -> bool:
+    """Return whether a [model] table names a family that is not SD3."""
+    name = model.get("type")
+    return isinstance(name, str) and name.lower() in FAMILY_NAMES and name.lower() != "sd3"
 
 
 def family_fault(raw: Mapping[str, Any], file: str) -> Fault | None:

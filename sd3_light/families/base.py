@@ -115,8 +115,8 @@ class StockFamily(Family):
         return False
 
     def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
-        """Return the steps and the guidance that a denoiser with this config is distilled to."""
-        return OwnDrawing()
+        """Return the guidance, and of a distilled model the steps, with which a denoiser with this config draws."""
+        return OwnDrawing(guidance=self.usual_guidance)
 
     def guidance_number(self, batch: "Batch", guidance: float) -> "Tensor":
         """Return the guidance of each sample for a distilled denoiser: the batch's own, or ``guidance``."""
@@ -244,7 +244,7 @@ class StockFamily(Family):
             **dict.fromkeys(("freeze", "model.init", "model.t5_max_length", "model.uncond_text")),
             "model.text_max_length": min(self.text_length, limit),
             "model.shift": None if is_dynamic else float(shift),
-            "sampling.guidance": self.usual_guidance if own.guidance is None else own.guidance,
+            "sampling.guidance": own.guidance,
             "adapter.target_modules": list(self.adapter_targets),
         }
         step = LatentShape.of_folder(folder).factor * self.patch

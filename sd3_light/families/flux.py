@@ -74,7 +74,7 @@ class Flux(StockFamily):
     def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
         """See `StockFamily.own_drawing`: schnell is distilled to four steps without guidance."""
         if self.takes_guidance(config):
-            return OwnDrawing(guidance=self.usual_guidance)
+            return super().own_drawing(config)
         note = "without guidance_embeds it is a schnell; pass --steps and --guidance if it was trained to need more"
         return OwnDrawing(4, self.unguided, note)
 

@@ -44,7 +44,8 @@ class ZImage(StockFamily):
 
     def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
         """See `StockFamily.own_drawing`: nothing in its folder tells Turbo."""
-        return OwnDrawing(note="Z-Image-Turbo, whose configs are the same, needs --steps 8 --guidance 0")
+        note = "Z-Image-Turbo, whose configs are the same, needs --steps 8 --guidance 0"
+        return OwnDrawing(guidance=self.usual_guidance, note=note)
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`. The denoiser predicts data - noise."""

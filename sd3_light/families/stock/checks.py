@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _FOLDER = "model.diffusers_path"
 _WHOLE = "download or copy the whole folder"
+_DESCRIPTION = ("model_index.json", "transformer/config.json", "vae/config.json")
 
 
 class StockChecks(ModelChecks):
@@ -38,11 +39,15 @@ class StockChecks(ModelChecks):
                 yield model_fault(_FOLDER, problem, folder, f"run `pip install {package}`")
         try:
             yield from self._part_faults(folder, start_source(model) == folder)
-            has_denoiser = (folder / "transformer" / "config.json").is_file()
-            if has_denoiser and (reason := self.family.refusal(folder)):
+            if reason := self._refusal(folder):
                 yield model_fault(_FOLDER, reason, folder)
         except UserError as error:
             yield model_fault(_FOLDER, str(error))
+
+    def _refusal(self, folder: Path) -> str | None:
+        """Return why the family does not train a folder's denoiser; None also if a config is missing."""
+        is_described = all((folder / name).is_file() for name in _DESCRIPTION)
+        return self.family.refusal(folder) if is_described else None
 
     def _part_faults(self, folder: Path, with_denoiser: bool) -> Iterator[Fault]:
         if not (folder / "model_index.json").is_file():
@@ -61,8 +66,15 @@ class StockChecks(ModelChecks):
         for part in needed:
             if part not in named:
                 yield model_fault(_FOLDER, f"its model_index.json names no {part}", folder, _WHOLE)
-        for file in missing_components(folder, transformer=with_denoiser):
-            yield model_fault(_FOLDER, f"the folder lacks {file}", folder, _WHOLE)
+        missing = missing_components(folder, transformer=with_denoiser)
+        parts = dict.fromkeys(file.partition("/")[0] for file in missing)
+        absent = [part for part in parts if not (folder / part).exists()]
+        if absent:
+            names = ", ".join(f"{part}/" for part in absent)
+            yield model_fault(_FOLDER, f"the folder lacks {names}", folder, _WHOLE)
+        for file in missing:
+            if file.partition("/")[0] not in absent:
+                yield model_fault(_FOLDER, f"the folder lacks {file}", folder, _WHOLE)
         for part in named:
             for path in sorted((folder / part).glob("*.json")):
                 read_json(path)
@@ -76,10 +88,11 @@ class StockChecks(ModelChecks):
         """See `ModelChecks.encoder_faults`; missing files are reported with the folder."""
         folder = model.diffusers_path
         parts = ("vae", *(parts[0] for parts in self.family.text_parts.values()))
-        if not all((folder / part / "config.json").is_file() for part in parts):
+        files = ("model_index.json", *(f"{part}/config.json" for part in parts))
+        if not all((folder / file).is_file() for file in files):
             return
         try:
-            if self.family.refusal(folder) is not None:
+            if self._refusal(folder) is not None:
                 return
             for problem in self._width_problems(model, start):
                 yield model_fault(_FOLDER, problem, folder)
