@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sd3_light.cache.copies import Copies
 from sd3_light.cache.recipe import stored_columns
-from sd3_light.cache.reuse import ValueCounts, distinct_texts
+from sd3_light.cache.reuse import PIXELS, ValueCounts, distinct_texts
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
@@ -83,8 +83,9 @@ class UnitInProgress:
         seen: dict[int, Pixels] = {}
         for number, image in zip(numbers, images, strict=True):
             if image.reason:
-                row = self.members[number].row
-                self.rejected[number] = reject_line(row.key, image.reason, image.detail, row.image)
+                member = self.members[number]
+                line = reject_line(member.row.key, image.reason, image.detail, member.row.image)
+                self.rejected[number] = {**line, PIXELS: member.pixels_fingerprint}
                 continue
             if image.mask is not None:
                 # a copy: the mask of a Ray task refers to memory that also holds the pixels

@@ -7,6 +7,7 @@ import typer
 
 from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
 from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest, suggest_for_model
+from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import require_model_path
 from sd3_light.runlog import print_table
@@ -73,8 +74,8 @@ def sample(
         float | None,
         typer.Option(
             min=0,
-            help="Guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it. Default: 4, or the model's own (Flux: "
-            "3.5, schnell: 1).",
+            help="Guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it. "
+            f"Default: {DEFAULT_GUIDANCE:g}, or the model's own (Flux: 3.5, schnell: 1).",
         ),
     ] = None,
     width: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
@@ -173,7 +174,8 @@ def evaluate(
         int | None, typer.Option(min=1, help="Sampler steps; default: 20, or the model's own, as in `sample`.")
     ] = None,
     guidance: Annotated[
-        float | None, typer.Option(help="Guidance scale; default: 4, or the model's own, as in `sample`.")
+        float | None,
+        typer.Option(help=f"Guidance scale; default: {DEFAULT_GUIDANCE:g}, or the model's own, as in `sample`."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and noise.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 16,

@@ -151,8 +151,8 @@ class ModelConfig(Table):
     """Timestep shift that grows with the resolution, by the numbers of the scheduler of continued weights (Flux's if it
     has none); excludes `shift`."""
     sqrt_shift: Flag = False
-    """Timestep shift sqrt(tokens / 256), for mixed resolutions: 1 at 256 px, 2 at 512 px, 4 at 1024 px; excludes
-    `shift` and `flux_shift`. The export's sampler has the shift of its default size."""
+    """Timestep shift sqrt(tokens / 256), for mixed resolutions: with tokens of 16 px 1 at 256 px, 2 at 512 px, 4 at
+    1024 px; excludes `shift` and `flux_shift`. The export's sampler has the shift of its default size."""
     guidance: Annotated[
         NotNegative | None,
         KnownTo("SD3 has no guidance embedding", "for sample images use sampling.guidance", without=_SD3),

@@ -159,6 +159,10 @@ class PipelineInputs(ABC):
         ``encode`` returns what `encode` of this class does, perhaps from memory.
         """
 
+    def takes_sampler(self, name: str, is_dynamic: bool) -> bool:
+        """Return whether the pipeline draws with another sampler than Euler; ``is_dynamic``: the shift is by size."""
+        return True
+
     def frames_fault(self, frames: int) -> str | None:
         """Return why the model cannot generate a clip of this many frames; None if it can."""
         return None if frames == 1 else f"{frames} frames: this model generates images, not clips; leave them out"

@@ -100,6 +100,11 @@ class Member:
         }
         return {entry: digest_of(entry, *content) for entry, content in contents.items() if content[0]}
 
+    @property
+    def pixels_fingerprint(self) -> str:
+        """A hash of all of them: what decides whether the sample is rejected when it is decoded."""
+        return digest_of(*self.fingerprints.values())
+
 
 @dataclass(frozen=True)
 class Unit:

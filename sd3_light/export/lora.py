@@ -112,7 +112,7 @@ def _spec(model: Path, family: Family, config: dict[str, Any], dtype: torch.dtyp
     """Describe a folder with the shift of ``model`` and the texts of the LoRAs, which its facts name."""
     facts = {key: value for key, value in read_facts(model).items() if key not in ("sd3_light", "text")}
     scheduler = read_config(model / "scheduler", "scheduler")
-    shift = scheduler.get("shift", 1.0)
+    shift = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
     if not isinstance(shift, int | float):
         raise UserError(f"{model}: its scheduler's shift is {shift!r}, not a number; download or export it again")
     added = [{"file": lora.file.name, "strength": lora.strength} for lora in loras]

@@ -45,7 +45,8 @@ class StockFamily(Family):
     pipeline's call, which takes none up to ``unguided``, runs prompts and negative prompts as one batch if it
     ``joins_guidance``, and takes one prompt at a time if it has ``single_prompts``. ``trained_side`` is that of a
     square with as many pixels as the images that its models were trained on. A family of videos has latents with
-    frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second.
+    frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second. ``samplers`` are
+    those that the stock pipeline can draw with in place of Euler, ``dynamic_samplers`` if the shift is by resolution.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -62,6 +63,8 @@ class StockFamily(Family):
     single_prompts: ClassVar[bool] = False
     trained_side: ClassVar[int] = 1024
     usual_clip: ClassVar[tuple[int, float]] = (1, 1.0)
+    samplers: ClassVar[tuple[str, ...]] = ("heun", "dpm++")
+    dynamic_samplers: ClassVar[tuple[str, ...]] = ("heun", "dpm++")
 
     # --- what a family's file says ---------------------------------------------------------------
 
@@ -112,8 +115,8 @@ class StockFamily(Family):
         return False
 
     def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
-        """Return the steps and the guidance that a denoiser with this config is distilled to."""
-        return OwnDrawing()
+        """Return the guidance, and of a distilled model the steps, with which a denoiser with this config draws."""
+        return OwnDrawing(guidance=self.usual_guidance)
 
     def guidance_number(self, batch: "Batch", guidance: float) -> "Tensor":
         """Return the guidance of each sample for a distilled denoiser: the batch's own, or ``guidance``."""
@@ -241,7 +244,7 @@ class StockFamily(Family):
             **dict.fromkeys(("freeze", "model.init", "model.t5_max_length", "model.uncond_text")),
             "model.text_max_length": min(self.text_length, limit),
             "model.shift": None if is_dynamic else float(shift),
-            "sampling.guidance": self.usual_guidance if own.guidance is None else own.guidance,
+            "sampling.guidance": own.guidance,
             "adapter.target_modules": list(self.adapter_targets),
         }
         step = LatentShape.of_folder(folder).factor * self.patch

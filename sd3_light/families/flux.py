@@ -28,6 +28,7 @@ class Flux(StockFamily):
     adapter_targets = ("attn.to_*", "attn.add_*_proj", "ff.net.*", "ff_context.net.*", "proj_mlp", "*single*.proj_out")
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim", "pooled": "pooled_projection_dim"})
+    samplers = ()  # the pipeline passes a shift by resolution
     usual_guidance = 3.5
     comfyui = True
     text_tokens = ("padded",)
@@ -73,7 +74,7 @@ class Flux(StockFamily):
     def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
         """See `StockFamily.own_drawing`: schnell is distilled to four steps without guidance."""
         if self.takes_guidance(config):
-            return OwnDrawing(guidance=self.usual_guidance)
+            return super().own_drawing(config)
         note = "without guidance_embeds it is a schnell; pass --steps and --guidance if it was trained to need more"
         return OwnDrawing(4, self.unguided, note)
 

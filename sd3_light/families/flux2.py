@@ -31,6 +31,7 @@ class Flux2(StockFamily):
     adapter_targets = ("attn.to_*", "attn.add_*_proj", "ff.linear_*", "ff_context.linear_*")
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim"})
+    samplers = ()  # the pipeline passes a shift by resolution
     comfyui = True
     text_tokens = ("padded",)
 

@@ -34,6 +34,8 @@ class Krea2(StockFamily):
     packs_latents = True
     pads_prompts = True
     text_inputs = MappingProxyType({"text": "text_hidden_dim"})
+    samplers = ()  # the pipeline passes times
+    dynamic_samplers = ()
     usual_guidance = 4.5
     unguided = 0.0
     comfyui = True

@@ -30,6 +30,8 @@ class QwenImage(StockFamily):
     adapter_targets = ("attn.to_[qkv]", "attn.to_out.0", "attn.add_*_proj", "img_mlp.net.*")
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim"})
+    samplers = ()  # the pipeline passes times
+    dynamic_samplers = ()
     comfyui = True
 
     def refusal(self, folder: Path) -> str | None:

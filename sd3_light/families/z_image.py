@@ -26,6 +26,8 @@ class ZImage(StockFamily):
     text_parts = MappingProxyType({"qwen": ("text_encoder", "tokenizer")})
     adapter_targets = ("attention.to_*", "feed_forward.w[123]")
     text_inputs = MappingProxyType({"text": "cap_feat_dim"})
+    samplers = ()  # the pipeline passes times
+    dynamic_samplers = ()
     usual_guidance = 5.0
     unguided = 0.0
     joins_guidance = True
@@ -42,7 +44,8 @@ class ZImage(StockFamily):
 
     def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
         """See `StockFamily.own_drawing`: nothing in its folder tells Turbo."""
-        return OwnDrawing(note="Z-Image-Turbo, whose configs are the same, needs --steps 8 --guidance 0")
+        note = "Z-Image-Turbo, whose configs are the same, needs --steps 8 --guidance 0"
+        return OwnDrawing(guidance=self.usual_guidance, note=note)
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`. The denoiser predicts data - noise."""

@@ -93,7 +93,7 @@ class Phases:
         vae = empty_model(vae_class(chosen.folder), read_config(chosen.folder / "vae", "vae"))
         parts = {**_without_encoders(chosen), "transformer": family.weights.empty(arguments), "vae": vae}
         pipe, _ = open_pipeline(chosen.folder, torch.device("meta"), chosen.text_facts, parts=parts)
-        use_sampler(pipe, sampler)
+        use_sampler(pipe, sampler, policy)
         return Phases(chosen, tuple(loras), device, dtype, pipe), policy
 
     @property

@@ -275,7 +275,7 @@ def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel
     # a LoKr or LoHa is added to the weights, in float32
     loaded_dtype = torch.float32 if any(is_lycoris(lora.file) for lora in loras) else dtype
     pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), text, loaded_dtype)
-    use_sampler(pipe, options.sampler)
+    use_sampler(pipe, options.sampler, policy)
     add_adapters(pipe, loras)
     compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
     pipe.vae.enable_slicing()  # one image at a time: its activations are the largest

@@ -1,8 +1,9 @@
 """`ImageFolder` and `VideoDataset`: captioned images and clips for a task, which workers of the loader decode."""
 
+import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,15 +17,17 @@ from torch.utils.data import Dataset
 from sd3_light.config import DirectoryConfig, load_dataset
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import directory_from_arguments
-from sd3_light.data.cache_plan import CachePlan, decode_task
+from sd3_light.data.cache_plan import CachePlan, Unit, decode_task
 from sd3_light.data.decoded import plan_images
+from sd3_light.files import write_atomically
+from sd3_light.inputs import read_json_file
 from sd3_light.runlog import info, progress
 from sd3_light.sources.buckets import ResizePlan, fits
 from sd3_light.sources.catalogue import Catalogue
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import DecodeTask, decode_images
 from sd3_light.sources.listing import IMAGE_SUFFIXES, VIDEOS
-from sd3_light.sources.preprocess import REASONS, Reject
+from sd3_light.sources.preprocess import REASONS, TRANSIENT, Reject
 from sd3_light.sources.records import Location, Record, Rejected, open_location
 from sd3_light.sources.scan import scan
 from sd3_light.sources.video import VideoSize, decode_video, probe_video, require_av
@@ -32,6 +35,7 @@ from sd3_light.sources.workers import WorkerPool
 
 _SHOWN_REJECTS = 5
 _UNIT = 4096  # samples that are planned together
+_BATCH = 16  # images that a process checks at a time
 _UNUSED = {"flip": False, "num_repeats": 1, "caption_weights": ()}
 """Keys of a directory that have no effect in scripts, and their defaults."""
 
@@ -75,8 +79,9 @@ class ImageFolder(SourceDataset):
     and so on mean what they mean there. An image is resized and cropped to its bucket when it is used; there is one
     sample per resolution. With `mask_path` samples have a ``mask`` [h, w] from 0 to 1, of latent pixels.
 
-    Only the headers of images are read at first, by ``num_workers`` processes (None: one per core), and unusable ones
-    are left out. ``catalogue`` is a folder that keeps what was read, for later runs and other processes.
+    Every image is decoded once to check it, by ``num_workers`` processes (None: one per core). Unusable ones are left
+    out, and listed in ``rejects`` with a reason. ``catalogue`` is a folder that keeps the result, for later runs and
+    other processes: they check only new images.
     """
 
     def __init__(
@@ -88,9 +93,9 @@ class ImageFolder(SourceDataset):
             folder = Path(temporary if catalogue is None else catalogue)
             with Claims(folder / "claims") as claims:
                 plan = plan_images(Catalogue(folder, claims), directories, workers, "images", _UNIT)
-                self._samples = _samples(plan)
                 rejects = [Rejected(row.key, row.reason, row.detail, None) for row in plan.rejected()]
-        super().__init__(path, rejects)
+                self._samples = _usable_samples(plan, _check_all(plan, claims, workers), rejects)
+        super().__init__(path, list(dict.fromkeys(rejects)))  # an image may fail in each resolution
         otherwise = f"no file with a caption ends in {', '.join(sorted(IMAGE_SUFFIXES))}"
         remedy = "check path, captions and where"
         self._require_samples(len(self), f"{path} has no usable image", otherwise, remedy)
@@ -109,7 +114,10 @@ class ImageFolder(SourceDataset):
         (decoded,) = decode_images([sample.task])
         if decoded.pixels is None:
             why = f"{REASONS[decoded.reason]} {decoded.detail}".rstrip()
-            raise UserError(f"{sample.key} cannot be used ({why}); remove or repair it")
+            raise UserError(
+                f"{sample.key} was usable when the dataset was created, and is not any more ({why}); restore it before "
+                "you resume, or start again without it in another output_path"
+            )
         captions = {"prompt": sample.captions[0], "captions": list(sample.captions)}
         item = {"image": Image.fromarray(decoded.pixels), **captions}
         if self._masked:
@@ -135,11 +143,72 @@ def _directories(path: str | Path, keys: dict[str, Any]) -> Sequence[DirectoryCo
     return directories
 
 
-def _samples(plan: CachePlan) -> list[_Sample]:
+_Fault = tuple[str, str]  # reason and detail; both empty for a usable image
+
+
+def _check_all(plan: CachePlan, claims: Claims, workers: int) -> list[dict[int, _Fault]]:
+    """Decode every sample once. Return the faults of each unit by the numbers of its samples.
+
+    They are kept beside the plan. A unit's name has a hash of its images, so a changed one is checked again.
+    """
+    units = {unit.file: unit for unit in plan.units}
+
+    def is_checked(name: str) -> bool:
+        note = _note(plan, units[name])
+        faults = _read_faults(note)
+        if faults is None:
+            return False
+        return not any(reason in TRANSIENT for reason, _ in faults.values()) or claims.is_newer(note, name)
+
+    def check(name: str) -> None:
+        root = plan.source(units[name]).root
+        tasks = [decode_task(member, root) for member in plan.members(units[name])]
+        faults: list[_Fault] = []
+        for batch in pool.map(tasks[start : start + _BATCH] for start in range(0, len(tasks), _BATCH)):
+            faults += batch
+            bar.advance(len(batch))
+        unusable = {number: fault for number, fault in enumerate(faults) if fault[0]}
+        write_atomically(_note(plan, units[name]), json.dumps(unusable).encode())
+
+    if total := sum(unit.count for name, unit in units.items() if not is_checked(name)):
+        crashed: _Fault = ("decoder_crashed", "")
+        with (
+            WorkerPool(min(workers, 1 + total // _BATCH), _check_images, crashed) as pool,
+            progress("checking images", total, "images") as bar,
+        ):
+            claims.divide(list(units), is_checked, check)
+            bar.set_done(total)  # with what other processes have checked
+    return [_read_faults(_note(plan, unit)) or {} for unit in plan.units]
+
+
+def _check_images(tasks: Sequence[DecodeTask]) -> list[_Fault]:
+    """Decode images as they are used, one at a time, and return their faults."""
+    decoded = (decode_images([task])[0] for task in tasks)
+    return [(image.reason, image.detail) for image in decoded]
+
+
+def _note(plan: CachePlan, unit: Unit) -> Path:
+    return plan.path.with_name(f"{Path(unit.file).stem}.checked.json")
+
+
+def _read_faults(note: Path) -> dict[int, _Fault] | None:
+    """Return what was found in a unit; None if it was not checked, or the file is damaged."""
+    try:
+        return {int(number): (str(reason), str(detail)) for number, (reason, detail) in read_json_file(note).items()}
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def _usable_samples(plan: CachePlan, faults: Sequence[Mapping[int, _Fault]], rejects: list[Rejected]) -> list[_Sample]:
+    """Return the samples without a fault; the others are added to ``rejects``."""
     samples: list[_Sample] = []
-    for unit in plan.units:
+    for unit, found in zip(plan.units, faults, strict=True):
         root = plan.source(unit).root
-        for member in plan.members(unit):
+        for number, member in enumerate(plan.members(unit)):
+            if number in found:
+                reason, detail = found[number]
+                rejects.append(Rejected(member.row.key, reason, detail))
+                continue
             task = decode_task(member, root)
             samples.append(_Sample(member.row.key, member.captions, task, task.location.mask is not None))
     return samples

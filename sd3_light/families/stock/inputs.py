@@ -60,6 +60,10 @@ class StockInputs(PipelineInputs):
             return None
         return f"image size {width}x{height}: this model needs sides that are multiples of {step}"
 
+    def takes_sampler(self, name: str, is_dynamic: bool) -> bool:
+        """See `PipelineInputs.takes_sampler`."""
+        return name in (self.family.dynamic_samplers if is_dynamic else self.family.samplers)
+
     def frames_fault(self, frames: int) -> str | None:
         """See `PipelineInputs.frames_fault`."""
         step = self.family.frame_step(self.folder)

@@ -44,7 +44,7 @@ def test_schnell_is_drawn_as_its_stock_pipeline_is_called(tmp_path: Path, capsys
 
 
 def test_the_defaults_of_other_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for family, expected in (("flux", (28, 3.5)), ("z_image", (28, 4.0))):
+    for family, expected in (("flux", (28, 3.5)), ("z_image", (28, 5.0)), ("wan", (28, 5.0))):
         make_pipeline(family).save_pretrained(tmp_path / family)
         assert open_policy(tmp_path / family)[1].drawing(None, None) == expected
     _, demo = open_policy(DEMO)
@@ -52,7 +52,7 @@ def test_the_defaults_of_other_models(tmp_path: Path, capsys: pytest.CaptureFixt
     assert demo.drawing(None, 0.0, 20) == (20, 0.0)
     sample.choose_drawing(open_policy(tmp_path / "z_image")[1], 5, None)
     note = "Z-Image-Turbo, whose configs are the same, needs --steps 8 --guidance 0"
-    assert f"5 steps, guidance 4: {note}" in shown(capsys)
+    assert f"5 steps, guidance 5: {note}" in shown(capsys)
     sample.choose_drawing(demo, None, None)
     assert not shown(capsys)
 

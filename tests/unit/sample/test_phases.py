@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sd3_light.assets import DEMO
+from sd3_light.core.registry import family_named
 from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.encoding.vae import VaeDecoder
 from sd3_light.engines import Launch
@@ -74,6 +75,7 @@ def cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
     """PRX's pipeline cleans captions with a package that may be missing here."""
     same = SimpleNamespace(fix_text=lambda text: text)
     monkeypatch.setattr(sys.modules[diffusers.PRXPipeline.__module__], "ftfy", same, raising=False)
+    monkeypatch.setattr(type(family_named("prx")), "packages", ())
 
 
 def opened(folder: Path, options: SampleOptions, monkeypatch: pytest.MonkeyPatch, free: int) -> OpenModel:
