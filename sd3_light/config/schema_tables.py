@@ -43,7 +43,7 @@ OptimizerName = Annotated[
     str, Strict(), _OPTIMIZER_NAMES, BeforeValidator(_in_lower_case), AfterValidator(_OPTIMIZER_NAMES)
 ]
 DEFAULT_GUIDANCE = 4.0
-"""Guidance wherever images are drawn, unless the user chooses another (docs/sampling.md)."""
+"""Guidance wherever images are drawn, unless the user or a family chooses another (docs/sampling.md)."""
 PositionStep = Annotated[float, Strict(), Gt(0), Le(MAX_POSITION_STEP)]
 LORA_TARGETS = tuple(f"attn.{name}" for name in (*IMAGE_ATTENTION, *TEXT_ATTENTION))
 _SD3 = ("sd3",)
@@ -297,9 +297,10 @@ class SamplingConfig(Table):
     after_last_step: Flag = True
     """Also draw at the end of the run. The card of an export shows the newest samples."""
     steps: Count = 28
-    """Sampler steps per image."""
+    """Sampler steps per image. Absent: 28, or the model's own (Flux schnell: 4)."""
     guidance: NotNegative = DEFAULT_GUIDANCE
-    """Classifier-free guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it."""
+    """Classifier-free guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it. Absent: 4, or that of the family's
+    stock pipeline."""
     negative_prompt: TomlString = ""
     """What to steer away from; needs `uncond_text = "empty"`."""
     size: ImageSize | None = None
@@ -340,9 +341,10 @@ class MetricsConfig(Table):
     images: Annotated[int, Strict(), Ge(8), Le(100_000)] = 256
     """Captions to draw, at most: those with the lowest sample ids."""
     steps: Count = 20
-    """Sampler steps per image."""
+    """Sampler steps per image. Absent: 20, or the model's own (Flux schnell: 4)."""
     guidance: NotNegative = DEFAULT_GUIDANCE
-    """Classifier-free guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it."""
+    """Classifier-free guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it. Absent: 4, or that of the family's
+    stock pipeline."""
     best: Literal["frechet", "kid", "precision", "recall", "retrieval", "distance"] = "kid"
     """Metric that decides which weights are the best. They are exported, the link `exports/best` points to them, and
     `keep_last_n_exports` keeps them."""

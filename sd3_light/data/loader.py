@@ -7,10 +7,11 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,9 @@ from sd3_light.data.stream import CachedBatch, new_buffer
 
 Ticket = tuple[int, int | None]
 """A request to a worker: an item and its slot, None if no slot is free."""
+
+OnLostWorker = Callable[[UserError], None]
+"""Gets the error about a worker that ended by itself."""
 
 
 @dataclass
@@ -122,14 +126,27 @@ class _PreparedItems(Dataset[Any]):
 
 
 class _Tickets:
-    """Yields each item with a slot that is free at that moment."""
+    """Yields each item with a slot that is free at that moment. `remaining` yields the items that did not arrive."""
 
     def __init__(self, items: Iterable[int], prepared: _PreparedItems) -> None:
         self.items, self.prepared = items, prepared
 
     def __iter__(self) -> Iterator[Ticket]:
-        pool = self.prepared.pool
-        return ((item, pool.acquire()) for item in self.items)
+        self._rest, self._requested = iter(self.items), deque[int]()
+        return self._tickets()
+
+    def _tickets(self) -> Iterator[Ticket]:
+        for item in self._rest:
+            self._requested.append(item)
+            yield item, self.prepared.pool.acquire()
+
+    def arrived(self) -> None:
+        """Forget the oldest request: batches arrive in the order of their items."""
+        self._requested.popleft()
+
+    def remaining(self) -> Iterator[int]:
+        """Return the items that were requested and did not arrive, then those that were not requested."""
+        return chain(tuple(self._requested), self._rest)
 
 
 class PipelineDataLoader:
@@ -141,7 +158,8 @@ class PipelineDataLoader:
     Workers that have a slot call ``prepare_into``, if given, instead of the model's `prepare_inputs`: see
     `PreparesInPlace`. Workers run as long as the iteration: if you leave it early, close it, or they run until the
     program exits. ``times`` sums up where the time goes. ``slot_bytes`` are those of the largest prepared batch, if
-    known: slots are then pinned once, in the background.
+    known: slots are then pinned once, in the background. If a worker ends by itself, ``on_lost_worker`` gets the error
+    and the batches are prepared without workers from there on; without it the error is raised.
     """
 
     def __init__(
@@ -157,8 +175,10 @@ class PipelineDataLoader:
         prepare_into: Callable[[Any, AllocateTensor], Any] | None = None,
         times: LoadTimes | None = None,
         slot_bytes: int = 0,
+        on_lost_worker: OnLostWorker | None = None,
     ) -> None:
         self.engine, self._pin = engine, pin
+        self._on_lost_worker = on_lost_worker
         self._slot_bytes = slot_bytes if num_dataloader_workers else 0  # otherwise slots hold what was read
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self._items = _PreparedItems(dataset, model.prepare_inputs, prepare_into)
@@ -166,10 +186,11 @@ class PipelineDataLoader:
         self._num_slots = num_dataloader_workers * prefetch_batches_per_worker + gradient_accumulation_steps + 1
         if items is None:
             items = range(len(dataset))  # type: ignore[arg-type]
+        self._tickets = _Tickets(items, self._items)
         self.dataloader: DataLoader[Any] = DataLoader(
             self._items,
             batch_size=None,
-            sampler=_Tickets(items, self._items),
+            sampler=self._tickets,
             num_workers=num_dataloader_workers,
             prefetch_factor=prefetch_batches_per_worker if num_dataloader_workers else None,
             # forked workers share the slots, and a cache that is held in memory
@@ -198,9 +219,15 @@ class PipelineDataLoader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if dead := [worker for worker in getattr(batches, "_workers", ()) if worker.exitcode]:
-                    raise _worker_exit_error(dead[0]) from error
-                raise
+                if not (dead := [worker for worker in getattr(batches, "_workers", ()) if worker.exitcode]):
+                    raise
+                lost = _worker_exit_error(dead[0])
+                if self._on_lost_worker is None:
+                    raise lost from error
+                self._on_lost_worker(lost)
+                yield from (self._items[item, None] for item in self._tickets.remaining())
+                return
+            self._tickets.arrived()
             self.times.waited += time.perf_counter() - started
             if isinstance(prepared, UserError):
                 raise prepared

@@ -17,7 +17,7 @@ from sd3_light.core.cost import Cost
 from sd3_light.core.registry import family_of
 from sd3_light.core.training import Preparer
 from sd3_light.cost.training_flops import step_flops
-from sd3_light.data.loader import LoadTimes, PipelineDataLoader, PreparesInPlace
+from sd3_light.data.loader import LoadTimes, OnLostWorker, PipelineDataLoader, PreparesInPlace
 from sd3_light.data.order import Order
 from sd3_light.data.prepare import CleanPreparer, GatheringPreparer, IndexPreparer
 from sd3_light.data.resident import ResidentCache, ResidentPicks
@@ -131,16 +131,17 @@ def training_steps(
     preparer: Preparer,
     prefetch_to: torch.device | None = None,
     times: LoadTimes | None = None,
+    on_lost_worker: OnLostWorker | None = None,
 ) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, starting at a position in the order.
 
     They are copied to the device ``prefetch_to`` while it computes earlier ones, and get their noise there. ``times``
-    get the loader's times.
+    get the loader's times; ``on_lost_worker``: see `PipelineDataLoader`.
     """
     micro = source.config.gradient_accumulation_steps
     dataset = source.micro_batches()
     in_workers, finish = _divide_work(preparer, source.resident, source.order.seed, prefetch_to)
-    options = {**loader_options(source.config, in_workers), "times": times}
+    options = {**loader_options(source.config, in_workers), "times": times, "on_lost_worker": on_lost_worker}
 
     def steps(first: int) -> StepStream:
         items = range(first * micro, 2**62)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from sd3_light.config import LoadedConfig, batch_size_for
 from sd3_light.core.batch import Batch
-from sd3_light.data.loader import PipelineDataLoader, PreparesInPlace
+from sd3_light.data.loader import OnLostWorker, PipelineDataLoader, PreparesInPlace
 from sd3_light.data.shard_table import column
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
@@ -18,6 +18,7 @@ class Evaluator:
     """Evaluates the weights in the engine's model; the same weights always give the same losses.
 
     With a pipeline of several ``stages`` a batch has as many micro-batches as the config says; the engine splits it.
+    ``on_lost_worker``: see `PipelineDataLoader`.
     """
 
     loaded: LoadedConfig
@@ -25,6 +26,7 @@ class Evaluator:
     engine: Engine
     preparer: PreparesInPlace
     stages: int = 1
+    on_lost_worker: OnLostWorker | None = None
     _datasets: dict[str, CachedDataset] = field(default_factory=dict)
 
     def losses(self) -> Iterator[tuple[str, dict[str, float]]]:
@@ -51,7 +53,8 @@ class Evaluator:
         batches = MicroBatches(data, order, share.rank, share.world, 1)
         items = QuantileBatches(batches, order.steps_per_epoch, self.points)
         preparer = EvalPreparer(self.preparer)
-        return PipelineDataLoader(items, self.engine, 1, preparer, **loader_options(config, preparer))
+        options = loader_options(config, preparer)
+        return PipelineDataLoader(items, self.engine, 1, preparer, on_lost_worker=self.on_lost_worker, **options)
 
     def _global_batch(self, resolution: tuple[int, int]) -> int:
         config = self.loaded.train

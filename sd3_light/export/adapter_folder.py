@@ -48,6 +48,7 @@ def write_adapter(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> 
     modules = adapter_modules(state, spec.adapter)
     adapter = {"base": spec.base_name, "adapter": adapter_facts(spec.adapter)}
     facts = {"sd3_light": __version__, "text": dict(spec.text), **spec.facts, **adapter}
+    facts |= {} if spec.own_shift is None else {"shift": spec.own_shift}
     try:
         with new_folder(out, replace=True) as temporary:
             file = temporary / spec.file

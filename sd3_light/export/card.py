@@ -11,6 +11,7 @@ from sd3_light.config import DEFAULT_GUIDANCE, AdapterConfig
 from sd3_light.core.family import Family
 from sd3_light.core.files import CardTexts
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportSpec
+from sd3_light.flow.scheduler import folder_scheduler
 from sd3_light.inputs import read_limited
 
 _MODEL_CARD = """---
@@ -86,9 +87,12 @@ from diffusers import {{pipeline}}
 
 pipe = {{pipeline}}.from_pretrained({{base}}, dtype=torch.float32)
 pipe.load_lora_weights("this folder")
-{SEED}
+{{scheduler}}{SEED}
 {{call}}
 ```
+"""
+_SCHEDULER = """# it was trained with {shift}
+pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, {settings})
 """
 _COMFY = "In ComfyUI: copy `{file}` to `models/loras` and choose it in a `Load LoRA` node, strength 1."
 _NO_COMFY = "ComfyUI ignores the magnitudes of a DoRA: merge it into the model to use it there."
@@ -245,8 +249,22 @@ def _adapter_rows(spec: AdapterSpec, facts: Mapping[str, Any]) -> list[tuple[str
         ("samples seen", facts.get("samples", 0)),
     ]
     rows += [(name, about[name]) for name in ("data set", "resolutions") if about.get(name)]
+    if spec.own_shift is not None:
+        rows.append(("schedule", "shift by resolution" if spec.flux_shift else f"shift {spec.shift:g}"))
     rows += [(f"flow matching loss, {name}", f"{loss:.4g}") for name, loss in about.get("losses", {}).items()]
     return [(name, str(value).replace("|", "\\|")) for name, value in rows]
+
+
+def _scheduler_code(spec: AdapterSpec) -> str:
+    """Return the code that gives a pipeline the adapter's own shift; none if it is that of the base model."""
+    if spec.own_shift is None:
+        return ""
+    if spec.flux_shift:
+        return _SCHEDULER.format(shift="a shift by resolution", settings="use_dynamic_shifting=True")
+    own = {} if spec.family.files.writes_scheduler else folder_scheduler(spec.encoders or spec.base_folder).config
+    key = "flow_shift" if "flow_shift" in own else "shift"
+    settings = f"{key}={spec.shift}, use_dynamic_shifting=False"
+    return _SCHEDULER.format(shift=f"shift {spec.shift:g}", settings=settings)
 
 
 def _adapter_use(spec: AdapterSpec) -> str:
@@ -260,5 +278,5 @@ def _adapter_use(spec: AdapterSpec) -> str:
     comfy = _NO_COMFY if spec.adapter.use_dora else comfy
     base = f'"{spec.base_repo}"' if spec.base_repo else f'"path/to/{spec.base_folder.name}"'
     call = spec.family.files.card(spec.transformer_config, spec.text).call
-    use = _DIFFUSERS.format(base=base, pipeline=spec.family.pipeline, call=call)
+    use = _DIFFUSERS.format(base=base, pipeline=spec.family.pipeline, call=call, scheduler=_scheduler_code(spec))
     return f"{use}\n{comfy}" if comfyui else use.rstrip()

@@ -19,6 +19,8 @@ _EXPORTS = "exports"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers looks for in a LoRA folder."""
 LYCORIS_FILE = "adapter.safetensors"
+DYNAMIC = "dynamic"
+"""In place of a constant shift: it grows with the resolution."""
 SAMPLES_FILE = "samples.jpg"
 """The sample images that a card shows."""
 
@@ -62,7 +64,8 @@ class ExportSpec:
 class AdapterSpec(ExportSpec):
     """What an adapter folder contains. ``base`` is the denoiser (folder or single file) that it was trained on.
 
-    ``encoders`` is the folder of the encoders, if it is not that of the denoiser.
+    ``encoders`` is the folder of the encoders, if it is not that of the denoiser. ``shift`` and ``flux_shift`` are set
+    only where the adapter was trained with another shift than that of its base.
     """
 
     adapter: AdapterConfig
@@ -72,6 +75,11 @@ class AdapterSpec(ExportSpec):
     def file(self) -> str:
         """The name of the adapter file in the folder."""
         return LORA_FILE if self.adapter.type == "lora" else LYCORIS_FILE
+
+    @property
+    def own_shift(self) -> float | str | None:
+        """The shift that images need if it is not that of the base: a number, or `DYNAMIC`."""
+        return DYNAMIC if self.flux_shift else self.shift
 
     @property
     def padding(self) -> Padding | None:

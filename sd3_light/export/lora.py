@@ -12,9 +12,9 @@ from sd3_light.core.family import Family
 from sd3_light.core.files import AdapterNames, Padding, is_single_file
 from sd3_light.core.registry import family_of_file, family_of_folder, single_files
 from sd3_light.export.diffusers_folder import read_facts, write_folder
-from sd3_light.export.export_spec import ExportError, ExportSpec, first_few
+from sd3_light.export.export_spec import DYNAMIC, ExportError, ExportSpec, first_few
 from sd3_light.export.lora_file import LoraLayout, check_new_lora, names_of_file, write_lora
-from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merge_loras, merged_text
+from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merge_loras, merged_settings
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import read_any_adapter, write_lycoris
 from sd3_light.export.proof import ProofError
@@ -109,22 +109,24 @@ def extract(
 
 
 def _spec(model: Path, family: Family, config: dict[str, Any], dtype: torch.dtype, loras: Sequence[Lora]) -> ExportSpec:
-    """Describe a folder with the shift of ``model`` and the texts of the LoRAs, which its facts name."""
+    """Describe a folder with the texts of the LoRAs, which its facts name, and their shift if it is not ``model``'s."""
     facts = {key: value for key, value in read_facts(model).items() if key not in ("sd3_light", "text")}
     scheduler = read_config(model / "scheduler", "scheduler")
     shift = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
     if not isinstance(shift, int | float):
         raise UserError(f"{model}: its scheduler's shift is {shift!r}, not a number; download or export it again")
     added = [{"file": lora.file.name, "strength": lora.strength} for lora in loras]
+    text, own_shift = merged_settings(model, loras)
+    is_dynamic = bool(scheduler.get("use_dynamic_shifting")) if own_shift is None else own_shift == DYNAMIC
     names = " and ".join(f"{lora.file.name} at {lora.strength:g}" for lora in loras)
     return ExportSpec(
         family=family,
         base=model,
         transformer_config={key: value for key, value in config.items() if not key.startswith("_")},
         save_dtype=dtype,
-        shift=shift,
-        flux_shift=bool(scheduler.get("use_dynamic_shifting")),
-        text=merged_text(model, loras),
+        shift=float(own_shift) if isinstance(own_shift, int | float) else shift,
+        flux_shift=is_dynamic,
+        text=text,
         facts={**facts, "weights": f"{facts.get('weights', model.name)} with {names}", "loras": added},
     )
 

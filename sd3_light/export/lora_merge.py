@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.family import Family
 from sd3_light.core.files import AdapterNames
 from sd3_light.core.registry import family_of_class, family_of_file, family_of_folder
 from sd3_light.core.start import denoiser_folder
@@ -18,7 +19,7 @@ from sd3_light.export.diffusers_folder import is_finite, read_facts
 from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.lora_stack import Lora, add_loras
 from sd3_light.export.lycoris_file import is_lycoris, read_any_adapter, read_lycoris
-from sd3_light.export.open_pipeline import read_text_policy
+from sd3_light.export.open_pipeline import adapter_shift, read_text_policy
 from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
@@ -48,32 +49,42 @@ def merge_loras(model: Path | StateDict, loras: Sequence[tuple[AdapterModules, f
 
 
 def text_folder(chosen: ChosenModel, loras: Sequence[Lora]) -> Path:
-    """Return the folder that says how texts are encoded for a model with ``loras``; report it.
+    """Return the folder that says how texts are encoded for a model with ``loras``, and an adapter's shift; report it.
 
     It is that of the first LoRA whose export says so, unless the model is itself an adapter; otherwise the model's.
     """
-    if chosen.loras or not loras:
-        return chosen.text_facts
-    folder = next(_text_exports(loras), chosen.text_facts)
-    settings = read_text_policy(folder, family_of_folder(chosen.folder)).facts()
-    info(f"texts are encoded as for {folder}: {_listed(settings)}")
+    folder = chosen.text_facts
+    if loras and not chosen.loras:
+        folder = next(_text_exports(loras), folder)
+        settings = read_text_policy(folder, family_of_folder(chosen.folder)).facts()
+        info(f"texts are encoded as for {folder}: {_listed(settings)}")
+    if (shift := adapter_shift(folder)) is not None:
+        info(f"images have the shift that {folder} was trained with: {shift}")
     return folder
 
 
-def merged_text(model: Path, loras: Sequence[Lora]) -> dict[str, Any]:
-    """Return the text settings of a model with ``loras`` merged: those of `text_folder`.
+def merged_settings(model: Path, loras: Sequence[Lora]) -> tuple[dict[str, Any], float | str | None]:
+    """Return the text settings of a model with ``loras`` merged, and the shift if it is not the model's.
 
-    LoRAs whose exports state different settings are a UserError: one model cannot have both.
+    They are those of `text_folder`. LoRAs whose exports state different ones are a UserError: one model cannot have
+    both.
     """
     family = family_of_folder(model)
-    exports = {export: read_text_policy(export, family).facts() for export in _text_exports(loras)}
+    exports = {export: _settings(export, family) for export in _text_exports(loras)}
     if other := next((export for export in exports if exports[export] != next(iter(exports.values()))), None):
         first, settings = next(iter(exports.items()))
         raise UserError(
             f"{first} was trained with {_listed(settings)}, {other} with {_listed(exports[other])}; merge only LoRAs "
-            "with the same text settings, or draw with `sd3-light sample --lora`"
+            "with the same text settings and shift, or draw with `sd3-light sample --lora`"
         )
-    return read_text_policy(text_folder(ChosenModel(model, (), model), loras), family).facts()
+    folder = text_folder(ChosenModel(model, (), model), loras)
+    return read_text_policy(folder, family).facts(), adapter_shift(folder)
+
+
+def _settings(export: Path, family: Family) -> dict[str, Any]:
+    """Return the text settings of an adapter's export, and the shift if it is not its base's."""
+    shift = adapter_shift(export)
+    return read_text_policy(export, family).facts() | ({} if shift is None else {"shift": shift})
 
 
 def _text_exports(loras: Sequence[Lora]) -> Iterator[Path]:

@@ -28,7 +28,7 @@ from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError,
 from sd3_light.export.model_facts import ModelFacts
 from sd3_light.flow.timesteps import constant_shift
 from sd3_light.inputs import open_regular, read_json_file
-from sd3_light.model.base_values import kept_scheduler
+from sd3_light.model.base_values import kept_scheduler, other_shift
 from sd3_light.runlog import info, measured, read_log
 
 RAW = "raw"
@@ -73,15 +73,25 @@ def adapter_spec(
     """Return the spec of an adapter's export; its card takes losses and scores from the folder ``run``."""
     assert config.adapter is not None
     assert start.source is not None, "an adapter on random weights"
+    transformer_config = start.size.transformer_config()
     return AdapterSpec(
         family=family_of(config.model),
         adapter=config.adapter,
         base=start.source,
-        transformer_config=start.size.transformer_config(),
+        transformer_config=transformer_config,
+        **_own_shift(config.model, transformer_config),
         text=family_of(config.model).files.text_facts(config.model),
         encoders=config.model.diffusers_path,
         **_run_fields(config, weights, progress, run),
     )
+
+
+def _own_shift(model: ModelConfig, transformer_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec for the shift of an adapter's images; none if it is that of the base model."""
+    is_drawn = family_of(model).files.writes_scheduler or not model.flux_shift
+    if other_shift(model) is None or not is_drawn:
+        return {}
+    return {"shift": _constant_shift(model, transformer_config), "flux_shift": model.flux_shift}
 
 
 def _run_fields(config: TrainConfig, weights: str, progress: Progress, run: Path | None) -> dict[str, Any]:

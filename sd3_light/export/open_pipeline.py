@@ -1,5 +1,6 @@
 """Open a model folder: its pipeline, and how its text was encoded in training."""
 
+import math
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,9 +15,11 @@ from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of_folder
 from sd3_light.core.sampling import PipelineInputs
 from sd3_light.export.diffusers_folder import is_finite, read_facts
+from sd3_light.export.export_spec import DYNAMIC
 from sd3_light.export.stored_parts import read_denoiser
+from sd3_light.flow.scheduler import flow_scheduler, folder_scheduler
 from sd3_light.model.folder import check_configs
-from sd3_light.model.part_configs import LOAD_ERRORS, LOCAL_WEIGHTS, check_files
+from sd3_light.model.part_configs import FACTS_FILE, LOAD_ERRORS, LOCAL_WEIGHTS, check_files
 
 
 def open_pipeline(
@@ -29,8 +32,8 @@ def open_pipeline(
     """Load the folder's pipeline and its text policy (that of its stock pipeline by default).
 
     The denoiser and the text encoders are loaded in ``dtype``, the VAE in float32. ``text_facts`` is the folder that
-    states the policy, if it is not the same: that of an adapter. ``parts`` are used in place of the folder's own; one
-    that is None is left out.
+    states the policy, if it is not the same: that of an adapter, whose shift the scheduler gets. ``parts`` are used in
+    place of the folder's own; one that is None is left out.
     A model with a custom pipeline opens with this package's own class: a folder's `pipeline.py` is not run. An
     incomplete or non-finite denoiser is a UserError: diffusers would fill gaps with random weights.
     """
@@ -45,6 +48,8 @@ def open_pipeline(
         raise UserError(f"diffusers cannot load {folder}: {reason}; download or export the folder again") from error
     if "transformer" not in parts:
         require_finite_denoiser(pipe.transformer, folder)
+    if (shift := None if text_facts is None else adapter_shift(text_facts)) is not None:
+        pipe.scheduler = flow_scheduler(None, True) if shift == DYNAMIC else folder_scheduler(folder, float(shift))
     return pipe.to(device), policy
 
 
@@ -79,6 +84,15 @@ def _load(
     if custom is None:
         return getattr(diffusers, family.pipeline).from_pretrained(folder, **options)
     return custom.kind.from_pretrained(folder, **custom.settings, **options)
+
+
+def adapter_shift(folder: Path) -> float | str | None:
+    """Return the shift of an adapter that was trained with another one than its base: a number, or `DYNAMIC`."""
+    shift = None if (folder / "model_index.json").is_file() else read_facts(folder).get("shift")
+    is_number = isinstance(shift, int | float) and not isinstance(shift, bool) and 0 < shift < math.inf
+    if shift is None or shift == DYNAMIC or is_number:
+        return shift
+    raise UserError(f"{folder / FACTS_FILE}: shift has the invalid value {shift!r:.80}; export the folder again")
 
 
 def read_text_policy(folder: Path, family: Family) -> PipelineInputs:

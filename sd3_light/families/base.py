@@ -5,9 +5,10 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.config.schema_tables import MetricsConfig, SamplingConfig
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
 from sd3_light.core.sampling import OwnDrawing
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from sd3_light.families.stock.sampling import StockSampling
 
 _DROPPED = {"uncond_text_dropout": "joint", "uncond_text_dropout_prob": 0.1}
+_Drawn = TypeVar("_Drawn", SamplingConfig, MetricsConfig)
 
 
 class StockFamily(Family):
@@ -213,7 +215,10 @@ class StockFamily(Family):
         return {"text_max_length": self.max_length(model)}
 
     def completed(self, config: TrainConfig) -> TrainConfig:
-        """See `Family.completed`: length and dropout of text, the layers of an adapter, and what cannot be trained."""
+        """See `Family.completed`: length and dropout of text, the layers of an adapter, how images are drawn.
+
+        What cannot be trained is frozen.
+        """
         model = config.model
         update: dict[str, Any] = {"text_max_length": self.max_length(model)}
         update["uncond_text"] = model.uncond_text or "empty"
@@ -222,11 +227,18 @@ class StockFamily(Family):
         adapter = config.adapter
         if adapter is not None and "target_modules" not in adapter.model_fields_set:
             adapter = adapter.model_copy(update={"target_modules": self.adapter_targets})
-        freeze = config.freeze
+        tables: dict[str, Any] = {"model": table, "adapter": adapter}
         path = denoiser_folder(start_source(model) or model.diffusers_path) / "config.json"
-        if adapter is None and path.is_file():
-            freeze += tuple(pattern for pattern in self.frozen(read_json(path)) if pattern not in freeze)
-        return config.model_copy(update={"model": table, "adapter": adapter, "freeze": freeze})
+        if not path.is_file():
+            return config.model_copy(update=tables)
+        denoiser = read_json(path)
+        own = self.own_drawing(denoiser)
+        tables["sampling"] = _drawn_by(own, config.sampling)
+        tables["metrics"] = None if config.metrics is None else _drawn_by(own, config.metrics)
+        if adapter is None:
+            frozen = (pattern for pattern in self.frozen(denoiser) if pattern not in config.freeze)
+            tables["freeze"] = (*config.freeze, *frozen)
+        return config.model_copy(update=tables)
 
     def no_guidance(self, start: WeightsStart) -> float | None:
         """See `Family.no_guidance`."""
@@ -291,6 +303,13 @@ class StockFamily(Family):
             Column("mask", MASK, "float32", moments.shape[-2:], ()),
             *(column for column in columns if column.reads == CAPTION),
         )
+
+
+def _drawn_by(own: OwnDrawing, table: _Drawn) -> _Drawn:
+    """Return a table with the model's own steps and guidance in place of absent ones."""
+    values = {"steps": own.steps, "guidance": own.guidance}
+    absent = {key: value for key, value in values.items() if value is not None and key not in table.model_fields_set}
+    return table.model_copy(update=absent)
 
 
 @lru_cache(maxsize=4)

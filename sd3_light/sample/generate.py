@@ -41,6 +41,7 @@ __all__ = [
     "ImageRequest",
     "as_image",
     "choose_drawing",
+    "drawing_note",
     "frames_of",
     "generate",
     "not_finite",
@@ -66,11 +67,20 @@ def choose_drawing(
     policy: PipelineInputs, steps: int | None, guidance: float | None, usual_steps: int = 28
 ) -> tuple[int, float]:
     """Return `PipelineInputs.drawing`; report what is not given, if the model has a note about it."""
-    chosen_steps, chosen_guidance = policy.drawing(steps, guidance, usual_steps)
+    if note := drawing_note(policy, steps, guidance, usual_steps):
+        info(note)
+    return policy.drawing(steps, guidance, usual_steps)
+
+
+def drawing_note(
+    policy: PipelineInputs, steps: int | None, guidance: float | None, usual_steps: int = 28
+) -> str | None:
+    """Return the steps and the guidance of images with the model's note; None if both are given, or it has none."""
     note = policy.own_drawing.note
-    if note and (steps is None or guidance is None):
-        info(f"{chosen_steps} steps, guidance {chosen_guidance:g}: {note}")
-    return chosen_steps, chosen_guidance
+    if not note or (steps is not None and guidance is not None):
+        return None
+    chosen_steps, chosen_guidance = policy.drawing(steps, guidance, usual_steps)
+    return f"{chosen_steps} steps, guidance {chosen_guidance:g}: {note}"
 
 
 def generate(

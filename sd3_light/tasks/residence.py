@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
-from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.data.loader import OnLostWorker, PipelineDataLoader
 from sd3_light.engines.feed import load_cache, loader_options
 from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
 from sd3_light.engines.processes import ProcessGroups
@@ -63,11 +63,11 @@ def place_shards(task: TaskCall, groups: ProcessGroups, cost: TaskCost | None) -
         data.resident = place_cache(data.shards, task.samples.order, config, cost, process)
 
 
-def training_steps(task: TaskCall) -> Callable[[int], StepStream]:
+def training_steps(task: TaskCall, on_lost_worker: OnLostWorker | None) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, starting at a position.
 
     Workers read and prepare them. Stacked ones are copied to a GPU while it computes earlier ones, unless the shards
-    are there already.
+    are there already. ``on_lost_worker``: see `PipelineDataLoader`.
     """
     device = task.device
     micro = task.micro_batches
@@ -81,7 +81,7 @@ def training_steps(task: TaskCall) -> Callable[[int], StepStream]:
         finish = add_resident(preparer, task.dataset, device)
     batches = TaskBatches(task.dataset, task.samples, task.launch, micro, read)
     to_gpu = device.type == "cuda" and isinstance(preparer, SamplePreparer)
-    options = loader_options(task.config, preparer)
+    options = {**loader_options(task.config, preparer), "on_lost_worker": on_lost_worker}
 
     def steps(first: int) -> StepStream:
         items = range(first * micro, 2**62)

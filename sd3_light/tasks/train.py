@@ -173,14 +173,15 @@ def _make_driver(task: TaskCall, stack: ExitStack) -> Driver:
     averages = Averages(of_denoiser(engine.weights), task.config.ema)
     teach_by_average(model, engine, averages)
     total = task.total_steps
+    requests = RunRequests(task.folder if launch.is_main else None, group=groups.control)
     run = Run(
         engine=engine,
-        steps=training_steps(task),
+        steps=training_steps(task, requests.on_lost_worker),
         samples_in=order.batch_size,
         learning_rate=lambda step: learning_rate(step, total, settings.learning_rate, settings),
         total_steps=total,
         averages=averages,
-        requests=RunRequests(task.folder if launch.is_main else None, group=groups.control),
+        requests=requests,
         begin_step=model.begin,
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=settings.max_nonfinite_steps,

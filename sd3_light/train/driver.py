@@ -136,7 +136,8 @@ class Driver:
     def train(self) -> Progress:
         """Train to the end, or until asked to stop, and wait until everything is saved; return the final progress.
 
-        After an error in a run of one process the last complete step is checkpointed before the error is raised.
+        After an error in a run of one process the last complete step is checkpointed before the error is raised. So it
+        is in a run of several if a loader's worker ended: see `RunRequests.fail`.
         """
         start = self.run.progress
         try:
@@ -144,19 +145,20 @@ class Driver:
                 train(self.run)
                 self.finish(start)
         except (UserError, *COMMON_ERRORS) as error:
-            step = self.run.progress.step
             self.run.log("stop", **self.run.progress.counts(), reason=str(error) or type(error).__name__)
             if not self._save_after_error(start):
                 raise
-            saved = f"step {step} is saved: {self.resume_hint} continues from there"
             if isinstance(error, UserError):
-                raise UserError(f"{error} ({saved})") from error
-            info(saved)
+                raise UserError(f"{error} ({self._saved()})") from error
+            info(self._saved())
             raise
         return self.run.progress
 
+    def _saved(self) -> str:
+        return f"step {self.run.progress.step} is saved: {self.resume_hint} continues from there"
+
     def finish(self, start: Progress) -> None:
-        """Wait for all saves; raise if the last save of a kind failed, or if no step was taken since ``start``."""
+        """Wait for all saves; raise if one kind or a rank failed, or if no step was taken since ``start``."""
         if pending := self.saves.pending():
             verified = ", which is verified by reloading it" if EXPORT in pending else ""
             info(f"step {self.run.progress.step}: writing the last {' and '.join(pending)}{verified}")
@@ -171,6 +173,10 @@ class Driver:
                 f"none of {steps} steps was taken: loss or gradient was never finite; lower the learning rate or check "
                 "the data"
             )
+        if self.run.requests.failed and end.step < self.run.total_steps:
+            failures = enumerate(self.groups.gathered(self.run.requests.failure))
+            rank, failure = next((rank, failure) for rank, failure in failures if failure is not None)
+            raise UserError(f"rank {rank}: {failure} ({self._saved()})")
         if end.step >= self.run.total_steps:
             with self.using_weights(self.main_weights):
                 self.hooks.finish(end)

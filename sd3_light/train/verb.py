@@ -112,7 +112,7 @@ def run(
             launch=launch,
             groups=context.groups,
             folder=folder.path,
-            hooks=_make_hooks(context, state, sampler, measurer, on_sample),
+            hooks=_make_hooks(context, state, sampler, measurer, on_sample, training.requests),
             schedule=_make_schedule(context.config, context.order.steps_per_epoch, training.total_steps),
             facts=_checkpoint_facts(context),
             keep_last=context.config.keep_last_n_checkpoints,
@@ -174,10 +174,11 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
         gaps, advice = DeviceGaps(), IdleAdvice(config.num_dataloader_workers, times)
         watch_updates(engine, gaps)
+    requests = RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control)
     steps: Callable[[int], StepStream] = partial(placeholder_steps, order, share.world, micro)
     if launch.reads_data(context.stages):
         source = TrainingData(config, context.data, order, share, context.resident, context.by_segment)
-        steps = training_steps(source, engine, state.preparer, prefetch_to, times)
+        steps = training_steps(source, engine, state.preparer, prefetch_to, times, requests.on_lost_worker)
     return Run(
         engine=engine,
         steps=steps,
@@ -188,7 +189,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         averages=state.averages,
         log=context.folder.log,
         meter=Meter(launch.world, peak, window, gaps, times),
-        requests=RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control),
+        requests=requests,
         flops_in=flops_counter(context.cost, share.world, config.adapter is not None, config.terms),
         steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=config.max_nonfinite_steps,
@@ -252,10 +253,11 @@ def _make_hooks(
     sampler: Sampler | None,
     measurer: Measurer | None,
     on_sample: OnSample | None,
+    requests: RunRequests,
 ) -> RunHooks:
     """Return the hooks of the train stage."""
     loaded, launch, stages = context.loaded, context.launch, context.stages
-    evaluator = Evaluator(loaded, launch, state.engine, state.preparer, stages)
+    evaluator = Evaluator(loaded, launch, state.engine, state.preparer, stages, requests.on_lost_worker)
     sample = None
     if sampler is not None:
         sample = _observed(state, sampler, on_sample) if on_sample else _grids(context, state, sampler)

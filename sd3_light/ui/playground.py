@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.pages import render_template
 from sd3_light.runlog import set_main_process
@@ -33,15 +32,15 @@ _LONGEST_SEED = 19  # digits of 2**63
 
 @dataclass(frozen=True)
 class DrawRequest:
-    """What to draw: the prompt with every seed and every model."""
+    """What to draw: the prompt with every seed and every model; steps and guidance that are None are the model's."""
 
     models: Mapping[str, Path]
     prompt: str
     seeds: tuple[int, ...]
     negative_prompt: str = ""
     loras: tuple[str, ...] = ()
-    steps: int = 28
-    guidance: float = DEFAULT_GUIDANCE
+    steps: int | None = None
+    guidance: float | None = None
     width: int = 0
     height: int = 0
     sampler: str = "euler"
@@ -176,7 +175,6 @@ class Playground:
             chosen=chosen or next((model_id for model_id, _ in models), ""),
             samplers=SAMPLERS,
             dtypes=DTYPES,
-            guidance=DEFAULT_GUIDANCE,
             recent=self.recent(),
             out=self.out,
             notes=[],
@@ -202,7 +200,7 @@ class Playground:
     def _draw(self, drawing: Drawing) -> None:
         drawing.status = "loading the libraries"
         launch = self.prepare()
-        from sd3_light.sample.generate import Cancelled
+        from sd3_light.sample.generate import Cancelled, drawing_note
         from sd3_light.sample.image_requests import PromptRow
         from sd3_light.sample.verb import first_free_number, sweep_images
 
@@ -218,6 +216,8 @@ class Playground:
             requests = {first + at: model.request(row, seed) for at, seed in enumerate(request.seeds)}
             cut = model.cut_prompts(requests.values())
             drawing.warnings += [f"{label}: {line}" for line in cut]
+            note = drawing_note(model.policy, request.steps, request.guidance)
+            drawing.warnings += [f"{label}: {note}"] if note else []
             drawing.status = f"drawing with {label}"
             try:
                 for files in model.draw(requests, self.out, renumber=True, is_cancelled=drawing.cancelled.is_set):
@@ -261,10 +261,10 @@ def parse_request(values: Mapping[str, Any], models: Mapping[str, tuple[str, Pat
         seeds,
         negative_prompt=str(values.get("negative_prompt", "")).strip(),
         loras=tuple(line.strip() for line in str(values.get("loras", "")).splitlines() if line.strip()),
-        steps=int(_number(values, "steps", 28, 1, 1000)),
-        guidance=_number(values, "guidance", DEFAULT_GUIDANCE, 0, 1000),
-        width=int(_number(values, "width", 0, 0, 2**16)),
-        height=int(_number(values, "height", 0, 0, 2**16)),
+        steps=None if (steps := _number(values, "steps", 1, 1000)) is None else int(steps),
+        guidance=_number(values, "guidance", 0, 1000),
+        width=int(_number(values, "width", 0, 2**16) or 0),
+        height=int(_number(values, "height", 0, 2**16) or 0),
         sampler=sampler,
         dtype=dtype,
     )
@@ -297,10 +297,13 @@ def _seeds(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(seeds))
 
 
-def _number(values: Mapping[str, Any], name: str, default: float, least: float, most: float) -> float:
+def _number(values: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
+    """Return a number of the form; None if its field is empty."""
     text = str(values.get(name, "")).strip()
+    if not text:
+        return None
     try:
-        value = float(text) if text else float(default)
+        value = float(text)
     except ValueError:
         value = float("nan")
     if not least <= value <= most:

@@ -1,6 +1,7 @@
 """Two processes save and stop after the same step, whichever of them gets the request."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -9,7 +10,7 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.cli import RESUMABLE
 from sd3_light.train.verb import Resume
 from tests.checkpoints import read_checkpoint
-from tests.e2e.live import TORCHRUN, TrainProcess, is_alive, leftovers, ranks
+from tests.e2e.live import TORCHRUN, TrainProcess, descendants, is_alive, leftovers, ranks
 from tests.project import Project
 
 ENDLESS = {"max_steps": 1_000_000, "checkpoint_every_n_steps": 1_000_000, "micro_batch_size_per_gpu": 2}
@@ -44,6 +45,31 @@ def test_a_signal_to_one_rank_stops_both_after_the_same_step(project: Project) -
     assert f"exitcode  : {RESUMABLE}" in live.output
     assert sorted(processes) == [0, 1]
     assert [process for process in processes.values() if is_alive(process)] == []
+
+
+def test_a_killed_worker_of_one_rank_stops_both_with_a_saved_step(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the kernel does when memory is short. Its rank prepares the batches itself until both have saved."""
+    monkeypatch.setenv("TORCH_TEST_COLD", "1")  # the ranks themselves, not their stand-ins: see tests/warm
+    with TrainProcess(project, launcher=TORCHRUN, **ENDLESS, num_dataloader_workers=2) as live:
+        live.wait_for_step(2)
+        processes = ranks(live)
+        (worker, *_) = descendants(processes[1])
+        os.kill(worker, signal.SIGKILL)
+        assert live.end() != 0
+    last = live.log.read("step")[-1]["step"]
+    (stop,) = live.log.read("stop")
+    cause = rf"rank 1: DataLoader worker \(pid {worker}\) was killed by SIGKILL: out of memory, .*, then resume"
+    assert re.fullmatch(rf"{cause} \(step {last} is saved: --resume continues from there\)", stop["reason"])
+    assert live.output.count(f"error: {stop['reason']}") == 2, live.output
+    assert "exitcode  : 2" in live.output
+    assert_saved_by_both(project, last)
+    assert [process for process in (*processes.values(), worker) if is_alive(process)] == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+        assert project.train(f"max_steps={last + 2}", resume=Resume()).step == last + 2
+    assert [event["step"] for event in project.events("step")] == list(range(1, last + 3))
 
 
 @pytest.mark.slow  # test_layouts.py resumes sharded weights, test_signals.py stops by file

@@ -156,9 +156,10 @@ def test_every_rank_distinguishes_a_file_from_a_signal(tmp_path: Path, clock: li
             return self.answer
 
     for answer, reason in (
-        ((False, True, False), "save_quit"),
-        ((False, False, True), "another process was asked to stop"),
-        ((False, True, True), "save_quit"),
+        ((False, True, False, False), "save_quit"),
+        ((False, False, True, False), "another process was asked to stop"),
+        ((False, True, True, False), "save_quit"),
+        ((False, False, True, True), "another process has failed"),
     ):
         requests = RunRequests()
         requests.flags = FixedFlags(answer)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.loader import PipelineDataLoader, _end_workers
@@ -347,6 +347,26 @@ def test_a_dead_worker_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> N
     assert "lower num_dataloader_workers" in text
     del fault, loader
     gc.collect()  # waits for the other worker: later it would take ten seconds of another test
+
+
+class KilledInWorker(Faulty):
+    """Item 3 kills a worker, not this process."""
+
+    def __getitem__(self, item: int) -> Any:
+        return super().__getitem__(item) if get_worker_info() is not None else {"x": torch.tensor([item])}
+
+
+def test_the_batches_of_a_dead_worker_are_prepared_without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    lost: list[UserError] = []
+    loader = PipelineDataLoader(
+        KilledInWorker("killed"), None, 1, Identity(), 2, prefetch_batches_per_worker=2, on_lost_worker=lost.append
+    )
+    before = set(multiprocessing.active_children())
+    assert [int(features["x"]) for features, _ in loader] == list(range(8)), "in order, each once"
+    (error,) = lost
+    assert re.match(r"DataLoader worker \(pid \d+\) was killed by SIGKILL: out of memory", str(error))
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_dead_worker_interrupts_no_step() -> None:

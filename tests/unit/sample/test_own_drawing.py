@@ -9,6 +9,8 @@ import torch
 from PIL import Image
 
 from sd3_light.assets import DEMO
+from sd3_light.config import TrainConfig
+from sd3_light.core.registry import family_of_folder
 from sd3_light.evaluate import against
 from sd3_light.evaluate.composition import ScoreOptions, score
 from sd3_light.export.chosen import choose_model
@@ -17,9 +19,11 @@ from sd3_light.sample import verb as sample
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.png import read_png_facts
 from sd3_light.sample.verb import SampleOptions
+from sd3_light.ui.playground import parse_request
 from tests.families import make_pipeline
 
 SIZE = {"width": 64, "height": 64}
+SCHNELL = {"guidance_embeds": False}
 
 
 def shown(capsys: pytest.CaptureFixture[str]) -> str:
@@ -55,6 +59,28 @@ def test_the_defaults_of_other_models(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"5 steps, guidance 5: {note}" in shown(capsys)
     sample.choose_drawing(demo, None, None)
     assert not shown(capsys)
+
+
+@pytest.mark.parametrize("family", ["flux", "schnell", "z_image", "wan"])
+def test_grids_metrics_and_the_playground_draw_as_sample_does(family: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    pipe = make_pipeline("flux", **SCHNELL) if family == "schnell" else make_pipeline(family)
+    pipe.save_pretrained(folder)
+    policy = open_policy(folder)[1]
+    metrics = {"dataset": "true.toml", "features": "clip", "every_n_steps": 1}
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": {"diffusers_path": str(folder)}}
+    for keys in ({}, {"steps": 7}, {"guidance": 2.5}, {"steps": 7, "guidance": 2.5}):
+        tables = {**table, "sampling": keys, "metrics": {**metrics, **keys}}
+        config = TrainConfig.model_validate(tables, context={"base": tmp_path})
+        config = family_of_folder(folder).completed(config)
+        assert config.metrics is not None
+        steps = keys.get("steps")
+        guidance = keys.get("guidance")
+        assert (config.sampling.steps, config.sampling.guidance) == policy.drawing(steps, guidance)
+        assert (config.metrics.steps, config.metrics.guidance) == policy.drawing(steps, guidance, against.USUAL_STEPS)
+        form = {"models": ["a"], "prompt": "a star", **{name: str(value) for name, value in keys.items()}}
+        options = parse_request(form, {"a": ("a", folder)}).options()
+        assert (options.steps, options.guidance) == (steps, guidance), "`OpenModel.request` completes them"
 
 
 def test_models_with_different_defaults_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

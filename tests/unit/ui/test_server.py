@@ -18,6 +18,7 @@ import pytest
 from sd3_light.assets import DEMO
 from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config.faults import UserError
+from sd3_light.core.sampling import OwnDrawing
 from sd3_light.ui import playground as playground_module
 from sd3_light.ui.folders import folder_id
 from sd3_light.ui.processes import RunProcesses
@@ -356,7 +357,8 @@ class Drawings:
             loras = [(lora.file.name, lora.strength) for lora in options.loras]
             loaded = {"folder": folder, "loras": loras, "sampler": options.sampler, "dtype": options.dtype}
             self.loads.append(loaded)
-            return Model(loaded, None, None, options)  # type: ignore[arg-type]
+            policy = SimpleNamespace(own_drawing=OwnDrawing())
+            return Model(loaded, policy, None, options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(sample, "open_model", open_model)
         monkeypatch.setattr(playground_module, "set_main_process", lambda _: None, raising=False)
