@@ -1,21 +1,30 @@
-"""The table of layouts in docs/multi-node.md (model, GPU, largest micro-batch), from the formulas of `check`.
+"""The tables of docs/multi-node.md from the formulas of `check`: largest micro-batches, and bytes sent per step.
 
     python benchmarks/layouts.py             # print it
     python benchmarks/layouts.py --write     # write it into both pages
 
 For eight GPUs, bf16, activation checkpointing and one EMA track: the largest micro-batch (a power of two, at most 256)
-whose estimated memory fits, on the pipeline stage that needs most.
+whose estimated memory fits, on the pipeline stage that needs most. What is sent is that of 8, 64 and 1,024 GPUs, and
+the bandwidth that hides it behind computing is for the speed measured on an H200.
 """
 
+import math
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+
+import torch
+from diffusers import SD3Transformer2DModel
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.sizes import ModelSize
 from sd3_light.core.cost import Layout, Tokens
-from sd3_light.cost.amount import GIB
+from sd3_light.cost.amount import GIB, format_bytes
 from sd3_light.cost.gpu_memory import gpu_memory
+from sd3_light.cost.throughput import training_seconds
+from sd3_light.cost.traffic import needed_bandwidth, sent_per_step
+from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.families.sd3.cost import SD3Cost, image_tokens
 
@@ -39,6 +48,11 @@ LAYOUTS = ("DDP", "FSDP2", "ZeRO-1", "ZeRO-2", "ZeRO-3", "2 stages, ZeRO-1", "4 
 HEADS = {
     "en": ("model", *LAYOUTS, "choose"),
     "zh": ("模型", *LAYOUTS[:-2], "2 个阶段，ZeRO-1", "4 个阶段，ZeRO-1", "选择"),
+}
+SCALES = (8, 64, 1024)
+TRAFFIC_HEADS = {
+    "en": ("model, pixels, micro-batch", "layout", "a step on an H200", *(f"{gpus:,} GPUs" for gpus in SCALES)),
+    "zh": ("模型、像素、微批量", "布局", "H200 上一步", *(f"{gpus:,} 个 GPU" for gpus in SCALES)),
 }
 _NAMES = {"output_dir": "run", "dataset": "data.toml", "max_steps": 1, "model": {"diffusers_path": "model"}}
 
@@ -104,12 +118,57 @@ def table(language: str = "en") -> list[str]:
     return [*head, *rows()]
 
 
+def traffic_table(language: str = "en") -> list[str]:
+    """Return what a GPU sends per step, and the Gbit/s that this needs; its rows are the same in both languages."""
+    head = " | ".join(TRAFFIC_HEADS[language])
+    return [f"| {head} |", "|---|---|---:|---:|---:|---:|", *traffic_rows()]
+
+
+@cache
+def traffic_rows() -> list[str]:
+    """Return the rows of the table of what is sent, in Markdown."""
+    lines = []
+    for size, pixels in MODELS:
+        tokens = Tokens(image_tokens(pixels, pixels), TEXT_TOKENS)
+        batch = 64 if pixels < 512 else 8
+        name = f"{size.name} ({size.num_parameters() / 1e9:.1f} B), {pixels} px, {batch}"
+        for layout in ("DDP", "FSDP2"):
+            alone = setup_of(layout, size, tokens, batch)
+            flops = batch * training_flops(alone.cost, tokens, checkpointing=True).value
+            seconds = training_seconds("NVIDIA H200", alone.block_kind, flops, 1, size.num_layers)
+            assert seconds is not None
+            cells = []
+            for gpus in SCALES:
+                sent = sent_per_step(replace(alone, world=gpus)).value
+                if layout == "FSDP2":
+                    sent = round(sent * filled_share(size, gpus))
+                cells.append(f"{format_bytes(sent)}, {needed_bandwidth(sent, seconds) / 1e9:,.0f}")
+            lines.append(f"| {name} | {layout} | {seconds:.2f} s | {' | '.join(cells)} |")
+    return lines
+
+
+def filled_share(size: ModelSize, gpus: int) -> float:
+    """Return what FSDP2 gathers, relative to the weights: each GPU has as many rows of a weight, some of them empty."""
+    held = sum(-(-rows // gpus) * gpus * math.prod(rest) for rows, *rest in weight_shapes(size))
+    return held / sum(map(math.prod, weight_shapes(size)))
+
+
+@cache
+def weight_shapes(size: ModelSize) -> list[tuple[int, ...]]:
+    """Return the shapes of a denoiser's weights."""
+    with torch.device("meta"):
+        denoiser = SD3Transformer2DModel.from_config(size.transformer_config())
+    return [tuple(weight.shape) for weight in denoiser.parameters()]
+
+
 def write(page: Path, language: str = "en") -> None:
-    """Replace the table of a page."""
-    lines, model = page.read_text(encoding="utf-8").splitlines(), HEADS[language][0]
-    first = next(index for index, line in enumerate(lines) if line.startswith(f"| {model} | GPU |"))
-    last = next(index for index in range(first, len(lines)) if not lines[index].startswith("|"))
-    page.write_text("\n".join([*lines[:first], *table(language), *lines[last:]]) + "\n", encoding="utf-8")
+    """Replace the tables of a page."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for new in (table(language), traffic_table(language)):
+        first = lines.index(new[0])
+        last = next(index for index in range(first, len(lines)) if not lines[index].startswith("|"))
+        lines[first:last] = new
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
@@ -117,4 +176,4 @@ if __name__ == "__main__":
         write(Path(__file__).parents[1] / "docs" / "multi-node.md")
         write(Path(__file__).parents[1] / "docs" / "zh" / "multi-node.md", "zh")
     else:
-        print("\n".join(table()))
+        print("\n".join([*table(), "", *traffic_table()]))

@@ -21,6 +21,7 @@ from sd3_light.cost.disk_space import (
 from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.cost.residence import FROM_HOST, LARGEST_SHARE, Room, choose_residence
 from sd3_light.cost.throughput import cpu_assumption, cpu_seconds, measured_speed, training_seconds
+from sd3_light.cost.traffic import needed_bandwidth, sent_per_step
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.formats import duration, plural
 from sd3_light.model.base_values import other_shift, with_base_values
@@ -61,6 +62,8 @@ def resources(train: TrainConfig, estimate: RunEstimate, target: Target) -> list
     else:
         lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
         lines.append(("time", _time(train, estimate, target.gpu)))
+        if estimate.setup.world > 1:
+            lines.append(("network", _network(train, estimate, target.gpu)))
     lines += [*_disk(train, estimate, target), ("host memory", _host_memory(estimate, target))]
     return [*lines, ("cache residence", _residence(estimate, target))]
 
@@ -103,13 +106,33 @@ def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
     return f"{DOES_NOT_FIT}: {format_bytes(needed)}, {gpu.name} has {format_bytes(gpu.total_bytes)}; {remedy}"
 
 
+def _seconds(train: TrainConfig, estimate: RunEstimate, name: str) -> float | None:
+    """Return the time of all steps on a kind of GPU; None if its speed was not measured."""
+    setup = estimate.setup
+    micro_batches = estimate.total_steps * setup.accumulation
+    flops = estimate.run_flops.value
+    return training_seconds(name, _blocks(train, estimate), flops, micro_batches, setup.cost.num_blocks, setup.world)
+
+
+def _blocks(train: TrainConfig, estimate: RunEstimate) -> str:
+    return "fp8" if train.fp8 else estimate.setup.block_kind
+
+
+def _network(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
+    sent = sent_per_step(estimate.setup).value
+    text = f"each GPU sends {format_bytes(sent)} per step"
+    seconds = None if gpu is None else _seconds(train, estimate, gpu.name)
+    if not seconds:
+        return f"{text}; how fast the network must be depends on the time of a step, which is unknown"
+    gigabits = needed_bandwidth(sent, seconds / estimate.total_steps) / 1e9
+    return f"{text}: hidden behind computing from about {gigabits:.2g} Gbit/s per GPU on, estimated"
+
+
 def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
     setup = estimate.setup
     name = "" if gpu is None else gpu.name
-    blocks = "fp8" if train.fp8 else setup.block_kind
-    micro_batches = estimate.total_steps * setup.accumulation
-    num_blocks = setup.cost.num_blocks
-    seconds = training_seconds(name, blocks, estimate.run_flops.value, micro_batches, num_blocks, setup.world)
+    blocks = _blocks(train, estimate)
+    seconds = _seconds(train, estimate, name)
     speed = measured_speed(name, blocks)
     if seconds is None or speed is None:
         return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"

@@ -9,6 +9,7 @@ from rich.text import Text
 from sd3_light.check.conclusion import Line, first_line
 from sd3_light.check.estimate import DatasetEstimate, RunEstimate
 from sd3_light.cost.amount import format_bytes, format_flops
+from sd3_light.cost.traffic import sent_per_step
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.manifest import REJECTS_FILE
 from sd3_light.formats import plural
@@ -86,6 +87,9 @@ def _lines(estimate: RunEstimate, on_cpu: bool) -> list[tuple[str, str, str]]:
     if costliest is not None:
         flops = costliest.step_flops
         lines.append(("FLOPs per step", format_flops(flops.value), f"{costliest.bucket}: {flops.formula}"))
+    if setup.world > 1:
+        sent = sent_per_step(setup)
+        lines.append(("sent per GPU and step", format_bytes(sent.value), sent.formula))
     lines.append(("FLOPs, all steps", format_flops(estimate.run_flops.value), estimate.run_flops.formula))
     for dataset in (data, *estimate.evals):
         formula = f"{dataset.cache.formula}; in {dataset.cache_dir}"

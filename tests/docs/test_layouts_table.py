@@ -20,10 +20,11 @@ def layouts() -> Any:
 
 @pytest.mark.parametrize(("name", "language"), [("docs/multi-node.md", "en"), ("docs/zh/multi-node.md", "zh")])
 def test_the_table_is_what_the_formulas_give(layouts: Any, page: Any, name: str, language: str) -> None:
-    table, lines = layouts.table(language), page(name).prose
-    first = lines.index(table[0])
-    rows = lines[first : lines.index("", first)]
-    assert rows == table, "run `python benchmarks/layouts.py --write`"
+    lines = page(name).prose
+    for table in (layouts.table(language), layouts.traffic_table(language)):
+        first = lines.index(table[0])
+        rows = lines[first : lines.index("", first)]
+        assert rows == table, "run `python benchmarks/layouts.py --write`"
 
 
 def test_more_sharding_takes_less_memory(layouts: Any) -> None:
@@ -34,8 +35,10 @@ def test_more_sharding_takes_less_memory(layouts: Any) -> None:
     assert takes["4 stages, ZeRO-1"] < takes["2 stages, ZeRO-1"] < takes["ZeRO-1"]
 
 
-def test_the_table_is_put_in_its_place(layouts: Any, tmp_path: Path) -> None:
+def test_the_tables_are_put_in_their_places(layouts: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("before\n\n| model | GPU | DDP | choose |\n|---|\n| old | 1 | 2 | DDP |\n\nafter\n")
+    heads = [table[0] for table in (layouts.table(), layouts.traffic_table())]
+    page.write_text(f"before\n\n{heads[0]}\n| old |\n\nbetween\n\n{heads[1]}\n| old |\n\nafter\n")
     layouts.write(page)
-    assert page.read_text().splitlines() == ["before", "", *layouts.table(), "", "after"]
+    expected = ["before", "", *layouts.table(), "", "between", "", *layouts.traffic_table(), "", "after"]
+    assert page.read_text().splitlines() == expected
