@@ -6,6 +6,7 @@ from pathlib import Path
 from sd3_light.config import TrainConfig
 from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.start import denoiser_folder
+from sd3_light.cost.compile_choice import why_uncompiled
 from sd3_light.cost.graph_choice import MAX_GRAPHS, why_no_graphs
 from sd3_light.cost.partition import stage_bounds
 from sd3_light.cost.training_flops import training_flops
@@ -40,7 +41,7 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         plan.samples * terms.passes,
         ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
         checkpointing=train.activation_checkpointing,
-        compiled=train.compile,
+        compiled=why_uncompiled(train, layout) is None,
         fast=cost.why_stock(train, layout) is None,
         graphs=why_no_graphs(train, cost, flops, layout) is None,
         graph_shapes=min(plan.shapes, MAX_GRAPHS),

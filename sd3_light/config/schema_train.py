@@ -168,12 +168,13 @@ class TrainConfig(Table):
     """The fast blocks multiply activations by weights in FP8 (e4m3, one scale per row), in the forward pass and for
     activation gradients: 1.2 times the speed, for a loss about 2% higher after 2,000 steps. Weight gradients, master
     weights and saved files are unchanged. Needs bfloat16 and a GPU with FP8 support (Ada, Hopper or newer)."""
-    compile: Flag = False
-    """Compile the stock blocks with torch.compile."""
+    compile: FlagOrAuto = "auto"
+    """Compile the stock blocks with torch.compile. auto: on a GPU that can, where no hand-written kernels run, if the
+    run is long enough to pay for it; the choice is printed. true: also where hand-written kernels could run."""
     cuda_graphs: FlagOrAuto = "auto"
     """Record forward and backward pass as a CUDA graph per bucket shape and replay it: the same results with one launch
-    instead of hundreds of kernels. For one process with padded text and without adapter or `compile`. auto: if the
-    model is so small that a step is bound by launches; true: at any size."""
+    instead of hundreds of kernels. For one process with padded text and without dropout in an adapter. auto: if a step
+    is bound by launches; true: at any size."""
     dist_timeout_sec: Positive = 600.0
     """Timeout of collectives, in seconds."""
 

@@ -25,12 +25,8 @@ def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout)
         return cost.why_no_graphs
     if config.model.text_tokens == "real":
         return 'text_tokens = "real" gives every batch another shape'
-    if config.adapter is not None:
-        return "an adapter is trained"
-    if config.compile:
-        return "compile = true"
-    if config.activation_checkpointing and cost.why_stock(config, layout) is not None:
-        return "activation_checkpointing in stock blocks reads the state of the random generator"
+    if config.adapter is not None and config.adapter.dropout > 0:
+        return "an adapter with dropout draws numbers in each pass"
     if config.cuda_graphs == "auto" and flops > LAUNCH_BOUND_FLOPS * cost.num_blocks:
         return "its kernels take longer than their launches"
     return None

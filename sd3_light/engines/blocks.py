@@ -9,6 +9,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.cost import BlockKind, Cost, Layout
 from sd3_light.core.registry import family_of
+from sd3_light.cost.compile_choice import why_uncompiled
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.model.compiling import why_not_compiled
@@ -16,10 +17,18 @@ from sd3_light.runlog import info
 
 
 class Blocks(NamedTuple):
-    """The blocks of a run, and why they are not the fast ones."""
+    """The blocks of a run, and why they are not the fast ones, and not compiled."""
 
     kind: BlockKind
     why_stock: str | None = None
+    why_uncompiled: str | None = None
+
+    @property
+    def reason(self) -> str:
+        """Why the blocks are not faster ones, in brackets; empty for the fastest."""
+        if self.why_stock is None:
+            return ""
+        return f" ({self.why_stock}{'' if self.why_uncompiled is None else f'; {self.why_uncompiled}'})"
 
 
 def require_blocks(config: TrainConfig, cost: Cost, launch: Launch, device: torch.device, by_deepspeed: bool) -> None:
@@ -47,8 +56,7 @@ def choose_blocks(
     if device.type == "cuda":
         kinds = {"fast": "fast kernels", "compiled": "stock, compiled", "stock": "stock"}
         fp8 = ", products in fp8" if config.fp8 else ""
-        reason = "" if blocks.why_stock is None else f" ({blocks.why_stock})"
-        info(f"blocks: {kinds[blocks.kind]}{fp8}{reason}")
+        info(f"blocks: {kinds[blocks.kind]}{fp8}{blocks.reason}")
     return blocks
 
 
@@ -61,19 +69,17 @@ def decide_blocks(
     groups: ProcessGroups,
     by_deepspeed: bool = False,
 ) -> Blocks:
-    """Return the blocks that run; a problem of any process counts for all of them.
-
-    A GPU whose kernels fail their self-check runs the stock blocks compiled, if they can be.
-    """
+    """Return the blocks that run; a problem of any process counts for all of them."""
     layout = Layout(launch.world, by_deepspeed)
-    reason = groups.first_problem(_why_stock(config, cost, denoiser, layout, device))
-    if reason is not None:
-        return Blocks("compiled" if config.compile else "stock", reason)
-    broken = groups.first_problem(_kernel_problem(config, denoiser, device))
-    if broken is None:
+    why_stock = groups.first_problem(_why_stock(config, cost, denoiser, layout, device))
+    why_stock = why_stock or groups.first_problem(_kernel_problem(config, denoiser, device))
+    if why_stock is None:
         return Blocks("fast")
-    why_not = "activation_checkpointing = 'selective'" if config.activation_checkpointing == "selective" else None
-    return Blocks("stock" if groups.first_problem(why_not or why_not_compiled(device)) else "compiled", broken)
+    why_not = why_uncompiled(config, layout)
+    if why_not is None and config.compile == "auto":
+        why_not = why_not_compiled(device) if device.type == "cuda" else "blocks are compiled on GPUs"
+    why_not = groups.first_problem(why_not)
+    return Blocks("compiled" if why_not is None else "stock", why_stock, why_not)
 
 
 def _why_stock(

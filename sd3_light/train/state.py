@@ -16,7 +16,7 @@ from sd3_light.cost.graph_choice import why_no_graphs
 from sd3_light.data.prepare import with_columns
 from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Engine, deepspeed
-from sd3_light.engines.blocks import Blocks, choose_blocks
+from sd3_light.engines.blocks import choose_blocks
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.of_run import Saver
@@ -64,7 +64,7 @@ def make_train_state(context: RunContext, objective: MakeObjective | None = None
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
     engine: Engine = make(module, config, launch, device, context.groups.writers)
     if isinstance(engine, TorchEngine) and device.type == "cuda":
-        _choose_graphs(engine, context, blocks)
+        _choose_graphs(engine, context)
     apply_timeout(context.groups, config.dist_timeout_sec)
     saver.live = lambda: engine.gather(of_denoiser(engine.weights))
     require_columns(context.data, module.objective.reads)
@@ -87,13 +87,11 @@ def require_columns(data: CachedDataset, reads: Sequence[str]) -> None:
             )
 
 
-def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> None:
+def _choose_graphs(engine: TorchEngine, context: RunContext) -> None:
     """Let the engine replay CUDA graphs if the config allows it and they may help; print it."""
     config = context.config
     layout = Layout(context.launch.world, context.by_deepspeed)
     reason = why_no_graphs(config, context.cost, context.largest_flops, layout)
-    if blocks.kind == "compiled":
-        reason = reason or "the blocks are compiled"
     if reason is None:
         engine.use_graphs()
         info("CUDA graphs: forward and backward passes are recorded once per bucket shape, then replayed")

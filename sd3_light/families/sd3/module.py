@@ -140,7 +140,7 @@ class SD3TrainingModule(TrainedModel):
         device = state[0].device
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
-            return run_layers(layers, state, self.checkpointing, between)
+            return run_layers(layers, state, self.checkpointing, between, self.dropout is not None)
 
 
 class PipelineLayer(nn.Module):

@@ -103,9 +103,9 @@ class CountedCost(Cost):
         return "products and attention, counted in a pass without memory"
 
     @property
-    def why_no_graphs(self) -> str:
+    def why_no_graphs(self) -> str | None:
         """See `Cost.why_no_graphs`."""
-        return f"{self._title} was never recorded"
+        return None if self.text.is_padded else "captions of their own lengths give every batch another shape"
 
     def forward_flops(self, tokens: Tokens) -> int:
         """See `Cost.forward_flops`."""
