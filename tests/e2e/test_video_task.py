@@ -29,7 +29,7 @@ from sd3_light.flow.objective import flow_loss, interpolate, velocity
 from sd3_light.randomness import fill_normals, stream
 from sd3_light.runlog import read_log
 from sd3_light.sources.video import has_av, probe_video
-from tests.unit.data.videos import encode, encode_gif, numbered
+from tests.unit.sources.videos import encode, encode_gif, numbered
 
 ROOT = Path(__file__).parents[2]
 FRAMES, SIDE, STEPS = 5, 32, 6

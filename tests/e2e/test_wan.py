@@ -20,7 +20,7 @@ from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.runlog import read_log
 from sd3_light.sources.video import has_av, probe_video
 from tests.stock import save_stock
-from tests.unit.data.videos import encode, encode_gif, numbered
+from tests.unit.sources.videos import encode, encode_gif, numbered
 
 pytestmark = pytest.mark.skipif(not has_av(), reason="PyAV (av) is not installed")
 COMMAND = ("-m", "sd3_light")

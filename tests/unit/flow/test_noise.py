@@ -50,7 +50,7 @@ def test_a_shape_and_a_batch_change_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[ModuleType]:
-    emulation = load_module("small_triton", Path(__file__).parents[1] / "model" / "fast" / "small_triton.py")
+    emulation = load_module("small_triton", Path(__file__).parents[1] / "families/sd3/fast/small_triton.py")
     before = {name: sys.modules.get(name) for name in emulation.modules()}
     sys.modules.update(emulation.modules())
     yield load_module("noise_kernel_under_test", Path(noise.__file__).with_name("noise_kernel.py"))

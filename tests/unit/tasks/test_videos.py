@@ -14,8 +14,8 @@ from sd3_light.sources.listing import VIDEOS
 from sd3_light.sources.scan import scan
 from sd3_light.sources.video import has_av
 from sd3_light.tasks import VideoDataset, videos
-from tests.unit.data.inputs import directory, rejects, write_files, write_tar
-from tests.unit.data.videos import encode, encode_gif, numbered, numbers
+from tests.unit.sources.inputs import directory, rejects, write_files, write_tar
+from tests.unit.sources.videos import encode, encode_gif, numbered, numbers
 
 needs_av = pytest.mark.skipif(not has_av(), reason="PyAV (av) is not installed")
 LONG, SHORT = encode_gif(numbered(20)), encode_gif(numbered(6))

@@ -1,0 +1,32 @@
+"""Pipelines that tests of several rooms use; torch is imported when a test asks for one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def stock(demo_parts: Path) -> Any:
+    """The demo's encoders as stock diffusers loads them: its pipeline in float32, without a denoiser."""
+    import torch
+    from diffusers import StableDiffusion3Pipeline
+
+    return StableDiffusion3Pipeline.from_pretrained(
+        demo_parts, transformer=None, dtype=torch.float32, local_files_only=True
+    )
+
+
+@pytest.fixture(scope="session")
+def pipe() -> Any:
+    """A tiny random SD3 pipeline, whose sides are multiples of 8, up to 192."""
+    from tests.tiny_sd3 import tiny_pipeline
+
+    return tiny_pipeline()
+
+
+@pytest.fixture
+def one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)

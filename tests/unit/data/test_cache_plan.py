@@ -1,0 +1,461 @@
+"""Units of work: a pure function of the catalogue; a change renames exactly the units that it affects."""
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from sd3_light.cache.manifest_writer import sort_units
+from sd3_light.config import DirectoryConfig
+from sd3_light.data import cache_plan as module
+from sd3_light.data.cache_plan import CachePlan, Unit
+from sd3_light.randomness import sample_id
+from sd3_light.sources import catalogue as catalogue_module
+from sd3_light.sources import claims as claims_module
+from sd3_light.sources.buckets import Bucket, assign_all, buckets_by_resolution, fits
+from sd3_light.sources.catalogue import InputRow, chunks, make_sources
+from tests.unit.sources.catalogues import (
+    RECIPE,
+    directory,
+    plan_for,
+    sample_names,
+    unit_files,
+    unit_of,
+    write_image,
+)
+from tests.unit.sources.inputs import scan_all
+
+SIZES = [(64, 64), (96, 48), (48, 96), (70, 60)]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small parts, so that thirty rows fill several."""
+    monkeypatch.setattr(catalogue_module, "PART_ROWS", 16)
+    monkeypatch.setattr(claims_module, "POLL_SECONDS", 0.01)
+
+
+# --- contents of units ---------------------------------------------------------------------------
+
+
+def naive(directories: Sequence[DirectoryConfig], size: int) -> list[tuple[Any, ...]]:
+    """Return (label, resolution, bucket, keys) of each unit, computed naively in memory."""
+    samples: dict[Any, list[str]] = {}
+    by_label = {source.label: source.directory for source in make_sources(directories)}
+    order = {label: index for index, label in enumerate(by_label)}
+    for record in scan_all(directories):
+        label = record.key.split("/")[0]
+        keys = by_label[label]
+        width, height = Image.open(record.image.path).size  # type: ignore[union-attr]
+        groups = buckets_by_resolution(keys)
+        for bucket in assign_all(width, height, groups):
+            index = next(index for index, group in enumerate(groups) if bucket in group)
+            resolution = (bucket.width, bucket.height) if keys.size_buckets else keys.resolutions[index]
+            samples.setdefault((order[label], label, resolution, bucket), []).append(record.key)
+    return [
+        (label, resolution, bucket, chunk)
+        for (_, label, resolution, bucket), keys_of in sorted(samples.items())
+        for chunk in chunks(keys_of, sample_id, size)
+    ]
+
+
+@pytest.mark.parametrize("size", [4, 100])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"resolutions": [64, 32]},
+        {"resolutions": [64, 96], "enable_ar_bucket": True, "num_ar_buckets": 5},
+        {"size_buckets": [[64, 64], [96, 48], [48, 96]]},
+    ],
+    ids=["one size", "two sizes", "ratios", "explicit sizes"],
+)
+def test_a_plan_matches_the_naive_computation(tmp_path: Path, cache: Path, keys: dict[str, Any], size: int) -> None:
+    for number in range(24):
+        write_image(tmp_path / "a" / f"{number:02}.png", number, SIZES[number % 4])
+        write_image(tmp_path / "b" / f"{number:02}.png", number, SIZES[number % 3])
+    directories = [directory(tmp_path / "b", **keys), directory(tmp_path / "a", **keys)]
+    plan = plan_for(cache, directories, size=size)
+    units = []
+    for unit in sort_units(plan.units):
+        members = plan.members(unit)
+        units.append((unit.label, unit.resolution, unit.bucket, [member.row.key for member in members]))
+        assert unit.count == len(members) <= size
+        assert plan.ids(unit).tolist() == [sample_id(member.row.key) for member in members]
+        assert [member.identity for member in members] == plan.ids(unit).tolist()
+        assert plan.source(unit).label == unit.label
+        entry = unit.entry
+        assert (entry.file, entry.bucket, entry.resolution) == (unit.file, str(unit.bucket), unit.resolution)
+        assert (entry.directory, entry.fingerprint) == (unit.label, unit.fingerprint)
+        assert f"-r{unit.resolution[0]}x{unit.resolution[1]}-{unit.bucket}-{unit.fingerprint[:20]}." in unit.file
+    assert units == naive(directories, size)
+    assert len(set(unit_files(plan))) == len(plan.units)
+    assert [unit.number for unit in plan.units] == list(range(len(plan.units)))
+
+
+def test_units_do_not_depend_on_the_batches_they_are_written_in(
+    images: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [(unit, sample_names(plan, unit)) for plan in [plan_for(cache, images, size=4)] for unit in plan.units]
+    assert len(expected) > 9
+    monkeypatch.setattr(module, "_UNITS_PER_BATCH", 3)
+    plan = plan_for(cache.with_name("other"), images, size=4)
+    assert [(unit, sample_names(plan, unit)) for unit in plan.units] == expected
+
+
+def test_another_cache_gets_the_same_file_names(images: Path, cache: Path) -> None:
+    assert unit_files(plan_for(cache, images)) == unit_files(plan_for(cache.with_name("other"), images))
+
+
+def test_the_path_of_the_folder_does_not_matter(images: Path, cache: Path, tmp_path: Path) -> None:
+    before = plan_for(cache, images)
+    (tmp_path / "moved").mkdir()
+    moved = images.rename(tmp_path / "moved" / "images")
+    for folder in (cache, cache.with_name("other")):
+        after = plan_for(folder, moved)
+        assert unit_files(after) == unit_files(before)
+        assert {after.source(unit).root for unit in after.units} == {moved}
+
+
+def test_equal_directories_get_distinct_units(images: Path, cache: Path) -> None:
+    plan = plan_for(cache, [directory(images), directory(images)])
+    members = [(unit.label, member.row.key) for unit in plan.units for member in plan.members(unit)]
+    assert Counter(label for label, _ in members) == {"images#0": 30, "images#1": 30}
+    assert len({key for _, key in members}) == 60
+    assert all(key.startswith(f"{label}/") for label, key in members)
+    assert len(set(unit_files(plan))) == len(plan.units)
+
+
+def test_crops_and_enlargements_are_counted(cache: Path, tmp_path: Path) -> None:
+    write_image(tmp_path / "images" / "fits.png", size=(128, 128))
+    write_image(tmp_path / "images" / "small.png", size=(32, 32))
+    write_image(tmp_path / "images" / "wide.png", size=(200, 100))
+    counts = plan_for(cache, tmp_path / "images").counts
+    assert (counts.images, counts.cropped, counts.enlarged) == (3, 1, 1)
+
+
+def test_buckets_have_their_own_resolution(tmp_path: Path) -> None:
+    keys = directory(tmp_path, resolutions=[[96, 64], [64, 96], [32, 32]])
+    assignments = fits(96, 64, keys)
+    assert [(resolution, bucket) for resolution, bucket, _ in assignments] == [
+        ((96, 64), Bucket(96, 64)),
+        ((64, 96), Bucket(64, 96)),
+        ((32, 32), Bucket(32, 32)),
+    ]
+    assert [fit.cropped_fraction > 0 for _, _, fit in assignments] == [False, True, True]
+    assert [fit.enlarged for _, _, fit in assignments] == [False, True, False]
+
+
+def test_captions_include_shuffles_and_prefix(images: Path, cache: Path) -> None:
+    plan = plan_for(cache, [directory(images, shuffle_tags=True, cache_shuffle_num=3, caption_prefix="photo of ")])
+    members = [member for unit in plan.units for member in plan.members(unit)]
+    for member in members:
+        assert len(member.captions) == 3
+        assert all(caption.startswith("photo of ") for caption in member.captions)
+        tags = [sorted(caption.removeprefix("photo of ").split(", ")) for caption in member.captions]
+        assert tags == [["a", "b", "c"]] * 3
+    assert len({member.captions for member in members}) > 3, "samples have different shuffles"
+
+
+def test_units_are_sorted_by_source_resolution_and_bucket(tmp_path: Path) -> None:
+    """Unit numbers alone would interleave buckets in the order in which they fill."""
+
+    def unit(number: int, label: str, resolution: int, width: int) -> Unit:
+        size = (resolution, resolution)
+        return Unit(number, f"{number}", label, Bucket(width, 64), size, False, "", 1)
+
+    units = [
+        unit(0, "z#0", 64, 96),
+        unit(1, "z#0", 128, 64),
+        unit(2, "z#0", 64, 64),
+        unit(3, "z#0", 64, 96),
+        unit(4, "a#0", 64, 64),
+        unit(5, "z#0", 64, 64),
+    ]
+    assert [unit.number for unit in sort_units(units)] == [2, 5, 0, 3, 1, 4]
+
+
+# --- changes that rename units -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["caption", "image", "mask"])
+def test_a_changed_sample_renames_only_its_unit(images: Path, cache: Path, tmp_path: Path, change: str) -> None:
+    for number in range(30):
+        write_image(tmp_path / "masks" / f"{number:02}.png", 255, caption=None)
+    keys = [directory(images, mask_path=tmp_path / "masks")]
+    before = plan_for(cache, keys)
+    if change == "caption":
+        write_image(images / "15.png", 15, caption="another")
+    elif change == "image":
+        write_image(images / "15.png", 200)
+    else:
+        write_image(tmp_path / "masks" / "15.png", 100, caption=None)
+    after = plan_for(cache, keys)
+    old, new = unit_of(before, "15.png"), unit_of(after, "15.png")
+    assert old != new
+    assert [new if file == old else file for file in unit_files(before)] == unit_files(after)
+
+
+def test_a_renamed_sample_is_a_new_sample(images: Path, cache: Path) -> None:
+    before = plan_for(cache, images)
+    for suffix in (".png", ".txt"):
+        (images / f"15{suffix}").rename(images / f"15b{suffix}")
+    after = plan_for(cache, images)
+    assert unit_of(before, "15.png") not in unit_files(after)
+    assert len(set(unit_files(before)) - set(unit_files(after))) <= 3
+
+
+def test_appended_samples_leave_earlier_units_unchanged(images: Path, cache: Path) -> None:
+    before = unit_files(plan_for(cache, images))
+    for number in range(3):
+        write_image(images / f"z{number}.png", 100 + number)
+    assert unit_files(plan_for(cache, images))[: len(before) - 1] == before[:-1]
+
+
+CHANGES = {
+    "t5 length": ({**RECIPE, "t5_max_length": 32}, {}),
+    "vae": ({**RECIPE, "vae": "another"}, {}),
+    "recipe key": ({**RECIPE, "new": 1}, {}),
+    "flip": (RECIPE, {"flip": True}),
+    "resolution": (RECIPE, {"resolutions": [32]}),
+    "shape": (RECIPE, {"resolutions": [[96, 64]]}),
+    "sizes": (RECIPE, {"size_buckets": [[96, 64]]}),
+    "ratios": (RECIPE, {"enable_ar_bucket": True, "ar_buckets": [0.5, 2.0]}),
+    "prefix": (RECIPE, {"caption_prefix": "photo of "}),
+    "shuffled tags": (RECIPE, {"shuffle_tags": True, "cache_shuffle_delimiter": ","}),
+    "number of shuffles": (RECIPE, {"cache_shuffle_num": 2}),
+    "default mask": (RECIPE, {"default_mask_file": "white.png"}),
+    "masks": (RECIPE, {"mask_path": "masks"}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_that_affects_all_samples_renames_all_units(
+    images: Path, cache: Path, tmp_path: Path, change: str
+) -> None:
+    recipe, keys = CHANGES[change]
+    write_image(tmp_path / "white.png", 255, caption=None)
+    for number in range(30):
+        write_image(tmp_path / "masks" / f"{number:02}.png", 255, caption=None)
+    paths = {key: tmp_path / value for key, value in keys.items() if key in ("default_mask_file", "mask_path")}
+    before = plan_for(cache, images)
+    after = plan_for(cache, [directory(images, **{**keys, **paths})], recipe)
+    assert sum(unit.count for unit in after.units) == 30
+    assert set(unit_files(after)).isdisjoint(unit_files(before))
+
+
+def test_settings_that_skip_samples_rename_units(images: Path, cache: Path) -> None:
+    write_image(images / "15.png", 15, caption=" ")
+    before = plan_for(cache, images)
+    without = plan_for(cache, [directory(images, skip_empty_caption=True)])
+    assert sum(unit.count for unit in without.units) == 29
+    assert unit_of(before, "15.png") not in unit_files(without)
+    half = plan_for(cache, [directory(images, subsample_ratio=0.5)])
+    assert 5 < sum(unit.count for unit in half.units) < 25
+
+
+def selected(plan: CachePlan) -> set[str]:
+    return {name for unit in plan.units for name in sample_names(plan, unit)}
+
+
+def test_where_selects_by_columns_and_by_the_size_of_images(images: Path, cache: Path) -> None:
+    rows = [{"file_name": f"{n:02}.png", "text": "a", "score": n} for n in range(30)]
+    (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    write_image(images / "28.png", 28, (96, 48))
+    every = plan_for(cache, images)
+    assert every.counts.unmatched == 0
+    high = plan_for(cache, [directory(images, where="score >= 28")])
+    assert selected(high) == {"28.png", "29.png"}
+    assert (high.counts.images, high.counts.unmatched) == (2, 28)
+    both = "score >= 28 and (width > height or score < 28)"
+    wide = plan_for(cache, [directory(images, where=both)])
+    assert selected(wide) == {"28.png"}
+    assert (wide.counts.images, wide.counts.unmatched, wide.counts.rejected) == (1, 29, Counter())
+    # the score is read again, although no caption or image has changed
+    rows[3]["score"] = 50
+    (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert selected(plan_for(cache, [directory(images, where="score >= 28")])) == {"28.png", "29.png", "03.png"}
+    rows[29]["score"] = 5
+    (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert selected(plan_for(cache, [directory(images, where="width > 64 or score > 30")])) == {"28.png", "03.png"}
+    rows[3]["score"] = 20
+    (images / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert selected(plan_for(cache, [directory(images, where="width > 64 or score > 30")])) == {"28.png"}
+    assert unit_files(plan_for(cache, images)) == unit_files(every)
+
+
+@pytest.mark.parametrize(("keep", "count"), [("keep", 32), ("drop", 30)])
+def test_images_with_equal_bytes_are_counted_or_dropped(
+    tmp_path: Path, images: Path, cache: Path, keep: str, count: int
+) -> None:
+    shutil.copy(images / "03.png", images / "copy.png")
+    shutil.copy(images / "03.txt", images / "copy.txt")
+    (tmp_path / "other").mkdir()
+    shutil.copy(images / "04.png", tmp_path / "other" / "elsewhere.png")
+    (tmp_path / "other" / "elsewhere.txt").write_text("another caption", encoding="utf-8")
+    plan = plan_for(cache, [directory(images, duplicates=keep), directory(tmp_path / "other", duplicates=keep)])
+    assert plan.counts.duplicates == {keep: 2}
+    assert plan.counts.images == sum(unit.count for unit in plan.units) == count
+    assert selected(plan).isdisjoint({"copy.png", "elsewhere.png"}) == (keep == "drop")
+
+
+@pytest.fixture
+def scenes(tmp_path: Path) -> Path:
+    """Six images that do not look alike, and three copies: larger and compressed, equal, and smaller."""
+    folder = tmp_path / "scenes"
+    folder.mkdir()
+    images = [Image.frombytes("RGB", (4, 4), sample_id_bytes(number)).resize((64, 64)) for number in range(6)]
+    for number, image in enumerate(images):
+        image.save(folder / f"{number:02}.png")
+    images[3].resize((200, 200)).save(folder / "03-large.jpg", quality=90)
+    shutil.copy(folder / "04.png", folder / "04-copy.png")
+    images[5].resize((40, 40), Image.Resampling.LANCZOS).save(folder / "05-small.png")
+    for path in list(folder.iterdir()):
+        path.with_suffix(".txt").write_text(path.stem, encoding="utf-8")
+    return folder
+
+
+def sample_id_bytes(number: int) -> bytes:
+    """Return 48 bytes that differ for every number."""
+    return b"".join(sample_id(f"{number} {block}").to_bytes(8, "little") for block in range(6))
+
+
+def test_similar_images_are_dropped_on_request_with_any_number_of_workers(scenes: Path, tmp_path: Path) -> None:
+    plans = {}
+    for policy, workers in (("drop", 0), ("drop_similar", 0), ("drop_similar", 2)):
+        cache = tmp_path / f"cache {policy} {workers}"
+        plans[policy, workers] = plan_for(cache, [directory(scenes, duplicates=policy)], workers=workers)
+    every = {path.name for path in scenes.iterdir() if path.suffix != ".txt"}
+    dropped = {options: every - selected(plan) for options, plan in plans.items()}
+    assert dropped["drop", 0] == {"04.png"}  # of each pair, the first name is kept
+    assert dropped["drop_similar", 0] == dropped["drop_similar", 2] == {"03.png", "04.png", "05.png"}
+    plan = plans["drop_similar", 0]
+    assert plan.counts.duplicates == {"drop": 1, "similar": 2}
+    assert unit_files(plan) == unit_files(plans["drop_similar", 2])
+    lists = [each.duplicates_file.read_text(encoding="utf-8") for each in plans.values()]
+    assert lists[1] == lists[2]
+    assert [tuple(json.loads(line).values()) for line in lists[1].splitlines()] == [
+        ("scenes#0/03.png", '["03.png"]', "similar dropped", "scenes#0/03-large.jpg", '["03-large.jpg"]'),
+        ("scenes#0/04.png", '["04.png"]', "duplicates dropped", "scenes#0/04-copy.png", '["04-copy.png"]'),
+        ("scenes#0/05.png", '["05.png"]', "similar dropped", "scenes#0/05-small.png", '["05-small.png"]'),
+    ]
+
+
+def test_thumbnails_are_made_when_they_are_first_needed(scenes: Path, cache: Path) -> None:
+    """A change of `duplicates` probes the images again; the other settings' catalogue stays valid."""
+    assert len(selected(plan_for(cache, scenes))) == 9
+    assert len(selected(plan_for(cache, [directory(scenes, duplicates="drop_similar")]))) == 6
+    assert len(selected(plan_for(cache, scenes))) == 9
+
+
+def test_a_missing_list_of_duplicates_is_written_again(scenes: Path, cache: Path) -> None:
+    plan = plan_for(cache, scenes)
+    expected = plan.duplicates_file.read_bytes()
+    assert expected
+    plan.duplicates_file.unlink()
+    assert plan_for(cache, scenes).duplicates_file.read_bytes() == expected
+
+
+def test_a_different_shuffle_delimiter_renames_the_unit(images: Path, cache: Path) -> None:
+    write_image(images / "15.png", 15, caption="a; b, c; d, e")
+    names = [
+        unit_of(plan_for(cache, [directory(images, cache_shuffle_num=2, cache_shuffle_delimiter=text)]), "15.png")
+        for text in (", ", "; ")
+    ]
+    assert names[0] != names[1]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"num_repeats": 2.5},
+        {"min_ar": 0.9, "max_ar": 1.1, "num_ar_buckets": 3},
+        {"enable_ar_bucket": True, "ar_buckets": [0.5, 1.0, 2.0]},
+        {"size_buckets": [[64, 64], [96, 48]]},
+        {"skip_empty_caption": True},
+        {"cache_shuffle_delimiter": "; "},
+    ],
+    ids=[
+        "repeats",
+        "unused ratios",
+        "same bucket by ratio",
+        "same bucket by size",
+        "no empty captions",
+        "unused delimiter",
+    ],
+)
+def test_settings_that_do_not_affect_features_rename_nothing(images: Path, cache: Path, keys: dict[str, Any]) -> None:
+    assert unit_files(plan_for(cache, [directory(images, **keys)])) == unit_files(plan_for(cache, images))
+
+
+@pytest.mark.parametrize("change", ["times", "copied", "masks moved"])
+def test_new_paths_and_times_of_the_same_bytes_rename_nothing(
+    images: Path, cache: Path, tmp_path: Path, change: str
+) -> None:
+    masks = tmp_path / "masks"
+    for number in range(30):
+        write_image(masks / f"{number:02}.png", 255, caption=None)
+    before = unit_files(plan_for(cache, [directory(images, mask_path=masks)]))
+    if change == "times":
+        for path in images.iterdir():
+            os.utime(path, ns=(1, 1))
+    if change == "copied":
+        images = Path(shutil.copytree(images, tmp_path / "copy" / "images", copy_function=shutil.copyfile))
+    if change == "masks moved":
+        masks = masks.rename(tmp_path / "other masks")
+    assert unit_files(plan_for(cache, [directory(images, mask_path=masks)])) == before
+
+
+def test_adding_a_directory_leaves_the_first_unchanged(images: Path, cache: Path, tmp_path: Path) -> None:
+    before = unit_files(plan_for(cache, images))
+    write_image(tmp_path / "more" / "a.png")
+    for directories in ([tmp_path / "more", images], [images, tmp_path / "more"]):
+        after = unit_files(plan_for(cache, [directory(path) for path in directories]))
+        assert [file for file in after if file.startswith("images-0-")] == before
+        assert len(after) == len(before) + 1
+
+
+def test_removing_an_empty_mask_renames_its_unit(images: Path, cache: Path, tmp_path: Path) -> None:
+    """The sample was rejected because of the mask, so the existing unit lacks it."""
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks" / "15.png").touch()
+    keys = [directory(images, mask_path=tmp_path / "masks")]
+    before = plan_for(cache, keys)
+    (tmp_path / "masks" / "15.png").unlink()
+    assert unit_of(plan_for(cache, keys), "15.png") != unit_of(before, "15.png")
+
+
+# --- rejects -------------------------------------------------------------------------------------
+
+
+def test_rejects_are_reported_and_the_rest_is_used(images: Path, cache: Path) -> None:
+    (images / "03.png").write_bytes(b"no image")
+    (images / "06.png").write_bytes(b"")
+    (images / "08.txt").unlink()
+    plan = plan_for(cache, images)
+    expected = {"03.png": "not_an_image", "06.png": "empty_file", "08.png": "no_caption"}
+    assert {row.key.rsplit("/", 1)[1]: row.reason for row in plan.rejected()} == expected
+    assert plan.counts.rejected == Counter(expected.values())
+    assert plan.counts.images == 27
+    used = [name for unit in sort_units(plan.units) for name in sample_names(plan, unit)]
+    assert used == [f"{number:02}.png" for number in range(30) if f"{number:02}.png" not in expected]
+
+
+def test_a_dataset_without_samples_has_an_empty_plan(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(b"")
+    plan = plan_for(cache, tmp_path / "images")
+    assert (plan.units, plan.counts.images, plan.counts.rejected) == ([], 0, {"no_caption": 1})
+
+
+def test_fingerprints_keep_their_parts_apart() -> None:
+    """The end of one part and the begin of the next cannot be exchanged."""
+    rows = [InputRow(key, digest=digest) for key, digest in (("k1", "2d"), ("k12", "d"))]
+    first, second = (module.sample_fingerprint(row, ("a",)) for row in rows)
+    assert first != second

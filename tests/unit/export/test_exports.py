@@ -1,0 +1,164 @@
+"""Exports of a run: frozen weights are copied before training, a name is enough, the one just written stays."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sd3_light.checkpoint.progress import Progress
+from sd3_light.config import SIZES, TrainConfig
+from sd3_light.export import of_run as module
+from sd3_light.export.best import mark_best
+from sd3_light.export.export_spec import ExportSpec
+from sd3_light.export.of_run import Saver
+from sd3_light.families.sd3 import prepare as sd3
+from sd3_light.families.sd3.prepare import LightSD3Pipeline
+from sd3_light.families.sd3.random_weights import new_transformer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MODEL = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "tiny2", "dtype": "float32"}
+
+
+specs: list[ExportSpec] = []  # of the exports in `written`
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    states: list[dict[str, torch.Tensor]] = []
+    specs.clear()
+
+    def write_folder(out: Path, state: dict[str, torch.Tensor], spec: Any) -> Path:
+        out.mkdir(parents=True)
+        states.append(dict(state))
+        specs.append(spec)
+        return out
+
+    monkeypatch.setattr(module, "write_folder", write_folder)
+    return states
+
+
+def config(folder: Path, **keys: Any) -> TrainConfig:
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 10, "model": MODEL, **keys}
+    return TrainConfig.model_validate(table, context={"base": folder})
+
+
+def test_frozen_weights_are_exported_as_they_were_at_the_start(
+    tmp_path: Path, written: list[dict[str, torch.Tensor]]
+) -> None:
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    transformer.context_embedder.requires_grad_(False)
+    saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
+    assert set(saver.untrained) == {"pos_embed.pos_embed", "context_embedder.weight", "context_embedder.bias"}
+    expected = transformer.context_embedder.weight.clone()
+    with torch.no_grad():
+        transformer.context_embedder.weight.zero_()  # as an engine may do to the live module
+    trained = {name: p.detach() + 1 for name, p in transformer.named_parameters() if p.requires_grad}
+    saver.save_full_model("x", trained, "raw", Progress())
+    assert set(written[0]) == set(transformer.state_dict())
+    assert torch.equal(written[0]["context_embedder.weight"], expected)
+    assert torch.equal(written[0]["proj_out.bias"], transformer.proj_out.bias + 1)
+
+
+def test_the_export_just_written_is_kept(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
+    for step in (5, 2, 3):
+        assert saver.save_model({}, "raw", Progress(step)).is_dir()
+
+
+def test_the_best_export_is_kept(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
+    mark_best(saver.save_model({}, "raw", Progress(1)))
+    for step in (2, 3):
+        saver.save_model({}, "raw", Progress(step))
+    names = [path.name for path in sorted((tmp_path / "exports").glob("step-*"))]
+    assert names == ["step-00000001", "step-00000003"]
+
+
+@pytest.mark.parametrize("save", ["save_model", "save_full_model"])
+def test_a_name_is_enough(tmp_path: Path, written: list[dict[str, torch.Tensor]], save: str) -> None:
+    """It saves the live weights under their stock diffusers names."""
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    transformer.context_embedder.requires_grad_(False)
+    saver = Saver.of(config(tmp_path), transformer, tmp_path / "exports")
+    with torch.no_grad():
+        transformer.proj_out.bias.add_(3)
+    before = {name: tensor.clone() for name, tensor in transformer.state_dict().items()}
+    assert getattr(saver, save)("mine") == tmp_path / "exports" / "mine"
+    assert all(torch.equal(written[0][name], tensor) for name, tensor in before.items())
+    assert set(written[0]) == set(before)
+    assert torch.equal(transformer.proj_out.bias, before["proj_out.bias"])
+
+
+def test_only_the_main_process_writes(
+    tmp_path: Path, written: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver.of(config(tmp_path), new_transformer(SIZES["tiny2"].transformer_config(), 0), tmp_path / "exports")
+    monkeypatch.setattr(module.dist, "is_initialized", lambda: True)
+    for rank, count in ((1, 0), (0, 1)):
+        monkeypatch.setattr(module.dist, "get_rank", lambda rank=rank: rank)
+        assert saver.save_full_model("mine") == tmp_path / "exports" / "mine"
+        assert len(written) == count
+
+
+def test_the_config_is_exported_without_secrets(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    monitoring = {"enable_wandb": True, "wandb_api_key": "s3cr3t"}
+    settings = config(tmp_path, monitoring=monitoring, save_dtype="float16")
+    Saver.of(settings, transformer, tmp_path / "exports").save_full_model("x")
+    text = specs[0].files["config.toml"]
+    assert "s3cr3t" not in text
+    again = TrainConfig.model_validate(tomllib.loads(text), context={"base": tmp_path / "elsewhere"})
+    assert again.save_dtype == "float16"
+    assert again.output_dir == settings.output_dir, "paths are absolute"
+    assert specs[0].save_dtype == torch.float16
+
+
+def test_the_card_has_the_facts_of_the_run(tmp_path: Path, written: list[dict[str, torch.Tensor]]) -> None:
+    (tmp_path / "data.toml").write_text('resolutions = [64, [80, 48]]\n[[directory]]\npath = "images"\n')
+    events = [(2, "raw", 0.9), (2, "ema", 0.8), (4, "ema", 0.7), (6, "ema", 0.6)]
+    run = tmp_path / "my-run"
+    run.mkdir()
+    lines = [
+        {"event": "eval", "step": step, "samples": 4, "set": "held_out", "weights": weights, "flow": flow}
+        for step, weights, flow in events
+    ]
+    (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "score.json").write_text('{"num_prompts": 96, "whole": 0.5, "relation": null, "by_kind": {"one": {}}}')
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    Saver.of(config(tmp_path), transformer, run / "exports").save_full_model("x", {}, "ema", Progress(step=5))
+    assert specs[0].about == {
+        "name": "my-run",
+        "data set": "data",
+        "resolutions": "64x64, 80x48",
+        "losses": {"held_out": 0.7},
+        "scores": {"whole": 0.5},
+    }
+
+
+def test_a_pipeline_saves_a_whole_state_into_a_folder(
+    tmp_path: Path, written: list[dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`LightSD3Pipeline.save_model(dir, state_dict)`."""
+    monkeypatch.setattr(sd3, "write_folder", module.write_folder)
+    pipeline = LightSD3Pipeline.__new__(LightSD3Pipeline)
+    pipeline.model = config(tmp_path).model
+    pipeline.transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    assert pipeline.save_model(tmp_path / "out", pipeline.transformer.state_dict()) == tmp_path / "out"
+    assert specs[0].save_dtype == torch.float32
+    assert specs[0].transformer_config["num_layers"] == 2
+    assert set(written[0]) == set(pipeline.transformer.state_dict())
+
+
+def test_the_card_has_only_losses_that_are_finite(tmp_path: Path) -> None:
+    losses = {"a": 0.5, "b": "nan", "c": None, "d": "inf"}
+    events = [
+        {"event": "eval", "step": 2, "set": name, "weights": "ema", "flow": loss} for name, loss in losses.items()
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert module._losses(tmp_path / "log.jsonl", "ema", 2) == {"a": 0.5}

@@ -1,0 +1,532 @@
+"""A sample's inputs are its own: the same alone and in any batch, in any order, at any time."""
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sd3_light.config import SIZES, ModelConfig, UserError
+from sd3_light.core.batch import Batch
+from sd3_light.core.registry import family_named, starting_weights
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
+from sd3_light.families.sd3.prepare import (
+    InputPreparer,
+    LightSD3Pipeline,
+    split_batch,
+)
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.text_dropout import draw_drops
+from sd3_light.flow.timesteps import quantile_to_time, resolution_shift, shift_time
+from sd3_light.randomness import occurrence_words
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Model = Callable[..., ModelConfig]
+MakeBatch = Callable[..., dict[str, Any]]
+SCALE = LatentScale(1.5, 0.06)
+EMPTY_SHAPES = {"clip_l": (7, 96), "clip_g": (7, 128), "t5": (5, 256), "clip_l.pooled": (96,), "clip_g.pooled": (128,)}
+ENCODERS, POOLED = ("clip_l", "clip_g", "t5"), ("clip_l.pooled", "clip_g.pooled")
+NEVER_ZERO = {name: torch.full(shape, 9.0) for name, shape in EMPTY_SHAPES.items()}
+
+SHORT_EMPTY = {name: tokens[:2] if name in ENCODERS else tokens for name, tokens in NEVER_ZERO.items()}
+
+
+def preparer(model: Model, seed: int = 0, empty: dict[str, Tensor] | None = None, **keys: Any) -> InputPreparer:
+    return InputPreparer(seed, model(**keys), SCALE, empty)
+
+
+def row(prepared: Batch, at: int) -> list[Tensor]:
+    return [tensor[at] for tensor in (*prepared.tensors(), *prepared.host.values())]
+
+
+def same(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def undo(prepared: Batch) -> tuple[Tensor, Tensor]:
+    """Return (x0, noise), recovered from the model's inputs and target."""
+    noisy, target, t = prepared["noisy"], prepared["target"], prepared["t"].view(-1, 1, 1, 1)
+    return noisy - t * target, noisy + (1 - t) * target
+
+
+def text_of(prepared: Batch) -> tuple[Tensor, Tensor]:
+    return prepared["prompt"], prepared["pooled"]
+
+
+# --- law 1 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quantile", [None, 0.3])
+def test_a_sample_is_the_same_alone_and_in_any_batch(model: Model, batch: MakeBatch, quantile: float | None) -> None:
+    prepare = preparer(model, enable_uncond_text_dropout=True, empty=NEVER_ZERO).prepare_inputs
+    ids = [11, 5, 2**62 + 3, 8, 1, 40]
+    whole = prepare(batch(ids, epoch=2, repeats=range(6)), quantile)
+    for at, sample in enumerate(ids):
+        alone = prepare(batch([sample], epoch=2, repeats=[at]), quantile)
+        assert same(row(alone, 0), row(whole, at))
+    backwards = prepare(batch(ids[::-1], epoch=2, repeats=range(5, -1, -1)), quantile)
+    assert all(same(row(backwards, 5 - at), row(whole, at)) for at in range(6))
+
+
+def test_inputs_are_a_pure_function(model: Model, batch: MakeBatch) -> None:
+    prepare = preparer(model, enable_uncond_text_dropout=True).prepare_inputs
+    cached = batch([1, 2, 3])
+    first = prepare(cached)
+    torch.manual_seed(5)
+    prepare(batch([9, 10]))
+    second = prepare(cached)
+    assert all(same(row(first, at), row(second, at)) for at in range(3))
+
+
+@pytest.mark.parametrize("text", ["padded", "real"])
+def test_a_prompt_in_used_memory_is_the_same(model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str) -> None:
+    keys: dict[str, Any] = {"text_tokens": text, "enable_uncond_text_dropout": True}
+    prepare, buffers = preparer(model, empty=SHORT_EMPTY if text == "real" else NEVER_ZERO, **keys), []
+
+    def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        buffers.append(torch.full(shape, float("nan"), dtype=dtype))
+        return buffers[-1]
+
+    cached = (real_batch if text == "real" else batch)(range(40), epoch=1)
+    plain, in_place = prepare.prepare_inputs(cached), prepare.prepare_into(cached, allocate)
+    assert in_place["prompt"] is buffers[0]
+    assert all(same(row(plain, at), row(in_place, at)) for at in range(40))
+
+
+@pytest.mark.parametrize("other", ["seed", "epoch", "repeat", "sample"])
+def test_seed_epoch_repeat_and_sample_change_the_draws(model: Model, batch: MakeBatch, other: str) -> None:
+    first = preparer(model).prepare_inputs(batch([1]))
+    second = preparer(model, seed=int(other == "seed")).prepare_inputs(
+        batch([2 if other == "sample" else 1], epoch=int(other == "epoch"), repeats=[int(other == "repeat")])
+    )
+    (x0, noise), (other_x0, other_noise) = undo(first), undo(second)
+    assert not torch.equal(first["t"], second["t"]), "the time"
+    assert float((noise - other_noise).abs().mean()) > 0.5, "the noise"
+    assert float((x0 - other_x0).abs().mean()) > 0.1, "the posterior's draw"
+
+
+def test_noise_and_posterior_are_different_draws(model: Model, batch: MakeBatch) -> None:
+    cached = batch([3], size=(16, 16))
+    clean, noise = undo(preparer(model).prepare_inputs(cached))
+    mean, logvar = cached["moments"].float().chunk(2, dim=1)
+    posterior = (clean / SCALE.scale + SCALE.shift - mean) / torch.exp(0.5 * logvar)
+    for drawn in (noise, posterior):
+        assert abs(float(drawn.mean())) < 0.06
+        assert float(drawn.std()) == pytest.approx(1, abs=0.05)
+    assert abs(float(torch.corrcoef(torch.stack([noise.flatten(), posterior.flatten()]))[0, 1])) < 0.06
+
+
+def test_the_preparer_can_be_pickled_for_workers(model: Model, batch: MakeBatch) -> None:
+    original = preparer(model, empty=NEVER_ZERO, enable_uncond_text_dropout=True)
+    copy: InputPreparer = pickle.loads(pickle.dumps(original))
+    assert same(row(original.prepare_inputs(batch([4])), 0), row(copy.prepare_inputs(batch([4])), 0))
+
+
+# --- noise on a device -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["padded", "real"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_noise_added_later_gives_the_same_inputs(
+    model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str, masked: bool
+) -> None:
+    keys: dict[str, Any] = {"text_tokens": text, "enable_uncond_text_dropout": True}
+    prepare = preparer(model, seed=5, empty=SHORT_EMPTY if text == "real" else NEVER_ZERO, **keys)
+    cached = (real_batch if text == "real" else batch)([3, 2**62 + 3, 8, 1], epoch=2, repeats=[0, 1, 2, 3])
+    if masked:
+        cached["mask"] = torch.arange(4 * 4 * 6, dtype=torch.uint8).view(4, 4, 6)
+    clean = prepare.prepare_clean(cached)
+    assert clean["moments"].dtype == torch.float16, "raw moments are sent"
+    assert clean["words"].dtype == torch.int32
+    expected, late = prepare.prepare_inputs(cached), prepare.noise_adder(torch.device("cpu"))(clean)
+    assert all(same(row(late, at), row(expected, at)) for at in range(4))
+
+
+# --- the flow ----------------------------------------------------------------------------------
+
+
+def test_noisy_latents_and_target_follow_the_flow(model: Model, batch: MakeBatch) -> None:
+    """noisy = (1-t) x0 + t noise and target = noise - x0, with x0 the normalised latent."""
+    cached = batch([1, 2, 3])
+    clean, noise = undo(preparer(model).prepare_inputs(cached))
+    # evaluation draws no posterior, so its x0 is known exactly
+    prepared = preparer(model).prepare_inputs(cached, 0.25)
+    known = (cached["moments"].float().chunk(2, dim=1)[0] - 0.06) * 1.5
+    torch.testing.assert_close(undo(prepared)[0], known, atol=1e-5, rtol=0)
+    assert not torch.allclose(clean, known, atol=0.1)
+    noisy, target, t = prepared["noisy"], prepared["target"], prepared["t"].view(-1, 1, 1, 1)
+    torch.testing.assert_close(noisy, (1 - t) * known + t * (target + known), atol=1e-5, rtol=0)
+    assert prepared.get("mask") is None
+    assert {tensor.dtype for tensor in (noisy, t, target)} == {torch.float32}
+    assert noise.shape == (3, 16, 4, 6)
+
+
+def test_times_are_at_each_samples_quantile(model: Model, batch: MakeBatch) -> None:
+    times = preparer(model).prepare_inputs(batch(range(400), size=(2, 2)))["t"]
+    assert len(set(times.tolist())) == 400
+    t = times.sort().values
+    for u in (0.1, 0.5, 0.9):
+        assert float(t[int(400 * u)]) == pytest.approx(quantile_to_time(u, "logit_normal"), abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("keys", "shift"),
+    [
+        ({}, None),
+        ({"shift": 3.0}, 3.0),
+        ({"flux_shift": True}, resolution_shift(2 * 3)),
+        ({"sigmoid_scale": 0.5}, None),
+    ],
+)
+def test_model_keys_shape_the_times(model: Model, batch: MakeBatch, keys: dict[str, Any], shift: float | None) -> None:
+    times = preparer(model, **keys).prepare_inputs(batch([1, 2]), 0.7)["t"]
+    t = quantile_to_time(0.7, "logit_normal", keys.get("sigmoid_scale", 1.0))
+    expected = t if shift is None else shift_time(t, shift)
+    torch.testing.assert_close(times, torch.full((2,), expected))
+
+
+def test_uniform_times(model: Model, batch: MakeBatch) -> None:
+    prepared = preparer(model, timestep_sample_method="uniform").prepare_inputs(batch([1]), 0.7)
+    assert prepared["t"].tolist() == pytest.approx([0.7])
+
+
+def test_masks_become_fractions(model: Model, batch: MakeBatch) -> None:
+    cached = {**batch([1, 2]), "mask": torch.tensor([[[0, 51], [255, 255]]] * 2, dtype=torch.uint8)}
+    mask = preparer(model).prepare_inputs(cached).get("mask")
+    assert mask is not None
+    torch.testing.assert_close(mask, torch.tensor([[[0.0, 0.2], [1.0, 1.0]]] * 2))
+
+
+# --- text --------------------------------------------------------------------------------------
+
+
+def test_text_is_joined_as_in_sd3(model: Model, batch: MakeBatch) -> None:
+    cached = batch([1, 2])
+    prompt, pooled = text_of(preparer(model).prepare_inputs(cached))
+    assert prompt.shape == (2, 7 + 5, 256)
+    assert torch.equal(prompt[:, :7, :96], cached["clip_l"])
+    assert torch.equal(prompt[:, :7, 96:224], cached["clip_g"])
+    assert not prompt[:, :7, 224:].any()
+    assert torch.equal(prompt[:, 7:], cached["t5"])
+    assert torch.equal(pooled, torch.cat([cached["clip_l.pooled"], cached["clip_g.pooled"]], dim=-1))
+
+
+@pytest.mark.parametrize("uncond", [None, NEVER_ZERO])
+def test_dropout_follows_each_samples_draw(model: Model, batch: MakeBatch, uncond: dict[str, Tensor] | None) -> None:
+    ids = list(range(60))
+    drops = draw_drops(3, occurrence_words(1, 0, ids), 0.464)
+    assert len(set(drops)) == 8, "all patterns occur"
+    cached = batch(ids, epoch=1)
+    prepare = preparer(model, seed=3, empty=uncond, enable_uncond_text_dropout=True).prepare_inputs
+    prompt, pooled = text_of(prepare(cached))
+    parts = (prompt[:, :7, :96], prompt[:, :7, 96:224], prompt[:, 7:], pooled[:, :96], pooled[:, 96:])
+    for at, drop in enumerate(drops):
+        for part, name in zip(parts, ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"), strict=True):
+            lost = drop[("clip_l", "clip_g", "t5").index(name.removesuffix(".pooled"))]
+            expected = torch.zeros_like(cached[name][at]) if lost else cached[name][at]
+            if all(drop) and uncond is not None:
+                expected = uncond[name].bfloat16()
+            assert torch.equal(part[at], expected), (drop, name)
+
+
+@pytest.mark.parametrize("uncond", [None, NEVER_ZERO])
+def test_joint_dropout_leaves_all_text_or_none(
+    model: Model, batch: MakeBatch, uncond: dict[str, Tensor] | None
+) -> None:
+    ids = list(range(60))
+    keys: dict[str, Any] = {"enable_uncond_text_dropout": True, "uncond_text_dropout": "joint"}
+    cached = batch(ids)
+    prompt, pooled = text_of(preparer(model, empty=uncond, **keys).prepare_inputs(cached))
+    dropped = [not torch.equal(prompt[at, 7:], cached["t5"][at]) for at in ids]
+    assert dropped == [drops[0] for drops in draw_drops(0, occurrence_words(0, 0, ids), 0.1, joint=True)]
+    assert 0 < sum(dropped) < 20
+    parts = (prompt[:, :7, :96], prompt[:, :7, 96:224], prompt[:, 7:], pooled[:, :96], pooled[:, 96:])
+    for part, name in zip(parts, ("clip_l", "clip_g", "t5", "clip_l.pooled", "clip_g.pooled"), strict=True):
+        empty = torch.zeros_like(cached[name][0]) if uncond is None else uncond[name].bfloat16()
+        for at in ids:
+            assert torch.equal(part[at], empty if dropped[at] else cached[name][at]), name
+
+
+def test_no_dropout_unless_enabled(model: Model, batch: MakeBatch) -> None:
+    cached = batch(range(30))
+    prompt = preparer(model, uncond_text_dropout_prob=1.0).prepare_inputs(cached)["prompt"]
+    assert torch.equal(prompt[:, 7:], cached["t5"])
+
+
+@pytest.mark.parametrize("count", [15_000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_ten_percent_of_samples_lose_all_text_and_none_half_an_encoder(model: Model, count: int) -> None:
+    """0.464^3 = 10%; tokens and pooled vector of an encoder are always dropped together."""
+    ids = torch.arange(count)
+    cached = {"sample_id": ids, "epoch": torch.zeros_like(ids), "repeat": torch.zeros_like(ids)}
+    cached |= {name: torch.ones(count, 1, 1) for name in ENCODERS} | {name: torch.ones(count, 1) for name in POOLED}
+    cached["t5"] = torch.ones(count, 1, 2)
+    cached["moments"] = torch.zeros(count, 2, 2, 2, dtype=torch.float16)
+    prompt, pooled = text_of(preparer(model, enable_uncond_text_dropout=True).prepare_clean(cached))
+    tokens = torch.stack([prompt[:, 0, 0], prompt[:, 0, 1], prompt[:, 1, 0]], dim=1).bool()
+    assert torch.equal(tokens[:, :2], pooled.bool())
+    assert abs(float((~tokens).all(dim=1).double().mean()) - 0.1) < 3 * (0.1 * 0.9 / count) ** 0.5
+    assert float((torch.corrcoef(tokens.T.double()) - torch.eye(3)).abs().max()) < 4 / count**0.5
+    few = {name: values[:500] for name, values in cached.items()}
+    evaluated = text_of(preparer(model, enable_uncond_text_dropout=True).prepare_inputs(few, 0.5))
+    assert all(bool(part[..., 0].all()) for part in evaluated)
+
+
+# --- real tokens -------------------------------------------------------------------------------
+
+
+def real_row(prepared: Batch, at: int) -> list[Tensor]:
+    """Return a sample's inputs without the padding after its text, which must be zeros."""
+    length = int(prepared.host["prompt.length"][at])
+    prompt = prepared["prompt"][at]
+    assert not prompt[length:].any()
+    others = prepared.with_values({}, without=["prompt"])
+    return [*row(others, at), prompt[:length]]
+
+
+@pytest.mark.parametrize("quantile", [None, 0.3])
+@pytest.mark.parametrize("uncond", [None, SHORT_EMPTY])
+def test_a_real_sample_is_the_same_alone_and_in_any_batch(
+    model: Model, real_batch: MakeBatch, quantile: float | None, uncond: dict[str, Tensor] | None
+) -> None:
+    keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True}
+    prepare = preparer(model, empty=uncond, **keys).prepare_inputs
+    ids = list(range(40))
+    whole = prepare(real_batch(ids, epoch=2), quantile)
+    assert whole["prompt"].shape[1] == int(whole.host["prompt.length"].max()), "as long as the longest sample"
+    for at, sample in enumerate(ids):
+        alone = prepare(real_batch([sample], epoch=2), quantile)
+        assert alone["prompt"].shape[1] == int(alone.host["prompt.length"])
+        assert same(real_row(alone, 0), real_row(whole, at))
+
+
+@pytest.mark.parametrize("uncond", [None, SHORT_EMPTY])
+def test_real_tokens_are_dropped_by_each_samples_draw(
+    model: Model, real_batch: MakeBatch, uncond: dict[str, Tensor] | None
+) -> None:
+    ids = list(range(60))
+    drops = draw_drops(3, occurrence_words(1, 0, ids), 0.464)
+    assert len(set(drops)) == 8, "all patterns occur"
+    cached = real_batch(ids, epoch=1)
+    keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True}
+    prepared = preparer(model, seed=3, empty=uncond, **keys).prepare_inputs(cached)
+    for at, drop in enumerate(drops):
+        own = {name: cached[name][at, : int(cached[f"{name}.length"][at])] for name in ENCODERS}
+        own |= {name: cached[name][at] for name in POOLED}
+        expected = join_manually(own, drop, uncond)
+        assert torch.equal(real_row(prepared, at)[-1], expected[0]), drop
+        assert torch.equal(prepared["pooled"][at], expected[1]), drop
+
+
+def join_manually(
+    own: dict[str, Tensor], drop: tuple[bool, ...], uncond: dict[str, Tensor] | None
+) -> tuple[Tensor, Tensor]:
+    """Return (prompt, pooled) of one sample as the design describes them."""
+    if all(drop) and uncond is None:
+        return torch.zeros(1, 256).bfloat16(), torch.zeros(224).bfloat16()
+    if all(drop) and uncond is not None:
+        own, drop = {name: values.bfloat16() for name, values in uncond.items()}, (False,) * 3
+    num_clip = max(len(own["clip_l"]), len(own["clip_g"]))
+    prompt = torch.zeros(num_clip + (0 if drop[2] else len(own["t5"])), 256).bfloat16()
+    pooled = torch.zeros(224).bfloat16()
+    for name, lost, columns in (("clip_l", drop[0], slice(0, 96)), ("clip_g", drop[1], slice(96, 224))):
+        if not lost:
+            prompt[: len(own[name]), columns] = own[name]
+            pooled[columns] = own[f"{name}.pooled"]
+    if not drop[2]:
+        prompt[num_clip:] = own["t5"]
+    return prompt, pooled
+
+
+def test_a_fully_dropped_real_sample_is_one_zero_token(model: Model, real_batch: MakeBatch) -> None:
+    keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True, "uncond_text_dropout_prob": 1.0}
+    prepared = preparer(model, **keys).prepare_inputs(real_batch(range(5)))
+    prompt, pooled = text_of(prepared)
+    assert prompt.shape == (5, 1, 256)
+    assert prepared.host["prompt.length"].tolist() == [1] * 5
+    assert not prompt.any()
+    assert not pooled.any()
+
+
+def test_evaluation_drops_no_real_token(model: Model, real_batch: MakeBatch) -> None:
+    keys: dict[str, Any] = {"text_tokens": "real", "enable_uncond_text_dropout": True, "uncond_text_dropout_prob": 1.0}
+    cached = real_batch(range(9))
+    lengths = preparer(model, **keys).prepare_inputs(cached, 0.5).host["prompt.length"]
+    clip = torch.maximum(cached["clip_l.length"], cached["clip_g.length"])
+    assert torch.equal(lengths, clip + cached["t5.length"])
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_split_batches_of_real_text_are_cut_to_their_longest_sample(
+    model: Model, real_batch: MakeBatch, pieces: int
+) -> None:
+    prepared = preparer(model, text_tokens="real").prepare_inputs(real_batch(range(6)))
+    size = 6 // pieces
+    for number, part in enumerate(prepared.split(pieces)):
+        assert part["prompt"].shape[1] == int(part.host["prompt.length"].max())
+        assert all(same(real_row(part, at), real_row(prepared, number * size + at)) for at in range(size))
+
+
+# --- evaluation --------------------------------------------------------------------------------
+
+
+def test_evaluation_drops_nothing(model: Model, batch: MakeBatch) -> None:
+    cached = batch(range(30))
+    prepare = preparer(model, enable_uncond_text_dropout=True, uncond_text_dropout_prob=1.0).prepare_inputs
+    assert not prepare(cached)["prompt"].any()
+    assert torch.equal(prepare(cached, 0.5)["prompt"][:, 7:], cached["t5"])
+
+
+def test_evaluation_is_the_same_in_every_epoch(model: Model, batch: MakeBatch) -> None:
+    prepare = preparer(model, enable_uncond_text_dropout=True).prepare_inputs
+    first, later = prepare(batch([1, 2]), 0.4), prepare(batch([1, 2], epoch=7, repeats=[3, 4]), 0.4)
+    assert all(same(row(first, at), row(later, at)) for at in range(2))
+
+
+def test_evaluation_has_its_own_noise_at_all_quantiles(model: Model, batch: MakeBatch) -> None:
+    prepare = preparer(model).prepare_inputs
+    low, high = undo(prepare(batch([1]), 0.1))[1], undo(prepare(batch([1]), 0.9))[1]
+    torch.testing.assert_close(low, high, atol=1e-5, rtol=0)
+    assert not torch.allclose(low, undo(prepare(batch([1])))[1], atol=0.1)
+    times = prepare(batch([1, 2, 3]), 0.9)["t"]
+    assert len(set(times.tolist())) == 1
+
+
+# --- (features, label), for training loops outside the package ---------------------------------
+
+
+def pairs(prepared: tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]], at: int) -> list[Tensor]:
+    """Return the tensors of one sample."""
+    features, label = prepared
+    return [part[at] for part in (*features, *label) if part is not None]
+
+
+@pytest.mark.parametrize("text", ["padded", "real"])
+def test_the_pipeline_returns_features_and_label(
+    model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str
+) -> None:
+    cached = (real_batch if text == "real" else batch)([1, 2, 3])
+    pipeline = LightSD3Pipeline(model(text_tokens=text, **DRAWS), 0, None)
+    prepared = pipeline.preparer.prepare_inputs(cached)
+    (noisy, times, prompt, pooled, *rest), (target, mask) = pipeline.prepare_inputs(cached)
+    lengths = [prepared.host["prompt.length"]] if text == "real" else []
+    expected = [prepared[name] for name in ("noisy", "prompt", "pooled", "target")]
+    assert same([noisy, prompt, pooled, target], expected)
+    assert torch.equal(times, 1000 * prepared["t"])
+    assert same(rest, [*lengths, prepared["kept"], prepared["corners"]])
+    assert mask is None
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+def test_split_pairs_of_real_text_are_cut_to_their_longest_sample(
+    model: Model, real_batch: MakeBatch, pieces: int
+) -> None:
+    features, label = LightSD3Pipeline(model(text_tokens="real"), 0, None).prepare_inputs(real_batch(range(6)))
+    for number, (part, _) in enumerate(split_batch((features, label), pieces)):
+        rows = slice(number * 6 // pieces, (number + 1) * 6 // pieces)
+        assert torch.equal(part[2], features[2][rows, : int(part[4].max())])
+        assert torch.equal(part[4], features[4][rows])
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 3, 6])
+@pytest.mark.parametrize("masked", [False, True])
+def test_split_batch_splits_every_tensor(model: Model, batch: MakeBatch, pieces: int, masked: bool) -> None:
+    cached = batch(range(6))
+    if masked:
+        cached["mask"] = torch.arange(6, dtype=torch.uint8).view(6, 1, 1).expand(6, 4, 6)
+    prepared = LightSD3Pipeline(model(), 0, None).prepare_inputs(cached)
+    parts = split_batch(prepared, pieces)
+    assert len(parts) == pieces
+    size = 6 // pieces
+    for number, part in enumerate(parts):
+        assert len(part[0][0]) == size
+        assert (part[1][1] is not None) == masked
+        assert all(same(pairs(part, at), pairs(prepared, number * size + at)) for at in range(size))
+
+
+def test_split_batch_rejects_unequal_pieces(model: Model, batch: MakeBatch) -> None:
+    with pytest.raises(AssertionError):
+        split_batch(LightSD3Pipeline(model(), 0, None).prepare_inputs(batch(range(6))), 4)
+
+
+# --- the pipeline ------------------------------------------------------------------------------
+
+
+def test_pretraining_starts_from_the_seed(model: Model) -> None:
+    transformer = family_named("sd3").weights.load(starting_weights(model()), 4)
+    expected = new_transformer(SIZES["tiny2"].transformer_config(), 4)
+    assert all(torch.equal(a, b) for a, b in zip(transformer.parameters(), expected.parameters(), strict=True))
+
+
+def test_a_folders_weights_are_loaded_in_float32(model: Model, folder: Any) -> None:
+    saved = SD3Transformer2DModel(**SIZES["tiny2"].transformer_config()).to(torch.bfloat16)
+    saved.save_pretrained(folder / "transformer")
+    transformer = family_named("sd3").weights.load(starting_weights(model(train_type=None, size=None)), 0)
+    assert {p.dtype for p in transformer.parameters()} == {torch.float32}
+    assert all(torch.equal(a, b.float()) for a, b in zip(transformer.parameters(), saved.parameters(), strict=True))
+
+
+def test_a_folder_with_a_missing_weight_is_rejected(model: Model, folder: Any) -> None:
+    SD3Transformer2DModel(**SIZES["tiny2"].transformer_config()).save_pretrained(folder / "transformer")
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    del weights["proj_out.weight"]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"do not match its config\.json: proj_out\.weight"):
+        family_named("sd3").weights.load(starting_weights(model(train_type=None, size=None)), 0)
+
+
+@pytest.mark.parametrize(("policy", "has_text"), [("empty", True), ("zero", False)])
+def test_the_pipeline_reads_scale_and_text_policy(model: Model, batch: MakeBatch, policy: str, has_text: bool) -> None:
+    keys = {"uncond_text": policy, "enable_uncond_text_dropout": True, "uncond_text_dropout_prob": 1.0}
+    pipeline = LightSD3Pipeline(model(**keys), 0, NEVER_ZERO)
+    assert pipeline.preparer.scale == SCALE
+    prompt = pipeline.prepare_inputs(batch([1, 2]))[0][2]
+    assert bool((prompt[:, 7:] == 9).all()) == has_text
+    assert bool(prompt.any()) == has_text
+
+
+# --- draws per image -------------------------------------------------------------------------------
+
+DRAWS: dict[str, Any] = {"routing": {"share": 0.5}, "position_crop_side": 8}
+
+
+@pytest.mark.parametrize("text", ["padded", "real"])
+def test_training_batches_have_the_draws_of_their_images(
+    model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str
+) -> None:
+    make = real_batch if text == "real" else batch
+    prepare = replace(preparer(model, 5, text_tokens=text, **DRAWS), num_positions=32)
+    ids = [11, 5, 2**62 + 3]
+    prepared = prepare.prepare_inputs(make(ids, epoch=2, repeats=range(3)))
+    kept, corners = prepared["kept"], prepared["corners"]
+    assert (kept.dtype, corners.dtype) == (torch.int32, torch.int32), "they go to the device"
+    occurrences = occurrence_words(2, np.arange(3), ids)
+    assert kept.tolist() == draw_kept(5, occurrences, 6, 0.5).tolist()
+    assert corners.tolist() == draw_corners(5, occurrences, (2, 3), 8, 32).tolist()
+    plain = preparer(model, 5, text_tokens=text).prepare_inputs(make(ids, epoch=2, repeats=range(3)))
+    others = prepared.with_values({}, without=["kept", "corners"])
+    assert same(plain.tensors(), others.tensors()), "nothing else changes"
+    for at, sample in enumerate(ids):
+        alone = prepare.prepare_inputs(make([sample], epoch=2, repeats=[at]))
+        assert same([kept[at], corners[at]], [alone["kept"][0], alone["corners"][0]])
+
+
+def test_validation_batches_have_no_draws(model: Model, batch: MakeBatch) -> None:
+    prepared = preparer(model, **DRAWS).prepare_inputs(batch([1, 2]), 0.3)
+    assert set(prepared.values) == {"noisy", "t", "prompt", "pooled", "target"}
+
+
+def test_draws_follow_their_micro_batch(model: Model, real_batch: MakeBatch) -> None:
+    prepare = replace(preparer(model, text_tokens="real", **DRAWS), num_positions=32)
+    whole = prepare.prepare_inputs(real_batch([1, 2, 3, 4]))
+    first, second = whole.split(2)
+    for name in ("kept", "corners"):
+        assert torch.equal(torch.cat([first[name], second[name]]), whole[name])

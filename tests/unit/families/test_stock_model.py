@@ -1,0 +1,133 @@
+"""A stock denoiser of another family in training: losses, features of blocks, activation checkpointing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sd3_light.config import TrainConfig
+from sd3_light.config.schema_blocks import LayerSyncConfig
+from sd3_light.core.batch import Batch
+from sd3_light.core.objective import Objective, Objectives, Prediction
+from sd3_light.families.stock.model import StockModel
+from sd3_light.flow.objectives import FlowMatching, LayerSync
+from sd3_light.flow.packing import pack_latents, unpack_latents
+from tests.families import make_denoiser
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SIDE = 8
+
+
+def config(**keys: Any) -> TrainConfig:
+    model = {"diffusers_path": "m", "dtype": "float32"}
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
+    return TrainConfig.model_validate(table, context={"base": Path()})
+
+
+def denoise(denoiser: nn.Module, batch: Batch) -> Tensor:
+    noisy = batch["noisy"]
+    axes = [torch.arange(size) for size in (1, SIDE // 2, SIDE // 2)]
+    tokens = denoiser(
+        hidden_states=pack_latents(noisy),
+        encoder_hidden_states=batch["text"],
+        pooled_projections=batch["pooled"],
+        timestep=batch["t"],
+        img_ids=torch.cartesian_prod(*axes),
+        txt_ids=torch.zeros(batch["text"].shape[1], 3),
+        guidance=torch.ones_like(batch["t"]),
+        return_dict=False,
+    )[0]
+    return unpack_latents(tokens, SIDE, SIDE)
+
+
+def flux_batch(size: int = 3) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    values = {"noisy": draw(size, 4, SIDE, SIDE), "t": torch.rand(size, generator=generator)}
+    values |= {"text": draw(size, 6, 32), "pooled": draw(size, 32), "target": draw(size, 4, SIDE, SIDE)}
+    return Batch(size, values)
+
+
+class Energy(Objective):
+    """The mean square of the tokens after the second block."""
+
+    taps = (2,)
+
+    def __init__(self) -> None:
+        self.weights = {"energy": 0.5}
+
+    def losses(self, out: Prediction, batch: Batch) -> dict[str, Tensor]:
+        return {"energy": out.features[2].square().flatten(1).mean(1)}
+
+
+@pytest.fixture
+def make() -> Callable[..., StockModel]:
+    def model(*objectives: Objective, **keys: Any) -> StockModel:
+        torch.manual_seed(0)
+        return StockModel(make_denoiser("flux"), config(**keys), denoise, Objectives(objectives))
+
+    return model
+
+
+def gradients(model: StockModel) -> dict[str, Tensor]:
+    model(flux_batch())["loss"].backward()
+    return {name: weight.grad for name, weight in model.trainable().items() if weight.grad is not None}
+
+
+def test_the_loss_is_that_of_the_stock_denoiser(make: Callable[..., StockModel]) -> None:
+    model, batch = make(FlowMatching()), flux_batch()
+    losses = model(batch)
+    expected = ((denoise(model.denoiser, batch) - batch["target"]) ** 2).flatten(1).mean(1)
+    assert torch.equal(losses["each"], expected)
+    assert torch.equal(losses["loss"], expected.mean())
+    assert model.loss_names == ("loss", "flow")
+    assert torch.equal(model.denoise(batch), denoise(model.denoiser, batch))
+
+
+def test_weights_have_stock_names_and_blocks_are_those_of_both_lists(make: Callable[..., StockModel]) -> None:
+    model = make(FlowMatching())
+    assert list(model.trainable()) == [name for name, _ in model.denoiser.named_parameters()]
+    stock: Any = model.denoiser
+    assert model.blocks() == [*stock.transformer_blocks, *stock.single_transformer_blocks]
+
+
+def test_objectives_share_one_prediction_and_read_features(make: Callable[..., StockModel]) -> None:
+    model, batch = make(FlowMatching(), Energy()), flux_batch()
+    losses = model(batch)
+    stock: Any = model.denoiser
+    seen: list[Any] = []
+    handle = stock.transformer_blocks[1].register_forward_hook(lambda block, inputs, output: seen.append(output))
+    out = model.predict(batch, (2,))
+    handle.remove()
+    assert torch.equal(out.features[2], seen[0][1]), "the image tokens of the second block"
+    assert out.features[2].shape == (3, (SIDE // 2) ** 2, 32)
+    energy = out.features[2].square().flatten(1).mean(1).mean()
+    torch.testing.assert_close(losses["loss"], losses["flow"] + 0.5 * energy, rtol=1e-6, atol=0)
+    assert model.loss_names == ("loss", "flow", "energy")
+    assert not model.predict(batch).features
+
+
+def test_layer_sync_compares_the_features_of_any_denoiser(make: Callable[..., StockModel]) -> None:
+    term = LayerSync.of(LayerSyncConfig(early_block=1, late_block=2), 4)
+    model, batch = make(FlowMatching(), term), flux_batch()
+    early, late = model.predict(batch, (1, 2)).features.values()
+    expected = 1 - torch.nn.functional.cosine_similarity(early, late, dim=-1).mean()
+    torch.testing.assert_close(model(batch)["layer_sync"], expected.detach())
+    assert term.weights == {"layer_sync": 0.2}
+
+
+def test_activation_checkpointing_gives_the_same_gradients(make: Callable[..., StockModel]) -> None:
+    plain = gradients(make(FlowMatching(), Energy()))
+    model = make(FlowMatching(), Energy(), activation_checkpointing=True)
+    assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    saved = gradients(model)
+    assert list(saved) == list(plain)
+    for name, gradient in plain.items():
+        torch.testing.assert_close(saved[name], gradient, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,459 @@
+"""Sample grids: the stock pipeline's images, the same on any number of ranks, without text encoders."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from PIL import Image
+from torch import Tensor
+
+from sd3_light.config import SIZES
+from sd3_light.core.batch import Batch
+from sd3_light.data.store import LocalStore
+from sd3_light.data.stream import CachedDataset
+from sd3_light.encoding import vae as vae_module
+from sd3_light.encoding.vae import VaeDecoder
+from sd3_light.engines import Launch
+from sd3_light.families.sd3.encoders import FrozenParts
+from sd3_light.families.sd3.module import SD3TrainingModule
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.sample_texts import TextPolicy, join_features
+from sd3_light.flow.scheduler import flow_scheduler
+from sd3_light.sample.in_training import Sampler, assigned
+from tests.cases import combinations
+from tests.project import Project
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = ("a large red circle", "two small blue squares on a white background", "a star")
+SEEDS = (5, 6)
+STEPS = 3
+
+
+def overrides(guidance: float = 4.0, **model: str) -> tuple[str, ...]:
+    keys = [f"model.{key}={json.dumps(value)}" for key, value in model.items()]
+    return (
+        f"sampling.prompts={json.dumps(PROMPTS)}",
+        f"sampling.seeds={json.dumps(SEEDS)}",
+        "sampling.every_n_steps=2",
+        f"sampling.steps={STEPS}",
+        f"sampling.guidance={guidance}",
+        *keys,
+    )
+
+
+def sampler(project: Project, *keys: str, launch: Launch | None = None, batch_size: int | None = None) -> Sampler:
+    data = CachedDataset(LocalStore(project.cache))
+    config = project.load(*keys).train
+    result = Sampler.of_config(config, project.cache, data, data.buckets[0], launch or Launch(), torch.device("cpu"))
+    result.batch_size = batch_size or result.batch_size
+    return result
+
+
+def draw(drawing: Sampler, denoise: Callable[..., Tensor]) -> dict[int, np.ndarray]:
+    return {index: np.asarray(image).astype(int) for index, image in drawing.draw(denoise)}
+
+
+@pytest.fixture(scope="module")
+def transformer() -> SD3Transformer2DModel:
+    """A denoiser whose images depend on the text."""
+    model = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.08, generator=generator)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> dict[str, Project]:
+    """Return projects by text_tokens whose caches have the prompts; read only."""
+    projects = {}
+    for text_tokens in ("padded", "real"):
+        projects[text_tokens] = raw_project.copy(tmp_path_factory.mktemp(text_tokens) / "project")
+        projects[text_tokens].build_cache(*overrides(text_tokens=text_tokens))
+    return projects
+
+
+@pytest.fixture
+def no_encoders(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str, *_: object) -> None:
+        raise AssertionError(f"{name} was loaded")
+
+    monkeypatch.setattr("sd3_light.families.sd3.encoders.load_text_model", refuse)
+
+
+def stock_pipeline(project: Project, transformer: SD3Transformer2DModel, **scheduler: Any) -> StableDiffusion3Pipeline:
+    pipe = StableDiffusion3Pipeline.from_pretrained(
+        project.model, transformer=transformer, dtype=torch.float32, local_files_only=True
+    )
+    pipe.scheduler = flow_scheduler(scheduler.get("shift"), scheduler.get("flux_shift", False))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@torch.no_grad()
+def stock_text(pipe: StableDiffusion3Pipeline, prompt: str) -> tuple[Tensor, Tensor]:
+    """Encode as the stock pipeline does, rounded as in the cache."""
+    tokens, _, pooled, _ = pipe.encode_prompt(prompt, None, None, max_sequence_length=16)
+    return tokens.bfloat16().float(), pooled.bfloat16().float()
+
+
+@pytest.mark.usefixtures("no_encoders")
+@pytest.mark.parametrize(
+    ("guidance", "uncond"),
+    combinations((4.0, 1.0), ("zero", "empty"), fast=[(4.0, "zero"), (4.0, "empty"), (1.0, "zero")]),
+)
+def test_an_image_equals_the_stock_pipelines(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel, uncond: str, guidance: float
+) -> None:
+    project, keys = caches["padded"], overrides(guidance, uncond_text=uncond)
+    module = SD3TrainingModule(transformer, project.load(*keys).train)
+    drawn = draw(sampler(project, *keys, batch_size=1), module.denoise)
+    pipe = stock_pipeline(project, transformer)
+    negative = stock_text(pipe, "") if uncond == "empty" else tuple(map(torch.zeros_like, stock_text(pipe, "")))
+    requests = [(prompt, seed) for prompt in PROMPTS for seed in SEEDS]
+    assert sorted(drawn) == list(range(len(requests)))
+    for index, (prompt, seed) in enumerate(requests):
+        tokens, pooled = stock_text(pipe, prompt)
+        expected = pipe(
+            prompt_embeds=tokens,
+            pooled_prompt_embeds=pooled,
+            negative_prompt_embeds=negative[0],
+            negative_pooled_prompt_embeds=negative[1],
+            generator=torch.Generator("cpu").manual_seed(seed),
+            num_inference_steps=STEPS,
+            guidance_scale=guidance,
+            width=48,
+            height=80,
+        ).images[0]
+        assert np.abs(drawn[index] - np.asarray(expected).astype(int)).max() <= 1
+    assert np.abs(drawn[0] - drawn[2]).max() > 2, "the prompt matters"
+    assert np.abs(drawn[0] - drawn[1]).max() > 2, "the seed matters"
+
+
+@pytest.mark.parametrize("schedule", [{"shift": 3.0}, {"flux_shift": True}])
+def test_the_trained_shift_is_used(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel, schedule: dict[str, Any]
+) -> None:
+    keys = (*overrides(1.0), *(f"model.{key}={json.dumps(value)}" for key, value in schedule.items()))
+    times: list[float] = []
+
+    def denoise(batch: Batch) -> Tensor:
+        times.append(float(1000 * batch["t"][0]))
+        return torch.zeros_like(batch["noisy"])
+
+    sampler(caches["padded"], *keys, batch_size=6).draw(denoise)
+    pipe = stock_pipeline(caches["padded"], transformer, **schedule)
+    pipe(prompt="a", width=48, height=80, num_inference_steps=STEPS, guidance_scale=1.0)
+    assert times == pytest.approx(pipe.scheduler.timesteps.tolist())
+
+
+@pytest.mark.parametrize(
+    ("text_tokens", "uncond"),
+    combinations(("padded", "real"), ("zero", "empty"), fast=[("padded", "empty"), ("real", "zero")]),
+)
+def test_an_image_does_not_depend_on_its_batch(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel, text_tokens: str, uncond: str
+) -> None:
+    project, keys = caches[text_tokens], overrides(text_tokens=text_tokens, uncond_text=uncond)
+    module = SD3TrainingModule(transformer, project.load(*keys).train)
+    alone = draw(sampler(project, *keys, batch_size=1), module.denoise)
+    together = draw(sampler(project, *keys, batch_size=6), module.denoise)
+    assert len(alone) == len(together) == len(PROMPTS) * len(SEEDS)
+    assert max(np.abs(alone[index] - together[index]).max() for index in alone) <= 1
+
+
+def test_real_tokens_are_as_long_as_the_text_and_no_text_is_one_zero(caches: dict[str, Project]) -> None:
+    seen: list[Batch] = []
+
+    def denoise(batch: Batch) -> Tensor:
+        seen.append(batch)
+        return torch.zeros_like(batch["noisy"])
+
+    keys = overrides(text_tokens="real", uncond_text="zero")
+    sampler(caches["real"], *keys, batch_size=6).draw(denoise)
+    t, tokens, pooled, lengths = (*(seen[0][name] for name in ("t", "prompt", "pooled")), seen[0].host["prompt.length"])
+    assert len(seen) == STEPS
+    assert t.unique().tolist() == [1.0]
+    assert lengths[:6].tolist() == [1] * 6
+    assert not tokens[:6].any()
+    assert not pooled[:6].any()
+    assert lengths[6] == lengths[7] != lengths[8]
+    for row, length in zip(tokens, lengths.tolist(), strict=True):
+        assert not row[length:].any()
+    assert all(row[length - 1].any() for row, length in zip(tokens[6:], lengths[6:].tolist(), strict=True))
+
+
+def test_a_finished_model_encodes_real_tokens_as_the_cache_does(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel
+) -> None:
+    drawing = sampler(caches["real"], *overrides(text_tokens="real"))
+    pipe = stock_pipeline(caches["real"], transformer)
+    with torch.no_grad():
+        texts = TextPolicy(16, "empty", "real").encode(pipe, PROMPTS)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        cached = drawing.texts[prompt]
+        assert text["prompt"].shape == cached["prompt"].shape
+        torch.testing.assert_close(text["prompt"], cached["prompt"].float(), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(text["pooled"], cached["pooled"].float(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(7, marks=pytest.mark.slow)])
+def test_ranks_share_the_work_and_draw_the_same_images(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel, world: int
+) -> None:
+    """Also with more ranks than images. All ranks call the denoiser equally often, as sharded weights need."""
+    project, keys = caches["padded"], overrides()
+    module = SD3TrainingModule(transformer, project.load(*keys).train)
+    calls: Counter[int] = Counter()
+    images: dict[int, np.ndarray] = {}
+    for rank in range(world):
+
+        def denoise(batch: Batch, rank: int = rank) -> Tensor:
+            calls[rank] += 1
+            return module.denoise(batch)
+
+        images |= draw(sampler(project, *keys, launch=Launch(rank, rank, world), batch_size=2), denoise)
+    alone = draw(sampler(project, *keys), module.denoise)
+    assert set(calls.values()) == {STEPS * -(-len(assigned(6, 0, world)) // 2)}
+    assert sorted(images) == sorted(alone)
+    assert max(np.abs(images[index] - alone[index]).max() for index in alone) <= 1
+
+
+@pytest.mark.parametrize(("count", "world"), [(1, 1), (1, 8), (6, 4), (7, 3), (8, 8), (16, 5)])
+def test_all_requests_are_assigned_evenly(count: int, world: int) -> None:
+    shares = [assigned(count, rank, world) for rank in range(world)]
+    assert {len(share) for share in shares} == {-(-count // world)}
+    assert {index for share in shares for index in share} == set(range(count))
+
+
+def test_a_denoiser_batch_is_at_most_a_micro_batch(caches: dict[str, Project]) -> None:
+    sizes: list[int] = []
+
+    def denoise(batch: Batch) -> Tensor:
+        sizes.append(batch.size)
+        return torch.zeros_like(batch["noisy"])
+
+    sampler(caches["padded"], *overrides(), "micro_batch_size_per_gpu=4").draw(denoise)
+    assert set(sizes) == {4}
+    sizes.clear()
+    sampler(caches["padded"], *overrides(1.0), "micro_batch_size_per_gpu=4").draw(denoise)
+    assert set(sizes) == {4, 2}
+
+
+def test_prompts_missing_from_the_cache_are_encoded_once_at_the_start(
+    caches: dict[str, Project],
+    cached_project: Project,
+    transformer: SD3Transformer2DModel,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As for a cache at a URL: one encoder at a time, the same features as in the cache, and no encoder for a grid."""
+    loaded: list[str] = []
+    load = FrozenParts.part
+
+    def part(self: Any, name: str) -> Any:
+        loaded.append(name)
+        return load(self, name)
+
+    monkeypatch.setattr(FrozenParts, "part", part)
+    drawing = sampler(cached_project, *overrides())
+    assert [name for at, name in enumerate(loaded) if loaded[at - 1 : at] != [name]] == ["clip_l", "clip_g", "t5"]
+    assert "not in the cache, encoding now: 3 prompts" in capsys.readouterr().err
+    cached = sampler(caches["padded"], *overrides())
+    for prompt in PROMPTS:
+        assert torch.equal(drawing.texts[prompt]["prompt"], cached.texts[prompt]["prompt"])
+        assert torch.equal(drawing.texts[prompt]["pooled"], cached.texts[prompt]["pooled"])
+    loaded.clear()
+    module = SD3TrainingModule(transformer, cached_project.load(*overrides()).train)
+    drawing.draw(module.denoise)
+    assert loaded == []
+    assert not (cached_project.cache / "prompts").exists()
+
+
+@pytest.mark.usefixtures("no_encoders")
+def test_the_grid_is_a_png_with_metadata(caches: dict[str, Project], tmp_path: Path) -> None:
+    drawing = sampler(caches["padded"], *overrides())
+    path = tmp_path / "samples" / "step-00000042.png"
+    grid = drawing.sample(lambda batch: torch.zeros_like(batch["noisy"]), path, {"step": 42, "weights": "ema"})
+    assert grid is not None
+    with Image.open(path) as image:
+        assert np.array_equal(np.asarray(image), np.asarray(grid))
+        about = image.text  # type: ignore[attr-defined]
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    assert (about["step"], about["weights"], about["uncond_text"]) == ("42", "ema", "empty")
+    assert json.loads(about["prompts"]) == list(PROMPTS)
+    assert json.loads(about["seeds"]) == list(SEEDS)
+    assert (about["guidance"], about["steps"], json.loads(about["size"])) == ("4.0", "3", [48, 80])
+
+
+def test_a_grid_that_cannot_be_written_is_reported(
+    caches: dict[str, Project], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "samples").write_text("a file where the folder should be")
+    drawing = sampler(caches["padded"], *overrides())
+    path = tmp_path / "samples" / "one.png"
+    assert drawing.sample(lambda batch: torch.zeros_like(batch["noisy"]), path, {}) is None
+    assert f"{path} was not written: File exists" in capsys.readouterr().err
+
+
+def test_the_vae_is_loaded_with_the_first_grid_and_once(
+    caches: dict[str, Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads: list[torch.dtype] = []
+
+    def load_vae(*arguments: Any) -> Any:
+        loads.append(arguments[2])
+        return load(*arguments)
+
+    load = vae_module.load_vae
+    monkeypatch.setattr(vae_module, "load_vae", load_vae)
+    drawing = sampler(caches["padded"], *overrides())
+    assert loads == []
+    for _ in range(2):
+        drawing.draw(lambda batch: torch.zeros_like(batch["noisy"]))
+    assert loads == [torch.float32]
+    assert isinstance(drawing._decoder, VaeDecoder)
+    assert drawing._decoder.vae.use_slicing, "images are decoded one at a time"
+
+
+def test_sampling_needs_no_gradients_and_no_global_generator(
+    caches: dict[str, Project], transformer: SD3Transformer2DModel
+) -> None:
+    project = caches["padded"]
+    module = SD3TrainingModule(transformer, project.load(*overrides()).train)
+    modes: list[bool] = []
+
+    def denoise(batch: Batch) -> Tensor:
+        modes.append(torch.is_grad_enabled())
+        return module.denoise(batch)
+
+    before = torch.get_rng_state()
+    sampler(project, *overrides()).draw(denoise)
+    assert set(modes) == {False}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_half_precision_velocities_do_not_round_the_image(caches: dict[str, Project]) -> None:
+    kinds: set[torch.dtype] = set()
+
+    def denoise(batch: Batch) -> Tensor:
+        kinds.add(batch["noisy"].dtype)
+        return torch.zeros_like(batch["noisy"], dtype=torch.bfloat16)
+
+    sampler(caches["padded"], *overrides()).draw(denoise)
+    assert kinds == {torch.float32}
+
+
+def test_a_caption_is_joined_as_in_sd3(caches: dict[str, Project]) -> None:
+    data = CachedDataset(LocalStore(caches["padded"].cache))
+    features = data.empty_text()
+    clip = torch.cat([features["clip_l"], features["clip_g"]], dim=-1)
+    clip = torch.nn.functional.pad(clip, (0, features["t5"].shape[-1] - clip.shape[-1]))
+    assert torch.equal(join_features(features)["prompt"], torch.cat([clip, features["t5"]]))
+    assert torch.equal(
+        join_features(features)["pooled"], torch.cat([features["clip_l.pooled"], features["clip_g.pooled"]])
+    )
+
+
+def test_a_grid_with_values_that_are_not_finite_is_reported(
+    caches: dict[str, Project], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    drawing = sampler(caches["padded"], *overrides())
+
+    def broken(batch: Batch) -> Tensor:
+        return torch.full_like(batch["noisy"], float("nan"))
+
+    assert drawing.sample(broken, tmp_path / "grid.png", {"step": 1}) is None
+    assert not list(tmp_path.iterdir())
+    line = f"the grid {tmp_path / 'grid.png'} was not written: the denoiser returned NaN or infinity"
+    assert line in capfd.readouterr().err
+    assert drawing.sample(lambda batch: torch.zeros_like(batch["noisy"]), tmp_path / "grid.png", {"step": 1})
+
+
+MIXED = """
+[sampling]
+prompts = ["a star"]
+seeds = [5, 6]
+every_n_steps = 2
+steps = 2
+negative_prompt = "red"
+
+[[sampling.image]]
+prompt = "a large red circle"
+negative_prompt = "two small blue squares on a white background"
+size = [64, 48]
+steps = 3
+
+[[sampling.image]]
+prompt = "two stars"
+negative_prompt = ""
+guidance = 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
+    """A project whose prompts have settings of different kinds."""
+    project = raw_project.copy(tmp_path_factory.mktemp("mixed") / "project")
+    project.train_toml.write_text(project.train_toml.read_text(encoding="utf-8") + MIXED, encoding="utf-8")
+    project.build_cache()
+    return project
+
+
+@pytest.mark.usefixtures("no_encoders")
+def test_each_image_has_its_own_settings(mixed: Project, transformer: SD3Transformer2DModel) -> None:
+    """The images of the stock pipeline with these settings, without loading an encoder."""
+    drawing = sampler(mixed, batch_size=1)
+    drawn = draw(drawing, SD3TrainingModule(transformer, mixed.load().train).denoise)
+    pipe = stock_pipeline(mixed, transformer)
+    expected = [
+        ("a star", "red", 2, 4.0, (48, 80)),
+        ("a large red circle", PROMPTS[1], 3, 4.0, (64, 48)),
+        ("two stars", "", 2, 1.0, (48, 80)),
+    ]
+    for index, (prompt, negative, steps, guidance, (width, height)) in enumerate(expected):
+        (tokens, pooled), (negative_tokens, negative_pooled) = stock_text(pipe, prompt), stock_text(pipe, negative)
+        image = pipe(
+            prompt_embeds=tokens,
+            pooled_prompt_embeds=pooled,
+            negative_prompt_embeds=negative_tokens,
+            negative_pooled_prompt_embeds=negative_pooled,
+            generator=torch.Generator("cpu").manual_seed(5),
+            num_inference_steps=steps,
+            guidance_scale=guidance,
+            width=width,
+            height=height,
+        ).images[0]
+        assert np.abs(drawn[2 * index] - np.asarray(image).astype(int)).max() <= 1, prompt
+
+
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_ranks_call_the_denoiser_equally_often_for_images_of_different_kinds(
+    mixed: Project, transformer: SD3Transformer2DModel, world: int
+) -> None:
+    module = SD3TrainingModule(transformer, mixed.load().train)
+    alone = draw(sampler(mixed, batch_size=1), module.denoise)
+    calls: Counter[int] = Counter()
+    together: dict[int, np.ndarray] = {}
+    for rank in range(world):
+
+        def denoise(batch: Batch, rank: int = rank) -> Tensor:
+            calls[rank] += 1
+            return module.denoise(batch)
+
+        together |= draw(sampler(mixed, launch=Launch(rank, rank, world), batch_size=1), denoise)
+    assert set(calls.values()) == {sum(steps * -(-2 // world) for steps in (2, 3, 2))}
+    assert sorted(together) == sorted(alone)
+    assert max(np.abs(alone[index] - together[index]).max() for index in alone) <= 1
+
+
+def test_a_size_of_one_sampling_table_applies_to_all(mixed: Project) -> None:
+    drawing = sampler(mixed, "sampling.size=[80, 48]")
+    assert [(request.width, request.height) for request in drawing.requests[::2]] == [(80, 48), (64, 48), (80, 48)]
