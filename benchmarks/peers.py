@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -173,9 +174,9 @@ def ours(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
         return Side(failure="no step was logged; see its output")
     times = [(event["step"], event["time"]) for event in events]
     warm = [pair for pair in times if pair[0] > steps // 3]
-    spans = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in zip(warm, warm[1:], strict=False)]
-    peak = max(event.get("gpu_allocated_gib", 0.0) for event in events)
-    idle = [event["gpu_idle"] for event in events if "gpu_idle" in event and event["step"] > steps // 3]
+    spans = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(warm)]
+    peak = max(event.get("gpu_memory_gib", 0.0) for event in events)
+    idle = [event["data_wait"] for event in events if "data_wait" in event and event["step"] > steps // 3]
     print(f"{name}: idle {statistics.median(idle) if idle else 'unknown'}", flush=True)
     return Side(round(statistics.median(spans), 4), round(peak, 2), round(times[0][1] - started, 1))
 
@@ -184,7 +185,7 @@ def _side(times: list[float], started: float, gib: float, steps: int) -> Side:
     warm = times[steps // 3 :]
     if len(warm) < 3:
         return Side(failure=f"{len(times)} steps")
-    spans = [b - a for a, b in zip(warm, warm[1:], strict=False)]
+    spans = [b - a for a, b in pairwise(warm)]
     return Side(round(statistics.median(spans), 4), round(gib, 2), round(times[0] - started, 1))
 
 
