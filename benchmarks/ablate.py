@@ -36,7 +36,7 @@ from world_runs import BASE, Bench, ScoredRun, load, start_judges
 from sd3_light.config import UserError
 from sd3_light.config.faults import Stopped
 from sd3_light.engines import Launch
-from sd3_light.evaluate.composition import score
+from sd3_light.evaluate.composition import ScoreOptions, score
 from sd3_light.export import verb as export
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.runlog import read_log
@@ -115,8 +115,8 @@ def score_length(run: ScoredRun, length: float, bench: Bench) -> float:
     shutil.rmtree(out, ignore_errors=True)
     try:
         pipe, policy = open_pipeline(export.run(run.folder, out, ema_length=length), Launch().device())
-        sizes = ((bench.side, bench.side),)
-        result = score(pipe, run.prompts, policy, sampling.steps, sampling.guidance, 0, 64, sizes=sizes)
+        options = ScoreOptions(sampling.steps, sampling.guidance, 0, 64, ((bench.side, bench.side),))
+        result = score(pipe, run.prompts, policy, options)
     finally:
         shutil.rmtree(out, ignore_errors=True)
     return round(result.rates["all"] or 0.0, 4)

@@ -24,7 +24,7 @@ from pathlib import Path
 from sd3_light.assets import DEMO
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.engines import Launch
-from sd3_light.evaluate.composition import score
+from sd3_light.evaluate.composition import ScoreOptions, score
 from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.lora_stack import Lora, add_loras
 from sd3_light.export.open_pipeline import open_pipeline
@@ -102,7 +102,8 @@ def scores(lora: Path | None, count: int) -> dict[str, float | None]:
         add_loras(pipe, [Lora(lora)], diffusers_tensors)
     prompts = {"concept": concept_prompts(count), "rest": draw_prompts(count, 0, True, language="mixed")}
     policy = type(policy)(16, "empty", "padded")
-    return {name: score(pipe, group, policy, 20, GUIDANCE, 0, 16).rates["all"] for name, group in prompts.items()}
+    options = ScoreOptions(20, GUIDANCE, 0, 16)
+    return {name: score(pipe, group, policy, options).rates["all"] for name, group in prompts.items()}
 
 
 def main() -> None:

@@ -99,11 +99,11 @@ def train(folder: Path, engine: str, saves: bool, alone_after: int) -> None:
 
 def feed(folder: Path, args: argparse.Namespace) -> str:
     """Return the speed of the loader without training; the first ``warm`` steps are excluded."""
-    from sd3_light.data.loader import LoadTimes
+    from sd3_light.data.loader import LoadTimes, PipelineDataLoader
     from sd3_light.data.prepare import CleanPreparer
     from sd3_light.data.stream import MicroBatches
     from sd3_light.encoding.vae import LatentScale
-    from sd3_light.engines.feed import make_loader, make_order, open_cache
+    from sd3_light.engines.feed import loader_options, make_order, open_cache
     from sd3_light.families.sd3.prepare import InputPreparer
 
     loaded, launch, times = load_config(folder / "train.toml"), Launch(), LoadTimes()
@@ -114,7 +114,8 @@ def feed(folder: Path, args: argparse.Namespace) -> str:
     preparer = CleanPreparer(InputPreparer(config.seed, config.model, scale, data.empty_text()))
     micro = config.gradient_accumulation_steps
     batches = MicroBatches(data, make_order(data, loaded, launch), 0, 1, micro)
-    steps = make_loader(config, batches, None, micro, preparer, range(2**62), times=times).steps()
+    options = {"items": range(2**62), "times": times, **loader_options(config, preparer)}
+    steps = PipelineDataLoader(batches, None, micro, preparer, **options).steps()
     for _ in range(args.warm):
         next(steps)
     started, before = time.perf_counter(), (times.read_cpu, times.prepare_cpu)

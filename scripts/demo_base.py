@@ -24,6 +24,7 @@ from demo_parts import add_options, make_parts
 from diffusers import SD3Transformer2DModel
 
 from sd3_light.evaluate import verb as evaluate
+from sd3_light.evaluate.composition import ScoreOptions
 from sd3_light.parts import verb as parts
 from sd3_light.runlog import read_log
 
@@ -80,7 +81,7 @@ def main() -> None:
             subprocess.run(command, check=True)
     export = max((args.out / "base" / "exports").glob("step-*"))
     with timed("evaluate"):
-        score = evaluate.run(export, args.prompts, guidance=GUIDANCE, batch=96)
+        score = evaluate.run(export, args.prompts, options=ScoreOptions(guidance=GUIDANCE, batch=96))
     with timed("assets"):
         write_assets(args.out, export, args.out / "assets")
     result = {"seconds": seconds, "export": export.name, "prompts": args.prompts, "score": dict(score.rates)}

@@ -20,7 +20,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.cpu_threads import limit_threads
 from sd3_light.evaluate import verb as evaluate
-from sd3_light.evaluate.composition import DEMANDS, CompositionScore
+from sd3_light.evaluate.composition import DEMANDS, CompositionScore, ScoreOptions
 from sd3_light.export import init
 from sd3_light.other_process import train_beside
 from sd3_light.recipes import FOLDER as RECIPES
@@ -30,7 +30,8 @@ from sd3_light.train import verb as train
 from sd3_light.world import write_dataset
 
 _DEMO_MARKER = ".sd3_light_demo"
-_GUIDANCE = 2.0  # more distorts the colours of a model early in training; the base is not affected
+# more guidance distorts the colours of a model early in training; the base is not affected
+_OPTIONS = ScoreOptions(guidance=2.0)
 
 
 def cache_then_train(
@@ -96,7 +97,7 @@ def run_demo(out: Path, steps: int | None, more_steps: int | None, images: int, 
     pretraining = train_beside(scratch, _steps(steps), "pretrain") if neighbours else None
     with pretraining or nullcontext(lambda: train.run(scratch).samples) as finish:
         info("scoring random weights")
-        untrained = evaluate.run(init.run(scratch, out / "untrained"), prompts, guidance=_GUIDANCE)
+        untrained = evaluate.run(init.run(scratch, out / "untrained"), prompts, options=_OPTIONS)
         info("continuing from the shipped base (trained on a GPU; see sd3_light/assets/demo/NOTE.md)")
         base_samples = train.run(base, Launch(neighbours=neighbours)).samples
         final = _score_last_export(base.train.output_dir, prompts)
@@ -136,7 +137,7 @@ def _percent(rate: float | None) -> str:
 
 def _score_last_export(run: Path, prompts: int) -> CompositionScore:
     exports = sorted((run / "exports").glob("step-*"))
-    return evaluate.run(exports[-1], prompts, guidance=_GUIDANCE, out=run / "score.json")
+    return evaluate.run(exports[-1], prompts, options=_OPTIONS, out=run / "score.json")
 
 
 def _steps(count: int | None) -> list[str]:

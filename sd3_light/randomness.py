@@ -181,3 +181,9 @@ def fill_normals(draw: np.random.Generator, out: NDArray[np.float32]) -> None:
     words: NDArray[np.uint64] = draw.bit_generator.random_raw(-(-out.size // NORMALS_PER_WORD))
     parts = normal_table().take(words.astype("<u8", copy=False).view("<u2"))
     np.add(parts[0::2][: out.size], parts[1::2][: out.size], out=out.reshape(-1))
+
+
+def fill_rows(seed: int, purpose: str, words: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+    """Fill row n of an array with the normals of a purpose for the occurrence with `occurrence_words` n."""
+    for row, draw in zip(out, streams(seed, purpose, words), strict=True):
+        fill_normals(draw, row[None])  # a row may be one number

@@ -1,15 +1,12 @@
 """A fake SD3 folder (JSON and empty weights), a few images, and the TOML files that name them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from PIL import Image
 
-from sd3_light.check.verb import disk_faults
-from sd3_light.config import SIZES, Fault, LoadedConfig, load_config
+from sd3_light.config import SIZES, LoadedConfig, load_config
 from sd3_light.tensor_file import header_bytes
 
 CLIP = {"hidden_size": 112, "projection_dim": 112, "max_position_embeddings": 77}
@@ -80,20 +77,3 @@ class FakeProject:
         path.write_text("\n".join([*lines, tables]), encoding="utf-8")
         (self.folder / "data.toml").write_text(dataset, encoding="utf-8")
         return load_config(path)
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> FakeProject:
-    return FakeProject(tmp_path)
-
-
-@pytest.fixture
-def only_fault(files: FakeProject) -> Callable[..., Fault]:
-    """The single disk fault of a config."""
-
-    def single(**kwargs: str) -> Fault:
-        faults = disk_faults(files.load(**kwargs))
-        assert len(faults) == 1, [str(fault) for fault in faults]
-        return faults[0]
-
-    return single

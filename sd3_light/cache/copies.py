@@ -95,7 +95,8 @@ class OldShards:
 class Copies:
     """What a unit copies, from open shards: for each entry the places by sample, and those of captions by text.
 
-    ``encoded_columns`` are those of captions that are not copied. Values of shards that are damaged, or have other
+    ``encoded_columns`` are those of captions that are not copied; ``with_images``: they are encoded together with the
+    images of their samples. Values of shards that are damaged, or have other
     columns than the manifest says, are left out: they are encoded.
     """
 
@@ -109,6 +110,7 @@ class Copies:
         self.entries = {entry: self._of_intact(places) for entry, places in found.entries.items()}
         self.captions = self._of_intact(found.captions)
         self.encoded_columns = found.columns.encoded
+        self.with_images = found.columns.with_images
 
     def _of_intact(self, places: Mapping[_Key, Place]) -> dict[_Key, Place]:
         return {key: place for key, place in places.items() if self._readers[place[0]] is not None}

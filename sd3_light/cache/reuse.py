@@ -19,13 +19,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.feather as feather
 from numpy.typing import NDArray
 
 from sd3_light.cache.sorted_array import SortedArray
-from sd3_light.core.columns import IMAGE, OPTIONAL, REJECTED, Column, entry_of, shares_captions
-from sd3_light.data.cache_plan import CachePlan, Member, Unit, caption_fingerprint, reuse_name
+from sd3_light.core.columns import IMAGE, OPTIONAL, REJECTED, Column, beside_captions, entry_of
+from sd3_light.data.cache_plan import CachePlan, Member, Text, Unit, reuse_name, texts_of
 from sd3_light.data.manifest import Manifest, ShardEntry, damaged_mark
 from sd3_light.data.shard_table import ShardTable
 from sd3_light.files import atomic_file, file_sha256, write_atomically
@@ -60,13 +59,15 @@ class ValueCounts:
 class CopiedColumns:
     """Which columns can be copied: all of an entry of samples (image, mask, rejected), and those of captions by name.
 
-    ``encoded`` are the other columns of captions. ``fingerprints`` are those of the copied columns.
+    ``encoded`` are the other columns of captions. ``fingerprints`` are those of the copied columns. ``with_images``
+    says that captions are encoded together with the images of their samples.
     """
 
     entries: tuple[str, ...] = ()
     captions: tuple[str, ...] = ()
     encoded: tuple[str, ...] = ()
     fingerprints: Mapping[str, str] = field(default_factory=dict)
+    with_images: bool = False
 
     @staticmethod
     def of(columns: Sequence[Column], new: Mapping[str, str], old: Mapping[str, str]) -> "CopiedColumns":
@@ -77,9 +78,10 @@ class CopiedColumns:
         for column in columns:
             if not column.per_caption and column.name not in same:
                 entries.pop(entry_of(column), None)
-        # if a column reads more than the caption, its text does not identify a value
-        known = [name for name in captions if name in same and shares_captions(columns)]
-        return CopiedColumns(tuple(entries), tuple(known), tuple(name for name in captions if name not in known), same)
+        beside = beside_captions(columns)
+        known = [name for name in captions if name in same and beside <= {IMAGE}]
+        encoded = [name for name in captions if name not in known]
+        return CopiedColumns(tuple(entries), tuple(known), tuple(encoded), same, IMAGE in beside)
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.captions)
@@ -94,7 +96,7 @@ class UnitCopies:
 
     shards: tuple[ShardEntry, ...] = ()
     entries: Mapping[str, Mapping[int, Place]] = field(default_factory=dict)
-    captions: Mapping[str, Place] = field(default_factory=dict)
+    captions: Mapping[Text, Place] = field(default_factory=dict)
     columns: CopiedColumns = CopiedColumns()
 
 
@@ -145,10 +147,10 @@ class ReuseIndex:
 
     def copies(self, members: Sequence[Member]) -> UnitCopies:
         """Return what the unit with these samples copies."""
-        texts = list(dict.fromkeys(text for member in members for text in member.captions))
+        texts = list(distinct_texts(members, self.columns.with_images))
         fingerprints = [member.fingerprints for member in members]
         entries = {entry: self._find(each.get(entry, "") for each in fingerprints) for entry in self.columns.entries}
-        captions = self._find(map(caption_fingerprint, texts))
+        captions = self._find(text.fingerprint for text in texts)
         used = {number for found in (*entries.values(), captions) for number, _ in found.values()}
         numbers = {number: index for index, number in enumerate(sorted(used))}
 
@@ -172,6 +174,12 @@ class ReuseIndex:
         same = (cells[:, :_FINGERPRINT] == _columns_of(records)[:, :_FINGERPRINT]).all(axis=1)
         places = cells[:, _FINGERPRINT:].copy().view(">u4").tolist()
         return {at: (places[at][0], places[at][1]) for at in np.flatnonzero(same).tolist()}
+
+
+def distinct_texts(members: Iterable[Member], with_images: bool) -> dict[Text, int]:
+    """Return the distinct captions of samples, numbered in order."""
+    texts = dict.fromkeys(text for member in members for text in texts_of(member, with_images))
+    return {text: number for number, text in enumerate(texts)}
 
 
 def open_reuse(update: Update, claims: Claims, fetch_tables: Callable[[Iterable[str]], None]) -> ReuseIndex:
@@ -220,8 +228,8 @@ def _add_wanted(update: Update, wanted: Mapping[str, SortedArray]) -> None:
             fingerprints = [member.fingerprints for member in members]
             for entry in _ENTRIES:
                 wanted[entry].add(_as_bytes(each[entry] for each in fingerprints if entry in each))
-            texts = dict.fromkeys(text for member in members for text in member.captions)
-            wanted[_CAPTIONS].add(_as_bytes(map(caption_fingerprint, texts)))
+            texts = distinct_texts(members, update.columns.with_images)
+            wanted[_CAPTIONS].add(_as_bytes(text.fingerprint for text in texts))
             if bar is not None:
                 bar.advance()
 
@@ -236,11 +244,13 @@ def _add_cells(
     sources, number = update.sources(), 0
     fetch_tables(entry.file for entry in sources)
     for entry in sources:
-        names = {name: name if name == _CAPTIONS else f"{name}_fingerprint" for name in wanted}
-        table = _read_table((update.shards / entry.file).with_suffix(".arrow"), list(names.values()), entry)
+        read = dict.fromkeys([*wanted, *([IMAGE] if update.columns.with_images else [])])
+        names = [name if name == _CAPTIONS else f"{name}_fingerprint" for name in read]
+        table = _read_table((update.shards / entry.file).with_suffix(".arrow"), names, entry)
         if table is None:
             continue
-        records = [_wanted_records(_fingerprints(table, names[name]), wanted[name], number) for name in wanted]
+        fingerprints = {name: _fingerprints(table, name, update.columns.with_images) for name in wanted}
+        records = [_wanted_records(fingerprints[name], wanted[name], number) for name in wanted]
         if any(map(len, records)):
             for part in records:
                 cells.add(part)
@@ -260,12 +270,14 @@ def _read_table(path: Path, names: list[str], entry: ShardEntry) -> Any:
     return table if is_same and table.num_rows == entry.count else None
 
 
-def _fingerprints(table: Any, name: str) -> NDArray[np.bytes_]:
+def _fingerprints(table: Any, name: str, with_images: bool) -> NDArray[np.bytes_]:
     """Return the fingerprints of a shard's rows, or of its distinct captions in their order."""
     if name != _CAPTIONS:
-        return _as_bytes(table[name].to_pylist())
-    distinct = pc.unique(table[_CAPTIONS].combine_chunks().flatten())
-    return _as_bytes(map(caption_fingerprint, distinct.to_pylist()))
+        return _as_bytes(table[f"{name}_fingerprint"].to_pylist())
+    captions = table[_CAPTIONS].to_pylist()
+    images = table[f"{IMAGE}_fingerprint"].to_pylist() if with_images else [""] * len(captions)
+    texts = dict.fromkeys(Text(text, image) for image, own in zip(images, captions, strict=True) for text in own)
+    return _as_bytes(text.fingerprint for text in texts)
 
 
 def _wanted_records(fingerprints: NDArray[np.bytes_], wanted: SortedArray, number: int) -> NDArray[np.bytes_]:

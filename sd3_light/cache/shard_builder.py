@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sd3_light.cache.build_folder import BuildFolder
 from sd3_light.cache.copies import Copies, OldShards
-from sd3_light.cache.reuse import ReuseIndex, UnitCopies, ValueCounts
+from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, UnitCopies, ValueCounts
 from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, is_done, text_groups, write_unit
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
@@ -40,6 +40,7 @@ class BuildJob:
     """The cache that units belong to: its folder, plan, and the ``fingerprints`` of its columns.
 
     ``reuse`` says what is copied from old shards; None: nothing. ``regenerate``: encode units again that are built.
+    ``with_images``: captions are encoded together with the images of their samples.
     """
 
     place: BuildFolder
@@ -48,10 +49,13 @@ class BuildJob:
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     reuse: ReuseIndex | None = None
     regenerate: bool = False
+    with_images: bool = False
 
     def copies(self, members: Sequence[Member]) -> UnitCopies:
         """Return what a unit with these samples copies."""
-        return UnitCopies() if self.reuse is None else self.reuse.copies(members)
+        if self.reuse is None:
+            return UnitCopies(columns=CopiedColumns(with_images=self.with_images))
+        return self.reuse.copies(members)
 
 
 @dataclass(frozen=True)
@@ -146,5 +150,7 @@ class ShardBuilder:
 
 
 def tokenize_missing(encoders: Encoders, members: Sequence[Member], copies: Copies) -> list[Tokens]:
-    """Return the token ids of the captions that are not copied, by `text_groups`."""
+    """Return the token ids of the captions that are not copied, by `text_groups`; none if they need their images."""
+    if copies.with_images:
+        return []
     return [encoders.tokenize(group.captions) for group in text_groups(members, copies)]

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,14 +14,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.cache.copies import Copies
-from sd3_light.cache.reuse import ValueCounts
+from sd3_light.cache.reuse import ValueCounts, distinct_texts
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REJECTED, SMALLEST, Bucket, Column, entry_of, with_pairs
-from sd3_light.core.encoding import Encoders, Tokens
+from sd3_light.core.encoding import Encoders, PairEncoders, Tokens
 from sd3_light.core.registry import family_of
-from sd3_light.data.cache_plan import Member, Unit, decode_task
+from sd3_light.data.cache_plan import Member, Text, Unit, decode_task, texts_of
 from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
 from sd3_light.files import write_atomically
@@ -42,8 +43,13 @@ def is_done(shards: Path, unit: Unit) -> bool:
 class TextGroup:
     """Captions that lack the same columns; None: all."""
 
-    captions: list[str]
+    texts: list[Text]
     columns: tuple[str, ...] | None = None
+
+    @property
+    def captions(self) -> list[str]:
+        """The captions themselves."""
+        return [text.caption for text in self.texts]
 
 
 @dataclass
@@ -74,6 +80,7 @@ class UnitInProgress:
         numbers = self._to_decode[self.num_decoded : self.num_decoded + len(images)]
         self.num_decoded += len(images)
         pixels: dict[str, list[Pixels]] = {entry: [] for entry in self.encoded}
+        seen: dict[int, Pixels] = {}
         for number, image in zip(numbers, images, strict=True):
             if image.reason:
                 row = self.members[number].row
@@ -82,8 +89,10 @@ class UnitInProgress:
             if image.mask is not None:
                 # a copy: the mask of a Ray task refers to memory that also holds the pixels
                 self.masks[number] = image.mask.copy()
+            if image.pixels is not None:
+                seen[number] = image.pixels
             for entry, decoded in ((IMAGE, image.pixels), (REJECTED, image.worse)):
-                if decoded is not None:
+                if decoded is not None and entry not in self.copies.of_sample(number):
                     self.encoded[entry].append(number)
                     pixels[entry].append(decoded)
         for entry, batch in pixels.items():
@@ -91,6 +100,20 @@ class UnitInProgress:
                 for name, values in parts.encode_images(np.stack(batch), self.unit.flip).items():
                     self.images.setdefault(name if entry == IMAGE else f"{name}.{entry}", []).append(values)
                 self.vae_dtypes.add(str(parts.vae_dtype).removeprefix("torch."))
+        if self.copies.with_images:
+            self._encode_with_images(seen, cast(PairEncoders, parts))
+
+    def _encode_with_images(self, pixels: Mapping[int, Pixels], parts: PairEncoders) -> None:
+        """Encode the captions of images that no earlier batch had."""
+        members = [self.members[number] for number in pixels]
+        images = {member.fingerprints[IMAGE]: image for member, image in zip(members, pixels.values(), strict=True)}
+        known = {text for group, _ in self.texts for text in group.texts}
+        for group in text_groups(members, self.copies):
+            texts = [text for text in group.texts if text not in known]
+            if texts:
+                new = TextGroup(texts, group.columns)
+                encoded = parts.encode_pairs(new.captions, [images[text.image] for text in texts], new.columns)
+                self.texts.append((new, encoded))
 
     @property
     def is_decoded(self) -> bool:
@@ -103,7 +126,9 @@ class UnitInProgress:
         return {number: member for number, member in enumerate(self.members) if number not in self.rejected}
 
     def encode_text(self, parts: Encoders) -> None:
-        """Encode the captions of the samples that were not rejected."""
+        """Encode the captions of the samples that were not rejected, unless `add` did so with their images."""
+        if self.copies.with_images:
+            return
         groups = text_groups(list(self.accepted.values()), self.copies)
         tokens = [parts.tokenize(group.captions) for group in groups] if self.rejected else self.tokens.result()
         for group, ids in zip(groups, tokens, strict=True):
@@ -115,15 +140,17 @@ class UnitInProgress:
         accepted = list(self.accepted.values())
         images = sum(map(len, self.encoded.values()))
         total = sum(1 + bool(member.row.rejected) for member in accepted)
-        captions = sum(len(group.captions) for group, _ in self.texts)
-        return ValueCounts(images, total - images, captions, len(distinct_captions(accepted)) - captions)
+        captions = sum(len(group.texts) for group, _ in self.texts)
+        distinct = distinct_texts(accepted, self.copies.with_images)
+        return ValueCounts(images, total - images, captions, len(distinct) - captions)
 
     # --- the shard ------------------------------------------------------------------------------
 
     def content(self, columns: Sequence[Column], fingerprints: Mapping[str, str]) -> ShardContent:
         """Return the shard's tensors, which must be those of the columns. The encoders' results must be complete."""
         accepted = list(self.accepted.values())
-        distinct = distinct_captions(accepted)
+        distinct = distinct_texts(accepted, self.copies.with_images)
+        texts = [text for member in accepted for text in texts_of(member, self.copies.with_images)]
         values: dict[str, Tensor] = {}
         for column in columns:
             if column.reads == MASK:
@@ -136,7 +163,7 @@ class UnitInProgress:
             columns,
             torch.tensor([member.identity for member in accepted], dtype=torch.int64),
             torch.tensor([0, *(len(member.captions) for member in accepted)]).cumsum(0),
-            torch.tensor([distinct[c] for member in accepted for c in member.captions], dtype=torch.int64),
+            torch.tensor([distinct[text] for text in texts], dtype=torch.int64),
             values,
             fingerprints,
         )
@@ -170,16 +197,16 @@ class UnitInProgress:
                 rows.append(self.copies.read(column.name, copied[number]) if number in copied else full)
         return {column.name: torch.stack(rows)}
 
-    def _caption_tensors(self, column: Column, captions: Sequence[str]) -> dict[str, Tensor]:
+    def _caption_tensors(self, column: Column, captions: Sequence[Text]) -> dict[str, Tensor]:
         name = column.tensors[0]
         groups = [
-            (group.captions, tensors)
+            (group.texts, tensors)
             for group, tensors in self.texts
             if group.columns is None or column.name in group.columns
         ]
         if [list(captions)] == [texts for texts, _ in groups]:  # none is copied
             return {name: groups[0][1][name] for name in column.tensors}
-        values: dict[str, Tensor] = {}
+        values: dict[Text, Tensor] = {}
         for texts, tensors in groups:
             values |= zip(texts, _values(column, tensors), strict=True)
         for caption in captions:
@@ -215,29 +242,29 @@ def _origin(member: Member) -> Origin:
     )
 
 
-def distinct_captions(members: Sequence[Member]) -> dict[str, int]:
-    """Return the distinct captions of samples, numbered in order."""
-    captions = dict.fromkeys(caption for member in members for caption in member.captions)
-    return {caption: number for number, caption in enumerate(captions)}
-
-
 def text_groups(members: Sequence[Member], copies: Copies) -> list[TextGroup]:
     """Return the captions of samples that are encoded: those that no old shard has, then those that lack a column."""
-    new, known = list[str](), list[str]()
-    for caption in distinct_captions(members):
-        (known if caption in copies.captions else new).append(caption)
+    new, known = list[Text](), list[Text]()
+    for text in distinct_texts(members, copies.with_images):
+        (known if text in copies.captions else new).append(text)
     groups = [TextGroup(new), TextGroup(known if copies.encoded_columns else [], copies.encoded_columns)]
-    return [group for group in groups if group.captions]
+    return [group for group in groups if group.texts]
 
 
 def to_decode(members: Sequence[Member], copies: Copies) -> list[int]:
-    """Return the numbers of the samples that have an image or a mask that is not copied."""
+    """Return the numbers of the samples that have an image or a mask to read."""
     numbers = []
     for number, member in enumerate(members):
         entries = {IMAGE, *([MASK] if member.row.mask else []), *([REJECTED] if member.row.rejected else [])}
-        if not entries <= set(copies.of_sample(number)):
+        if not entries <= set(_unread(member, number, copies)):
             numbers.append(number)
     return numbers
+
+
+def _unread(member: Member, number: int, copies: Copies) -> tuple[str, ...]:
+    """Return the entries of a sample that are copied and that no caption is encoded with."""
+    sees_image = copies.with_images and bool(text_groups([member], copies))
+    return tuple(entry for entry in copies.of_sample(number) if entry != IMAGE or not sees_image)
 
 
 def decode_batches(
@@ -250,7 +277,7 @@ def decode_batches(
     numbers, size = to_decode(members, copies), max(1, size // members[0].bucket.frames)
     for start in range(0, max(1, len(numbers)), size):
         batch = numbers[start : start + size]
-        yield [decode_task(members[number], root, copies.of_sample(number)) for number in batch]
+        yield [decode_task(members[number], root, _unread(members[number], number, copies)) for number in batch]
 
 
 def _values(column: Column, tensors: Mapping[str, Tensor]) -> list[Tensor]:

@@ -18,15 +18,18 @@ from sd3_light.cost.disk_space import (
     compare_with_free,
     run_disk,
 )
+from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.cost.residence import FROM_HOST, LARGEST_SHARE, Room, choose_residence
 from sd3_light.cost.throughput import cpu_assumption, cpu_seconds, measured_speed, training_seconds
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.formats import duration, plural
 from sd3_light.model.base_values import other_shift, with_base_values
+from sd3_light.model.folder import TRANSFORMER, count_weights
 from sd3_light.system import Gpu, available_memory, usable_cores
 
 Line = tuple[str, str]
 """A label and a sentence."""
+_SAMPLE_BYTES = {"float32": 4, "bfloat16": 2}  # of a weight, by --dtype
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,12 @@ class Target:
 
 def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
     """Return the conclusion, one line per subject."""
+    sample = ("sample", _sample(train, estimate, target))
+    return [*resources(train, estimate, target), sample, *_warnings(train, estimate)]
+
+
+def resources(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
+    """Return what trains and what it needs, one line per subject."""
     lines = [*_subject(estimate)]
     if target.on_cpu:
         lines.append(
@@ -53,7 +62,7 @@ def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[
         lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
         lines.append(("time", _time(train, estimate, target.gpu)))
     lines += [*_disk(train, estimate, target), ("host memory", _host_memory(estimate, target))]
-    return [*lines, ("cache residence", _residence(estimate, target)), *_warnings(train, estimate)]
+    return [*lines, ("cache residence", _residence(estimate, target))]
 
 
 def what_does_not_fit(conclusion: Sequence[Line]) -> list[str]:
@@ -118,8 +127,8 @@ def _cpu_time(estimate: RunEstimate) -> str:
 
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
-    by_number = family_of(train.model).guides_by_number(estimate.start)
-    yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps, by_number))
+    unguided = family_of(train.model).no_guidance(estimate.start)
+    yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps, unguided))
     if other := other_shift(with_base_values(train.model)):
         yield "shift", other
     yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
@@ -194,6 +203,25 @@ def _auto(estimate: RunEstimate, target: Target) -> str:
     why_not_device = FROM_HOST if setup.stages > 1 else None
     choice = choose_residence(data.cache.value, [room], epochs, not isinstance(data.cache_dir, Path), why_not_device)
     return f"auto picks {choice.residence} ({choice.reason})"
+
+
+def _sample(train: TrainConfig, estimate: RunEstimate, target: Target) -> str:
+    """Say whether `sample`, `evaluate` and `ui` keep all parts of the model loaded, or work in phases."""
+    weights = {**count_weights(train.model.diffusers_path), TRANSFORMER.name: estimate.setup.cost.parameters}
+    needed = {name: drawing_bytes(weights, size, not target.on_cpu) for name, size in _SAMPLE_BYTES.items()}
+    text = ", ".join(f"{format_bytes(count)} in {name}" for name, count in needed.items())
+    available = None if target.gpu is None else target.gpu.total_bytes
+    if target.on_cpu:
+        available = available_memory()
+    if available is None:
+        return f"keeps all parts loaded in {text}; with less memory works in phases"
+    loaded = [name for name, count in needed.items() if count <= available]
+    if len(loaded) == len(needed):
+        return f"keeps all parts loaded: {text}"
+    others = " and ".join(name for name in needed if name not in loaded)
+    kept = f"keeps all parts loaded in {loaded[0]}, and " if loaded else ""
+    parts = f"all parts take {text}, of {format_bytes(available)}"
+    return f"{kept}works in phases in {others}: text encoders, denoiser, VAE ({parts})"
 
 
 def _verdict(needed: int, available: int) -> str:

@@ -153,7 +153,7 @@ class _DiskChecks:
             hint = 'write pipeline_stages = 1, and parallel = "fsdp2" or zero_stage = 3 to shard the weights'
             self.add("pipeline_stages", f"{family.title} has no pipeline stages", stages, hint)
         if self.train.adapter is not None and not family.loads_adapters:
-            hint = "remove [adapter] and train the weights; freeze leaves some of them out"
+            hint = "train the weights: `sd3-light new finetune`, or remove [adapter]; freeze leaves some of them out"
             self.add("adapter", f"the stock pipeline of {family.title} loads no adapter", hint=hint)
 
     def init(self, family: Family) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from sd3_light.check.count import BucketCount, SampleCounts, count_samples
 from sd3_light.check.run_setup import BatchPlan, run_setup
@@ -25,6 +26,7 @@ from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.cost.amount import MIB, Amount
 from sd3_light.cost.data_bytes import (
+    ReaderMemory,
     batch_bytes,
     caption_bytes,
     image_bytes,
@@ -50,8 +52,6 @@ class BucketEstimate:
     bucket: Bucket
     resolution: Resolution
     samples: int
-    enlarged: int
-    cropped: float
     micro_batch: int
     global_batch: int
     steps: int
@@ -62,6 +62,8 @@ class BucketEstimate:
     prepared: Amount
     latents: int
     read: int
+    enlarged: int = 0
+    cropped: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -119,29 +121,11 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> R
     assert layout.world % train.pipeline_stages == 0, "only whole pipelines train"
     layout = layout._replace(by_deepspeed=layout.by_deepspeed or train.pipeline_stages > 1)
     cost = family.cost(start, train.model)
-    estimator = _Estimator(train, cost, layout, train.gradient_accumulation_steps)
+    estimator = Estimator(train, cost, layout, train.gradient_accumulation_steps)
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
     data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
-    resident = data.cache.value if train.residence == "device" else 0
-    setup = replace(estimator, resident=resident, shapes=data.shapes).setup(Tokens(0, 0), 0)
     evals = tuple(estimator.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
-    limits = (train.max_steps, None if train.epochs is None else train.epochs * data.steps)
-    steps = min(limit for limit in limits if limit is not None)
-    epoch = sum(row.steps * row.step_flops.value for row in data.rows)
-    return RunEstimate(
-        path=loaded.path,
-        setup=setup,
-        why_stock=cost.why_stock(train, layout),
-        start=start,
-        facts=family.checks.facts(start),
-        data=data,
-        evals=evals,
-        total_steps=steps,
-        run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs per epoch·steps / steps per epoch"),
-        host=_host(train, data, evals, checkpoint_copy_bytes(setup)),
-        gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(setup)),
-        residence=train.residence,
-    )
+    return replace(estimator.run(loaded.path, start, data, evals), facts=family.checks.facts(start))
 
 
 def empty_faults(estimate: RunEstimate) -> list[Fault]:
@@ -163,7 +147,7 @@ def empty_faults(estimate: RunEstimate) -> list[Fault]:
 
 
 @dataclass(frozen=True)
-class _Estimator:
+class Estimator:
     """Estimates datasets for one model."""
 
     train: TrainConfig
@@ -181,6 +165,31 @@ class _Estimator:
     def replicas(self) -> int:
         """Data-parallel replicas; the processes of one pipeline count as one."""
         return self.layout.world // self.train.pipeline_stages
+
+    def run(
+        self, path: Path, start: WeightsStart, data: DatasetEstimate, evals: Sequence[DatasetEstimate] = ()
+    ) -> RunEstimate:
+        """Return the numbers of a run on a dataset, without facts about its weights."""
+        train = self.train
+        resident = data.cache.value if train.residence == "device" else 0
+        setup = replace(self, resident=resident, shapes=data.shapes)._setup(Tokens(0, 0), 0)
+        limits = (train.max_steps, None if train.epochs is None else train.epochs * data.steps)
+        steps = min(limit for limit in limits if limit is not None)
+        epoch = sum(row.steps * row.step_flops.value for row in data.rows)
+        return RunEstimate(
+            path=path,
+            setup=setup,
+            why_stock=self.cost.why_stock(train, self.layout),
+            start=start,
+            facts=(),
+            data=data,
+            evals=tuple(evals),
+            total_steps=steps,
+            run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs per epoch·steps / steps per epoch"),
+            host=_host(train, data, evals, checkpoint_copy_bytes(setup)),
+            gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(setup)),
+            residence=train.residence,
+        )
 
     def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetEstimate:
         """Estimate an evaluation set: each sample once, without accumulation."""
@@ -201,7 +210,7 @@ class _Estimator:
         images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
         captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
         rows = [
-            estimator.row(bucket, resolution, directories, batch_size_for(batch, resolution), repeats)
+            estimator._row(bucket, resolution, directories, batch_size_for(batch, resolution), repeats)
             for (resolution, bucket), directories in sorted(counts.buckets.items())
         ]
         return DatasetEstimate(
@@ -220,7 +229,7 @@ class _Estimator:
             ),
         )
 
-    def row(
+    def _row(
         self,
         bucket: Bucket,
         resolution: Resolution,
@@ -232,9 +241,6 @@ class _Estimator:
         segments = tuple(Segment(count.samples, repeats[index]) for index, count in sorted(directories.items()))
         drop = self.train.small_buckets == "drop"
         order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
-        tokens = self.cost.tokens(bucket)
-        adapter = self.train.adapter is not None
-        flops = training_flops(self.cost, tokens, self.train.activation_checkpointing, adapter, self.train.terms)
         samples = sum(count.samples for count in counts)
         masked = any(count.masked for count in counts)
         columns = self.columns(bucket)
@@ -247,17 +253,27 @@ class _Estimator:
             samples=samples,
             enlarged=sum(count.enlarged for count in counts),
             cropped=sum(count.cropped for count in counts) / samples,
-            micro_batch=micro_batch,
-            global_batch=order.batch,
-            steps=order.num_batches,
-            padding=order.padding,
-            tokens=tokens,
-            step_flops=Amount(order.batch * flops.value, f"{self.cost.text.at_most}samples per step·{flops.formula}"),
-            gpu=gpu_memory(self.setup(tokens, micro_batch)),
+            **self.step(order, self.cost.tokens(bucket), micro_batch),
             prepared=batch_bytes(prepared, micro_batch, masked),
             latents=latent_bytes(prepared, micro_batch, masked),
             read=micro_batch * sample_bytes(columns, mask=masked).value,
         )
+
+    def step(self, order: BucketOrder, tokens: Tokens, micro_batch: int) -> dict[str, Any]:
+        """Return the fields of a `BucketEstimate` that its steps decide."""
+        train = self.train
+        adapter = train.adapter is not None
+        flops = training_flops(self.cost, tokens, train.activation_checkpointing, adapter, train.terms)
+        formula = f"{self.cost.text.at_most}samples per step·{flops.formula}"
+        return {
+            "micro_batch": micro_batch,
+            "global_batch": order.batch,
+            "steps": order.num_batches,
+            "padding": order.padding,
+            "tokens": tokens,
+            "step_flops": Amount(order.batch * flops.value, formula),
+            "gpu": gpu_memory(self._setup(tokens, micro_batch)),
+        }
 
     def columns(self, bucket: Bucket) -> tuple[Column, ...]:
         """Return the columns of the cache."""
@@ -279,7 +295,7 @@ class _Estimator:
             formula = f"{image} + captions·{self.cost.text.at_most}{caption.formula}"
         return Amount(total, formula)
 
-    def setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
+    def _setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
         plan = BatchPlan(tokens, micro_batch, self.accumulation, self.shapes)
         return run_setup(self.train, self.cost, self.layout, plan, self.resident)
 
@@ -307,18 +323,15 @@ def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEsti
 def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amount, Amount]:
     """Return the memory of a dataset's loader, and of the largest prepared micro-batch."""
     prepared = max((row.prepared for row in data.rows), key=lambda amount: amount.value, default=Amount(0, "no sample"))
-    loader = loader_bytes(
-        prepared,
-        train.num_dataloader_workers,
-        train.dataloader_prefetch_per_worker,
+    reader = ReaderMemory(
         train.sd3_shard_size,
         open_shards(train.shuffle_window, max(1, len(data.rows))),
         latents=max((row.latents for row in data.rows), default=0),
         read=max((row.read for row in data.rows), default=0),
-        in_use=in_use,
         downloads=0 if isinstance(data.cache_dir, Path) else _downloads(train, data),
     )
-    return loader, prepared
+    workers, prefetch = train.num_dataloader_workers, train.dataloader_prefetch_per_worker
+    return loader_bytes(prepared, workers, prefetch, reader, in_use), prepared
 
 
 def _downloads(train: TrainConfig, data: DatasetEstimate) -> int:

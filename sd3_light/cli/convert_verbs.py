@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from sd3_light.cli.app import Command, Group, PadBlocks, WithEncoders, WithVae, app
-from sd3_light.cli.process import echo, init_process, suggest
+from sd3_light.cli.process import echo, init_process, suggest, suggest_for_model
 
 _lora = typer.Typer(
     cls=Group, help="Convert LoRA files, merge them into a model, or extract one from two models.", no_args_is_help=True
@@ -90,7 +90,7 @@ def lora_merge(
     from sd3_light.export.lora_stack import Lora
 
     echo(f"wrote and verified {stage.merge(model, list(map(Lora.parse, loras)), out, dtype)}")
-    suggest(("sample", out, "a prompt"), ("convert", out, out.with_suffix(".safetensors")))
+    suggest_for_model(out)
 
 
 @_lora.command(name="extract", cls=Command)

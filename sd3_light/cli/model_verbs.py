@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEncoders, WithVae, app
-from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest
+from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest, suggest_for_model
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.config.model_path import require_model_path
@@ -43,9 +43,10 @@ def export(
 
     contents = Contents(vae, text_encoders, pad_blocks)
     echo(f"wrote and verified {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
-    if out.is_dir():
-        is_model = (out / "model_index.json").is_file()  # otherwise an adapter, which is one file already
-        suggest(("sample", out, "a prompt"), *([("convert", out, out.with_suffix(".safetensors"))] if is_model else []))
+    if (out / "model_index.json").is_file():
+        suggest_for_model(out)
+    elif out.is_dir():  # an adapter
+        suggest(("sample", out, "a prompt"))
 
 
 @app.command(cls=Command)
@@ -67,7 +68,9 @@ def sample(
         Path, typer.Option(help="Folder for 00000.png, ... and grid.png; in a folder with images the numbers continue.")
     ] = Path("samples"),
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Sampler steps.")] = 28,
-    guidance: Annotated[float, typer.Option(min=0, help="Guidance scale; 1 or less disables it.")] = DEFAULT_GUIDANCE,
+    guidance: Annotated[
+        float, typer.Option(min=0, help="Guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it.")
+    ] = DEFAULT_GUIDANCE,
     width: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
     height: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Images per batch; on a CPU, drawn in parallel on its cores.")] = 8,
@@ -180,6 +183,7 @@ def evaluate(
     launch = init_process()
     from sd3_light.evaluate import against as measure
     from sd3_light.evaluate import verb as stage
+    from sd3_light.evaluate.composition import ScoreOptions
     from sd3_light.export.lora_stack import Lora
 
     loras = tuple(map(Lora.parse, lora or []))
@@ -195,7 +199,8 @@ def evaluate(
     else:
         if not demo:
             stage.require_demo_world(models[0])
-        scores = stage.run(models[0], prompts or 96, not seen, language, steps, guidance, seed, batch, out, loras)
+        drawn = ScoreOptions(steps, guidance, seed, batch)
+        scores = stage.run(models[0], prompts or 96, not seen, language, drawn, out, loras)
         _report_scores(models[0], scores, seen, out)
 
 

@@ -132,6 +132,16 @@ def suggest(*commands: Sequence[str | Path]) -> None:
         info(f"  {command_line(*command)}")
 
 
+def suggest_for_model(folder: Path) -> None:
+    """Print the commands that usually follow a model folder that was written."""
+    from sd3_light.core.registry import family_of_folder
+
+    commands: list[tuple[str | Path, ...]] = [("sample", folder, "a prompt")]
+    if family_of_folder(folder).has_single_file:
+        commands.append(("convert", folder, folder.with_suffix(".safetensors")))
+    suggest(*commands)
+
+
 def given_options(context: typer.Context, *without: str) -> list[str | Path]:
     """Return the command's options that differ from their defaults, as they are typed, but none of ``without``."""
     parts: list[str | Path] = []

@@ -402,17 +402,17 @@ def run_cross_checks(train: TrainConfig, faulty_keys: frozenset[str]) -> Iterato
             yield from check(train)
 
 
-def config_warnings(train: TrainConfig, total_steps: int, guides_by_number: bool = False) -> Iterator[str]:
+def config_warnings(train: TrainConfig, total_steps: int, unguided: float | None = 1.0) -> Iterator[str]:
     """Yield what is allowed and probably not intended. An adapter inherits text dropout from the model under it.
 
-    ``guides_by_number``: the denoiser takes guidance as a number, and no unconditional text.
+    ``unguided`` is the largest guidance that is none; None: the denoiser takes it as a number, and no other text.
     """
     drops_text = train.model.enable_uncond_text_dropout and train.model.uncond_text_dropout_prob > 0
-    guided = bool(train.sampling.images) and train.sampling.guidance > 1 and not guides_by_number
+    guided = bool(train.sampling.images) and unguided is not None and train.sampling.guidance > unguided
     if guided and not drops_text and train.adapter is None:
         yield (
             f"sampling.guidance = {train.sampling.guidance:g} compares with a prediction without text, which this run "
-            "does not train; write model.enable_uncond_text_dropout = true, or sampling.guidance = 1"
+            f"does not train; write model.enable_uncond_text_dropout = true, or sampling.guidance = {unguided:g}"
         )
     if train.warmup_steps >= total_steps and train.force_constant_lr is None:
         yield (

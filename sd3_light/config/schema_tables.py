@@ -312,7 +312,7 @@ class SamplingConfig(Table):
     steps: Count = 28
     """Sampler steps per image."""
     guidance: NotNegative = DEFAULT_GUIDANCE
-    """Classifier-free guidance scale; 1 or less disables it."""
+    """Classifier-free guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it."""
     negative_prompt: TomlString = ""
     """What to steer away from; needs `uncond_text = "empty"`."""
     size: ImageSize | None = None
@@ -355,7 +355,7 @@ class MetricsConfig(Table):
     steps: Count = 20
     """Sampler steps per image."""
     guidance: NotNegative = DEFAULT_GUIDANCE
-    """Classifier-free guidance scale; 1 or less disables it."""
+    """Classifier-free guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it."""
     best: Literal["frechet", "kid", "precision", "recall", "retrieval", "distance"] = "kid"
     """Metric that decides which weights are the best. They are exported, the link `exports/best` points to them, and
     `keep_last_n_exports` keeps them."""

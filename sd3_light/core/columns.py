@@ -7,8 +7,9 @@ captions, a column is stored as one tensor under its name, by what it ``reads``:
     "mask"      uint8 [n, h, w]      named `mask`; absent where no sample has one; 255 for samples without
     others      [n, v, *shape]       "image", "video", ...
 
-A column that reads several entries, such as "caption+reference" of an edit model whose text encoder sees an image, is
-stored like the one of them that varies most: a caption. Equal captions of two samples are then two distinct ones.
+A column that reads several entries, such as "caption+image" of a model whose text encoder sees the image, is stored
+like the one of them that varies most: a caption. Equal captions of two images are then two distinct ones, in all
+columns of captions. Builders know captions and images; other entries need a source that has them.
 """
 
 import json
@@ -154,9 +155,9 @@ def reads_caption(reads: str) -> bool:
     return CAPTION in reads.split("+")
 
 
-def shares_captions(columns: Sequence[Column]) -> bool:
-    """Return whether samples with equal captions share their values: no column reads another entry beside them."""
-    return all(column.reads == CAPTION for column in columns if column.per_caption)
+def beside_captions(columns: Sequence[Column]) -> set[str]:
+    """Return the entries that columns read beside captions; without any, samples with equal captions share values."""
+    return {entry for column in columns if column.per_caption for entry in column.reads.split("+")} - {CAPTION}
 
 
 def difference(columns: Sequence[Column], expected: Sequence[Column], same_bucket: bool = True) -> str | None:

@@ -69,6 +69,15 @@ class Encoders(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
 
+class PairEncoders(Encoders, Protocol):
+    """The encoders of a family with columns that read captions and the images of their samples."""
+
+    def encode_pairs(
+        self, captions: Sequence[str], images: "Sequence[NDArray[np.uint8]]", columns: Collection[str] | None = None
+    ) -> "dict[str, Tensor]":
+        """Encode captions with the image [H, W, 3] of each, not mirrored, as `encode_captions` does without them."""
+
+
 class Encoding(ABC):
     """How a family encodes images and captions. Only `encoders` imports torch."""
 

@@ -23,6 +23,8 @@ from sd3_light.core.training import TrainingParts
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from sd3_light.tensor_file import StoredTensor
+
 
 class Weights(ABC):
     """A family's denoiser: its config, its initial weights, and the module that holds them."""
@@ -38,6 +40,13 @@ class Weights(ABC):
     @abstractmethod
     def load(self, start: WeightsStart, seed: int) -> "nn.Module":
         """Return the denoiser before the first step, in float32 (law 4)."""
+
+    @abstractmethod
+    def unread(self, start: WeightsStart) -> "tuple[nn.Module, Mapping[str, StoredTensor]]":
+        """Return the denoiser without memory for its weights, and the weights in their files, unread.
+
+        Those of ``start`` are not random. Raises UserError unless they fit the denoiser.
+        """
 
     @abstractmethod
     def empty(self, config: Mapping[str, Any]) -> "nn.Module":
@@ -120,9 +129,9 @@ class Family(ABC):
         """
         return None
 
-    def guides_by_number(self, start: WeightsStart) -> bool:
-        """Return whether the denoiser takes guidance as a number, and no unconditional text."""
-        return False
+    def no_guidance(self, start: WeightsStart) -> float | None:
+        """Return the largest guidance that needs no other text; None: the denoiser takes it as a number."""
+        return 1.0
 
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """Return the keys of a recipe that `new` writes otherwise for a model folder; None: it leaves the key out.

@@ -5,6 +5,7 @@ or of its prepared batches.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sd3_light.core.columns import MASK, Column
 from sd3_light.cost.amount import MIB, Amount
@@ -73,34 +74,43 @@ def resident_index_bytes(samples: int, captions: int) -> int:
     return 8 * (4 * samples + 5 * captions)
 
 
-def loader_bytes(
-    prepared: Amount,
-    workers: int,
-    prefetch: int,
-    shard_size: int,
-    open_shards: int,
-    *,
-    latents: int = 0,
-    read: int = 0,
-    in_use: int = 1,
-    downloads: int = 0,
-) -> Amount:
+@dataclass(frozen=True)
+class ReaderMemory:
+    """What a process that prepares micro-batches holds beside them.
+
+    These are the ``read`` bytes of a micro-batch's samples, three times its ``latents`` (noise, the posterior draw and
+    intermediate values), malloc's cache, the indices of ``open_shards`` shards, and the ``downloads`` in progress from
+    a URL.
+    """
+
+    shard_size: int
+    open_shards: int
+    latents: int = 0
+    read: int = 0
+    downloads: int = 0
+
+    def amount(self) -> Amount:
+        """Return the bytes and their formula."""
+        index = open_shard_bytes(self.shard_size)
+        downloads = f" + {self.downloads / MIB:.0f} MiB downloads" if self.downloads else ""
+        formula = (
+            f"3·{self.latents / MIB:.1f} MiB latents + {self.read / MIB:.1f} MiB read + 64 MiB malloc + "
+            f"{self.open_shards} open shards·{index / 1024:.1f} KiB{downloads}"
+        )
+        value = 3 * self.latents + self.read + MALLOC_CACHE_BYTES + self.open_shards * index + self.downloads
+        return Amount(value, formula)
+
+
+def loader_bytes(prepared: Amount, workers: int, prefetch: int, reader: ReaderMemory, in_use: int = 1) -> Amount:
     """Return the host memory of one rank's loader, without interpreters.
 
-    It holds the prefetched micro-batches, those of the step ``in_use`` and one being copied to a device. Each process
-    that prepares them adds the ``read`` bytes of a micro-batch's samples, three times its ``latents`` (noise, the
-    posterior draw and intermediate values), malloc's cache, the indices of ``open_shards`` shards, and
-    the ``downloads`` in progress from a URL.
+    It holds the prefetched micro-batches, those of the step ``in_use`` and one being copied to a device; each process
+    that prepares them adds that of a ``reader``.
     """
-    preparers, in_copy = max(1, workers), int(workers > 0)
-    index = open_shard_bytes(shard_size)
+    preparers, in_copy, own = max(1, workers), int(workers > 0), reader.amount()
     batches = workers * prefetch + in_use + in_copy
-    own = 3 * latents + read + MALLOC_CACHE_BYTES + open_shards * index + downloads
-    value = batches * prepared.value + preparers * own
     formula = (
-        f"({workers} workers·{prefetch} prefetched + {in_use} in use + {in_copy} in copy)·micro-batch + {preparers}·"
-        f"(3·{latents / MIB:.1f} MiB latents + {read / MIB:.1f} MiB read + 64 MiB malloc + "
-        f"{open_shards} open shards·{index / 1024:.1f} KiB"
-        f"{f' + {downloads / MIB:.0f} MiB downloads' if downloads else ''})"
+        f"({workers} workers·{prefetch} prefetched + {in_use} in use + {in_copy} in copy)·micro-batch + "
+        f"{preparers}·({own.formula})"
     )
-    return Amount(value, formula)
+    return Amount(batches * prepared.value + preparers * own.value, formula)

@@ -12,7 +12,7 @@ from torch import Tensor
 from sd3_light.core.batch import LENGTH
 from sd3_light.core.columns import Column
 from sd3_light.data.reader import RowOffsets, ShardReader
-from sd3_light.data.slots import AllocateBytes, aligned, carve
+from sd3_light.data.slots import AllocateBytes, AllocateTensor, aligned, carve
 
 
 class BatchRow(NamedTuple):
@@ -67,6 +67,16 @@ def read_batch(
     if masks is not None:
         _finish_masks(rows, batch[masks.name])
     return batch
+
+
+def pad_rows(texts: Sequence[Tensor], rows: int, allocate: AllocateTensor | None = None) -> Tensor:
+    """Return values of unequal lengths as [B, rows, ...], padded with zeros, in memory that ``allocate`` returns."""
+    shape = (len(texts), rows, *texts[0].shape[1:])
+    padded = texts[0].new_empty(shape) if allocate is None else allocate(shape, texts[0].dtype)
+    for target, text in zip(padded, texts, strict=True):
+        target[: len(text)] = text
+        target[len(text) :] = 0
+    return padded
 
 
 def _mask_column(rows: Sequence[BatchRow]) -> Column | None:

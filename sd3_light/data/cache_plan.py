@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 import pyarrow as pa
@@ -56,6 +56,18 @@ _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
 _IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "rejected", "num_repeats", "caption_weights"}
+
+
+class Text(NamedTuple):
+    """A caption and, if columns of captions read images too, the fingerprint of its sample's image."""
+
+    caption: str
+    image: str = ""
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of both."""
+        return digest_of("caption", self.caption, *([self.image] if self.image else []))
 
 
 @dataclass(frozen=True)
@@ -407,9 +419,10 @@ def sample_fingerprint(row: InputRow, captions: tuple[str, ...]) -> str:
     return digest_of(row.key, *digests, repr(captions), str(PREPROCESS_VERSION))
 
 
-def caption_fingerprint(caption: str) -> str:
-    """Return a hash of a caption's text."""
-    return digest_of("caption", caption)
+def texts_of(member: Member, with_image: bool) -> list[Text]:
+    """Return the captions of a sample, each with the image if columns of captions read it."""
+    image = member.fingerprints[IMAGE] if with_image else ""
+    return [Text(caption, image) for caption in member.captions]
 
 
 def decode_task(member: Member, root: DataLocation, copied: tuple[str, ...] = ()) -> DecodeTask:

@@ -151,7 +151,7 @@ class PipelineDataLoader:
         model: PreparesInputs,
         num_dataloader_workers: int = 0,
         prefetch_batches_per_worker: int = 1,
-        items: range | None = None,
+        items: Iterable[int] | None = None,
         pin: Pin | None = None,
         prepare_into: Callable[[Any, AllocateTensor], Any] | None = None,
         times: LoadTimes | None = None,

@@ -25,9 +25,9 @@ from sd3_light.data.stream import CachedBatch
 from sd3_light.encoding.vae import LatentScale
 from sd3_light.flow.noise import DeviceNoise
 from sd3_light.flow.objective import interpolate, velocity
-from sd3_light.flow.timesteps import open_interval, times_from_quantiles
+from sd3_light.flow.timesteps import drawn_quantiles, times_from_quantiles
 from sd3_light.model.base_values import FLUX_LINE, ShiftLine
-from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
+from sd3_light.randomness import fill_rows, occurrence_words
 
 Occurrences = NDArray[np.int64]
 """The `randomness.occurrence_words` of a batch's samples."""
@@ -126,13 +126,9 @@ class FlowPreparer(Preparer, ABC):
 
     def times(self, occurrences: Occurrences, shape: torch.Size, quantile: float | None = None) -> Tensor:
         """Return t [B] for latents of a shape that ends with height and width."""
-        if quantile is None:
-            drawn = uniforms(first_words(self.seed, "timestep", occurrences)[0]).tolist()
-            quantiles = [open_interval(value) for value in drawn]
-        else:
-            quantiles = [quantile] * len(occurrences)
+        drawn = drawn_quantiles(self.seed, occurrences) if quantile is None else [quantile] * len(occurrences)
         tokens = math.prod(token_grid(shape, self.patch))
-        return torch.tensor(times_from_quantiles(quantiles, tokens, self.model, self.line), dtype=torch.float32)
+        return torch.tensor(times_from_quantiles(drawn, tokens, self.model, self.line), dtype=torch.float32)
 
     def _clean(self, batch: CachedBatch, allocate: AllocateTensor | None, timestep_quantile: float | None) -> Batch:
         occurrences = occurrence_words(batch["epoch"], batch["repeat"], batch["sample_id"])
@@ -173,8 +169,7 @@ class FlowPreparer(Preparer, ABC):
 
     def _normals(self, purpose: str, occurrences: Occurrences, shape: tuple[int, ...]) -> Tensor:
         values = np.empty((len(occurrences), *shape), dtype=np.float32)
-        for at, draw in enumerate(streams(self.seed, purpose, occurrences)):
-            fill_normals(draw, values[at])
+        fill_rows(self.seed, purpose, occurrences, values)
         return torch.from_numpy(values)
 
 

@@ -199,8 +199,15 @@ def _make_tables(shards: Sequence[_ShardSize], empty: CaptionFeatures, device: t
         if column.reads == MASK:
             rows[column.name] = sum(shard.count for shard in shards)
         elif column.per_caption:
-            rows[column.name] += (len(empty[column.name]) if column.ragged else 1) + 1
+            rows[column.name] += len(_empty_rows(column, empty)) + 1
     return {name: _Table(column, rows[name], device) for name, column in columns.items()}
+
+
+def _empty_rows(column: Column, empty: CaptionFeatures) -> Tensor:
+    """Return the rows of the empty caption; none if the cache has no such caption."""
+    if column.name not in empty:
+        return torch.empty((0, *column.row_shape), dtype=getattr(torch, column.dtype))
+    return empty[column.name] if column.ragged else empty[column.name][None]
 
 
 def _offsets(counts: Sequence[int] | Indices) -> Indices:
@@ -218,10 +225,10 @@ def _finish_text(
     for name, table in tables.items():
         if not table.column.per_caption:
             continue
-        rows = empty[name] if table.column.ragged else empty[name][None]
+        rows = _empty_rows(table.column, empty)
         table.append(rows)
         table.append(torch.zeros_like(table.values[:1]))
-        if table.column.ragged:
+        if table.column.ragged and name in empty:
             starts[name] = np.append(starts[name], starts[name][-1] + len(rows))
     return ResidentText(
         starts,

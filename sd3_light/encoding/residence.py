@@ -7,17 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sd3_light.cost.amount import GIB
+from sd3_light.cost.drawing_memory import BYTES_PER_PIXEL, LARGEST_IMAGE_PIXELS, RESERVE
 from sd3_light.encoding.batching import REFERENCE_PIXELS
 from sd3_light.model.folder import stored_weights
 from sd3_light.system import available_memory
-
-RESERVE = GIB
-"""Margin for library buffers and fragmentation."""
-BYTES_PER_PIXEL = 4096
-"""Peak activations of SD3's VAE: eight maps of 128 channels in float32, including kernel workspaces."""
-LARGEST_IMAGE_PIXELS = 1024 * 1024
-"""A batch has at least one image; memory is reserved for one of this size."""
 
 
 def all_fit(weights: Iterable[int], batch_size: int, free: int | None) -> bool:

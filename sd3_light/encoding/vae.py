@@ -169,8 +169,12 @@ class VaeDecoder:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Return the pixels [B, 3, H, W] from 0 to 1; of clips [B, 3, F, H, W]."""
-        images = decode_raw(self.vae, self._scale.denormalise(latents))
-        return (images * 0.5 + 0.5).clamp(0, 1)
+        return self.pixels(self._scale.denormalise(latents))
+
+    @torch.no_grad()
+    def pixels(self, raw: Tensor) -> Tensor:
+        """Return the same of latents as the VAE takes them."""
+        return (decode_raw(self.vae, raw) * 0.5 + 0.5).clamp(0, 1)
 
 
 def decode_raw(vae: Any, latents: Tensor) -> Tensor:
@@ -178,14 +182,14 @@ def decode_raw(vae: Any, latents: Tensor) -> Tensor:
 
     A VAE of videos decodes an image as one frame.
     """
-    if latents.dim() == 5 or not _has_frames(vae.decoder):
+    if latents.dim() == 5 or not has_frames(vae.decoder):
         images: Tensor = vae.decode(latents, return_dict=False)[0]
         return images
     frames: Tensor = vae.decode(latents.unsqueeze(2), return_dict=False)[0]
     return frames[:, :, 0]
 
 
-def _has_frames(part: nn.Module) -> bool:
+def has_frames(part: nn.Module) -> bool:
     """Return whether the encoder or decoder is one of videos."""
     return next(part.parameters()).dim() == 5
 
@@ -203,15 +207,15 @@ def encode_pixels(vae: Any, pixels: Tensor, tf32: bool = True) -> Tensor:
     """
     dtype = next(vae.encoder.parameters()).dtype  # of its first convolution
     images = (pixels.movedim(-1, 1).float() / 127.5 - 1).to(dtype)
-    has_frames = _has_frames(vae.encoder) and pixels.dim() == 4
+    is_image = has_frames(vae.encoder) and pixels.dim() == 4
     with tf32_convolutions(tf32):
-        encoded = vae.encode(images.unsqueeze(2) if has_frames else images)
+        encoded = vae.encode(images.unsqueeze(2) if is_image else images)
     if hasattr(encoded, "latent"):
         latent: Tensor = encoded.latent
         return latent
     posterior = encoded.latent_dist
     moments = torch.cat([posterior.mean, posterior.logvar], dim=1)
-    return moments[:, :, 0] if has_frames else moments
+    return moments[:, :, 0] if is_image else moments
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The data of a run: a cache, the order of its samples, and the loader that follows it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -85,69 +86,69 @@ def order_facts(order: Order) -> dict[str, Any]:
     return {"seed": order.seed, "buckets": buckets}
 
 
-def make_loader(
-    config: TrainConfig,
-    dataset: Dataset[Any],
-    engine: object,
-    micro_batches: int,
-    preparer: PreparesInPlace,
-    items: range | None = None,
-    pin: Pin | None = None,
-    times: LoadTimes | None = None,
-    slot_bytes: int = 0,
-) -> PipelineDataLoader:
-    """Return a loader with the config's workers."""
-    return PipelineDataLoader(
-        dataset,
-        engine,
-        micro_batches,
-        preparer,
-        num_dataloader_workers=config.num_dataloader_workers,
-        prefetch_batches_per_worker=config.dataloader_prefetch_per_worker,
-        items=items,
-        pin=pin,
-        prepare_into=preparer.prepare_into,
-        times=times,
-        slot_bytes=slot_bytes,
-    )
+def loader_options(config: TrainConfig, preparer: PreparesInPlace) -> dict[str, Any]:
+    """Return the arguments of a loader with the config's workers, which prepare in place."""
+    return {
+        "num_dataloader_workers": config.num_dataloader_workers,
+        "prefetch_batches_per_worker": config.dataloader_prefetch_per_worker,
+        "prepare_into": preparer.prepare_into,
+    }
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The samples of a run in their ``order``, and the share of a process.
+
+    They come from the shards of ``data``, or from ``resident``. ``by_segment``, equal on all ranks, assigns them to
+    ranks by their shards.
+    """
+
+    config: TrainConfig
+    data: CachedDataset
+    order: Order
+    launch: Launch
+    resident: ResidentCache | None = None
+    by_segment: bool = False
+
+    def micro_batches(self) -> Dataset[Any]:
+        """Return the micro-batches of this process, by number."""
+        rank, world, micro = self.launch.rank, self.launch.world, self.config.gradient_accumulation_steps
+        if self.resident is None:
+            return MicroBatches(self.data, self.order, rank, world, micro, self.by_segment)
+        return ResidentPicks(self.order, rank, world, micro, self.by_segment)
+
+    def largest_batch_bytes(self, only_indices: bool) -> int:
+        """Return the bytes of the largest prepared batch, or of its indices in a cache that is held in memory."""
+        config = self.config
+        sizes = [batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution) for bucket in self.data.buckets]
+        prepared = partial(family_of(config.model).prepared_columns, config.model)
+        return largest_batch_bytes(self.data, sizes, prepared, only_indices)
 
 
 def training_steps(
-    config: TrainConfig,
-    data: CachedDataset,
-    order: Order,
-    launch: Launch,
+    source: TrainingData,
     engine: object,
     preparer: Preparer,
     prefetch_to: torch.device | None = None,
-    reads_data: bool = True,
     times: LoadTimes | None = None,
-    resident: ResidentCache | None = None,
-    by_segment: bool = False,
 ) -> Callable[[int], StepStream]:
     """Return a function that yields the micro-batches of endless steps, starting at a position in the order.
 
-    They are copied to the device ``prefetch_to`` while it computes earlier ones, and get their noise there. Without
-    ``reads_data`` the batches are placeholders: see `placeholder_batch`. ``times`` get the loader's times. Samples come
-    from the shards of ``data``, or from ``resident``. ``by_segment``, equal on all ranks, assigns them to ranks by
-    their shards.
+    They are copied to the device ``prefetch_to`` while it computes earlier ones, and get their noise there. ``times``
+    get the loader's times.
     """
-    micro = config.gradient_accumulation_steps
-    if not reads_data:
-        return lambda first: _placeholder_steps(order, first, launch.world, micro)
-    share = order, launch.rank, launch.world, micro, by_segment
-    dataset: Dataset[Any] = MicroBatches(data, *share) if resident is None else ResidentPicks(*share)
-    in_workers, finish = _divide_work(preparer, resident, order.seed, prefetch_to)
+    micro = source.config.gradient_accumulation_steps
+    dataset = source.micro_batches()
+    in_workers, finish = _divide_work(preparer, source.resident, source.order.seed, prefetch_to)
+    options = {**loader_options(source.config, in_workers), "times": times}
 
     def steps(first: int) -> StepStream:
         items = range(first * micro, 2**62)
         if prefetch_to is None:
-            return make_loader(config, dataset, engine, micro, in_workers, items, times=times).steps()
-        batches = [batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution) for bucket in data.buckets]
-        prepared = partial(family_of(config.model).prepared_columns, config.model)
-        only_indices = isinstance(in_workers, IndexPreparer)
-        largest = largest_batch_bytes(data, batches, prepared, only_indices) if finish else 0
-        loader = make_loader(config, dataset, engine, micro, in_workers, items, _pin_for(prefetch_to), times, largest)
+            return PipelineDataLoader(dataset, engine, micro, in_workers, items=items, **options).steps()
+        largest = source.largest_batch_bytes(isinstance(in_workers, IndexPreparer)) if finish else 0
+        memory = {**options, "pin": _pin_for(prefetch_to), "slot_bytes": largest}
+        loader = PipelineDataLoader(dataset, engine, micro, in_workers, items=items, **memory)
         return prefetch_steps(iter(loader), micro, prefetch_to, finish, largest)
 
     return steps
@@ -177,7 +178,8 @@ def placeholder_batch(samples: int) -> Batch:
     return Batch(samples)
 
 
-def _placeholder_steps(order: Order, first: int, world: int, micro: int) -> StepStream:
+def placeholder_steps(order: Order, world: int, micro: int, first: int) -> StepStream:
+    """Yield the micro-batches of endless steps without data, for a process that reads none; see `training_steps`."""
     for step in count(first):
         yield [placeholder_batch(order.batch_size(step) // world // micro)] * micro
 

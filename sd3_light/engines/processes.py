@@ -178,13 +178,19 @@ def _allow_sockets(world: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
+_GLOO_ERRORS = (
+    "/gloo/transport/",  # most begin with a source path
+    "Application timeout caused pair closure",  # of a connection on which another operation has timed out
+)
+
+
 def lost_peer(error: RuntimeError) -> PeerLost | None:
     """Return a one-line error if another process died or stopped responding; None for other errors.
 
-    It surfaces in any collective, also inside a backward pass. Gloo raises plain RuntimeErrors that begin with a
-    source path of its transport; errors of NCCL and of the store have a type.
+    It surfaces in any collective, also inside a backward pass. Gloo raises plain RuntimeErrors, which `_GLOO_ERRORS`
+    recognise; errors of NCCL and of the store have a type.
     """
-    if not isinstance(error, dist.DistError) and "/gloo/transport/" not in str(error):
+    if not isinstance(error, dist.DistError) and not any(text in str(error) for text in _GLOO_ERRORS):
         return None
     return PeerLost(
         f"{socket.gethostname()} lost another process of the run ({_summary(error)}): the process, its machine or the "

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.flow.objective import NUM_BANDS
@@ -24,34 +23,6 @@ StepStream = Generator[Sequence[MicroBatch], None, None]
 
 PARAM_KIND = "param"
 """The kind under which a checkpoint stores the weights themselves."""
-
-
-class EngineConfig(Protocol):
-    """The settings of a run that engines read: a `TrainConfig`, or a task's."""
-
-    @property
-    def optimizer(self) -> OptimizerConfig:
-        """The optimizer and its settings."""
-
-    @property
-    def gradient_clipping(self) -> float:
-        """The largest global norm of the gradients; 0: any."""
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Micro-batches per step."""
-
-    @property
-    def parallel(self) -> str:
-        """How the torch engine distributes weights: "ddp" or "fsdp2"."""
-
-    @property
-    def zero_stage(self) -> int:
-        """The stage of DeepSpeed's ZeRO."""
-
-    @property
-    def pipeline_stages(self) -> int:
-        """Processes that hold one model together."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import (
     PARAM_KIND,
     Engine,
-    EngineConfig,
     MicroBatch,
     StepResult,
     TensorPiece,
@@ -45,7 +44,7 @@ class TorchEngine(Engine):
     def __init__(
         self,
         module: TrainedModel,
-        config: EngineConfig,
+        config: TrainConfig,
         launch: Launch,
         device: torch.device,
         writers: int = 1,

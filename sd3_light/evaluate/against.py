@@ -26,12 +26,11 @@ from sd3_light.evaluate.judge import Judge, load_judge
 from sd3_light.evaluate.truths import CELLS, Truth, load_truths, style_copies
 from sd3_light.export.chosen import ChosenModel, choose_model
 from sd3_light.export.export_spec import write_json
-from sd3_light.export.lora_merge import add_adapters
 from sd3_light.export.lora_stack import Lora
-from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.pages import check_output_path, data_uri, render_template, save_page
 from sd3_light.runlog import ResultTable, info, progress
 from sd3_light.sample.generate import ImageRequest, generate
+from sd3_light.sample.phases import open_with_adapters
 from sd3_light.sources.preprocess import Pixels
 
 TRUE, COPY, SHUFFLED = "true images", "same concept, nearest style", "true images, captions shuffled"
@@ -154,8 +153,7 @@ def _measure(
 
 def draw(chosen: ChosenModel, truths: Sequence[Truth], device: torch.device, options: AgainstOptions) -> list[Pixels]:
     """Return one image per truth: its caption at its size, image i with the seed `seed + i`."""
-    pipe, policy = open_pipeline(chosen.folder, device, chosen.text_facts)
-    add_adapters(pipe, (*chosen.loras, *options.loras))
+    pipe, policy = open_with_adapters(chosen, options.loras, device)
     requests = [ImageRequest(truth.caption, options.seed + row, *truth.size) for row, truth in enumerate(truths)]
     info(f"drawing {len(requests):,} captions with {chosen.text_facts}")
     with progress("draw", len(requests), "images") as bar:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.core.sampling import ImageRequest, PipelineInputs
 from sd3_light.sample.generate import generate
 from sd3_light.sample.grid import make_grid
@@ -14,6 +15,8 @@ from sd3_light.world.judge import Verdict
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+    from sd3_light.sample.phases import Phases
 
 # "all" means that everything in a prompt is right; the others are its parts, as in `Verdict`.
 DEMANDS: tuple[str, ...] = ("all", "colour", "shape", "count", "relation", "background", "size")
@@ -65,26 +68,35 @@ class CompositionScore:
         )
 
 
-def score(
-    pipe: "DiffusionPipeline",
-    prompts: Sequence[Prompt],
-    policy: PipelineInputs,
-    steps: int,
-    guidance: float,
-    seed: int,
-    batch_size: int,
-    on_progress: Callable[[int, int], None] | None = None,
-    sizes: Sequence[tuple[int, int]] = ((64, 64),),
-) -> CompositionScore:
-    """Generate one image per prompt and judge it.
+@dataclass(frozen=True)
+class ScoreOptions:
+    """How the images of a score are drawn, ``batch`` at a time.
 
     Image i has the seed `seed + i` and the size `sizes[i % len(sizes)]` (give `world.IMAGE_SIZES` for those of
-    training). `on_progress(done, total)` counts images.
+    training).
     """
+
+    steps: int = 20
+    guidance: float = DEFAULT_GUIDANCE
+    seed: int = 0
+    batch: int = 16
+    sizes: tuple[tuple[int, int], ...] = ((64, 64),)
+
+
+def score(
+    pipe: "DiffusionPipeline | Phases",
+    prompts: Sequence[Prompt],
+    policy: PipelineInputs,
+    options: ScoreOptions,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> CompositionScore:
+    """Generate one image per prompt and judge it. `on_progress(done, total)` counts images."""
+    sizes = options.sizes
     requests = [
-        ImageRequest(prompt.text, seed + index, *sizes[index % len(sizes)]) for index, prompt in enumerate(prompts)
+        ImageRequest(prompt.text, options.seed + index, *sizes[index % len(sizes)])
+        for index, prompt in enumerate(prompts)
     ]
-    images = generate(pipe, requests, policy, steps, guidance, batch_size, on_progress)
+    images = generate(pipe, requests, policy, options.steps, options.guidance, options.batch, on_progress)
     return judge_images(prompts, images)
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 from sd3_light.config import LoadedConfig, batch_size_for
 from sd3_light.core.batch import Batch
-from sd3_light.data.loader import PreparesInPlace
+from sd3_light.data.loader import PipelineDataLoader, PreparesInPlace
 from sd3_light.data.shard_table import column
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
-from sd3_light.engines.feed import make_loader, open_cache, placeholder_batch
+from sd3_light.engines.feed import loader_options, open_cache, placeholder_batch
 from sd3_light.evaluate.validation import EvalPreparer, QuantileBatches, eval_points, validate
 
 
@@ -50,7 +50,8 @@ class Evaluator:
             return [placeholder_batch(size) for size in sizes for _ in self.points]
         batches = MicroBatches(data, order, share.rank, share.world, 1)
         items = QuantileBatches(batches, order.steps_per_epoch, self.points)
-        return make_loader(config, items, self.engine, 1, EvalPreparer(self.preparer))
+        preparer = EvalPreparer(self.preparer)
+        return PipelineDataLoader(items, self.engine, 1, preparer, **loader_options(config, preparer))
 
     def _global_batch(self, resolution: tuple[int, int]) -> int:
         config = self.loaded.train

@@ -8,7 +8,7 @@ import diffusers
 import torch
 
 from sd3_light.assets import DEMO
-from sd3_light.config import DEFAULT_GUIDANCE, DirectoryConfig, LoadedConfig
+from sd3_light.config import DirectoryConfig, LoadedConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.toml_file import read_toml
@@ -18,17 +18,17 @@ from sd3_light.engines.blocks import decide_blocks
 from sd3_light.engines.errors import explain_runtime_errors
 from sd3_light.engines.processes import start_process_group
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.evaluate.composition import CompositionScore, score
+from sd3_light.evaluate.composition import CompositionScore, ScoreOptions, score
 from sd3_light.evaluate.validation_loss import Evaluator
 from sd3_light.export.chosen import choose_model
 from sd3_light.export.export_spec import write_json
-from sd3_light.export.lora_merge import add_adapters, merge_adapters
+from sd3_light.export.lora_merge import merge_adapters
 from sd3_light.export.lora_stack import Lora
-from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.inputs import read_limited
 from sd3_light.model.base_values import with_base_values
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.runlog import progress
+from sd3_light.sample.phases import open_with_adapters
 from sd3_light.sources.access import exists
 from sd3_light.sources.records import Record
 from sd3_light.sources.scan import scan
@@ -108,20 +108,16 @@ def run(
     count: int = 96,
     held_out: bool = True,
     language: str = "mixed",
-    steps: int = 20,
-    guidance: float = DEFAULT_GUIDANCE,
-    seed: int = 0,
-    batch: int = 16,
+    options: ScoreOptions = ScoreOptions(),  # noqa: B008 - frozen
     out: Path | None = None,
     loras: Sequence[Lora] = (),
 ) -> CompositionScore:
     """Return the score on ``count`` prompts of the demo world, by default combinations that training data lacks."""
     chosen = choose_model(model)
-    pipe, policy = open_pipeline(chosen.folder, Launch().device(), chosen.text_facts)
-    add_adapters(pipe, (*chosen.loras, *loras))
-    prompts = draw_prompts(count, seed, held_out, language=language)
+    pipe, policy = open_with_adapters(chosen, loras, Launch().device())
+    prompts = draw_prompts(count, options.seed, held_out, language=language)
     with progress("score", count, "images") as bar:
-        result = score(pipe, prompts, policy, steps, guidance, seed, batch, on_progress=bar.set_done)
+        result = score(pipe, prompts, policy, options, bar.set_done)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_json(out, result.as_dict())

@@ -73,11 +73,13 @@ def convert(source: Path, out: Path, form: LoraFormat, trained_on: Path | None =
 def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = None) -> Path:
     """Write the folder ``model`` with the LoRAs added as a verified folder, by default in the model's dtype."""
     refuse_existing(out)
-    if is_single_file(out):
-        raise UserError(f"{out}: merging writes a folder; pass a folder name and convert it with `sd3-light convert`")
     if model.is_file():
-        raise UserError(f"{model} is a file; convert it first: sd3-light convert {model} FOLDER --base FOLDER")
+        convert = f"of an SD3 file `sd3-light convert {model} FOLDER --base FOLDER` writes one"
+        raise UserError(f"{model} is a file; pass a complete diffusers folder: {convert}")
     family = family_of_folder(model)
+    if is_single_file(out):
+        then = " and convert it with `sd3-light convert`" if family.has_single_file else ""
+        raise UserError(f"{out}: merging writes a folder; pass a folder name{then}")
     if missing := family.files.missing(model, denoiser=True):
         raise UserError(f"{model} lacks {first_few(missing)}; pass a complete diffusers folder")
     config, stored = read_denoiser(model / "transformer", family)

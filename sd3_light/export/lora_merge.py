@@ -13,13 +13,16 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.files import AdapterNames
 from sd3_light.core.registry import family_of_class, family_of_file, family_of_folder
 from sd3_light.core.start import denoiser_folder
-from sd3_light.export.diffusers_folder import is_finite
+from sd3_light.export.chosen import ChosenModel
+from sd3_light.export.diffusers_folder import is_finite, read_facts
 from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.lora_stack import Lora, add_loras
 from sd3_light.export.lycoris_file import is_lycoris, read_any_adapter, read_lycoris
+from sd3_light.export.open_pipeline import read_text_policy
 from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
+from sd3_light.runlog import info
 
 StateDict = Mapping[str, Tensor]
 
@@ -44,14 +47,33 @@ def merge_loras(model: Path | StateDict, loras: Sequence[tuple[AdapterModules, f
     return state
 
 
+def text_folder(chosen: ChosenModel, loras: Sequence[Lora]) -> Path:
+    """Return the folder that says how texts are encoded for a model with ``loras``; report it.
+
+    It is that of the first LoRA whose export says so, unless the model is itself an adapter; otherwise the model's.
+    """
+    if chosen.loras or not loras:
+        return chosen.text_facts
+    exports = (lora.file.parent for lora in loras if not (lora.file.parent / "model_index.json").is_file())
+    folder = next((export for export in exports if "text" in read_facts(export)), chosen.text_facts)
+    settings = read_text_policy(folder, family_of_folder(chosen.folder)).facts()
+    info(f"texts are encoded as for {folder}: {', '.join(f'{key} = {value}' for key, value in settings.items())}")
+    return folder
+
+
 def add_adapters(pipe: Any, loras: Sequence[Lora]) -> None:
     """Apply LoRA, LoKr and LoHa files to a pipeline, each with its strength; a file that does not fit is a UserError.
 
     LoKr and LoHa are added to the weights, because diffusers does not read them; LoRAs are stacked on these.
     """
-    names = _names_of(pipe.transformer)
+    model = pipe if pipe.transformer is None else pipe.transformer
+    family = family_of_class(type(model))
+    if loras and family is not None and not family.loads_adapters:
+        merge = f"merge it into the weights: sd3-light lora merge MODEL OUT {loras[0].file}"
+        raise UserError(f"LoRA {loras[0].file}: the stock pipeline of {family.title} loads no adapter; {merge}")
+    names = _names_of(model)
     lycoris = [lora for lora in loras if is_lycoris(lora.file)]
-    for lora in lycoris:
+    for lora in lycoris if pipe.transformer is not None else ():
         try:
             _merge_into(pipe.transformer, read_lycoris(lora.file, names=names).modules, lora.strength)
         except UserError as error:
@@ -65,9 +87,10 @@ def merge_adapters(transformer: nn.Module, loras: Sequence[Lora]) -> None:
         _merge_into(transformer, read_any_adapter(lora.file, names=_names_of(transformer)).modules, lora.strength)
 
 
-def _names_of(transformer: nn.Module) -> AdapterNames:
-    family = family_of_class(type(transformer))
-    assert family is not None, type(transformer)
+def _names_of(model: Any) -> AdapterNames:
+    """Return the names in adapter files of a denoiser or a pipeline."""
+    family = family_of_class(type(model))
+    assert family is not None, type(model)
     return family.files.adapters
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -67,21 +67,38 @@ def adapter_file(folder: Path) -> Path | None:
 def add_loras(pipe: "DiffusionPipeline", loras: Sequence[Lora], read: Reader) -> None:
     """Apply the files together, each with its strength. A file that does not fit the model is a UserError.
 
-    ``read`` returns a file's tensors by diffusers' names; diffusers itself reads files that change text encoders.
+    ``read`` returns a file's tensors by diffusers' names; diffusers itself reads files that change text encoders. A
+    pipeline without its denoiser, or without its text encoders, takes what the files have for its other parts.
     """
-    if not loras:
-        return
-    names = [f"lora{number}" for number in range(len(loras))]
-    for name, lora in zip(names, loras, strict=True):
+    strengths: dict[str, float] = {}
+    absent = tuple(f"{part}." for part in _LORA_PARTS if getattr(pipe, part, pipe) is None)
+    for number, lora in enumerate(loras):
+        name = f"lora{number}"
         try:
             tensors = _tensors(pipe, lora.file, read)
+            tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(absent)}
+            if not tensors:
+                continue
             _check(pipe, tensors)
-            pipe.load_lora_weights(dict(tensors), adapter_name=name)
+            _load(pipe, tensors, name)
+            strengths[name] = lora.strength
         except (ValueError, LookupError, RuntimeError, OSError, SafetensorError) as error:
             lines = str(error).strip().splitlines()
             # torch reports wrong shapes in many lines: the first names the model, the second the reason
             raise UserError(f"LoRA {lora.file} does not fit this model: {' '.join(lines[:2])}") from error
-    pipe.set_adapters(names, [lora.strength for lora in loras])
+    if strengths:
+        pipe.set_adapters(list(strengths), list(strengths.values()))
+
+
+def _load(pipe: Any, tensors: Mapping[str, Tensor], name: str) -> None:
+    if pipe.transformer is not None:
+        pipe.load_lora_weights(dict(tensors), adapter_name=name)
+        return
+    for part in _LORA_PARTS[1:]:
+        own = {key: tensor for key, tensor in tensors.items() if key.startswith(f"{part}.")}
+        if own:
+            encoder = getattr(pipe, part)
+            pipe.load_lora_into_text_encoder(own, None, encoder, prefix=part, adapter_name=name, _pipeline=pipe)
 
 
 def _tensors(pipe: "DiffusionPipeline", file: Path, read: Reader) -> Mapping[str, Tensor]:

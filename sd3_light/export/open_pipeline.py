@@ -1,10 +1,12 @@
 """Open a model folder: its pipeline, and how its text was encoded in training."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from torch import nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.core.family import Family
@@ -17,36 +19,57 @@ from sd3_light.model.part_configs import LOAD_ERRORS, LOCAL_WEIGHTS, check_files
 
 
 def open_pipeline(
-    folder: Path, device: torch.device, text_facts: Path | None = None, dtype: torch.dtype = torch.float32
+    folder: Path,
+    device: torch.device,
+    text_facts: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    parts: Mapping[str, Any] | None = None,
 ) -> tuple[Any, PipelineInputs]:
     """Load the folder's pipeline and its text policy (that of its stock pipeline by default).
 
     The denoiser and the text encoders are loaded in ``dtype``, the VAE in float32. ``text_facts`` is the folder that
-    states the policy, if it is not the same: that of an adapter.
+    states the policy, if it is not the same: that of an adapter. ``parts`` are used in place of the folder's own; one
+    that is None is left out.
     A model with a custom pipeline opens with this package's own class: a folder's `pipeline.py` is not run. An
     incomplete or non-finite denoiser is a UserError: diffusers would fill gaps with random weights.
     """
+    parts = parts or {}
+    family, policy = open_policy(folder, text_facts)
+    if "transformer" not in parts:
+        read_denoiser(folder / "transformer", family)  # reports missing or wrong weights
+    try:
+        pipe = _load(folder, family, policy, dtype, parts)
+    except LOAD_ERRORS as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"diffusers cannot load {folder}: {reason}; download or export the folder again") from error
+    if "transformer" not in parts:
+        require_finite_denoiser(pipe.transformer, folder)
+    return pipe.to(device), policy
+
+
+def require_finite_denoiser(denoiser: nn.Module, folder: Path) -> None:
+    """Raise a UserError if the denoiser of a model folder has a weight that is not finite."""
+    for name, tensor in denoiser.state_dict().items():
+        if not is_finite(tensor):
+            raise UserError(f"{folder}: {name} of its denoiser contains NaN or infinity; pass another model")
+
+
+def open_policy(folder: Path, text_facts: Path | None = None) -> tuple[Family, PipelineInputs]:
+    """Return the family and the text policy of a model folder; its configs are checked, and no weight is read."""
     if not (folder / "model_index.json").is_file():
         raise UserError(f"{folder} is not a diffusers folder (no model_index.json); pass an export or a model folder")
     family = family_of_folder(folder)
     policy = read_text_policy(text_facts or folder, family).for_folder(folder)
     check_configs(folder)
     family.weights.require(folder / "transformer")
-    read_denoiser(folder / "transformer", family)  # reports missing or wrong weights
-    try:
-        pipe = _load(folder, family, policy, dtype)
-    except LOAD_ERRORS as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"diffusers cannot load {folder}: {reason}; download or export the folder again") from error
-    for name, tensor in pipe.transformer.state_dict().items():
-        if not is_finite(tensor):
-            raise UserError(f"{folder}: {name} of its denoiser contains NaN or infinity; pass another model")
-    return pipe.to(device), policy
+    return family, policy
 
 
-def _load(folder: Path, family: Family, policy: PipelineInputs, dtype: torch.dtype = torch.float32) -> Any:
+def _load(
+    folder: Path, family: Family, policy: PipelineInputs, dtype: torch.dtype, parts: Mapping[str, Any] | None = None
+) -> Any:
     check_files(folder, *(part for part in folder.iterdir() if part.is_dir()))
-    options = {"dtype": {"vae": torch.float32, "default": dtype}, **LOCAL_WEIGHTS}
+    options = {"dtype": {"vae": torch.float32, "default": dtype}, **LOCAL_WEIGHTS, **(parts or {})}
     custom = family.files.custom_pipeline(policy.facts())
     if custom is None:
         return getattr(diffusers, family.pipeline).from_pretrained(folder, **options)

@@ -6,30 +6,59 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig, TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.registry import family_of
+from sd3_light.core.start import WeightsStart
 from sd3_light.export.trained_file import read_trained_adapter
-from sd3_light.model.adapter_layers import LycorisModule, add_adapter, cast_frozen, load_lycoris
+from sd3_light.model.adapter_layers import LycorisModule, ReadWeight, add_adapter, cast_frozen, load_lycoris
+from sd3_light.model.loading import CPU, assign_weights, read_weights
 from sd3_light.model.lora_layers import LoraModule, load_lora
 from sd3_light.model.quantized import quantize_base
 
 
-def choose_what_trains(transformer: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Put the config's adapter on the denoiser and freeze the rest; without an adapter freeze what `freeze` names."""
+def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.device) -> nn.Module:
+    """Return the denoiser of a run: in float32, less what `freeze` names, or frozen with the config's adapter on it.
+
+    Frozen weights are read one by one to the device, in the dtype in which they compute.
+    """
+    weights = family_of(config.model).weights
     if config.adapter is None:
-        freeze(transformer, config.freeze)
-        return
-    quantize_base(transformer, config.adapter.base_bits, device)
-    put_adapter(transformer, config.adapter, config.seed)
+        denoiser = weights.load(start, config.seed)
+        freeze(denoiser, config.freeze)
+        return denoiser
+    denoiser, stored = weights.unread(start)
+
+    def read(name: str) -> Tensor:
+        return stored[name].load().float()
+
+    quantize_base(denoiser, config.adapter.base_bits, device, read)
+    stand_in = torch.zeros(())  # the adapter takes dtype and device of the weights below it
+    assign_weights(denoiser, lambda _, weight: stand_in.expand(weight.shape) if weight.is_meta else weight)
+    put_adapter(denoiser, config.adapter, config.seed, read)
+    dtype = frozen_dtype(config, device)
+    # the processes of a pipeline hold only some of the layers on their devices
+    read_weights(denoiser, stored, dtype, device if config.pipeline_stages == 1 else CPU)
+    cast_frozen(denoiser, dtype)  # biases of quantized layers
+    return denoiser
+
+
+def frozen_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype of weights that do not train: on a GPU that in which the denoiser computes."""
     computes_in_bf16 = device.type == "cuda" and config.model.transformer_dtype == "bfloat16"
-    cast_frozen(transformer, torch.bfloat16 if computes_in_bf16 else torch.float32)
+    return torch.bfloat16 if computes_in_bf16 else torch.float32
 
 
-def put_adapter(transformer: nn.Module, adapter: AdapterConfig, seed: int) -> tuple[str, ...]:
-    """Add the adapter, with the weights of `init_from_existing` if set; return the names of the adapted layers."""
-    names = add_adapter(transformer, adapter, seed)
+def put_adapter(
+    transformer: nn.Module, adapter: AdapterConfig, seed: int, read: ReadWeight | None = None
+) -> tuple[str, ...]:
+    """Add the adapter, with the weights of `init_from_existing` if set; return the names of the adapted layers.
+
+    See `add_adapter`.
+    """
+    names = add_adapter(transformer, adapter, seed, read)
     if adapter.init_from_existing is None:
         return names
     modules: Any = read_trained_adapter(adapter.init_from_existing, transformer, adapter)

@@ -2,7 +2,7 @@
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -40,10 +40,10 @@ class StockFamily(Family):
     the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
     ``pads_text``; otherwise ragged columns are padded to the longest of a batch, and with ``pads_prompts`` those of
     sampling to their full length, under a mask, as in the stock pipeline. ``usual_guidance`` is that of the stock
-    pipeline's call, which runs prompts and negative prompts as one batch if it ``joins_guidance``, and takes one prompt
-    at a time if it has ``single_prompts``. ``trained_side`` is that of a square with as many pixels as the images that
-    its models were trained on. A family of videos has latents with frames, those of an image one; ``usual_clip`` are
-    the frames of a clip, and their rate per second.
+    pipeline's call, which takes none up to ``unguided``, runs prompts and negative prompts as one batch if it
+    ``joins_guidance``, and takes one prompt at a time if it has ``single_prompts``. ``trained_side`` is that of a
+    square with as many pixels as the images that its models were trained on. A family of videos has latents with
+    frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -55,6 +55,7 @@ class StockFamily(Family):
     pads_text: ClassVar[bool] = False
     pads_prompts: ClassVar[bool] = False
     usual_guidance: ClassVar[float] = 4.0
+    unguided: ClassVar[float] = 1.0
     joins_guidance: ClassVar[bool] = False
     single_prompts: ClassVar[bool] = False
     trained_side: ClassVar[int] = 1024
@@ -76,6 +77,12 @@ class StockFamily(Family):
 
         A value is a sequence of rows, one for each text; those of a ragged column differ in length.
         """
+
+    def encode_columns(
+        self, pipe: Any, texts: Sequence[str], model: ModelConfig, columns: Collection[str]
+    ) -> "Mapping[str, Sequence[Tensor]]":
+        """Return the values of `encode_captions`, of these columns at least."""
+        return self.encode_captions(pipe, texts, model)
 
     def encode_negatives(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
         """Return the values of negative prompts: those of captions, unless the pipeline encodes them differently."""
@@ -105,15 +112,11 @@ class StockFamily(Family):
 
     def is_guided(self, guidance: float) -> bool:
         """Return whether this guidance needs the unconditional text."""
-        return guidance > 1
+        return guidance > self.unguided
 
     def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
         """Return the guided velocity, as the stock pipeline computes it."""
         return negative + guidance * (positive - negative)
-
-    def takes_negative(self, folder: Path) -> bool:
-        """Return whether the model of a folder takes a negative text, if it takes no guidance as a number."""
-        return True
 
     @abstractmethod
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
@@ -216,9 +219,9 @@ class StockFamily(Family):
             freeze += tuple(pattern for pattern in self.frozen(read_json(path)) if pattern not in freeze)
         return config.model_copy(update={"model": table, "adapter": adapter, "freeze": freeze})
 
-    def guides_by_number(self, start: WeightsStart) -> bool:
-        """See `Family.guides_by_number`."""
-        return self.takes_guidance(start.size.transformer_config())
+    def no_guidance(self, start: WeightsStart) -> float | None:
+        """See `Family.no_guidance`."""
+        return None if self.takes_guidance(start.size.transformer_config()) else self.unguided
 
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """See `Family.recipe`: a new project of SD3 with the text, the shift and the layers of this family."""

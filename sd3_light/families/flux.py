@@ -1,6 +1,6 @@
 """Flux.1: dev, which takes guidance as a number, and schnell."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -73,11 +73,29 @@ class Flux(StockFamily):
         """See `StockFamily.takes_guidance`."""
         return bool(config.get("guidance_embeds"))
 
+    def recipe(self, folder: Path) -> Mapping[str, Any]:
+        """See `Family.recipe`: schnell is distilled to draw without guidance."""
+        keys = dict(super().recipe(folder))
+        if "model.guidance" not in keys:
+            keys["sampling.guidance"] = self.unguided
+        return keys
+
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
         """See `StockFamily.encode_captions`."""
         length = self.max_length(model)
         text, pooled, _ = pipe.encode_prompt(prompt=list(texts), prompt_2=None, max_sequence_length=length)
         return {"text": text, "pooled": pooled}
+
+    def encode_columns(
+        self, pipe: Any, texts: Sequence[str], model: ModelConfig, columns: Collection[str]
+    ) -> "Mapping[str, Sequence[Tensor]]":
+        """See `StockFamily.encode_columns`: T5 does not run for CLIP's vector, nor CLIP for T5's rows."""
+        values: dict[str, Sequence[Tensor]] = {}
+        if "text" in columns:
+            values["text"] = pipe._get_t5_prompt_embeds(list(texts), max_sequence_length=self.max_length(model))
+        if "pooled" in columns:
+            values["pooled"] = pipe._get_clip_prompt_embeds(list(texts))
+        return values
 
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
         """See `StockFamily.set_times`."""

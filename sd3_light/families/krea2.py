@@ -37,6 +37,7 @@ class Krea2(StockFamily):
     pads_prompts = True
     text_inputs = MappingProxyType({"text": "text_hidden_dim"})
     usual_guidance = 4.5
+    unguided = 0.0
     comfyui = True
 
     def refusal(self, folder: Path) -> str | None:
@@ -81,10 +82,6 @@ class Krea2(StockFamily):
         """See `StockFamily.image_part`: the text comes first."""
         tokens: Tensor = output[:, batch["text"].shape[1] :]
         return tokens
-
-    def is_guided(self, guidance: float) -> bool:
-        """See `StockFamily.is_guided`."""
-        return guidance > 0
 
     def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
         """See `StockFamily.guide`: guidance s is that of 1 + s elsewhere."""

@@ -39,7 +39,7 @@ class PRX(StockFamily):
     text_inputs = MappingProxyType({"text": "context_in_dim"})
     joins_guidance = True
     single_prompts = True  # the pipeline fails with guidance for several
-    loads_adapters = False
+    loads_adapters = False  # the pipeline's loader is that of a UNet, and the denoiser has none of peft's methods
     packages = ("ftfy",)  # cleans captions
 
     def refusal(self, folder: Path) -> str | None:

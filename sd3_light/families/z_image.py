@@ -29,6 +29,7 @@ class ZImage(StockFamily):
     adapter_targets = ("attention.to_*", "feed_forward.w[123]")
     text_inputs = MappingProxyType({"text": "cap_feat_dim"})
     usual_guidance = 5.0
+    unguided = 0.0
     joins_guidance = True
     comfyui = True
 
@@ -64,10 +65,6 @@ class ZImage(StockFamily):
         height, width = batch["noisy"].shape[-2:]
         tokens: Tensor = output[:, : height * width // self.patch**2]
         return tokens
-
-    def is_guided(self, guidance: float) -> bool:
-        """See `StockFamily.is_guided`."""
-        return guidance > 0
 
     def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
         """See `StockFamily.guide`: guidance s is that of 1 + s elsewhere."""

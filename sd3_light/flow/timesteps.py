@@ -10,7 +10,11 @@ from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sd3_light.model.base_values import FLUX_LINE, ShiftLine
+from sd3_light.randomness import first_words, uniforms
 
 _NORMAL = NormalDist()
 
@@ -18,6 +22,11 @@ _NORMAL = NormalDist()
 def open_interval(u: float) -> float:
     """Return u, moved inside (0, 1)."""
     return min(max(u, 1e-12), 1 - 1e-12)
+
+
+def drawn_quantiles(seed: int, words: NDArray[np.int64]) -> list[float]:
+    """Return the quantile that each occurrence of a sample draws; ``words`` are `randomness.occurrence_words`."""
+    return [open_interval(value) for value in uniforms(first_words(seed, "timestep", words)[0]).tolist()]
 
 
 class FixedTime(float):

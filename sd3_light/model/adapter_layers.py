@@ -5,7 +5,7 @@ tensors are read and written directly: names in the model end with peft's adapte
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +24,9 @@ from sd3_light.randomness import stream
 _PEFT_CONFIGS = {"lora": LoraConfig, "lokr": LoKrConfig, "loha": LoHaConfig}
 _LYCORIS_NAMES = (".lokr_", ".hada_")
 
+ReadWeight = Callable[[str], Tensor]
+"""Name of a weight -> its stored values in float32."""
+
 
 def is_adapter_name(name: str) -> bool:
     """Return whether a parameter belongs to an adapter, by its name."""
@@ -35,11 +38,14 @@ def is_lycoris_name(name: str) -> bool:
     return any(infix in name for infix in _LYCORIS_NAMES)
 
 
-def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tuple[str, ...]:
+def add_adapter(
+    transformer: nn.Module, config: AdapterConfig, seed: int, read: ReadWeight | None = None
+) -> tuple[str, ...]:
     """Add the adapter that ``config`` describes, and return the names of its layers.
 
     Afterwards only its weights (float32) require gradients. They are a pure function of the seed, and the model's
-    outputs do not change. Raises UserError for a target that matches nothing.
+    outputs do not change. Raises UserError for a target that matches nothing. ``read`` returns the weights of a model
+    that does not have its values yet.
     """
     if next(_adapter_layers(transformer), None) is not None:
         raise UserError("the denoiser already has an adapter; load it without one")
@@ -56,6 +62,11 @@ def add_adapter(transformer: nn.Module, config: AdapterConfig, seed: int) -> tup
     for name, parameter in transformer.named_parameters():
         if is_adapter_name(name):  # peft uses the model's dtype; master weights are float32
             parameter.data = parameter.data.float()
+    if config.use_dora and read is not None:
+        for name, layer in _adapter_layers(transformer):
+            dora: Any = layer
+            if dora.get_base_layer().weight.is_floating_point():  # quantized ones have their values
+                dora.lora_magnitude_vector[ADAPTER].weight.data = torch.linalg.norm(read(f"{name}.weight"), dim=1)
     if config.type == "lora" and config.dtype == "float32":
         for name, module in transformer.named_modules():
             if is_lora_name(f"{name}.") and type(module) is nn.Linear:

@@ -187,3 +187,8 @@ def stored_weights(part: Path) -> Iterator[tuple[str, int]]:
     for path in (*weight_files(part, "model"), *weight_files(part, WEIGHTS_STEM)):
         if path.is_file():
             yield from ((name, math.prod(tensor.shape)) for name, tensor in open_tensors(path)[0].items())
+
+
+def count_weights(folder: Path) -> dict[str, int]:
+    """Return the number of weights of each part that `model_index.json` names, from the headers of its files."""
+    return {name: sum(count for _, count in stored_weights(folder / name)) for name in components(folder)}

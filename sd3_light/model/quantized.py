@@ -16,13 +16,17 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES
+from sd3_light.model.adapter_layers import ReadWeight
 
 
-def quantize_base(transformer: nn.Module, bits: int, device: torch.device | None = None) -> int:
+def quantize_base(
+    transformer: nn.Module, bits: int, device: torch.device | None = None, read: ReadWeight | None = None
+) -> int:
     """Quantize the linear layers of the model's blocks to ``bits`` bits on ``device``; return their number.
 
     Blocks are modules in a list. Embeddings and the output layer, which are small and affect the image most, keep
-    their dtype. Call this before adding the adapter, and train only the adapter afterwards.
+    their dtype. Call this before adding the adapter, and train only the adapter afterwards. ``read`` returns the
+    weights of a model that has none yet.
     """
     if bits == 16:
         return 0
@@ -38,7 +42,11 @@ def quantize_base(transformer: nn.Module, bits: int, device: torch.device | None
         raise UserError(f"adapter.base_bits = {bits}: the denoiser has no block with a linear layer; write 16")
     for name in names:
         parent, _, last = name.rpartition(".")
-        setattr(transformer.get_submodule(parent), last, _quantized(transformer.get_submodule(name), bits, device))
+        layer = transformer.get_submodule(name)
+        if read is not None:
+            for own, _ in list(layer.named_parameters()):
+                setattr(layer, own, nn.Parameter(read(f"{name}.{own}")))
+        setattr(transformer.get_submodule(parent), last, _quantized(layer, bits, device))
     model: Any = transformer
     setattr(model, f"is_loaded_in_{bits}bit", True)  # peft chooses its layers by this attribute
     return len(names)

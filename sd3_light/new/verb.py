@@ -16,6 +16,7 @@ from sd3_light.config import ConfigFaults, LoadedConfig
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import SCHEME, parse_hub_id
+from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of_folder
 from sd3_light.cost.throughput import cpu_seconds, training_seconds
 from sd3_light.files import write_atomically
@@ -71,6 +72,8 @@ def run(
         if path.exists():
             raise UserError(f"{path} exists; choose another folder with --out")
     source, base = _located(data), _located(model or kind.model)
+    if not kind.continues and Path(base).is_dir():
+        _require_random_start(family_of_folder(Path(base)), base)
     processes = max(1, len(gpus))
     cpu = None if gpus else kind.cpu
     first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, processes))
@@ -78,11 +81,6 @@ def run(
     with TemporaryDirectory() as folder:
         loaded = _load_first(kind, first, Path(folder))
         family = family_of_folder(loaded.train.model.diffusers_path)
-        if not kind.continues and not family.starts_random:
-            raise UserError(
-                f"--model {model}: {family.title} is not trained from random weights; `new lora` and `new finetune` "
-                "continue its own"
-            )
         keys = family.recipe(loaded.train.model.diffusers_path)
         values = replace(first, keys=keys, family=family.title)
         loaded = _load(kind, values, Path(folder))  # which may read videos
@@ -142,6 +140,13 @@ def _load(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:
         return check.load(path)
     except ConfigFaults as error:
         raise _about_options(error) from None
+
+
+def _require_random_start(family: Family, model: str) -> None:
+    """Raise UserError if a family is not trained from random weights."""
+    if not family.starts_random:
+        kinds = "`new lora` and `new finetune` continue" if family.loads_adapters else "`new finetune` continues"
+        raise UserError(f"--model {model}: {family.title} is not trained from random weights; {kinds} its own")
 
 
 def _load_first(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:

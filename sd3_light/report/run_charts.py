@@ -1,6 +1,7 @@
 """The charts of the page: which curves share a chart, and their hints."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from sd3_light.formats import utc_time
 from sd3_light.pages import Chart, ChartLine, ChartMark
@@ -128,13 +129,12 @@ def _chart(
     lines: Sequence[ChartLine],
     hint: str = "",
     nonfinite: Iterable[float] = (),
-    include_zero: bool = False,
-    percent: bool = False,
-    wide: bool = False,
+    **options: Any,
 ) -> Chart:
+    """Return a chart over the steps of the run; ``options`` are other fields of `Chart`."""
     marks = [ChartMark(step, f"resumed {utc_time(time)}") for step, time in report.resumes[-_MOST_MARKS:]]
     marks += [ChartMark(x, "not finite", "nonfinite") for x in nonfinite]
-    return Chart(title, lines, hint, marks, include_zero, percent, report.step_range, wide=wide)
+    return Chart(title, lines, hint, marks, x_range=report.step_range, **options)
 
 
 def _noisy_chart(report: RunReport, name: str, title: str, hint: str = "", **options: bool) -> Chart:

@@ -181,8 +181,9 @@ def complete_lines(file: BufferedReader, first: int = 1) -> Iterator[tuple[int, 
     """
     try:
         for number, line in enumerate(lines_of(file), start=first):
-            if line.endswith(b"\n"):
-                yield number, line
+            if not line.endswith(b"\n"):
+                return  # the run writes it now; the next read would get its end alone
+            yield number, line
     except ValueError as error:
         raise UserError(f"the log is damaged: {error}; remove that line") from error
 

@@ -10,25 +10,30 @@ import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from queue import SimpleQueue
 from threading import Event, Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs
+from sd3_light.sample.phases import PER_ROUND, LatentsDrawn, Phases
 from sd3_light.sample.png import save_png
 from sd3_light.system import usable_cores
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
+
+Result = TypeVar("Result")
+Encode = Callable[[Sequence[str]], list[EncodedText]]
 
 __all__ = [
     "Cancelled",
@@ -56,7 +61,7 @@ _CACHED_TEXTS = 64  # an encoded text of SD3 takes 5 MB
 
 
 def generate(
-    pipe: "DiffusionPipeline",
+    pipe: "DiffusionPipeline | Phases",
     requests: Sequence[ImageRequest],
     policy: PipelineInputs,
     steps: int = 28,
@@ -75,7 +80,7 @@ def generate(
 
 
 def stream_images(
-    pipe: "DiffusionPipeline",
+    pipe: "DiffusionPipeline | Phases",
     requests: Sequence[ImageRequest],
     policy: PipelineInputs,
     steps: int = 28,
@@ -96,21 +101,20 @@ def stream_images(
     in half precision. With `exact`, up to `batch_size` images are generated in parallel, as cores allow.
 
     `is_cancelled` is called after every denoising step; once it returns True, `Cancelled` is raised.
+
+    A model in phases has the same images, and they are finished in groups of `PER_ROUND`.
     """
     full = [_with_defaults(request, steps, guidance) for request in requests]
     for request in full:
-        fault = policy.size_fault(pipe, request.width, request.height) or policy.frames_fault(request.frames)
+        settings = pipe.pipe if isinstance(pipe, Phases) else pipe
+        fault = policy.size_fault(settings, request.width, request.height) or policy.frames_fault(request.frames)
         if fault:
             raise UserError(fault)
-    with policy.prepared(pipe):
-        if exact:
-            yield from _generate_exactly(pipe, full, policy, batch_size, threads, is_cancelled)
-            return
-        encode_batch = partial(policy.encode, pipe)
-        for indices in _batches(full, min(batch_size, policy.largest_batch or batch_size)):
-            batch = [full[index] for index in indices]
-            images = _generate_batch(pipe, batch, policy, encode_batch, is_cancelled)
-            yield list(zip(indices, images, strict=True))
+    batches = [[index] for index in range(len(full))]
+    if not exact:
+        batches = list(_batches(full, min(batch_size, policy.largest_batch or batch_size)))
+    drawing = _Drawing(full, batches, batch_size if exact else None, threads, is_cancelled)
+    yield from _in_phases(pipe, policy, drawing) if isinstance(pipe, Phases) else _all_loaded(pipe, policy, drawing)
 
 
 def _with_defaults(request: ImageRequest, steps: int, guidance: float) -> ImageRequest:
@@ -131,88 +135,183 @@ def _batches(requests: Sequence[ImageRequest], batch_size: int) -> Iterator[list
             yield indices[start : start + batch_size]
 
 
-def _generate_exactly(
-    pipe: "DiffusionPipeline",
-    requests: Sequence[ImageRequest],
-    policy: PipelineInputs,
-    parallel: int,
-    threads: int,
-    is_cancelled: Callable[[], bool],
-) -> Iterator[NumberedImages]:
-    """Generate one image per pipeline call, so that images do not affect each other."""
-    workers = max(1, min(parallel, len(requests), _cores() // threads))
-    pipes: SimpleQueue[DiffusionPipeline] = SimpleQueue()
-    for _ in range(workers):
-        pipes.put(_copy_pipeline(pipe))
-    stopped = Event()
-    lock = Lock()  # tokenizers change their settings in each call
+@dataclass(frozen=True)
+class _Drawing:
+    """Requests, and batches of their indices; with ``parallel`` each is alone, and up to that many run in parallel."""
 
-    @lru_cache(_CACHED_TEXTS)
-    def encode_one(text: str) -> EncodedText:
-        return policy.encode(pipe, [text])[0]
+    requests: Sequence[ImageRequest]
+    batches: Sequence[list[int]]
+    parallel: int | None
+    threads: int
+    is_cancelled: Callable[[], bool]
 
-    def encode_each(texts: Sequence[str]) -> list[EncodedText]:
-        with lock:
-            return [encode_one(text) for text in texts]
+    def batch(self, number: int) -> list[ImageRequest]:
+        return [self.requests[index] for index in self.batches[number]]
 
-    def generate_one(index: int) -> NumberedImages:
-        own_pipe = pipes.get()
+    def encoder(
+        self, policy: PipelineInputs, pipe: "DiffusionPipeline"
+    ) -> Callable[[Sequence[str]], list[EncodedText]]:
+        """Return what encodes texts: together, or each alone, in any thread; those that were encoded last are kept."""
+        if self.parallel is None:
+            return partial(policy.encode, pipe)
+        lock = Lock()  # tokenizers change their settings in each call
+
+        @lru_cache(_CACHED_TEXTS)
+        def encode_one(text: str) -> EncodedText:
+            return policy.encode(pipe, [text])[0]
+
+        def encode(texts: Sequence[str]) -> list[EncodedText]:
+            with lock:
+                return [encode_one(text) for text in texts]
+
+        return encode
+
+    def each(
+        self,
+        pipe: "DiffusionPipeline",
+        numbers: Sequence[int],
+        work: "Callable[[DiffusionPipeline, int, Callable[[], bool]], Result]",
+    ) -> Iterator[Result]:
+        """Yield the results of ``work(pipe, number, is_cancelled)`` for batches, as they are finished."""
+        if self.parallel is None:
+            for number in numbers:
+                yield work(pipe, number, self.is_cancelled)
+            return
+        workers = max(1, min(self.parallel, len(numbers), _cores() // self.threads))
+        pipes: SimpleQueue[DiffusionPipeline] = SimpleQueue()
+        for _ in range(workers):
+            pipes.put(_copy_pipeline(pipe))
+        stopped = Event()
+
+        def run(number: int) -> Result:
+            own_pipe = pipes.get()
+            try:
+                return work(own_pipe, number, lambda: stopped.is_set() or self.is_cancelled())
+            finally:
+                pipes.put(own_pipe)
+
+        with self.torch_threads(), ThreadPoolExecutor(workers) as pool:
+            try:
+                for done in as_completed([pool.submit(run, number) for number in numbers]):
+                    yield done.result()
+            finally:  # after an error, or when the caller stops early
+                stopped.set()
+                pool.shutdown(cancel_futures=True)
+
+    @contextmanager
+    def torch_threads(self) -> Iterator[None]:
+        """Set the number of torch threads for this thread and those started in the block, if images are alone."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(before if self.parallel is None else self.threads)
         try:
-            (image,) = _generate_batch(
-                own_pipe, [requests[index]], policy, encode_each, lambda: stopped.is_set() or is_cancelled()
-            )
-            return [(index, image)]
+            yield
         finally:
-            pipes.put(own_pipe)
+            torch.set_num_threads(before)
 
-    with _torch_threads(threads), ThreadPoolExecutor(workers) as pool:
+
+def _all_loaded(
+    pipe: "DiffusionPipeline", policy: PipelineInputs, drawing: _Drawing
+) -> Generator[NumberedImages, None, None]:
+    encode = drawing.encoder(policy, pipe)
+
+    @torch.no_grad()
+    def generate_batch(own_pipe: "DiffusionPipeline", number: int, is_cancelled: Callable[[], bool]) -> NumberedImages:
+        batch = drawing.batch(number)
+        images, fault = run_pipeline(own_pipe, batch, policy.arguments(own_pipe, batch, encode), is_cancelled)
+        _refuse(fault, batch)
+        return list(zip(drawing.batches[number], images, strict=True))
+
+    with policy.prepared(pipe):
+        yield from drawing.each(pipe, range(len(drawing.batches)), generate_batch)
+
+
+def _in_phases(phases: Phases, policy: PipelineInputs, drawing: _Drawing) -> Generator[NumberedImages, None, None]:
+    """Encode the texts of several batches, then draw all of them, then decode them."""
+    for numbers in _rounds(drawing.batches):
+        with drawing.torch_threads():
+            arguments = _encode_texts(phases, policy, drawing, numbers)
+            phases.free()
+            decoder = phases.decoder()
+            latents = _draw_latents(phases.denoiser(decoder.vae), policy, drawing, arguments)
+            phases.free()
+            with decoder:
+                for number in numbers:
+                    pixels = decoder.pixels(latents.pop(number).to(phases.device))
+                    _refuse(not_finite({"VAE": [pixels]}), drawing.batch(number))
+                    yield list(zip(drawing.batches[number], to_images(pixels), strict=True))
+
+
+def _rounds(batches: Sequence[list[int]]) -> Iterator[list[int]]:
+    """Yield the numbers of batches that have up to `PER_ROUND` images together."""
+    gathered: list[int] = []
+    for number, batch in enumerate(batches):
+        if gathered and sum(len(batches[other]) for other in gathered) + len(batch) > PER_ROUND:
+            yield gathered
+            gathered = []
+        gathered.append(number)
+    if gathered:
+        yield gathered
+
+
+@torch.no_grad()
+def _encode_texts(
+    phases: Phases, policy: PipelineInputs, drawing: _Drawing, numbers: Sequence[int]
+) -> dict[int, dict[str, Any]]:
+    """Return the arguments of the pipeline's call for batches, on the host."""
+    encode = drawing.encoder(policy, phases.text_encoders())
+    arguments = {}
+    for number in numbers:
+        if drawing.is_cancelled():
+            raise Cancelled
+        arguments[number] = _moved(policy.arguments(phases.pipe, drawing.batch(number), encode), torch.device("cpu"))
+    return arguments
+
+
+def _draw_latents(
+    pipe: "DiffusionPipeline", policy: PipelineInputs, drawing: _Drawing, arguments: Mapping[int, dict[str, Any]]
+) -> dict[int, Tensor]:
+    """Return the latents of batches as the VAE takes them, on the host."""
+
+    def draw(own_pipe: "DiffusionPipeline", number: int, is_cancelled: Callable[[], bool]) -> tuple[int, Tensor]:
+        inputs = _moved(arguments[number], own_pipe.device)
+        batch = drawing.batch(number)
         try:
-            for done in as_completed([pool.submit(generate_one, index) for index in range(len(requests))]):
-                yield done.result()
-        finally:  # after an error, or when the caller stops early
-            stopped.set()
-            pool.shutdown(cancel_futures=True)
+            _call(own_pipe, batch, inputs, is_cancelled)
+        except LatentsDrawn as drawn:
+            latents = drawn.latents
+        _refuse(not_finite({"text encoder": _tensors_of(inputs), "denoiser": [latents]}), batch)
+        return number, latents.cpu()
+
+    with policy.prepared(pipe):
+        return dict(drawing.each(pipe, list(arguments), draw))
+
+
+def _moved(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a pipeline's arguments with their tensors on the device."""
+    moved: dict[str, Any] = tree_map(lambda value: value.to(device) if isinstance(value, Tensor) else value, arguments)
+    return moved
+
+
+def _refuse(fault: str | None, batch: Sequence[ImageRequest]) -> None:
+    """Raise a UserError about what is wrong with the images of a batch, if there is something."""
+    if fault:
+        raise UserError(f"no image of {batch[0].prompt!r}: {fault}")
 
 
 def _copy_pipeline(pipe: "DiffusionPipeline") -> "DiffusionPipeline":
-    """Return a pipeline with the same networks but its own settings and scheduler, for use in another thread."""
+    """Return a pipeline with the same weights but its own settings and scheduler, for use in another thread."""
     scheduler = copy.copy(pipe.scheduler)
     scheduler.register_to_config()  # copies the config: DPM++ writes the shift for an image size into it
     own_pipe = copy.copy(pipe)
     own_pipe.scheduler = scheduler
+    if isinstance(pipe.vae, nn.Module):
+        own_pipe.vae = copy.copy(pipe.vae)  # a VAE of videos keeps the last frames while it decodes
     return own_pipe
 
 
 def _cores() -> int:
     """Return the cores for this process: its share among the processes of its launcher on this machine."""
     return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
-
-
-@contextmanager
-def _torch_threads(count: int) -> Iterator[None]:
-    """Set the number of torch threads for this thread and those started in the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@torch.no_grad()
-def _generate_batch(
-    pipe: "DiffusionPipeline",
-    batch: Sequence[ImageRequest],
-    policy: PipelineInputs,
-    encoder: Callable[[Sequence[str]], list[EncodedText]],
-    is_cancelled: Callable[[], bool],
-) -> list[Image.Image]:
-    """Generate requests of equal size, steps and guidance."""
-    arguments = policy.arguments(pipe, batch, encoder)
-    images, fault = run_pipeline(pipe, batch, arguments, is_cancelled)
-    if fault:
-        raise UserError(f"no image of {batch[0].prompt!r}: {fault}")
-    return images
 
 
 def run_pipeline(
@@ -226,6 +325,19 @@ def run_pipeline(
     ``arguments`` are those of `PipelineInputs.arguments`. Raises `Cancelled` after a step where ``is_cancelled``
     returns True.
     """
+    output, latents = _call(pipe, batch, arguments, is_cancelled)
+    pixels: Tensor = output.images if hasattr(output, "images") else output.frames.transpose(1, 2)
+    computed = {"text encoder": _tensors_of(arguments), "denoiser": [latents], "VAE": [pixels]}
+    return to_images(pixels), not_finite(computed)
+
+
+def _call(
+    pipe: "DiffusionPipeline",
+    batch: Sequence[ImageRequest],
+    arguments: Mapping[str, Any],
+    is_cancelled: Callable[[], bool],
+) -> tuple[Any, Tensor]:
+    """Return the output of the pipeline, and the latents after its last step."""
     latents: Tensor | None = None
 
     def keep_latents(_pipe: object, _step: int, _time: object, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -246,10 +358,12 @@ def run_pipeline(
             callback_on_step_end=keep_latents,
             output_type="pt",
         )
-    pixels: Tensor = output.images if hasattr(output, "images") else output.frames.transpose(1, 2)
     assert latents is not None, "at least one step"
-    texts = [value for value in arguments.values() if isinstance(value, Tensor)]
-    return to_images(pixels), not_finite({"text encoder": texts, "denoiser": [latents], "VAE": [pixels]})
+    return output, latents
+
+
+def _tensors_of(arguments: Mapping[str, Any]) -> list[Tensor]:
+    return [value for value in arguments.values() if isinstance(value, Tensor)]
 
 
 def to_images(pixels: Tensor) -> list[Image.Image]:

@@ -33,8 +33,9 @@ def compute_in(pipe: "DiffusionPipeline", dtype: torch.dtype) -> None:
     for name, part in pipe.components.items():
         if isinstance(part, nn.Module) and name != "vae" and part.dtype != dtype:
             part.to(dtype)
-    pipe.transformer.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
-    pipe.transformer.register_forward_hook(_cast_outputs)
+    if pipe.transformer is not None:
+        pipe.transformer.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+        pipe.transformer.register_forward_hook(_cast_outputs)
 
 
 def _cast_inputs(

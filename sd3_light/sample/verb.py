@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from sd3_light.core.caption_lengths import cut_prompts
 from sd3_light.core.sampling import ImageRequest, PipelineInputs
 from sd3_light.engines import Launch
 from sd3_light.export.chosen import ChosenModel, choose_model
-from sd3_light.export.lora_merge import add_adapters
+from sd3_light.export.lora_merge import add_adapters, text_folder
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import is_lycoris
 from sd3_light.export.open_pipeline import open_pipeline
@@ -37,9 +37,9 @@ from sd3_light.runlog import info, progress
 from sd3_light.sample.generate import frames_of, stream_images
 from sd3_light.sample.grid import make_grid
 from sd3_light.sample.image_requests import PromptRow
+from sd3_light.sample.phases import Phases
 from sd3_light.sample.png import PNG_FACTS, parameters, read_png_facts, save_new_png, save_png
 from sd3_light.sample.precision import check_dtype, compute_in
-from sd3_light.sample.residence import move_to
 from sd3_light.sources.video import clip_suffix, has_av, write_video
 
 GRID = "grid.png"
@@ -158,9 +158,9 @@ def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A loaded model with its adapters; ``options`` are those of the images to draw next."""
+    """A model with its adapters, loaded or in phases; ``options`` are those of the images to draw next."""
 
-    pipe: DiffusionPipeline
+    pipe: DiffusionPipeline | Phases
     policy: PipelineInputs
     chosen: ChosenModel
     options: SampleOptions
@@ -168,11 +168,12 @@ class OpenModel:
     def request(self, row: PromptRow, seed: int) -> ImageRequest:
         """Return the complete request of a row; an error names the row's file and line."""
         options = self.options
-        default_width, default_height = self.policy.default_size(self.pipe)
+        pipe = self.pipe.pipe if isinstance(self.pipe, Phases) else self.pipe
+        default_width, default_height = self.policy.default_size(pipe)
         width, height = row.width or options.width or default_width, row.height or options.height or default_height
         negative = options.negative_prompt if row.negative_prompt is None else row.negative_prompt
         frames = options.frames or self.policy.default_frames
-        fault = self.policy.size_fault(self.pipe, width, height) or self.policy.frames_fault(frames)
+        fault = self.policy.size_fault(pipe, width, height) or self.policy.frames_fault(frames)
         if negative:
             fault = self.policy.negative_fault() or fault
         if fault:
@@ -199,7 +200,7 @@ class OpenModel:
         one. Once ``is_cancelled`` returns True, `Cancelled` is raised.
         """
         numbers, options, common = list(requests), self.options, self._common_facts()
-        exact = self.pipe._execution_device.type == "cpu"
+        exact = self.pipe.device.type == "cpu"
         images = list(requests.values())
         batches = stream_images(
             self.pipe,
@@ -230,7 +231,7 @@ class OpenModel:
             "sampler": options.sampler,
             "shift": "dynamic" if scheduler.get("use_dynamic_shifting") else shift,
             "dtype": options.dtype,
-            "device": self.pipe._execution_device.type,
+            "device": self.pipe.device.type,
             "model": self.chosen.folder.resolve().name,
             "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in loras],
             **self.policy.facts(),
@@ -257,21 +258,27 @@ def _write_image(image: Image.Image, metadata: Mapping[str, Any], out: Path, num
 
 
 def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel:
-    """Load a model folder, or an export of a run folder (see `choose_model`), with the adapters of the options."""
+    """Open a model folder, or an export of a run folder (see `choose_model`), with the adapters of the options.
+
+    All parts stay loaded where they fit on the device.
+    """
     chosen = choose_model(model, options.best)
     if chosen.text_facts != model:
         info(f"using {chosen.text_facts}")
     dtype = check_dtype(options.dtype)
     loras = (*chosen.loras, *options.loras)
+    text = text_folder(chosen, options.loras)
+    encoded = replace(chosen, text_facts=text)
+    if (in_phases := Phases.of_model(encoded, loras, launch.device(), dtype, options.sampler)) is not None:
+        return OpenModel(*in_phases, chosen, options)
     # a LoKr or LoHa is added to the weights, in float32
     loaded_dtype = torch.float32 if any(is_lycoris(lora.file) for lora in loras) else dtype
-    pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), chosen.text_facts, loaded_dtype)
+    pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), text, loaded_dtype)
     use_sampler(pipe, options.sampler)
     add_adapters(pipe, loras)
     compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
     pipe.vae.enable_slicing()  # one image at a time: its activations are the largest
-    move_to(pipe, launch.device())
-    return OpenModel(pipe, policy, chosen, options)
+    return OpenModel(pipe.to(launch.device()), policy, chosen, options)
 
 
 def _generate(model: OpenModel, requests: Mapping[int, ImageRequest], out: Path) -> float:

@@ -9,6 +9,7 @@ from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
 from sd3_light.flow.packing import pack_latents, unpack_latents
 from sd3_light.sources.video import write_video
+from sd3_light.tasks.estimate import check
 from sd3_light.tasks.images import ImageFolder
 from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo
 from sd3_light.tasks.logger import ModelLogger
@@ -42,6 +43,7 @@ __all__ = [
     "TaskSettings",
     "VideoDataset",
     "WithPrior",
+    "check",
     "drop_text",
     "launch_data_process_task",
     "launch_training_task",

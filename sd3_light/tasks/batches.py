@@ -1,22 +1,18 @@
 """Batches of a user's dataset for the loop, ordered as in pretraining (law 2); a sample's id is its index."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
-from sd3_light.core.batch import Batch
-from sd3_light.data.loader import PipelineDataLoader
-from sd3_light.data.order import WINDOW, Order, Segment, build_order, rank_slice
+from sd3_light.data.order import WINDOW, Order, Segment, WindowRange, build_order, rank_slice
 from sd3_light.data.stream import CachedBatch
 from sd3_light.engines import Launch
 from sd3_light.engines.errors import as_user_error
-from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
-from sd3_light.engines.protocol import StepStream
-from sd3_light.evaluate.validation import EvalPreparer, QuantileBatches
-from sd3_light.tasks.prepare import SAMPLES, STORED, ItemPreparer, SamplePreparer
+from sd3_light.tasks.prepare import SAMPLES, STORED
+from sd3_light.tasks.processed import ProcessedDataset
 
 
 class SampleOrder:
@@ -43,6 +39,7 @@ class SampleOrder:
         self.buckets = [list(buckets[key].values()) for key in sorted(buckets, key=repr)]
         segments = [([Segment(len(segment)) for segment in bucket], global_batch) for bucket in self.buckets]
         self.order: Order = build_order(seed, segments, window or WINDOW)
+        self.has_windows = window is not None
 
     def picks(self, step: int, start: int, stop: int) -> list[tuple[int, int, int]]:
         """Return (index, epoch, repeat) of the samples ``start`` to ``stop`` of a step's global batch."""
@@ -81,45 +78,33 @@ ReadItem = Callable[[Any, int], Any]
 
 
 class TaskBatches(Dataset[Any]):
-    """A rank's micro-batches by number: ``step * micro_batches + micro``; ``prepare.SAMPLES`` are the items."""
+    """A rank's micro-batches by number: ``step * micro_batches + micro``; ``prepare.SAMPLES`` are the items.
+
+    Without ``read`` there are none: the trainer has them.
+    """
 
     def __init__(
-        self, dataset: Dataset[Any], samples: SampleOrder, launch: Launch, micro_batches: int, read: ReadItem
+        self, dataset: Dataset[Any], samples: SampleOrder, launch: Launch, micro_batches: int, read: ReadItem | None
     ) -> None:
         self.dataset, self.samples, self.read = dataset, samples, read
         self.launch, self.micro_batches = launch, micro_batches
         self.load_from_cache = bool(getattr(dataset, "load_from_cache", False))
+        self._prefetched: WindowRange | None = None
 
     def __getitem__(self, number: int) -> CachedBatch:
         step, micro = divmod(number, self.micro_batches)
         size = self.samples.order.batch_size(step)
         start, stop = rank_slice(size, self.launch.rank, self.launch.world, micro, self.micro_batches)
         index, epoch, repeat = map(torch.tensor, zip(*self.samples.picks(step, start, stop), strict=True))
-        items = [self.read(self.dataset, number) for number in index.tolist()]
+        if self.samples.has_windows and isinstance(self.dataset, ProcessedDataset):
+            self._prefetch(self.dataset, self.samples.order.next_windows(step, start, stop))
+        items = None if self.read is None else [self.read(self.dataset, number) for number in index.tolist()]
         return {SAMPLES: items, STORED: self.load_from_cache, "sample_id": index, "epoch": epoch, "repeat": repeat}
 
-
-def task_steps(
-    batches: TaskBatches, preparer: ItemPreparer, num_workers: int, prefetch: int, device: torch.device
-) -> Callable[[int], StepStream]:
-    """Return a function that yields the micro-batches of endless steps, starting at a position.
-
-    Workers read and prepare them. Stacked ones are copied to a GPU while it computes earlier ones.
-    """
-    micro = batches.micro_batches
-    to_gpu = device.type == "cuda" and isinstance(preparer, SamplePreparer)
-
-    def steps(first: int) -> StepStream:
-        items = range(first * micro, 2**62)
-        pin = pin_host_memory if to_gpu else None
-        into = preparer.prepare_into
-        loader = PipelineDataLoader(batches, None, micro, preparer, num_workers, prefetch, items, pin, into)
-        return prefetch_steps(iter(loader), micro, device) if to_gpu else loader.steps()
-
-    return steps
-
-
-def evaluation_batches(batches: TaskBatches, preparer: ItemPreparer, points: Sequence[float]) -> Iterable[Batch]:
-    """Return every micro-batch of an epoch at every point, a quantile or fixed time; padding has weight 0."""
-    items = QuantileBatches(batches, batches.samples.order.steps_per_epoch, points)
-    return PipelineDataLoader(items, None, 1, EvalPreparer(preparer))
+    def _prefetch(self, dataset: ProcessedDataset, windows: WindowRange) -> None:
+        """Fetch the shards of the next windows in the background; neighbouring steps have the same."""
+        if windows != self._prefetched:
+            self._prefetched = windows
+            segments = self.samples.buckets[windows.bucket]
+            for number in self.samples.order.segments_in(windows).tolist():
+                dataset.prefetch(segments[number][0])

@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.encoding.vae import LatentScale
+from sd3_light.encoding.vae import LatentScale, draw_latent, encode_pixels, has_frames
 from sd3_light.tasks.units import Draw, PipelineUnit, Values
 
 
@@ -24,8 +24,7 @@ class EncodeImage(PipelineUnit):
         pixels = torch.from_numpy(np.array(image))
         if pixels.ndim != 3 or pixels.shape[-1] != 3:
             raise UserError(f"EncodeImage: an image has shape {tuple(pixels.shape)}, not [H, W, 3]; convert it to RGB")
-        moments = _encode(module.vae, pixels[None])
-        return {"moments": moments[:, 0] if moments.dim() == 4 else moments}
+        return {"moments": _encode(module.vae, pixels)}
 
 
 class EncodeVideo(PipelineUnit):
@@ -45,7 +44,7 @@ class EncodeVideo(PipelineUnit):
         frames = video if isinstance(video, Tensor) else torch.from_numpy(np.array(video))
         if frames.ndim != 4 or frames.shape[-1] != 3:
             raise UserError(f"EncodeVideo: a video has shape {tuple(frames.shape)}, not [F, H, W, 3]; stack RGB frames")
-        if not _encodes_videos(module.vae):
+        if not has_frames(module.vae.encoder):
             raise UserError(f"EncodeVideo: {type(module.vae).__name__} encodes images; give the VAE of a video model")
         _require_whole_groups(module.vae, len(frames))
         moments = _encode(module.vae, frames)
@@ -62,15 +61,8 @@ def _require_whole_groups(vae: Any, frames: int) -> None:
         )
 
 
-def _encodes_videos(vae: nn.Module) -> bool:
-    return any(isinstance(layer, nn.Conv3d) for layer in vae.modules())
-
-
-def _encode(vae: Any, frames_FHWC: Tensor) -> Tensor:
-    pixels = frames_FHWC.permute(3, 0, 1, 2)[None].to(vae.device, vae.dtype) / 127.5 - 1
-    encoded = vae.encode(pixels if _encodes_videos(vae) else pixels[:, :, 0])
-    moments: Tensor = encoded.latent_dist.parameters if hasattr(encoded, "latent_dist") else encoded.latent
-    return moments[0].float()
+def _encode(vae: Any, pixels: Tensor) -> Tensor:
+    return encode_pixels(vae, pixels[None].to(vae.device))[0].float()
 
 
 class DrawLatent(PipelineUnit):
@@ -84,9 +76,8 @@ class DrawLatent(PipelineUnit):
         channels = getattr(config, "z_dim", None) or config.latent_channels
         if len(moments) == channels:  # the latent itself
             return {"latents": normalise_latent(moments, config)}
-        mean, log_variance = moments.chunk(2)
-        latent = mean + torch.exp(0.5 * log_variance) * draw("posterior", tuple(mean.shape))
-        return {"latents": normalise_latent(latent, config)}
+        noise = draw("posterior", (len(moments) // 2, *moments.shape[1:]))
+        return {"latents": normalise_latent(draw_latent(moments[None], noise[None])[0], config)}
 
 
 def normalise_latent(raw: Tensor, config: Any) -> Tensor:

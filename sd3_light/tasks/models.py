@@ -62,6 +62,10 @@ class TaskModel(TrainedModel):
                 )
         return parameters
 
+    def trained_weights(self) -> list[nn.Parameter]:
+        """Return the weights that a task will train."""
+        return [weight for weight in self.denoiser.parameters() if weight.requires_grad]
+
     def preparer(self, pin: bool = False) -> ItemPreparer:
         """Return what makes batches in workers; ``pin`` is for a trainer without workers."""
         return ItemPreparer()
@@ -157,16 +161,17 @@ class CustomForward(TaskModel):
 
     def freeze_the_rest(self) -> None:
         """Freeze what ``trainable_modules()`` does not yield; store what trains in float32 (law 4)."""
-        chosen = {id(parameter) for parameter in self._chosen()}
+        chosen = {id(parameter) for parameter in self.trained_weights()}
         for parameter in self.module.parameters():
-            parameter.requires_grad_(parameter.requires_grad and id(parameter) in chosen)
+            parameter.requires_grad_(id(parameter) in chosen)
             if parameter.requires_grad and parameter.dtype == torch.bfloat16:
                 self._narrow = parameter.dtype
                 parameter.data = parameter.data.float()
         if self._narrow is not None:
             info(f"the trained weights of {self.name} are stored in float32 and computed in bfloat16")
 
-    def _chosen(self) -> list[nn.Parameter]:
+    def trained_weights(self) -> list[nn.Parameter]:
+        """Return what ``trainable_modules()`` yields and requires gradients."""
         with as_user_error(f"trainable_modules() of {self.name}"):
             chosen = list(self.module.trainable_modules())
         own = {id(parameter) for parameter in self.module.parameters()}
@@ -176,7 +181,7 @@ class CustomForward(TaskModel):
                     f"trainable_modules() of {self.name} yields a {type(parameter).__name__} that is not one of its "
                     "parameters; yield parameters of torch modules that are its attributes"
                 )
-        return chosen
+        return [parameter for parameter in chosen if parameter.requires_grad]
 
     # --- a batch ---------------------------------------------------------------------------------
 

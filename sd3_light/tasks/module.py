@@ -33,7 +33,7 @@ from sd3_light.tasks.prepare import (
     SamplePreparer,
     batch_values,
     common_names,
-    fill_rows,
+    fill_noise,
     rows_of,
     sample_ids,
     sample_values,
@@ -105,13 +105,9 @@ class DiffusionTrainingModule(ModuleHelpers):
         return names
 
     def trainable_modules(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that train, for an optimizer."""
-        return (parameter for _, parameter in self.named_trainable())
-
-    def named_trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) of what trains; names are those inside ``transformer``, if it trains alone."""
-        parameters = (self if self.has_custom_forward else self.transformer).named_parameters()
-        return ((name, parameter) for name, parameter in parameters if parameter.requires_grad)
+        """Yield the parameters that train, for an optimizer: of ``transformer``, if it trains alone."""
+        parameters = (self if self.has_custom_forward else self.transformer).parameters()
+        return (parameter for parameter in parameters if parameter.requires_grad)
 
     def require_transformer(self) -> None:
         """Raise unless the module has a denoiser."""
@@ -208,46 +204,52 @@ class DiffusionTrainingModule(ModuleHelpers):
         with as_user_error(f"denoise of {type(self).__name__}"):
             return self.denoise(noisy, t, inputs)
 
-    def inputs(self, batch: Batch) -> dict[str, Any]:
+    def inputs(self, batch: Batch) -> Values:
         """Return the loss's inputs: all that the units write for the batch, and each sample's noise and quantile."""
+        return self.with_gradient_units(self.values(batch))
+
+    def with_gradient_units(self, inputs: Values) -> Values:
+        """Return the inputs with what gradient units write."""
+        for unit in (self._split or self.split()).gradient:
+            inputs = run_unit(unit, self, inputs)
+        return inputs
+
+    def values(self, batch: Batch) -> dict[str, Any]:
+        """Return the inputs of a batch without those that gradient units write."""
         split = self._split or self.split()
         reads = self._reads(split)
         batch = batch.to(self.device)
         names = common_names(batch)
         absent = any(is_required and name not in names for name, is_required in reads.items())
+        written: dict[str, list[Any]] = {}
         if split.drawn or absent or "noise" not in names or units_to_run(split.cached, names, split.stored):
-            inputs = self._run_units(batch, split, reads)
-        else:
-            inputs = {}
-            for name in reads:
-                inputs |= batch_values(batch, name, self.pads, self.device)
-            inputs["noise"] = batch["noise"]
-        inputs |= {QUANTILE: batch.host[QUANTILE], POINT: batch.host[POINT]}
-        for unit in split.gradient:
-            inputs = run_unit(unit, self, inputs)
-        return inputs
-
-    @torch.no_grad()
-    def _run_units(self, batch: Batch, split: UnitSplit, reads: dict[str, bool]) -> dict[str, Any]:
-        """Run the cached and drawn units on each sample; return the values that are read later, and the noise."""
-        samples = [self._sample_values(batch, at, split) for at in range(batch.size)]
-        written = {name.rstrip("?") for unit in (*split.cached, *split.drawn) for name in unit.writes}
-        for number, values in zip(sample_ids(batch), samples, strict=True):
-            self._require_values(values, reads, number)
-        inputs: dict[str, Any] = {}
+            written = self._written(batch, split, reads)
+        inputs: dict[str, Any] = {QUANTILE: batch.host[QUANTILE], POINT: batch.host[POINT]}
         for name in reads:
-            if name in written or name == "is_evaluation":
-                column = [values.get(name, Missing.VALUE) for values in samples]
-                inputs |= stack_column(name, column, self.pads)
+            if name in written:
+                inputs |= stack_column(name, written[name], self.pads)
             else:
                 inputs |= batch_values(batch, name, self.pads, self.device)
+        inputs["noise"] = self._noise(batch, inputs[self.loss.latents])
+        return inputs
+
+    def _noise(self, batch: Batch, clean: Tensor) -> Tensor:
         noise = batch.get("noise")
-        clean = inputs[self.loss.latents]
-        if noise is None or noise.shape != clean.shape:
-            drawn = torch.empty(clean.shape)
-            fill_rows(drawn, self.seed, "noise", batch.host)
-            noise = to_device(drawn, self.device)
-        return {**inputs, "noise": noise}
+        if noise is not None and noise.shape == clean.shape:
+            return noise
+        drawn = torch.empty(clean.shape)
+        fill_noise(drawn, self.seed, "noise", batch.host)
+        return to_device(drawn, self.device)
+
+    @torch.no_grad()
+    def _written(self, batch: Batch, split: UnitSplit, reads: dict[str, bool]) -> dict[str, list[Any]]:
+        """Run the cached and drawn units on each sample; return a value per sample of what they write."""
+        samples = [self._sample_values(batch, at, split) for at in range(batch.size)]
+        for number, values in zip(sample_ids(batch), samples, strict=True):
+            self._require_values(values, reads, number)
+        names = {name.rstrip("?") for unit in (*split.cached, *split.drawn) for name in unit.writes}
+        names.add("is_evaluation")
+        return {name: [values.get(name, Missing.VALUE) for values in samples] for name in names}
 
     def _sample_values(self, batch: Batch, at: int, split: UnitSplit) -> dict[str, Any]:
         """Return the values of one sample with those that the units write."""
@@ -311,7 +313,7 @@ class DiffusionTrainingModule(ModuleHelpers):
 
         def draw(purpose: str, shape: tuple[int, ...], on_host: bool = False) -> Tensor:
             numbers = torch.empty(1, *shape)
-            fill_rows(numbers, self.seed, purpose, own)
+            fill_noise(numbers, self.seed, purpose, own)
             return numbers[0] if on_host else to_device(numbers[0], self.device)
 
         return draw

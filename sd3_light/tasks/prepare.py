@@ -5,23 +5,22 @@ padded, with ``NAME.length``. Of everything else ``host`` has a list with a valu
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import LENGTH, Batch
+from sd3_light.data.batch import pad_rows
 from sd3_light.data.slots import AllocateTensor, replace_items
 from sd3_light.data.stream import CachedBatch
-from sd3_light.flow.timesteps import open_interval
+from sd3_light.flow.timesteps import drawn_quantiles, open_interval
 from sd3_light.model.device_copy import to_device
-from sd3_light.randomness import fill_normals, first_words, occurrence_words, streams, uniforms
-from sd3_light.tasks.texts import pad_to_longest, positions_below
+from sd3_light.randomness import fill_rows, occurrence_words
+from sd3_light.tasks.texts import positions_below
 
 SAMPLES = "samples"
 """In ``host`` of a batch of a custom forward, and in what is read: the items of the dataset."""
@@ -59,7 +58,7 @@ class ItemPreparer:
     def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Batch:
         """Return a batch without values."""
         host = {SAMPLES: batch[SAMPLES], STORED: batch[STORED], **identities(batch, timestep_quantile)}
-        return Batch(len(batch[SAMPLES]), {}, host)
+        return Batch(len(host[WORDS]), {}, host)
 
     def prepare_into(
         self, batch: CachedBatch, allocate: AllocateTensor, timestep_quantile: float | None = None
@@ -92,32 +91,41 @@ class SamplePreparer(ItemPreparer):
     def prepare_into(
         self, batch: CachedBatch, allocate: AllocateTensor, timestep_quantile: float | None = None
     ) -> Batch:
-        """Return the batch, stacked in memory that ``allocate`` returns."""
-        items = batch[SAMPLES]
+        """Return the batch, stacked in memory that ``allocate`` returns; without items only what is drawn for it."""
         host = identities(batch, timestep_quantile)
-        values: dict[str, Tensor] = {}
+        host[QUANTILE] = self._quantiles(host)
+        prepared = Batch(len(host[WORDS]), {}, host)
+        if batch[SAMPLES] is None:
+            return prepared
+        prepared = self.stacked(prepared, batch[SAMPLES], allocate)
+        clean = prepared.get(self.latents)
+        if clean is None or not clean.is_floating_point():
+            return prepared
+        noise = allocate(tuple(clean.shape), torch.float32)
+        fill_noise(noise, self.seed, "noise", host)
+        return prepared.with_values({"noise": noise})
+
+    def stacked(self, batch: Batch, items: Sequence[Sample], allocate: AllocateTensor, device: str = "cpu") -> Batch:
+        """Return the batch with the values of items, stacked where all are tensors of one shape on a kind of device."""
+        values = dict(batch.values)
+        host = dict(batch.host)
         for name in dict.fromkeys(name for item in items for name in item if name in self.names):
             column = [item.get(name, Missing.VALUE) for item in items]
-            if not _same(column, from_dimension=1 if name in self.pads else 0):
+            if not _same(column, 1 if name in self.pads else 0, device):
                 host[name] = column
             elif name in self.pads:
-                values[name] = _padded(column, allocate)
+                values[name] = pad_rows(column, max(map(len, column)), allocate)
                 host[name + LENGTH] = torch.tensor([len(text) for text in column])
             else:
                 memory = allocate((len(column), *column[0].shape), column[0].dtype)
                 values[name] = torch.stack(column, out=memory)
-        clean = values.get(self.latents)
-        if clean is not None and clean.is_floating_point():
-            values["noise"] = allocate(tuple(clean.shape), torch.float32)
-            fill_rows(values["noise"], self.seed, "noise", host)
-        host[QUANTILE] = self._quantiles(host)
-        return Batch(len(items), values, host)
+        return replace(batch, values=values, host=host)
 
     def _quantiles(self, host: Mapping[str, Any]) -> Tensor:
-        drawn = [host[POINT]] * len(host[WORDS])
-        if host[POINT] is None:
-            drawn = uniforms(first_words(self.seed, "timestep", host[WORDS])[0]).tolist()
-        return torch.tensor([open_interval(value) for value in drawn], dtype=torch.float64)
+        words = host[WORDS]
+        fixed = [host[POINT]] * len(words)
+        drawn = drawn_quantiles(self.seed, words) if host[POINT] is None else list(map(open_interval, fixed))
+        return torch.tensor(drawn, dtype=torch.float64)
 
 
 def identities(batch: CachedBatch, point: float | None) -> dict[str, Any]:
@@ -127,37 +135,24 @@ def identities(batch: CachedBatch, point: float | None) -> dict[str, Any]:
     return {WORDS: words, POINT: point}
 
 
-def fill_rows(rows: Tensor, seed: int, purpose: str, host: Mapping[str, Any]) -> None:
+def fill_noise(rows: Tensor, seed: int, purpose: str, host: Mapping[str, Any]) -> None:
     """Fill rows on the host with the normals of a purpose, those of validation if ``host`` is of one."""
-    purpose = purpose if host[POINT] is None else f"eval-{purpose}"
-    words: NDArray[np.int64] = host[WORDS]
-    array = rows.numpy()
-    for at, draws in enumerate(streams(seed, purpose, words)):
-        fill_normals(draws, array[at : at + 1])
+    fill_rows(seed, purpose if host[POINT] is None else f"eval-{purpose}", host[WORDS], rows.numpy())
 
 
-def _same(column: Sequence[Any], from_dimension: int) -> bool:
-    """Return whether all values are tensors on the host, of one dtype and one shape from a dimension on."""
+def _same(column: Sequence[Any], from_dimension: int, device: str) -> bool:
+    """Return whether all values are tensors on the device, of one dtype and one shape from a dimension on."""
     first = column[0]
     return all(
         type(value) is Tensor
         and value.layout == torch.strided
         and not value.requires_grad
-        and value.device.type == "cpu"
+        and value.device.type == device
         and value.dtype == first.dtype
         and value.dim() == first.dim() >= from_dimension
         and value.shape[from_dimension:] == first.shape[from_dimension:]
         for value in column
     )
-
-
-def _padded(column: Sequence[Tensor], allocate: AllocateTensor) -> Tensor:
-    longest = max(map(len, column))
-    padded = allocate((len(column), longest, *column[0].shape[1:]), column[0].dtype)
-    for row, text in zip(padded, column, strict=True):
-        row[: len(text)] = text
-        row[len(text) :] = 0
-    return padded
 
 
 # --- in the trainer ------------------------------------------------------------------------------
@@ -179,11 +174,8 @@ def sample_ids(batch: Batch) -> list[int]:
 def common_names(batch: Batch) -> set[str]:
     """Return the values that all samples have."""
     lists = {name: column for name, column in batch.host.items() if isinstance(column, list)}
-    return {*batch.values, *(name for name, column in lists.items() if Missing.VALUE not in map(_marked, column))}
-
-
-def _marked(value: Any) -> Any:
-    return value if isinstance(value, Missing) else None
+    whole = [name for name, column in lists.items() if not any(isinstance(value, Missing) for value in column)]
+    return {*batch.values, *whole}
 
 
 def sample_values(batch: Batch, at: int, device: torch.device) -> dict[str, Any]:
@@ -240,5 +232,6 @@ def stack_column(name: str, column: Sequence[Any], pads: Sequence[str] = ()) -> 
         )
     if name not in pads:
         return {name: torch.stack(list(column))}
-    padded, mask = pad_to_longest(column)
-    return {name: padded, f"{name}_mask": mask}
+    lengths = [len(text) for text in column]
+    padded = pad_rows(column, max(lengths))
+    return {name: padded, f"{name}_mask": positions_below(torch.tensor(lengths), padded)}

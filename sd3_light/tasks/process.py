@@ -9,10 +9,12 @@ from typing import Any
 
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from sd3_light.config.faults import UserError
+from sd3_light.data.loader import PipelineDataLoader
 from sd3_light.data.manifest import SHARDS
+from sd3_light.data.slots import tensors_in
 from sd3_light.engines import Launch
 from sd3_light.engines.accelerate import launch_from_accelerator
 from sd3_light.engines.errors import as_user_error, explain_runtime_errors
@@ -27,15 +29,16 @@ from sd3_light.tasks.logger import ModelLogger, require_logger
 from sd3_light.tasks.models import CustomForward, UnitModel, task_model
 from sd3_light.tasks.processed import (
     ProcessedSample,
-    SampleFileWriter,
     StoredRows,
     fingerprint,
+    read_notes,
     write_file_manifest,
+    write_sample,
     write_samples,
     write_shard_manifest,
 )
 from sd3_light.tasks.recipe import recipe_of
-from sd3_light.tasks.sample_files import has_tensor, storable
+from sd3_light.tasks.sample_files import storable
 from sd3_light.tasks.train import aborting_on_error
 
 
@@ -110,22 +113,24 @@ class _Job:
     def items(self, indices: list[int]) -> Iterator[tuple[int, Any, str]]:
         """Yield index, item and fingerprint of samples, prefetched by worker processes."""
         read = any_item_of if isinstance(self.module, CustomForward) else item_of
-        for index, item in zip(indices, _items(self.dataset, indices, self.num_workers, read), strict=True):
+        items = _Items(self.dataset, read)
+        loader = PipelineDataLoader(items, None, 1, items, self.num_workers, 2, indices)
+        for index, item in zip(indices, loader, strict=True):
             yield index, item, fingerprint({"recipe": self.recipe["digest"], "data": item})
 
 
 def _write_files(job: _Job) -> int:
     """Write a file per sample, every n-th in this process; return how many were up to date."""
-    writer = SampleFileWriter(job.folder, job.launch.rank)
+    known = read_notes(job.folder)
     indices = list(range(job.launch.rank, length_of(job.dataset), job.launch.world))
     reused = 0
     with progress("process", len(indices), "samples") as bar:
         for index, item, made_from in job.items(indices):
-            if writer.known.get(index) == made_from:
+            if index in known and known[index]["fingerprint"] == made_from:
                 reused += 1
             else:
                 values = _stored_by(job.module, item, index)
-                writer.add(ProcessedSample(index, job.bucket(index), made_from, values))
+                write_sample(job.folder, job.launch.rank, ProcessedSample(index, job.bucket(index), made_from, values))
             bar.advance()
     return reused
 
@@ -201,38 +206,18 @@ def _write_rejects(dataset: Dataset[Any], folder: Path) -> None:
         write_atomically(folder / "rejects.jsonl", "".join(lines).encode())
 
 
-def _items(dataset: Dataset[Any], indices: list[int], num_workers: int, read: ReadItem) -> Iterator[Any]:
-    """Yield the items in order, prefetched by worker processes."""
-    items = _Items(dataset, read)
-    loader = DataLoader(
-        items,
-        batch_size=None,
-        sampler=indices,
-        num_workers=num_workers,
-        collate_fn=_unchanged,
-        multiprocessing_context="fork" if num_workers else None,  # other workers import from the working directory
-    )
-    for item in loader:
-        if isinstance(item, UserError):
-            raise item
-        yield item
-
-
 class _Items(Dataset[Any]):
-    """Items by index. An error is returned as a value: torch would wrap what a worker raises in its traceback."""
+    """Items by index, which a loader passes on as they are."""
 
     def __init__(self, dataset: Dataset[Any], read: ReadItem) -> None:
         self.dataset, self.read = dataset, read
 
     def __getitem__(self, index: int) -> Any:
-        try:
-            return self.read(self.dataset, index)
-        except UserError as error:
-            return error
+        return self.read(self.dataset, index)
 
-
-def _unchanged(item: Any) -> Any:
-    return item
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Any:
+        """Return the item."""
+        return batch
 
 
 def _is_json(value: Any) -> bool:
@@ -254,7 +239,7 @@ def _stored_by(module: UnitModel | CustomForward, item: Any, index: int) -> Any:
             "(DiffSynth's modules do so with a task that ends in ':data_process')"
         )
     values = storable(returned, f"sample {index}: what forward of {module.name} returned")
-    if not has_tensor(values):
+    if not tensors_in(values):
         raise UserError(f"sample {index}: forward of {module.name} returned no tensor to store; return its results")
     return values
 

@@ -10,7 +10,6 @@ A fingerprint covers a sample's data and the recipe: a task that is started agai
 
 import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,23 +21,26 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from sd3_light.cache.copies import OldShards
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.core.columns import CAPTION, INDEX, MASK, Column
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, read_entry
 from sd3_light.data.reader import ShardReader
-from sd3_light.data.shards import Origin, ShardContent, read_origins, write_shard
-from sd3_light.data.store import ShardStore, open_shard, open_store
+from sd3_light.data.resident import ResidentBucket, ResidentCache
+from sd3_light.data.shards import CaptionFeatures, Origin, ShardContent, read_origins, write_shard
+from sd3_light.data.store import open_shard, open_store
+from sd3_light.data.stream import CachedDataset
+from sd3_light.engines import Launch
 from sd3_light.files import atomic_file, file_sha256, sweep_files, write_atomically
 from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file, require_regular
-from sd3_light.tasks.sample_files import SAMPLE_SUFFIX, read_sample_file, write_sample_file
+from sd3_light.tasks.sample_files import SAMPLE_SUFFIX, read_sample_file
 from sd3_light.urls import with_retries
 
 SAMPLES_FILE = "samples.arrow"
 _FORMAT, _KIND = 2, "processed"
 _OWN = "own."
 """Prefix of the columns of values whose names shards use themselves."""
-_OPEN_SHARDS = 64
 _AGAIN = "run launch_data_process_task again"
 
 
@@ -146,44 +148,36 @@ class StoredRows:
     """The samples that earlier runs stored, by fingerprint; a damaged shard counts as missing."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder / SHARDS
-        self._rows: dict[str, tuple[str, int]] = {}
+        self._rows: dict[str, tuple[ShardEntry, int]] = {}
         self._origins: dict[str, list[Origin]] = {}
-        self._readers: dict[str, ShardReader] = {}
-        for note in sorted(self._folder.glob("*.json")):
+        self._shards = OldShards(folder, None, 0)
+        for note in sorted((folder / SHARDS).glob("*.json")):
             path = note.with_suffix(".safetensors")
-            entry = read_entry(self._folder, path.name)
+            entry = read_entry(path.parent, path.name)
             try:
                 origins = [] if entry is None else read_origins(path)
             except (pa.ArrowException, OSError, ValueError, LookupError, TypeError):
                 continue
             if entry is not None and len(origins) == entry.count:
                 self._origins[path.name] = origins
-                self._rows |= {origin.image_fingerprint: (path.name, row) for row, origin in enumerate(origins)}
+                self._rows |= {origin.image_fingerprint: (entry, row) for row, origin in enumerate(origins)}
 
     def __contains__(self, made_from: str) -> bool:
-        return made_from in self._rows and self._is_intact(self._rows[made_from][0])
+        return made_from in self._rows and self._shards.reader(self._rows[made_from][0]) is not None
 
     def shards_of(self, samples: Sequence[tuple[int, str]]) -> list[str] | None:
         """Return the shards that hold exactly these samples (index, fingerprint), in order; None if none do."""
-        files: list[str] = list(dict.fromkeys(self._rows[made_from][0] for _, made_from in samples))
+        files: list[str] = list(dict.fromkeys(self._rows[made_from][0].file for _, made_from in samples))
         stored = [(int(origin.key), origin.image_fingerprint) for file in files for origin in self._origins[file]]
         return files if sorted(stored) == sorted(samples) else None
 
     def sample(self, data_id: int, bucket: str, made_from: str) -> ProcessedSample:
         """Return a stored sample."""
-        file, row = self._rows[made_from]
-        values = {**read_row(self._readers[file], row), **json.loads(self._origins[file][row].captions[0])}
+        entry, row = self._rows[made_from]
+        reader = self._shards.reader(entry)
+        assert reader is not None, "it is among the stored samples"
+        values = {**read_row(reader, row), **json.loads(self._origins[entry.file][row].captions[0])}
         return ProcessedSample(data_id, bucket, made_from, values)
-
-    def _is_intact(self, file: str) -> bool:
-        if file not in self._readers:
-            entry = read_entry(self._folder, file)
-            path = self._folder / file
-            if entry is None or file_sha256(path) != entry.sha256:
-                return False
-            self._readers[file] = ShardReader(path, entry)
-        return True
 
 
 def write_shard_manifest(folder: Path, files: Sequence[str], recipe: dict[str, Any], count: int) -> None:
@@ -210,51 +204,43 @@ def write_shard_manifest(folder: Path, files: Sequence[str], recipe: dict[str, A
 # --- a file per sample ---------------------------------------------------------------------------
 
 
-class SampleFileWriter:
-    """Writes the samples of one process in one file each; their values are any that `storable` returns."""
+def read_notes(folder: Path) -> dict[int, dict[str, str]]:
+    """Return the notes of the samples whose files exist, by index; of several the last, unless it is damaged."""
+    notes: dict[int, dict[str, str]] = {}
+    for path in sorted(folder.glob("[0-9]*/*.json")):
+        notes.pop(int(path.stem), None)
+        try:
+            note = {key: str(value) for key, value in read_json_file(path).items()}
+        except (OSError, ValueError, AttributeError):  # damaged, or being replaced: computed again
+            continue
+        if note.keys() >= {"file", "fingerprint", "bucket", "sha256"} and path.with_suffix(SAMPLE_SUFFIX).is_file():
+            notes[int(path.stem)] = note
+    return notes
 
-    def __init__(self, folder: Path, process: int) -> None:
-        self.folder, self.process = folder, process
-        (folder / str(process)).mkdir(parents=True, exist_ok=True)
-        self._others = [path for path in folder.glob("[0-9]*") if path.is_dir() and path.name != str(process)]
-        self.known = self._existing()
 
-    def _existing(self) -> dict[int, str]:
-        """Return data_id -> fingerprint of the samples that any process wrote in earlier runs."""
-        existing: dict[int, str] = {}
-        for path in sorted(self.folder.glob("[0-9]*/*.json")):  # of several notes the manifest uses the last
-            existing.pop(int(path.stem), None)
-            try:
-                known = read_json_file(path)["fingerprint"]
-            except (OSError, ValueError, LookupError, TypeError):  # damaged, or being replaced: computed again
-                continue
-            if path.with_suffix(SAMPLE_SUFFIX).is_file():
-                existing[int(path.stem)] = known
-        return existing
+def write_sample(folder: Path, process: int, sample: ProcessedSample) -> None:
+    """Write the file of a sample and its note; remove those that another process wrote earlier.
 
-    def add(self, sample: ProcessedSample) -> None:
-        """Write the sample and its note; remove those of another process, of an earlier number of processes."""
-        file = f"{self.process}/{sample.data_id}{SAMPLE_SUFFIX}"
-        path = self.folder / file
-        note = {"file": file, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
-        with atomic_file(path) as temporary:
-            write_sample_file(temporary, sample.values)
-            note["sha256"] = file_sha256(temporary)
-        write_atomically(path.with_suffix(".json"), json.dumps(note, indent=1).encode())
-        for folder in self._others:
-            for suffix in (".json", SAMPLE_SUFFIX):
-                (folder / f"{sample.data_id}{suffix}").unlink(missing_ok=True)
+    Its values are any that `storable` returns.
+    """
+    file = f"{process}/{sample.data_id}{SAMPLE_SUFFIX}"
+    path = folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    note = {"file": file, "fingerprint": sample.fingerprint, "bucket": sample.bucket}
+    with atomic_file(path) as temporary:
+        torch.save(sample.values, temporary)
+        note["sha256"] = file_sha256(temporary)
+    write_atomically(path.with_suffix(".json"), json.dumps(note, indent=1).encode())
+    for other in folder.glob("[0-9]*"):
+        for suffix in (".json", SAMPLE_SUFFIX) if other != path.parent else ():
+            (other / f"{sample.data_id}{suffix}").unlink(missing_ok=True)
 
 
 def write_file_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
     """Write the manifest of sample files after all processes are done."""
-    notes: dict[int, dict[str, str]] = {}
-    for path in sorted(folder.glob("[0-9]*/*.json")):
-        notes[int(path.stem)] = read_json_file(path)
+    notes = read_notes(folder)
     if missing := sorted(set(range(count)) - notes.keys()):
-        raise UserError(
-            f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; run the data process again"
-        )
+        raise UserError(f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; {_AGAIN}")
     samples = [{key: notes[number][key] for key in ("file", "bucket", "sha256")} for number in range(count)]
     manifest = {"format": _FORMAT, "kind": _KIND, "recipe": dict(recipe), "samples": samples}
     write_atomically(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False).encode())
@@ -265,30 +251,50 @@ def write_file_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> 
 # --- reading -------------------------------------------------------------------------------------
 
 
+class _TaskShards(CachedDataset):
+    """The shards of a task: columns may differ from one to another, and there is no empty caption."""
+
+    def new_reader(self, entry: ShardEntry) -> ShardReader:
+        """Open a shard without hashing it."""
+        return open_shard(self.store, entry, lambda path: ShardReader(path, entry))
+
+    def empty_text(self) -> CaptionFeatures:
+        """Return no features."""
+        return {}
+
+
 class ProcessedDataset(Dataset[Any]):
     """The samples of a data-process task in the order of the original dataset, to train on.
 
     ``folder`` may be the URL of a copy with shards: they are fetched when they are used, into ``stream_cache_dir``, of
     at most ``stream_cache_gb``; the setting `shuffle_window` limits how many are in use. A file is hashed when it is
     first opened. Samples with the same ``bucket_of(index)`` may share a batch. ``load_from_cache``: the samples are
-    what a custom forward returned, its ``inputs`` in the second stage.
+    what a custom forward returned, its ``inputs`` in the second stage; they have no ``shards``. Samples are views of
+    ``resident``, if the shards were read into memory.
     """
 
     def __init__(
         self, folder: str | Path, stream_cache_dir: str | Path | None = None, stream_cache_gb: float = 50.0
     ) -> None:
-        self._open: OrderedDict[str, ShardReader] = OrderedDict()
+        self.folder: Path | str = str(folder).rstrip("/") if is_url(str(folder)) else Path(folder)
+        self.shards: CachedDataset | None = None
+        self.resident: ResidentCache | None = None
         self._verified: set[str] = set()
-        self._store: ShardStore | None = None
-        self.load_from_cache = False
-        if is_url(str(folder)):
-            self.folder: Path | str = str(folder).rstrip("/")
-            fetched = None if stream_cache_dir is None else Path(stream_cache_dir)
-            self._store = open_store(self.folder, fetched, int(stream_cache_gb * 1e9))
-            table = with_retries(f"{self.folder}/{SAMPLES_FILE}", lambda files, path: files.cat_file(path))
-            self._use(self._store.manifest, feather.read_table(pa.BufferReader(table)))
-            return
-        self.folder = Path(folder)
+        files = self._sample_files()
+        self.load_from_cache = files is not None
+        try:
+            if files is not None:
+                self._open_files(files)
+            else:
+                fetched = None if stream_cache_dir is None else Path(stream_cache_dir)
+                self._open_shards(fetched, int(stream_cache_gb * 1e9))
+        except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
+            raise UserError(f"{self.folder}/{MANIFEST} is damaged ({error!r}); {_AGAIN}") from error
+
+    def _sample_files(self) -> dict[str, Any] | None:
+        """Return the manifest of sample files; None if there are shards."""
+        if isinstance(self.folder, str):
+            return None
         path = self.folder / MANIFEST
         if not path.is_file():
             raise UserError(f"no processed data in {self.folder}; run launch_data_process_task first")
@@ -296,47 +302,46 @@ class ProcessedDataset(Dataset[Any]):
             content = read_json_file(path, INDEX_BYTES)
         except (OSError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error}); {_AGAIN}") from error
-        self.load_from_cache = isinstance(content, dict) and content.get("kind") == _KIND
-        try:
-            self._open_files(content) if self.load_from_cache else self._open_shards(self.folder)
-        except (LookupError, TypeError, ValueError, OSError, pa.ArrowException) as error:
-            raise UserError(f"{path} is damaged ({error!r}); {_AGAIN}") from error
+        return content if isinstance(content, dict) and content.get("kind") == _KIND else None
 
     def _open_files(self, content: dict[str, Any]) -> None:
         if content["format"] != _FORMAT:
             raise UserError(f"{self.folder} has processed data of another version; {_AGAIN}")
         self.recipe = dict(content["recipe"])
-        samples = [sample for sample in content["samples"] if is_inner_path(sample["file"])]
-        self._hashes = {str(sample["file"]): str(sample["sha256"]) for sample in samples}
+        self._hashes = {str(sample["file"]): str(sample["sha256"]) for sample in content["samples"]}
         self._samples = [(str(sample["bucket"]), str(sample["file"]), 0, "{}") for sample in content["samples"]]
-        for _, file, _, _ in self._samples:
-            self._hashes[file]
+        if not all(is_inner_path(file) for file in self._hashes):
+            raise ValueError("a sample is in another folder")
 
-    def _open_shards(self, folder: Path) -> None:
+    def _open_shards(self, fetched: Path | None, limit_bytes: int) -> None:
         try:
-            manifest = Manifest.load(folder)
+            self.shards = _TaskShards(open_store(self.folder, fetched, limit_bytes), Launch.detect().world > 1)
         except UserError as error:
-            raise UserError(f"{error}; of a task: {_AGAIN}") from error
-        path = folder / SAMPLES_FILE
-        if not path.is_file():
-            raise UserError(f"{folder} holds a cache, and no processed data of a task; {_AGAIN}")
-        require_regular(path)
-        self._use(manifest, feather.read_table(path, memory_map=False))
-
-    def _use(self, manifest: Manifest, table: pa.Table) -> None:
-        """Take the samples of a table."""
+            raise UserError(f"{error}; of a task: {_AGAIN}") if isinstance(self.folder, Path) else error from error
+        table = self._table()
         table.validate(full=True)
-        self.recipe = dict(manifest.recipe)
-        self._entries = {entry.file: entry for entry in manifest.shards}
-        self._hashes = {entry.file: entry.sha256 for entry in manifest.shards}
+        self.recipe = dict(self.shards.manifest.recipe)
+        self._entries = {entry.file: entry for entry in self.shards.manifest.shards}
+        self._places = {
+            entry.file: (number, segment)
+            for number, bucket in enumerate(self.shards.buckets)
+            for segment, entry in enumerate(bucket.shards)
+        }
         columns = (table[name].to_pylist() for name in ("bucket", "shard", "row", "values"))
         self._samples = list(zip(*columns, strict=True))
         for _, file, row, _ in self._samples:
             if not 0 <= row < self._entries[file].count:
                 raise ValueError(f"row {row} of {file}")
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open": OrderedDict()}
+    def _table(self) -> pa.Table:
+        if isinstance(self.folder, str):
+            data = with_retries(f"{self.folder}/{SAMPLES_FILE}", lambda files, path: files.cat_file(path))
+            return feather.read_table(pa.BufferReader(data))
+        path = self.folder / SAMPLES_FILE
+        if not path.is_file():
+            raise UserError(f"{self.folder} holds a cache, and no processed data of a task; {_AGAIN}")
+        require_regular(path)
+        return feather.read_table(path, memory_map=False)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -349,28 +354,47 @@ class ProcessedDataset(Dataset[Any]):
         """Return the shard of a sample: with `shuffle_window` neighbouring steps read few of them."""
         return self._samples[index][1]
 
+    def prefetch(self, index: int) -> None:
+        """Fetch and hash the shard of a sample in the background."""
+        if self.shards is not None and self.resident is None:
+            number, segment = self._places[self.segment_of(index)]
+            self.shards.prefetch(number, [segment])
+
     def __getitem__(self, index: int) -> Any:
         _, file, row, values = self._samples[index]
-        if self.load_from_cache:
-            return read_sample_file(self._verify(Path(self.folder) / file, file))
-        return {**read_row(self._reader(file), row), **json.loads(values)}
+        if self.shards is None:
+            return self._read_file(file)
+        return {**self._tensors(file, row), **json.loads(values)}
 
-    def _reader(self, file: str) -> ShardReader:
-        if file not in self._open:
-            entry = self._entries[file]
-            if self._store is not None:  # it compares hashes
-                self._open[file] = open_shard(self._store, entry, lambda path: ShardReader(path, entry))
-            else:
-                self._open[file] = ShardReader(self._verify(Path(self.folder) / SHARDS / file, file), entry)
-            while len(self._open) > _OPEN_SHARDS:
-                self._open.popitem(last=False)
-        self._open.move_to_end(file)
-        return self._open[file]
-
-    def _verify(self, path: Path, file: str) -> Path:
-        """Return the path of a file; when it is first used its hash is compared."""
+    def _read_file(self, file: str) -> Any:
+        path = Path(self.folder) / file
         if file not in self._verified:
             if not path.is_file() or file_sha256(path) != self._hashes[file]:
-                raise UserError(f"{path} is missing or damaged; delete it and run the data process again")
+                raise _damaged(path)
             self._verified.add(file)
-        return path
+        return read_sample_file(path)
+
+    def _tensors(self, file: str, row: int) -> dict[str, Tensor]:
+        assert self.shards is not None
+        number, segment = self._places[file]
+        if self.resident is not None:
+            bucket = self.resident.buckets[number]
+            return _resident_row(bucket, int(bucket.first_sample[segment]) + row)
+        try:
+            (reader,) = self.shards.readers([self._entries[file]])
+        except UserError as error:
+            raise _damaged(self.folder / SHARDS / file) if isinstance(self.folder, Path) else error from error
+        return read_row(reader, row)
+
+
+def _resident_row(bucket: ResidentBucket, number: int) -> dict[str, Tensor]:
+    """Return the tensors of a sample, as `read_row` does, without a copy."""
+    stored = {name: table[number] for name, table in bucket.images.items()}
+    for name, rows in bucket.text.tokens.items():
+        first, end = bucket.text.starts[name][number : number + 2].tolist()
+        stored[name] = rows[first:end]
+    return {name.removeprefix(_OWN): value for name, value in stored.items()}
+
+
+def _damaged(path: Path) -> UserError:
+    return UserError(f"{path} is missing or damaged; delete it and run the data process again")

@@ -40,18 +40,6 @@ def storable(value: Any, name: str) -> Any:
     )
 
 
-def has_tensor(value: Any) -> bool:
-    """Return whether there is a tensor anywhere in the value."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(map(has_tensor, value)))
-
-
-def write_sample_file(path: Path, value: Any) -> None:
-    """Write a `storable` value."""
-    torch.save(value, path)
-
-
 def read_sample_file(path: Path) -> Any:
     """Return the content of a file; nothing in it is executed."""
     try:

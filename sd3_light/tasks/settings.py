@@ -1,12 +1,12 @@
 """`TaskSettings`: everything that `launch_training_task` takes besides its documented arguments."""
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Strict, ValidationError, model_validator
 
-from sd3_light.config import EmaConfig, OptimizerConfig
+from sd3_light.config import AdapterConfig, EmaConfig, ModelConfig, OptimizerConfig, TrainConfig
 from sd3_light.config.base import (
     Allowed,
     Count,
@@ -22,24 +22,13 @@ from sd3_light.config.base import (
 )
 from sd3_light.config.faults import UserError
 from sd3_light.config.schema_tables import OptimizerName
+from sd3_light.data.order import WINDOW
 from sd3_light.optim.customized import CustomizedOptimizer
 
 _FUNCTION = Allowed("a function")
 _OFFLOADING = ("enable_model_cpu_offload", "enable_optimizer_cpu_offload", "cpu_offload_split_threshold")
 _DEFAULT_ZERO_STAGE = 2
 _BETAS = Allowed("two numbers from 0 to below 1, such as (0.9, 0.999)")
-
-
-@dataclass(frozen=True)
-class EngineSettings:
-    """The settings that engines read, as in a train TOML; ``zero_stage`` 0 is the torch engine."""
-
-    optimizer: OptimizerConfig
-    gradient_clipping: float
-    gradient_accumulation_steps: int
-    parallel: str
-    zero_stage: int
-    pipeline_stages: int = 1
 
 
 class TaskSettings(Table):
@@ -62,6 +51,7 @@ class TaskSettings(Table):
     batch_size: Count = 1
     bucket_of: Annotated[Callable[[int], Hashable], _FUNCTION] | None = None
     shuffle_window: Count | None = None
+    cache_residence: Literal["auto", "stream", "host", "device"] = "auto"
     gradient_accumulation_steps: Count | None = None
     gradient_clipping: NotNegative = 1.0
     lr_scheduler: Literal["constant", "linear", "cosine", "step"] = "constant"
@@ -154,22 +144,41 @@ class TaskSettings(Table):
         """Return the settings that are numbers, texts or flags, to show in a tracker."""
         return {name: value for name, value in self if isinstance(value, str | int | float)}
 
-    @property
-    def optimizer_table(self) -> OptimizerConfig:
-        """The settings as the config's `[optimizer]`."""
+    def train_config(
+        self, output_dir: Path, micro_batches: int, adapter: AdapterConfig | None, is_bf16: bool
+    ) -> TrainConfig:
+        """Return the settings as those of a train TOML, which engines and estimates read."""
+        shared = TaskSettings.model_fields.keys() & TrainConfig.model_fields.keys()
+        own = {
+            "output_dir": output_dir,
+            "epochs": self.num_epochs,
+            "micro_batch_size_per_gpu": self.batch_size,
+            "gradient_accumulation_steps": micro_batches,
+            "num_dataloader_workers": self.num_workers,
+            "dataloader_prefetch_per_worker": self.prefetch_batches_per_worker,
+            "shuffle_window": self.shuffle_window or WINDOW,
+            "zero_stage": (self.zero_stage or _DEFAULT_ZERO_STAGE) if self.engine == "deepspeed" else 0,
+            "checkpoint_every_n_steps": self.checkpoint_steps,
+            "save_every_n_steps": self.save_steps,
+            "save_every_n_epochs": None if self.save_steps else 1,
+            "eval_datasets": () if self.eval_dataset is None else (self.eval_dataset,),
+            "optimizer": self._optimizer(),
+            "ema": self._ema(),
+            "adapter": adapter,
+            "model": ModelConfig.model_construct(
+                diffusers_path=output_dir, transformer_dtype="bfloat16" if is_bf16 else "float32"
+            ),
+        }
+        # without validation: the settings are valid, and no file is read by these paths
+        return TrainConfig.model_construct(**{**{name: getattr(self, name) for name in shared}, **own})
+
+    def _optimizer(self) -> OptimizerConfig:
         table = {"type": self.optimizer, "lr": self.learning_rate, "weight_decay": self.weight_decay}
         if self.customized_optimizer is not None:
             return CustomizedOptimizer.model_validate({**table, "path": self.customized_optimizer})
         return OptimizerConfig.model_validate({**table, "betas": self.betas})
 
-    def engine_settings(self, micro_batches: int) -> EngineSettings:
-        """Return what engines read of the settings."""
-        stage = (self.zero_stage or _DEFAULT_ZERO_STAGE) if self.engine == "deepspeed" else 0
-        return EngineSettings(self.optimizer_table, self.gradient_clipping, micro_batches, self.parallel, stage)
-
-    @property
-    def ema_table(self) -> EmaConfig:
-        """The settings as the config's `[ema]`."""
+    def _ema(self) -> EmaConfig:
         if self.ema is not None:
             return self.ema.model_copy(update={"enable": True})
         if self.ema_decay is None:

@@ -1,7 +1,6 @@
 """Ready-made parts for text: dropout, and texts of unequal length in one batch."""
 
 import math
-from collections.abc import Sequence
 from statistics import NormalDist
 from typing import Any
 
@@ -85,12 +84,6 @@ class _DropText(PipelineUnit):
         dropped = not is_evaluation and float(draw("text-dropout", (1,), on_host=True)) < self._threshold
         chosen = EMPTY if dropped else FULL
         return {name: values[chosen + name] for name in (written.rstrip("?") for written in self.writes)}
-
-
-def pad_to_longest(texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return values [L_i, ...] padded with zeros to [B, L, ...], and the mask [B, L] of the real positions."""
-    padded = torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True)
-    return padded, positions_below(torch.tensor([len(text) for text in texts]), padded)
 
 
 def positions_below(lengths: Tensor, padded: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 import atexit
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -24,13 +23,14 @@ from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import RESUMABLE, Stopped, UserError
 from sd3_light.config.schema_tables import MonitoringConfig
 from sd3_light.core.model import of_denoiser
-from sd3_light.engines import Engine, Launch, deepspeed
-from sd3_light.engines.accelerate import accelerated, launch_from_accelerator
+from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.engines import Engine, deepspeed
+from sd3_light.engines.accelerate import accelerated
 from sd3_light.engines.errors import TASK_OUT_OF_MEMORY, as_user_error, explain_runtime_errors
 from sd3_light.engines.feed import order_facts
 from sd3_light.engines.processes import ProcessGroups, abort_process_group, start_process_group
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.evaluate.validation import eval_points, validate
+from sd3_light.evaluate.validation import EvalPreparer, QuantileBatches, eval_points, validate
 from sd3_light.export.background_saves import checkpoint_to_resume, newest_usable
 from sd3_light.files import OWN_FILES, sweep_files
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
@@ -38,27 +38,20 @@ from sd3_light.optim.ema import Averages
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import RunLog, info, open_trackers, set_main_process
 from sd3_light.sources.video import write_video
-from sd3_light.tasks.batches import (
-    ReadItem,
-    SampleOrder,
-    TaskBatches,
-    any_item_of,
-    evaluation_batches,
-    item_of,
-    length_of,
-    task_steps,
-)
-from sd3_light.tasks.logger import ModelLogger, call_on_step_end, require_logger
-from sd3_light.tasks.models import CustomForward, TaskModel, UnitModel, task_model
+from sd3_light.tasks.batches import length_of
+from sd3_light.tasks.call import TaskCall
+from sd3_light.tasks.logger import ModelLogger, call_on_step_end
+from sd3_light.tasks.models import CustomForward, UnitModel
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.processed import ProcessedDataset
 from sd3_light.tasks.recipe import require_same_recipe
-from sd3_light.tasks.settings import EngineSettings, TaskSettings
+from sd3_light.tasks.residence import cost_beside_shards, place_shards, require_shards, training_steps
+from sd3_light.tasks.settings import TaskSettings
 from sd3_light.train.driver import Driver, HookSchedule, RunHooks
 from sd3_light.train.idle import DeviceGaps, IdleAdvice, watch_updates
 from sd3_light.train.loop import Run, every
 from sd3_light.train.meter import Meter
-from sd3_light.train.resume import NOISE
+from sd3_light.train.resume import NOISE, load_averages
 from sd3_light.train.teacher import start_of_adapter, teach_by_average
 
 _DAMAGED_REMEDY = "restore one from a copy, or choose another output_path"
@@ -119,8 +112,9 @@ def launch_training_task(
     documented: dict[str, Any] = {"learning_rate": learning_rate, "weight_decay": weight_decay}
     documented |= {"num_workers": num_workers, "save_steps": save_steps, "num_epochs": num_epochs}
     resolved = TaskSettings.of({**documented, **settings}, args)
+    task = TaskCall.of(accelerator, dataset, model, model_logger, resolved)
     with ExitStack() as stack:
-        driver = _make_driver(accelerator, dataset, model, model_logger, resolved, stack)
+        driver = _make_driver(task, stack)
         if driver.launch.is_main:
             monitoring = getattr(model_logger, "monitoring", MonitoringConfig())
             trackers = open_trackers(monitoring, driver.folder, resolved.plain_values())
@@ -159,61 +153,49 @@ def _ignore_signals() -> None:
 # --- setting up ----------------------------------------------------------------------------------
 
 
-def _make_driver(
-    accelerator: Accelerator | None,
-    dataset: Dataset[Any],
-    model: nn.Module,
-    logger: ModelLogger,
-    settings: TaskSettings,
-    stack: ExitStack,
-) -> Driver:
+def _make_driver(task: TaskCall, stack: ExitStack) -> Driver:
     """Build the run and its driver. First the main process locks the folder; ``stack`` releases it."""
-    module, folder = task_model(model), require_logger(logger)
-    running = _running_accelerator(accelerator, settings)
-    launch = Launch.detect() if running is None else launch_from_accelerator(running)
-    device = launch.device() if running is None else running.device
+    settings = task.settings
+    launch = task.launch
+    device = task.device
+    model = task.model
     set_main_process(launch.is_main)
     all_write = settings.engine == "deepspeed" or settings.parallel == "fsdp2"
     groups = start_process_group(launch, device, 600.0, all_write)
-    groups.decide_on_rank_0(lambda: _check_start(dataset, module, folder, settings, stack))
-    micro_batches = _accumulation_steps(accelerator, settings)
-    batch = settings.batch_size * micro_batches * launch.world
-    samples = SampleOrder(dataset, settings.seed, batch, settings.bucket_of, settings.shuffle_window)
-    _prepare_module(module, settings, launch, running is not None and running.mixed_precision == "bf16", stack)
-    engine = _make_engine(module, settings.engine_settings(micro_batches), launch, device, running, groups)
-    averages = Averages(of_denoiser(engine.weights), settings.ema_table)
-    teach_by_average(module, engine, averages)
-    read = any_item_of if isinstance(module, CustomForward) else item_of
-    batches = TaskBatches(dataset, samples, launch, micro_batches, read)
-    preparer = module.preparer(device.type == "cuda" and not settings.num_workers)
-    steps_per_epoch = samples.order.steps_per_epoch
-    total = settings.num_epochs * steps_per_epoch
-    total = total if settings.max_steps is None else min(total, settings.max_steps)
+    groups.decide_on_rank_0(lambda: _check_start(task, stack))
+    order = task.samples.order
+    _prepare_module(task, stack)
+    cost = cost_beside_shards(task)
+    engine = _make_engine(task, groups)
+    if isinstance(task.dataset, ProcessedDataset):
+        stack.callback(setattr, task.dataset, "resident", None)
+    place_shards(task, groups, cost)  # after the engine, which moves the module to the GPU
+    averages = Averages(of_denoiser(engine.weights), task.config.ema)
+    teach_by_average(model, engine, averages)
+    total = task.total_steps
     run = Run(
         engine=engine,
-        steps=task_steps(batches, preparer, settings.num_workers, settings.prefetch_batches_per_worker, device),
-        samples_in=samples.order.batch_size,
+        steps=training_steps(task),
+        samples_in=order.batch_size,
         learning_rate=lambda step: learning_rate(step, total, settings.learning_rate, settings),
         total_steps=total,
         averages=averages,
-        requests=RunRequests(folder if launch.is_main else None, group=groups.control),
-        begin_step=module.begin,
-        steps_per_epoch=steps_per_epoch,
+        requests=RunRequests(task.folder if launch.is_main else None, group=groups.control),
+        begin_step=model.begin,
+        steps_per_epoch=order.steps_per_epoch,
         max_nonfinite_steps=settings.max_nonfinite_steps,
         logging_steps=settings.logging_steps,
         idle_advice=IdleAdvice(settings.num_workers, workers_key="num_workers", batch_key="batch_size"),
     )
-    hooks = _TaskHooks(
-        _accelerator_for(logger, accelerator, launch, device), module, logger, settings, launch, groups, run, read
-    )
+    hooks = _TaskHooks(task, task.hooks_accelerator(), groups, run)
     driver = Driver(
         run=run,
         launch=launch,
         groups=groups,
-        folder=folder,
-        hooks=hooks.run_hooks(nullcontext if running is None else running.autocast),
-        schedule=_make_schedule(settings, logger, steps_per_epoch),
-        facts={"order": order_facts(samples.order), "noise": NOISE},
+        folder=task.folder,
+        hooks=hooks.run_hooks(),
+        schedule=_make_schedule(settings, task.logger, order.steps_per_epoch),
+        facts={"order": order_facts(order), "noise": NOISE},
         keep_last=settings.keep_last_n_checkpoints,
         out_of_memory=TASK_OUT_OF_MEMORY,
         resume_hint="resume=True",
@@ -222,74 +204,26 @@ def _make_driver(
     gaps = None
     if device.type == "cuda":
         gaps = DeviceGaps()
-        watch_updates(run.engine, gaps)
+        watch_updates(engine, gaps)
     run.meter = Meter(launch.world, window=_resume(driver) if settings.resume else None, gaps=gaps)
     return driver
 
 
-def _running_accelerator(accelerator: Accelerator | None, settings: TaskSettings) -> Accelerator | None:
-    """Return the accelerator if it runs the task; other engines ignore one, but not a DeepSpeed plugin."""
-    if settings.engine != "accelerate":
-        if getattr(accelerator, "distributed_type", None) == DistributedType.DEEPSPEED:
-            raise UserError(
-                f'engine="{settings.engine}" does not use the Accelerator\'s DeepSpeed plugin; create it without the '
-                'plugin, and choose the stage by engine="deepspeed" and zero_stage=1 or 2'
-            )
-        if getattr(accelerator, "mixed_precision", "no") != "no":
-            info(f'engine="{settings.engine}" does not use the Accelerator\'s mixed_precision')
-        return None
-    if not isinstance(accelerator, Accelerator):
-        raise UserError('engine="accelerate" needs an Accelerator; give one, or engine="torch"')
-    return accelerator
-
-
-def _accelerator_for(
-    logger: Any, accelerator: Accelerator | None, launch: Launch, device: torch.device
-) -> Accelerator | None:
-    """Return the accelerator for the logger's hooks: loggers of other packages use one, also where no engine does."""
-    if isinstance(logger, ModelLogger):
-        return accelerator
-    if accelerator is None:
-        accelerator = Accelerator(cpu=device.type == "cpu")
-    if accelerator.num_processes != launch.world:  # several processes would write each file
-        raise UserError(
-            f"the logger's Accelerator has {accelerator.num_processes} processes, the task {launch.world}; start with "
-            "torchrun, on CPUs with ACCELERATE_USE_CPU=true, or use sd3_light.tasks.ModelLogger"
-        )
-    return accelerator
-
-
-def _make_engine(
-    model: TaskModel,
-    config: EngineSettings,
-    launch: Launch,
-    device: torch.device,
-    accelerator: Accelerator | None,
-    groups: ProcessGroups,
-) -> Engine:
+def _make_engine(task: TaskCall, groups: ProcessGroups) -> Engine:
     """Return the engine that the settings name, with the module in it."""
-    if config.zero_stage:
+    if task.config.zero_stage:
         deepspeed.require_installed('engine="deepspeed"')
-        return deepspeed.make_engine(model, config, launch, device, groups.writers)
+        return deepspeed.make_engine(task.model, task.config, task.launch, task.device, groups.writers)
     lay_out = None
-    if accelerator is not None:
-        lay_out = partial(accelerated, accelerator=accelerator, launch=launch, writers=groups.writers)
-    return TorchEngine(model, config, launch, device, groups.writers, lay_out)
+    if task.running is not None:
+        lay_out = partial(accelerated, accelerator=task.running, launch=task.launch, writers=groups.writers)
+    return TorchEngine(task.model, task.config, task.launch, task.device, groups.writers, lay_out)
 
 
-def _accumulation_steps(accelerator: Accelerator | None, settings: TaskSettings) -> int:
-    """Return the micro-batches per step, from the settings or the accelerator; two different numbers are an error."""
-    default = 1 if accelerator is None else int(accelerator.gradient_accumulation_steps)
-    steps = settings.gradient_accumulation_steps
-    if steps is not None and default not in (1, steps):
-        raise UserError(
-            f"gradient_accumulation_steps is {steps} here and {default} in the Accelerator; give one of them"
-        )
-    return steps or default
-
-
-def _check_start(dataset: Any, module: TaskModel, folder: Path, settings: TaskSettings, stack: ExitStack) -> None:
+def _check_start(task: TaskCall, stack: ExitStack) -> None:
     """Lock the folder; raise if it holds another task, or if processed data does not fit the units."""
+    folder = task.folder
+    settings = task.settings
     stack.enter_context(locked_folder(folder, "output_path"))
     sweep_files(folder, OWN_FILES)
     newest = newest_usable(folder, _DAMAGED_REMEDY)
@@ -297,31 +231,30 @@ def _check_start(dataset: Any, module: TaskModel, folder: Path, settings: TaskSe
         raise UserError(
             f"{folder} holds a task ({newest.name}); continue it with resume=True, or choose another output_path"
         )
-    if settings.shuffle_window is not None and not hasattr(dataset, "segment_of"):
-        raise UserError("shuffle_window is a number of shards of a ProcessedDataset; leave it out for other datasets")
+    require_shards(task)
     if settings.eval_dataset is not None:
         length_of(settings.eval_dataset)
-    if isinstance(dataset, ProcessedDataset) and isinstance(module, UnitModel):
-        require_same_recipe(dataset, module.module)
+    if isinstance(task.dataset, ProcessedDataset) and isinstance(task.model, UnitModel):
+        require_same_recipe(task.dataset, task.model.module)
 
 
-def _prepare_module(
-    model: UnitModel | CustomForward, settings: TaskSettings, launch: Launch, bf16: bool, stack: ExitStack
-) -> None:
+def _prepare_module(task: TaskCall, stack: ExitStack) -> None:
+    model = task.model
+    seed = task.settings.seed
     if isinstance(model, CustomForward):
-        model.seed = settings.seed
+        model.seed = seed
         model.freeze_the_rest()
         return
     module: DiffusionTrainingModule = model.module
-    module.seed = settings.seed
+    module.seed = seed
     stack.enter_context(module.fixed_units())
     if module.adapter is not None and module.adapter.dropout > 0:
-        model.dropout = AdapterDropout(module.transformer, settings.seed, launch.rank)
+        model.dropout = AdapterDropout(module.transformer, seed, task.launch.rank)
     if module.objective is not None and module.objective.teacher not in (None, "average"):
         if module.objective.teacher != "start" or module.adapter is None:
             raise UserError('the objective\'s teacher is not "average" or "start"; the start needs train_adapter(...)')
         model.teacher = start_of_adapter(model)
-    if module.adapter is not None and bf16:
+    if module.adapter is not None and task.is_bf16:
         cast_frozen_linears(module.transformer, torch.bfloat16)
 
 
@@ -341,6 +274,7 @@ def _make_schedule(settings: TaskSettings, logger: ModelLogger, steps_per_epoch:
 
 def _resume(driver: Driver) -> dict[str, Any] | None:
     """Load the newest checkpoint, if there is one; return the sums since its last log record."""
+    run = driver.run
     path = driver.groups.decide_on_rank_0(lambda: checkpoint_to_resume(driver.folder, _DAMAGED_REMEDY))
     if path is None:
         return None
@@ -349,8 +283,9 @@ def _resume(driver: Driver) -> dict[str, Any] | None:
         raise UserError(f"{path} was trained on other data, in other batches or with another seed; restore them")
     if saved.facts.get("noise") != NOISE:
         raise UserError(f"{path} was trained with the noise of an earlier version; start again in another output_path")
-    saved.load_into(driver.pieces())
-    driver.run.progress = saved.progress
+    saved.load_into(run.engine.pieces())
+    load_averages(saved, run.engine, run.averages)
+    run.progress = saved.progress
     window: dict[str, Any] = saved.facts["window"]
     return window
 
@@ -362,27 +297,28 @@ def _resume(driver: Driver) -> dict[str, Any] | None:
 class _TaskHooks:
     """What a task does between steps: the logger's saves, the user's evaluation set and images."""
 
+    task: TaskCall
     accelerator: Accelerator | None
-    trained: TaskModel
-    logger: ModelLogger
-    settings: TaskSettings
-    launch: Launch
     groups: ProcessGroups
     run: Run
-    read: ReadItem
+
+    @property
+    def settings(self) -> TaskSettings:
+        """The settings of the task."""
+        return self.task.settings
+
+    @property
+    def logger(self) -> Any:
+        """The logger that saves: a `ModelLogger`, or an object with its methods."""
+        return self.task.logger
 
     @property
     def model(self) -> nn.Module:
         """The user's module."""
-        model: nn.Module = self.trained.module
+        model: nn.Module = self.task.model.module
         return model
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps per epoch."""
-        return self.run.steps_per_epoch
-
-    def run_hooks(self, autocast: Callable[[], AbstractContextManager[Any]]) -> RunHooks:
+    def run_hooks(self) -> RunHooks:
         """Return the hooks for the driver."""
         if self.settings.eval_at_fixed_t and not hasattr(getattr(self.model, "loss", None), "at_fixed_times"):
             raise UserError(
@@ -394,17 +330,17 @@ class _TaskHooks:
             sample=None if self.settings.draw is None else self.draw,
             save=self.save,
             finish=self.finish,
-            autocast=autocast,
+            autocast=nullcontext if self.task.running is None else self.task.running.autocast,
         )
 
     def evaluate(self) -> Iterable[tuple[str, Mapping[str, float]]]:
         """Yield the validation loss at fixed times with fixed noise."""
-        settings, launch, engine = self.settings, self.launch, self.run.engine
-        data = settings.eval_dataset
-        points = eval_points(settings.eval_at_fixed_t)
-        samples = SampleOrder(data, 0, settings.batch_size * launch.world, settings.bucket_of)
-        batches = TaskBatches(data, samples, launch, 1, self.read)
-        prepared = evaluation_batches(batches, self.trained.preparer(), points)
+        task = self.task
+        engine = self.run.engine
+        points = eval_points(self.settings.eval_at_fixed_t)
+        batches = task.evaluation_batches()
+        items = QuantileBatches(batches, batches.samples.order.steps_per_epoch, points)
+        prepared = PipelineDataLoader(items, None, 1, EvalPreparer(task.model.preparer()))
         yield "eval", validate(prepared, engine.evaluate, engine.sum_over_ranks, points)
 
     def draw(self, progress: Progress, weights: str) -> Path | None:
@@ -418,9 +354,9 @@ class _TaskHooks:
         if drawn is not None and not (frames and all(hasattr(frame, "save") for frame in frames)):
             kind = type(drawn).__name__
             raise UserError(f"draw(model) returned a {kind}; return a PIL image, a list of them (a video), or None")
-        if drawn is None or not self.launch.is_main:
+        if drawn is None or not self.task.launch.is_main:
             return None
-        stem = Path(self.logger.output_path) / "samples" / checkpoint_name(progress.step)
+        stem = self.task.folder / "samples" / checkpoint_name(progress.step)
         if frames is drawn:
             return write_video(stem.with_suffix(".gif"), frames)
         stem.parent.mkdir(exist_ok=True)
@@ -433,8 +369,8 @@ class _TaskHooks:
         assert self.run.last_result is not None
         loss = self.run.last_result.first
         call_on_step_end(self.logger, self.accelerator, self.model, self.settings.save_steps, loss)
-        if self.settings.save_steps is None and progress.position % self.steps_per_epoch == 0:
-            self.logger.on_epoch_end(self.accelerator, self.model, progress.position // self.steps_per_epoch - 1)
+        if self.settings.save_steps is None and progress.position % self.run.steps_per_epoch == 0:
+            self.logger.on_epoch_end(self.accelerator, self.model, progress.position // self.run.steps_per_epoch - 1)
 
     def finish(self, progress: Progress) -> None:
         """Save, through the logger, what its intervals left out: the last step always has a file."""
@@ -450,7 +386,7 @@ class _TaskHooks:
 
     def _label(self, progress: Progress) -> str:
         """Return the name of a step's file: its epoch if saves are by epoch and it ends one."""
-        epoch, rest = divmod(progress.step, self.steps_per_epoch)
+        epoch, rest = divmod(progress.step, self.run.steps_per_epoch)
         return f"epoch-{epoch - 1}" if self.settings.save_steps is None and not rest else f"step-{progress.step}"
 
     def _missing_file(self, progress: Progress) -> str | None:
@@ -459,10 +395,10 @@ class _TaskHooks:
         Resuming a finished task takes no step; then the file may be there or not.
         """
         save_steps = self.settings.save_steps
-        is_due = progress.step % (save_steps or self.steps_per_epoch) == 0
+        is_due = progress.step % (save_steps or self.run.steps_per_epoch) == 0
         has_stepped = self.run.last_result is not None
         if (is_due and has_stepped) or (save_steps is not None and not is_due):
             return None
-        path = Path(self.logger.output_path) / f"{self._label(progress)}.safetensors"
+        path = self.task.folder / f"{self._label(progress)}.safetensors"
         exists = not has_stepped and self.groups.decide_on_rank_0(path.exists)
         return None if exists else path.name

@@ -125,8 +125,7 @@ class RunContext:
                 f"train: {trains}; steps {progress.step} to {total}, {order.steps_per_epoch} per epoch in "
                 f"{plural(len(order.buckets), 'bucket')}{repeats}, {plural(world, 'process')}"
             )
-            by_number = family_of(self.config.model).guides_by_number(self.start)
-            for warning in config_warnings(self.config, total, by_number):
+            for warning in config_warnings(self.config, total, family_of(self.config.model).no_guidance(self.start)):
                 info(f"warning: {warning}")
             if self.resumed is None and (other := other_shift(self.config.model)):
                 info(f"shift: {other}")

@@ -253,6 +253,12 @@ def load_checkpoint(
     if changes:
         info(f"the config has changed since the checkpoint: {_listed(changes)}")
     saved.load_into(engine.weight_pieces() if resume.reset_optimizer else engine.pieces())
+    load_averages(saved, engine, averages)
+    return progress_in_force(saved, resume), None if resume.reset_dataloader else saved.facts["window"]
+
+
+def load_averages(saved: Checkpoint, engine: Engine, averages: Averages) -> None:
+    """Load the averages of a checkpoint; a new one starts from the weights, which are loaded already."""
     for name, track in averages.tracks.items():
         if saved.names(track_kind(name)):
             saved.load_into(engine.like_weights(track_kind(name), track.shadow))
@@ -260,7 +266,6 @@ def load_checkpoint(
         info(f"{saved.path} has no average {name!r}: it starts from the current weights")
         for key, tensor in track.shadow.items():
             tensor.copy_(engine.weights[key])
-    return progress_in_force(saved, resume), None if resume.reset_dataloader else saved.facts["window"]
 
 
 def _require_model(saved: Checkpoint, engine: Engine, changed: str) -> None:

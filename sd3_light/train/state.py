@@ -20,7 +20,7 @@ from sd3_light.engines.blocks import choose_blocks
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.of_run import Saver
-from sd3_light.export.trainable import choose_what_trains
+from sd3_light.export.trainable import load_what_trains
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
@@ -49,8 +49,7 @@ def make_train_state(context: RunContext, objective: MakeObjective | None = None
     """
     config, launch, device, start = context.config, context.launch, context.device, context.start
     family = family_of(config.model)
-    denoiser = family.weights.load(start, config.seed)
-    choose_what_trains(denoiser, config, device)
+    denoiser = load_what_trains(config, start, device)
     saver = Saver.of(config, denoiser, context.folder.path / "exports", start, context.model_facts)
     blocks = choose_blocks(config, context.cost, denoiser, launch, device, context.groups, context.by_deepspeed)
     module = family.training.model(denoiser, config, blocks.kind == "fast")

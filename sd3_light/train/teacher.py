@@ -5,7 +5,6 @@ runs the stock blocks.
 """
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,10 @@ from sd3_light.core.model import TrainedModel
 from sd3_light.core.objective import Prediction
 from sd3_light.core.registry import family_of
 from sd3_light.engines.protocol import Engine
-from sd3_light.model.adapter_layers import cast_frozen, without_adapter
+from sd3_light.export.of_run import model_config
+from sd3_light.export.trainable import frozen_dtype
+from sd3_light.model.adapter_layers import without_adapter
+from sd3_light.model.loading import StoredWeights, read_weights
 from sd3_light.optim.ema import MAIN_TRACK, Averages
 
 _INPUTS = ("in_channels", "joint_attention_dim", "pooled_projection_dim", "caption_channels")
@@ -34,11 +36,19 @@ def load_teacher(model: TrainedModel, config: TrainConfig, device: torch.device)
     if teacher == "start" and config.adapter is not None:
         model.teacher = start_of_adapter(model)
         return
-    denoiser = deepcopy(model.denoiser) if teacher == "start" else _from_folder(model, config, Path(teacher))
-    denoiser.requires_grad_(False)
-    is_half = device.type == "cuda" and config.model.transformer_dtype == "bfloat16"
-    cast_frozen(denoiser, torch.bfloat16 if is_half else torch.float32)
-    copy = family_of(config.model).training.model(denoiser, config, fast=False).to(device)
+    dtype = frozen_dtype(config, device)
+    family = family_of(config.model)
+    if teacher == "start":
+        parameters = dict(model.denoiser.named_parameters())
+        state = {
+            name: tensor.detach().to(device, dtype if name in parameters else tensor.dtype, copy=True)
+            for name, tensor in model.denoiser.state_dict().items()
+        }
+        denoiser = family.weights.from_state(model_config(model.denoiser), state)
+    else:
+        denoiser, stored = _open_folder(model, config, Path(teacher))
+        read_weights(denoiser, stored, dtype, device)
+    copy = family.training.model(denoiser.requires_grad_(False), config, fast=False).to(device)
     model.teacher = copy.infer
 
 
@@ -66,10 +76,10 @@ def start_of_adapter(model: TrainedModel) -> Callable[[Batch, Sequence[int]], Pr
     return teach
 
 
-def _from_folder(model: TrainedModel, config: TrainConfig, folder: Path) -> nn.Module:
+def _open_folder(model: TrainedModel, config: TrainConfig, folder: Path) -> tuple[nn.Module, StoredWeights]:
     weights = family_of(config.model).weights
     start = weights.start(config.model.model_copy(update={"init": folder, "size": None, "shape": None}))
-    denoiser = weights.load(start, config.seed)
+    denoiser, stored = weights.unread(start)
     own: Any = model.denoiser.config
     other: Any = denoiser.config
     for name in _INPUTS:
@@ -78,4 +88,4 @@ def _from_folder(model: TrainedModel, config: TrainConfig, folder: Path) -> nn.M
                 f"the teacher in {folder} has {name} = {other.get(name)} and the model {own.get(name)}; give a model "
                 "with the same VAE and text encoders"
             )
-    return denoiser
+    return denoiser, stored

@@ -22,7 +22,8 @@ from sd3_light.engines import Engine, Launch, deepspeed
 from sd3_light.engines.blocks import require_blocks
 from sd3_light.engines.cpu_threads import use_training_threads
 from sd3_light.engines.errors import explain_runtime_errors
-from sd3_light.engines.feed import flops_counter, order_facts, training_steps
+from sd3_light.engines.feed import TrainingData, flops_counter, order_facts, placeholder_steps, training_steps
+from sd3_light.engines.protocol import StepStream
 from sd3_light.evaluate.truths import load_truths
 from sd3_light.evaluate.validation_loss import Evaluator
 from sd3_light.export.background_saves import EXPORT, FOLDERS
@@ -164,7 +165,7 @@ def _use_cpu(context: RunContext) -> None:
 def _make_run(context: RunContext, state: TrainState, progress: Progress, window: Mapping[str, Any] | None) -> Run:
     """Return the run that the loop trains, without its hooks."""
     config, launch, device, order = context.config, context.launch, context.device, context.order
-    engine, share = state.engine, context.share
+    engine, share, micro = state.engine, context.share, config.gradient_accumulation_steps
     total = total_steps(config, order, progress)
     folder = context.folder.path if launch.is_main else None
     prefetch_to, peak, gaps, advice, times = None, None, None, None, LoadTimes()
@@ -173,15 +174,13 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         peak = peak_flops(torch.cuda.get_device_name(device), config.model.transformer_dtype)
         gaps, advice = DeviceGaps(), IdleAdvice(config.num_dataloader_workers, times)
         watch_updates(engine, gaps)
-    reads_data = launch.reads_data(context.stages)
+    steps: Callable[[int], StepStream] = partial(placeholder_steps, order, share.world, micro)
+    if launch.reads_data(context.stages):
+        source = TrainingData(config, context.data, order, share, context.resident, context.by_segment)
+        steps = training_steps(source, engine, state.preparer, prefetch_to, times)
     return Run(
         engine=engine,
-        steps=training_steps(
-            *(config, context.data, order, share, engine, state.preparer, prefetch_to, reads_data),
-            times,
-            context.resident,
-            context.by_segment,
-        ),
+        steps=steps,
         samples_in=order.batch_size,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,

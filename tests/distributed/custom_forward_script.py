@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from PIL import Image
 from torch import Tensor
 
 from sd3_light.tasks import ModelLogger, launch_training_task
@@ -14,6 +15,14 @@ from tests.unit.tasks.toy import Images
 
 SETTINGS: dict[str, Any] = {"learning_rate": 1e-2, "num_workers": 0, "max_steps": 5, "num_epochs": 9}
 SETTINGS |= {"ema_decay": 0.5, "eval_dataset": Images(3), "eval_steps": 2}
+
+
+AVERAGES: dict[str, Any] = {"ema_decay": None, "ema": {"decay": 0.5, "track": [{"name": "long", "decay": 0.9}]}}
+"""The average of `SETTINGS` and another one."""
+
+
+def draw(model: Any) -> Image.Image:
+    return Image.new("L", (2, 2), int(255 * model.pipe.dit.weight.mean().sigmoid()))
 
 
 class Narrow(Own):
@@ -48,6 +57,7 @@ def main(out: str, batch_size: str) -> None:
     run("zero-1", accelerator=Accelerator(), zero_stage=1)
     run("foreign", Foreign(), batch_size=int(batch_size) // 2, gradient_accumulation_steps=2)
     run("narrow", Narrow())
+    run("averages", **AVERAGES, draw=draw, draw_steps=5)
     run("fsdp2", engine="torch", parallel="fsdp2")
     run("sometimes", Sometimes(), batch_size=1)  # raises
 

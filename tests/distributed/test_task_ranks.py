@@ -15,7 +15,7 @@ from torch import Tensor
 from sd3_light.config.faults import RESUMABLE
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, launch_data_process_task, launch_training_task
-from tests.distributed.custom_forward_script import SETTINGS
+from tests.distributed.custom_forward_script import AVERAGES, SETTINGS
 from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.toy import Images, Toy
 
@@ -93,7 +93,7 @@ def test_two_processes_finish_again_and_stop_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> None:
-    """With the numbers of one process: EMA, validation, ZeRO 1 and 2, accumulation, a resume; and by FSDP2."""
+    """With the numbers of one process: averages, validation, ZeRO 1 and 2, accumulation, a resume; and by FSDP2."""
     pytest.importorskip("deepspeed")
     script = ROOT / "tests" / "distributed" / "custom_forward_script.py"
     done = start(script, tmp_path, str(4 // processes), processes)
@@ -101,6 +101,9 @@ def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> N
     launch_training_task(
         None, Images(), Own(), ModelLogger(tmp_path / "torch"), batch_size=4, engine="torch", **SETTINGS
     )
+
+    several = {**SETTINGS, **AVERAGES, "batch_size": 4, "engine": "torch"}
+    launch_training_task(None, Images(), Own(), ModelLogger(tmp_path / "torch-averages"), **several)
 
     expected = load_file(tmp_path / "torch" / "step-5.safetensors")
     for name in ("whole", "broken", "zero-1", "foreign", "narrow", "fsdp2"):
@@ -114,6 +117,12 @@ def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> N
         assert len(parts) == processes, "each process writes its part"
     resumed, whole = (load_file(tmp_path / name / "step-5.safetensors") for name in ("broken", "whole"))
     assert all(torch.equal(resumed[key], whole[key]) for key in whole), "a resumed task continues exactly"
+    assert validations(tmp_path / "averages") == pytest.approx(validations(tmp_path / "torch-averages"), rel=1e-5)
+    assert len(validations(tmp_path / "averages")) == 6, "of the weights and of both averages"
+    for name in ("step-5", "step-5.long"):
+        ours, reference = (load_file(tmp_path / out / f"{name}.safetensors") for out in ("averages", "torch-averages"))
+        assert all(torch.allclose(ours[key], reference[key], atol=1e-5) for key in reference)
+    assert (tmp_path / "averages" / "samples" / "step-00000005.png").is_file()
 
 
 def saved_by_torch(expected: dict[str, Tensor], key: str) -> Tensor:

@@ -31,4 +31,4 @@ def test_journeys_without_time_are_listed(tmp_path: Path) -> None:
     done = bench(tmp_path / "out", "--journey", "check", "--minutes", "0")
     assert done.returncode == 1
     assert "| check | 0.0 |  |  |  | not run: new failed |" in done.stdout
-    assert bench(tmp_path / "out", "--journey", "fly").stderr.rstrip().endswith("stop, resume")
+    assert bench(tmp_path / "out", "--journey", "fly").stderr.rstrip().endswith("stop, resume, whole")

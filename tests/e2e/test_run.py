@@ -18,6 +18,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.evaluate import against
 from sd3_light.evaluate import verb as evaluate
 from sd3_light.evaluate.against import AgainstOptions
+from sd3_light.evaluate.composition import ScoreOptions
 from sd3_light.export import init
 from sd3_light.export import verb as export
 from sd3_light.export.chosen import choose_model
@@ -269,7 +270,7 @@ def test_each_prompt_is_sampled_with_each_seed(export_folder: Path, tmp_path: Pa
 
 
 def test_a_model_is_scored(export_folder: Path, tmp_path: Path) -> None:
-    result = evaluate.run(export_folder, count=3, steps=1, guidance=1.0, out=tmp_path / "score.json")
+    result = evaluate.run(export_folder, 3, options=ScoreOptions(1, 1.0), out=tmp_path / "score.json")
     assert json.loads((tmp_path / "score.json").read_text()) == json.loads(json.dumps(result.as_dict()))
 
 

@@ -126,8 +126,7 @@ def test_adapters_are_drawn_merged_and_converted(project: tuple[str, Path]) -> N
     run("sample", folder / "model", "a red fox", "--out", folder / "given", "--lora", file, *size)
     run("sample", folder / "model", "a red fox", "--out", folder / "plain", *size)
     drawn = [images(folder / kind) for kind in ("adapted", "given", "plain")]
-    assert drawn[1] != drawn[2]
-    assert drawn[0] != drawn[2]
+    assert drawn[0] == drawn[1] != drawn[2]
     run("lora", "merge", folder / "model", folder / "merged", file)
     run("lora", "extract", folder / "model", folder / "merged", folder / "extracted.safetensors", "--rank", 2)
     run("lora", "convert", file, folder / "peft.safetensors", "--layout", "peft")

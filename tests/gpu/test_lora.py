@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from sd3_light.config import SIZES, TrainConfig
+from sd3_light.core.registry import family_named
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.export.trainable import choose_what_trains
+from sd3_light.export.trainable import load_what_trains
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import is_adapter_name
@@ -20,15 +21,18 @@ DEVICE = torch.device("cuda", 0)
 
 def make_engine(folder: Path, **keys: Any) -> TorchEngine:
     adapter = {"rank": 4, "target_modules": ["attn.to_*", "ff.net.*"], **keys}
-    settings = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": {"diffusers_path": "folder"}}
+    model = {"type": "sd3", "diffusers_path": "folder"}
+    settings = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": model}
     config = TrainConfig.model_validate({**settings, "adapter": adapter}, context={"base": folder})
     transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in transformer.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    choose_what_trains(transformer, config, DEVICE)
-    return TorchEngine(SD3TrainingModule(transformer, config), config, Launch(), DEVICE)
+    transformer.save_pretrained(folder / "folder" / "transformer")
+    denoiser: Any = load_what_trains(config, family_named("sd3").weights.start(config.model), DEVICE)
+    assert all(weight.device == DEVICE for name, weight in denoiser.named_parameters() if not is_adapter_name(name))
+    return TorchEngine(SD3TrainingModule(denoiser, config), config, Launch(), DEVICE)
 
 
 KINDS = [{}, {"dtype": "float32"}, {"use_dora": True}, {"type": "lokr"}, {"type": "loha"}]

@@ -1,14 +1,18 @@
 """Batches of a task on a GPU: the losses of single samples, and no wait for the device before the backward pass."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from sd3_light.engines.prefetch import pin_host_memory, prefetch_steps
+from sd3_light.runlog import read_log
+from sd3_light.tasks import ModelLogger, launch_training_task
 from sd3_light.tasks.models import UnitModel
 from sd3_light.tasks.prepare import rows_of
+from tests.unit.tasks.test_residence import Texts, processed
 from tests.unit.tasks.test_stacking import CASES, losses, micro_batches, samples, unstacked
 
 CUDA = torch.device("cuda", 0)
@@ -39,3 +43,15 @@ def test_a_forward_pass_does_not_wait_for_the_device(case: str) -> None:
             trained(batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("residence", ["auto", "device"])
+def test_shards_on_the_device_have_the_losses_of_the_stream(tmp_path: Path, residence: str) -> None:
+    data = processed(tmp_path / "cache")
+
+    def losses_of(name: str, where: str) -> list[float]:
+        settings: dict[str, Any] = {"engine": "torch", "num_epochs": 2, "batch_size": 3, "cache_residence": where}
+        launch_training_task(None, data, Texts(), ModelLogger(tmp_path / name), **settings)
+        return [event["loss"] for event in read_log(tmp_path / name / "log.jsonl") if event["event"] == "step"]
+
+    assert losses_of(residence, residence) == pytest.approx(losses_of("stream", "stream"), rel=1e-5)

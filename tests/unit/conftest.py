@@ -1,9 +1,17 @@
-"""Pipelines that tests of several rooms use; torch is imported when a test asks for one."""
+"""A fake project and pipelines that tests of several rooms use; what they import is imported on first use."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Any:
+    """A `FakeProject`."""
+    from tests.fake_project import FakeProject
+
+    return FakeProject(tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The command line: what it calls, what it prints, and its exit codes."""
 
 import errno
+import json
 import os
 import re
 import shlex
@@ -24,11 +25,14 @@ from sd3_light.cache.verb import CacheOptions
 from sd3_light.cli import process
 from sd3_light.cli.train_py import _flags
 from sd3_light.config import DEFAULT_GUIDANCE
+from sd3_light.config.family_keys import FAMILY_NAMES
 from sd3_light.config.faults import PeerLost, Stopped, UserError
 from sd3_light.config.schema_tables import SamplingConfig
+from sd3_light.core.registry import family_named
 from sd3_light.engines import Launch
 from sd3_light.evaluate import against
 from sd3_light.evaluate import verb as evaluate
+from sd3_light.evaluate.composition import ScoreOptions
 from sd3_light.export import lora
 from sd3_light.report import verb as report
 from sd3_light.runlog import console, is_main_process
@@ -439,7 +443,7 @@ def test_an_exported_model_can_be_converted_and_an_adapter_is_a_file(
 ) -> None:
     def write(run: Path, out: Path, *_: Any) -> Path:
         out.mkdir()
-        (out / file).touch()
+        (out / file).write_text("{}")
         return out
 
     monkeypatch.chdir(tmp_path)
@@ -447,6 +451,27 @@ def test_an_exported_model_can_be_converted_and_an_adapter_is_a_file(
     commands = suggested(verb("export", "run", "out"))
     assert commands[0] == "sd3-light sample out 'a prompt'"
     assert commands[1:] == (["sd3-light convert out out.safetensors"] if file == "model_index.json" else [])
+
+
+def test_only_models_with_a_single_file_are_converted(
+    verb: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sd3_light.export.verb.run", lambda run, out, *_: out)
+    monkeypatch.setattr(lora, "merge", lambda model, loras, out, dtype: out)
+    Path("x.safetensors").touch()
+    for name in FAMILY_NAMES:
+        family = family_named(name)
+        Path(name).mkdir()
+        Path(name, "model_index.json").write_text(json.dumps({"_class_name": family.pipeline}))
+        convert = [f"sd3-light convert {name} {name}.safetensors"] if family.files.single is not None else []
+        for arguments in (("export", "run", name), ("lora", "merge", "m", name, "x.safetensors")):
+            assert suggested(verb(*arguments)) == [f"sd3-light sample {name} 'a prompt'", *convert]
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    line = error_line(verb("lora", "merge", "flux", "out.safetensors", "x.safetensors"))
+    assert line == "error: out.safetensors: merging writes a folder; pass a folder name"
+    assert "sd3-light convert" in error_line(verb("lora", "merge", "sd3", "out.safetensors", "x.safetensors"))
 
 
 def test_the_demo_suggests_prompts_of_its_world(verb: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -710,8 +735,8 @@ def test_a_stopped_run_ignores_further_signals_while_it_exits() -> None:
 def test_guidance_has_one_default(verb: Callable[..., Result]) -> None:
     for name in ("sample", "evaluate"):
         assert re.search(rf"--guidance .*?default: {DEFAULT_GUIDANCE}\]", verb(name, "--help").out, re.DOTALL)
-    assert SampleOptions().guidance == SamplingConfig().guidance == DEFAULT_GUIDANCE
-    for function in (generate, stream_images, evaluate.run):
+    assert SampleOptions().guidance == SamplingConfig().guidance == ScoreOptions().guidance == DEFAULT_GUIDANCE
+    for function in (generate, stream_images):
         assert signature(function).parameters["guidance"].default == DEFAULT_GUIDANCE
 
 

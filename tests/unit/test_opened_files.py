@@ -32,7 +32,7 @@ ALLOWED = {
     "a folder, to flush it": ["checkpoint/store.py:_sync_folder"],
     "an open file, bytes or a URL": [
         *("sources/preprocess.py:_open", "sources/tars.py:_members", "sources/video.py:*", "cache/caption.py:run"),
-        *("sources/parquet.py:table_rows", "tasks/processed.py:__init__"),
+        "sources/parquet.py:table_rows",
         *("data/store/remote.py:_copy", "data/store/remote.py:_pieces", "data/store/disk_cache.py:_claimed"),
     ],
     "files that the same process, or its child, has just written, or that are private to it": [

@@ -4,7 +4,6 @@ DeepSpeed is an optional extra, so it is imported only when an engine is created
 """
 
 import importlib.util
-from typing import cast
 
 import torch
 
@@ -12,7 +11,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import deepspeed_problem
 from sd3_light.config.faults import UserError
 from sd3_light.core.model import TrainedModel
-from sd3_light.engines.protocol import Engine, EngineConfig
+from sd3_light.engines.protocol import Engine
 from sd3_light.launch import Launch
 
 
@@ -46,7 +45,7 @@ def engine_name(config: TrainConfig, launch: Launch) -> str:
 
 
 def make_engine(
-    module: TrainedModel, config: EngineConfig, launch: Launch, device: torch.device, writers: int = 1
+    module: TrainedModel, config: TrainConfig, launch: Launch, device: torch.device, writers: int = 1
 ) -> Engine:
     """Return the engine for ``pipeline_stages`` and ``zero_stage``; all processes must call it together.
 
@@ -68,10 +67,9 @@ def make_engine(
     if has_layers and whole is None and config.zero_stage < 2:
         from sd3_light.engines.deepspeed.pipeline import PipelineEngine
 
-        table = cast(TrainConfig, config)
         if launch.world == 1 and config.zero_stage == 1:  # nothing to shard: copies would only cost time
-            table = table.model_copy(update={"zero_stage": 0})
-        return PipelineEngine(module, table, launch, device, writers)
+            config = config.model_copy(update={"zero_stage": 0})
+        return PipelineEngine(module, config, launch, device, writers)
     from sd3_light.engines.deepspeed.zero import ZeroEngine
 
     return ZeroEngine(module, config, launch, device)

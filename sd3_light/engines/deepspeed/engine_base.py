@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sd3_light.config import TrainConfig
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.deepspeed.runtime import quiet, settings
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
-from sd3_light.engines.protocol import Engine, EngineConfig, TensorPiece, sum_of_squares
+from sd3_light.engines.protocol import Engine, TensorPiece, sum_of_squares
 from sd3_light.launch import Launch
 from sd3_light.optim.build import make_optimizer
 
@@ -30,7 +31,7 @@ class DeepSpeedBase(Engine):
         self.rank, self.world, self.device, self.module = launch.rank, launch.world, device, module
         self.names: tuple[str, ...] = module.loss_names
 
-    def _initialize(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], config: EngineConfig) -> None:
+    def _initialize(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], config: TrainConfig) -> None:
         """Make the optimizer and DeepSpeed's engine for these weights."""
         assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
         # heads train by AdamW: their lists of layers are no blocks

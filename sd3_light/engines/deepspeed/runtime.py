@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sd3_light.config import TrainConfig
 from sd3_light.engines.processes import open_default_group
-from sd3_light.engines.protocol import EngineConfig
 from sd3_light.launch import Launch
 
 BUCKET = 50_000_000
@@ -49,7 +49,7 @@ def quiet() -> Iterator[None]:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its import resets the level
 
 
-def settings(config: EngineConfig) -> dict[str, Any]:
+def settings(config: TrainConfig) -> dict[str, Any]:
     """Return DeepSpeed's configuration for a run.
 
     Weights stay float32 and bf16 comes from autocast, as in the torch engine: both give the same numbers, every weight

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
@@ -14,7 +15,7 @@ from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
 from sd3_light.engines.networks import Networks
 from sd3_light.engines.prefetch import equal_micro_batches
-from sd3_light.engines.protocol import EngineConfig, MicroBatch, StepResult, loss_sums, require_gradients
+from sd3_light.engines.protocol import MicroBatch, StepResult, loss_sums, require_gradients
 from sd3_light.engines.torch import draw_pass, micro_losses
 from sd3_light.flow.objective import NUM_BANDS
 from sd3_light.launch import Launch
@@ -29,7 +30,7 @@ class ZeroEngine(DeepSpeedBase):
 
     sequential_micro_batches = True
 
-    def __init__(self, module: TrainedModel, config: EngineConfig, launch: Launch, device: torch.device) -> None:
+    def __init__(self, module: TrainedModel, config: TrainConfig, launch: Launch, device: torch.device) -> None:
         super().__init__(module.to(device), launch, device)
         self.writers = launch.world
         self._reached: set[str] = set()  # the weights with a gradient of this backward pass

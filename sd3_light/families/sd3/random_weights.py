@@ -24,7 +24,7 @@ def transformer_from_state(config: Mapping[str, Any], state: Mapping[str, Tensor
         transformer: SD3Transformer2DModel = SD3Transformer2DModel(**config)
     wrong = [*mismatches(transformer, state), *(state.keys() - transformer.state_dict().keys())]
     assert not wrong, wrong
-    assign_weights(transformer, state)
+    assign_weights(transformer, lambda name, _: state[name])
     return transformer.eval()
 
 

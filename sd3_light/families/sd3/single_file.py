@@ -124,16 +124,20 @@ def transformer_from_single_file(path: Path, keep_pads: bool = False) -> tuple[P
 
     Returns the arguments of `SD3Transformer2DModel` and its state dict in the file's dtypes. Other parts are ignored.
     """
-    tensors, metadata = open_tensors(path)
-    config, stock = _denoiser(_parts(tensors)["transformer"], _own_metadata(metadata, path), path, keep_pads)
+    config, stock = open_denoiser(path, keep_pads)
     arguments = {name: value for name, value in config.items() if not name.startswith("_")}
     return arguments, {name: tensor.load() for name, tensor in stock.items()}
 
 
+def open_denoiser(path: Path, keep_pads: bool = False) -> tuple[PartConfig, dict[str, StoredTensor]]:
+    """Return the config of a single file's denoiser, and its tensors in diffusers' layout, unread."""
+    tensors, metadata = open_tensors(path)
+    return _denoiser(_parts(tensors)["transformer"], _own_metadata(metadata, path), path, keep_pads)
+
+
 def write_denoiser(path: Path, folder: Path) -> Path:
     """Write the denoiser of a single file, in its dtypes, as a diffusers folder. Memory: a few chunks of 16 MiB."""
-    tensors, metadata = open_tensors(path)
-    config, stock = _denoiser(_parts(tensors)["transformer"], _own_metadata(metadata, path), path, keep_pads=False)
+    config, stock = open_denoiser(path)
     folder.mkdir()
     _write_part(folder, "transformer", config, stock)
     return folder

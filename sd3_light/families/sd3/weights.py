@@ -8,11 +8,12 @@ from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.family import Weights
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source, why_source
 from sd3_light.families.sd3.start import configured_size, folder_size, named_size, single_file_config
-from sd3_light.model.part_configs import LOCAL_WEIGHTS, check_files
 
 if TYPE_CHECKING:
     from diffusers import SD3Transformer2DModel
-    from torch import Tensor
+    from torch import Tensor, nn
+
+    from sd3_light.model.loading import StoredWeights
 
 
 class SD3Weights(Weights):
@@ -37,29 +38,34 @@ class SD3Weights(Weights):
         """See `Weights.require`."""
         folder_size(folder)
 
-    def load(self, start: WeightsStart, seed: int) -> "SD3Transformer2DModel":
+    def load(self, start: WeightsStart, seed: int) -> "nn.Module":
         """See `Weights.load`."""
-        import torch
+        from sd3_light.families.sd3.random_weights import new_transformer
+        from sd3_light.model.loading import read_weights
+
+        if start.source is None:
+            denoiser: nn.Module = new_transformer(start.size.transformer_config(), seed, start.size.position_step)
+            return denoiser
+        return read_weights(*self.unread(start))
+
+    def unread(self, start: WeightsStart) -> "tuple[nn.Module, StoredWeights]":
+        """See `Weights.unread`."""
         from diffusers import SD3Transformer2DModel
 
-        from sd3_light.families.sd3.random_weights import new_transformer
-        from sd3_light.families.sd3.single_file import transformer_from_single_file
+        from sd3_light.families.sd3.single_file import open_denoiser
+        from sd3_light.model.loading import empty_model, open_diffusers_model
 
         if start.file is not None:
-            config, state = transformer_from_single_file(start.file)
-            return self.from_state(config, {name: tensor.float() for name, tensor in state.items()})
-        if start.folder is None:
-            return new_transformer(start.size.transformer_config(), seed, start.size.position_step)
-        check_files(start.folder)
-        options = {"dtype": torch.float32, "output_loading_info": True, **LOCAL_WEIGHTS}
-        transformer, loading = SD3Transformer2DModel.from_pretrained(start.folder, **options)
-        mismatches = [*loading["missing_keys"], *loading["unexpected_keys"]]
-        if mismatches:  # diffusers only warns, and starts from random weights where some are missing
+            config, stored = open_denoiser(start.file)
+            return empty_model(SD3Transformer2DModel, config).eval(), stored
+        assert start.folder is not None, "random weights are in no file"
+        denoiser, weights = open_diffusers_model(SD3Transformer2DModel, start.folder)
+        if unexpected := weights.keys() - denoiser.state_dict().keys():
             raise UserError(
-                f"the weights in {start.folder} do not match its config.json: {mismatches[0]}; download or export it "
+                f"the weights in {start.folder} do not match its config.json: {min(unexpected)}; download or export it "
                 "again"
             )
-        return transformer
+        return denoiser, weights
 
     def empty(self, config: Mapping[str, Any]) -> "SD3Transformer2DModel":
         """See `Weights.empty`."""

@@ -123,6 +123,10 @@ class StockChecks(ModelChecks):
             yield _fault(
                 "model.guidance", problem, model.guidance, "remove it; for sample images use sampling.guidance"
             )
+        prompts = train.sampling.negative_prompts
+        if prompts and self.family.takes_guidance(start.size.transformer_config()):
+            problem = "this denoiser takes guidance as a number and no negative prompt"
+            yield _fault("sampling.negative_prompt", problem, f'"{prompts[0]}"', "remove it")
         if train.terms.layer_sync is not None:
             yield from self._layer_sync_faults(train, start)
 

@@ -62,21 +62,23 @@ class StockEncoders(ImageEncoders):
         self, captions: Sequence[str] | Tokens, columns: Collection[str] | None = None
     ) -> dict[str, Tensor]:
         """See `Encoders.encode_captions`."""
-        return self.encode_text(TEXT, captions[TEXT] if isinstance(captions, Mapping) else captions)
-
-    def encode_text(self, name: str, ids: Sequence[str]) -> dict[str, Tensor]:
-        """See `Encoders.encode_text`."""
-        assert name == TEXT, name
-        rows: dict[str, list[Tensor]] = {column.name: [torch.empty(0)] * len(ids) for column in self._columns}
-        for members in caption_batches(ids, self.batch_size):
+        texts = captions[TEXT] if isinstance(captions, Mapping) else captions
+        wanted = [column for column in self._columns if columns is None or column.name in columns]
+        rows: dict[str, list[Tensor]] = {column.name: [torch.empty(0)] * len(texts) for column in wanted}
+        for members in caption_batches(texts, self.batch_size):
             pipe = self.part(TEXT).pipe
             with torch.inference_mode():
-                encoded = self._family.encode_captions(pipe, [ids[member] for member in members], self._model)
-            for column in self._columns:
+                encoded = self._family.encode_columns(pipe, [texts[member] for member in members], self._model, rows)
+            for column in wanted:
                 values = self._stored(column, encoded[column.name])
                 for member, value in zip(members, values, strict=True):
                     rows[column.name][member] = value
         return self._tensors(rows)
+
+    def encode_text(self, name: str, ids: Sequence[str]) -> dict[str, Tensor]:
+        """See `Encoders.encode_text`."""
+        assert name == TEXT, name
+        return self.encode_captions(ids)
 
     def encode_empty(self) -> dict[str, Tensor]:
         """See `Encoders.encode_empty`."""
@@ -99,6 +101,8 @@ class StockEncoders(ImageEncoders):
         """Return the tensors of a shard for the values of its captions."""
         tensors: dict[str, Tensor] = {}
         for column in self._columns:
+            if column.name not in rows:
+                continue
             values = rows[column.name]
             if column.ragged:
                 tensors[column.name + ROWS] = torch.cat(list(values))

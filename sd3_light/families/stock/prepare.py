@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sd3_light.core.batch import LENGTH, Batch
 from sd3_light.core.training import ResidentPreparer
+from sd3_light.data.batch import pad_rows
 from sd3_light.data.order import Picks
 from sd3_light.data.prepare import Conditioning, FlowPreparer, Occurrences
 from sd3_light.data.resident import ResidentCache, ResidentText, index_rows, select_masks, select_rows
@@ -43,7 +44,7 @@ class StockPreparer(FlowPreparer):
             texts = [text[:length] for text, length in zip(rows[name], rows[name + LENGTH].tolist(), strict=True)]
             texts = [self.empty_text[name] if drop else text for text, drop in zip(texts, dropped, strict=True)]
             lengths = [len(text) for text in texts]
-            values[name] = _padded(texts, exact or max(lengths), allocate)
+            values[name] = pad_rows(texts, exact or max(lengths), allocate)
             if exact is None:
                 host[name + LENGTH] = torch.tensor(lengths)
         for name in self.fixed:
@@ -64,16 +65,6 @@ class StockPreparer(FlowPreparer):
     def resident(self, cache: ResidentCache, seed: int) -> ResidentPreparer:
         """See `FlowPreparer.resident`."""
         return ResidentColumns(self, cache, seed)
-
-
-def _padded(texts: list[Tensor], rows: int, allocate: AllocateTensor | None) -> Tensor:
-    """Return texts [B, rows, ...], padded with zeros."""
-    shape = (len(texts), rows, *texts[0].shape[1:])
-    padded = torch.empty(shape, dtype=texts[0].dtype) if allocate is None else allocate(shape, texts[0].dtype)
-    for target, text in zip(padded, texts, strict=True):
-        target[: len(text)] = text
-        target[len(text) :] = 0
-    return padded
 
 
 @dataclass(frozen=True)

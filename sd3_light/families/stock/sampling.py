@@ -37,8 +37,7 @@ class StockSampling(Sampling):
         """See `Sampling.negative_text`."""
         source = start_source(model)
         assert source is not None, "a stock denoiser starts from a folder"
-        takes_number = self._family.takes_guidance(read_json(denoiser_folder(source) / "config.json"))
-        return None if takes_number or not self._family.takes_negative(model.diffusers_path) else empty
+        return None if self._family.takes_guidance(read_json(denoiser_folder(source) / "config.json")) else empty
 
     def batch(self, texts: Sequence[EncodedText], model: ModelConfig, guidance: float) -> Batch:
         """See `Sampling.batch`. A distilled denoiser reads ``guidance``."""

@@ -13,6 +13,8 @@ from sd3_light.model.part_configs import read_json
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from sd3_light.model.loading import StoredWeights
+
 
 @dataclass(frozen=True)
 class StockSize:
@@ -55,14 +57,18 @@ class StockWeights(Weights):
 
     def load(self, start: WeightsStart, seed: int) -> "nn.Module":
         """See `Weights.load`."""
-        import diffusers
-        import torch
+        from sd3_light.model.loading import read_weights
 
-        from sd3_light.model.loading import load_diffusers_model
+        return read_weights(*self.unread(start))
+
+    def unread(self, start: WeightsStart) -> "tuple[nn.Module, StoredWeights]":
+        """See `Weights.unread`."""
+        import diffusers
+
+        from sd3_light.model.loading import open_diffusers_model
 
         assert start.folder is not None, "always a folder"
-        denoiser: nn.Module = load_diffusers_model(getattr(diffusers, self.kind), start.folder, torch.float32)
-        return denoiser
+        return open_diffusers_model(getattr(diffusers, self.kind), start.folder)
 
     def empty(self, config: Mapping[str, Any]) -> "nn.Module":
         """See `Weights.empty`."""
@@ -80,7 +86,7 @@ class StockWeights(Weights):
         denoiser = self.empty(config)
         wrong = [*mismatches(denoiser, state), *(state.keys() - denoiser.state_dict().keys())]
         assert not wrong, wrong
-        assign_weights(denoiser, state)
+        assign_weights(denoiser, lambda name, _: state[name])
         return denoiser.eval()
 
     def _config(self, folder: Path) -> dict[str, Any]:

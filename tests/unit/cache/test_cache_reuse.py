@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +75,14 @@ class BatchEncoders:
             if column.ragged:
                 values[column.tensors[1]] = torch.tensor([0, *lengths]).cumsum(0)
         return values
+
+    def encode_pairs(
+        self, captions: Sequence[str], images: Sequence[NDArray[np.uint8]], columns: Collection[str] | None = None
+    ) -> dict[str, Tensor]:
+        seen = [number_of(image.tobytes()) for image in images]
+        return self.encode_captions(
+            [f"{text} on {number}" for text, number in zip(captions, seen, strict=True)], columns
+        )
 
     def encode_images(self, pixels: NDArray[np.uint8], flip: bool) -> dict[str, Tensor]:
         self._note(images=len(pixels))
@@ -200,14 +209,14 @@ def shard_files(project: Project, file: str) -> list[Path]:
     return sorted((project.cache / SHARDS).glob(f"{Path(file).stem}.*"))
 
 
-def values_of(project: Project) -> dict[tuple[str, str], dict[str, Any]]:
+def values_of(project: Project, image: str = "moments") -> dict[tuple[str, str], dict[str, Any]]:
     """Return the values of each sample by bucket and file name: its image, and each caption's."""
     values: dict[tuple[str, str], dict[str, Any]] = {}
     for entry in Manifest.load(project.cache).shards:
         path = project.cache / SHARDS / entry.file
         reader = ShardReader(path, entry)
         for row, origin in enumerate(read_origins(path)):
-            sample = {name: reader.value(name, row).tolist() for name in ("moments",)}
+            sample = {image: reader.value(image, row).tolist()}
             if reader.mask is not None:
                 sample["mask"] = reader.value("mask", row).tolist()
             for number, caption in enumerate(origin.captions):
@@ -754,3 +763,52 @@ def test_another_family_encodes_only_what_changed(
     reader = ShardReader(fresh_project.cache / SHARDS / manifest.shards[0].file, manifest.shards[0])
     assert [column.name for column in reader.columns] == ["latents", "features", "words", "score"]
     assert reader.fingerprints == {name: manifest.recipe["columns"][name] for name in reader.fingerprints}
+
+
+class EditEncoding(MadeUpEncoding):
+    """Its text encoder sees the image."""
+
+    def columns(self, model: Any, folder: Path, bucket: Bucket) -> tuple[Column, ...]:
+        columns = super().columns(model, folder, bucket)
+        return tuple(replace(column, reads="caption+image") if column.name == "words" else column for column in columns)
+
+
+def test_captions_are_encoded_with_their_images(
+    log: Path, fresh_project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair is copied if neither of the two changed; a caption that several images have is encoded for each."""
+    encoding = EditEncoding(log)
+    family = SimpleNamespace(encoding=encoding, columns=encoding.columns, prepared_columns=lambda model, columns: ())
+    monkeypatch.setattr(registry, "family_named", lambda name: family)
+    write_captions(fresh_project, {name: ["a star", "a thing"] for name in captions_of(fresh_project)})
+    _, calls = update(fresh_project, log)
+    assert (calls.images, len(set(calls.captions))) == (NUM_IMAGES, 2 * NUM_IMAGES)
+    before = values_of(fresh_project, "latents")
+    assert len({repr(sample["a star"]["words"]) for sample in before.values()}) == NUM_IMAGES
+    assert update(fresh_project, log)[1].captions == []
+
+    change_caption(fresh_project)
+    change_image(fresh_project, "000030.png")
+    several = fresh_project.copy(tmp_path / "several")
+    cluster = fresh_project.copy(tmp_path / "cluster")
+    _, calls = update(fresh_project, log)
+    assert calls.images == 1
+    assert sorted(text.rpartition(" on ")[0] for text in calls.captions) == ["a star", "a thing", "something else"]
+    after = values_of(fresh_project, "latents")
+    assert {name for _, name in before if before[_, name] != after[_, name]} == {"000007.png", "000030.png"}
+    join([start(build, several, rank, 2) for rank in range(2)])
+    log.unlink()
+    with fake_ray.installed_ray(CPU=3.0):
+        update(cluster, log, "caching_num_workers=0", ray="", ray_actors=2)
+    assert shards(several) == shards(cluster) == shards(fresh_project)
+
+    encoding.length = 4
+    _, calls = update(fresh_project, log)
+    assert (calls.images, calls.columns, len(calls.captions)) == (0, {"words"}, 2 * NUM_IMAGES)
+    model = Path(shutil.copytree(fresh_project.model, tmp_path / "other"))
+    (model / "vae" / "changed.json").write_text("{}")
+    _, calls = update(fresh_project, log, f'model.diffusers_path="{model}"')
+    assert (calls.images, calls.captions) == (NUM_IMAGES, [])
+    rename(fresh_project, "000007.png", "new.png")
+    _, calls = update(fresh_project, log, f'model.diffusers_path="{model}"')
+    assert (calls.images, calls.captions) == (0, [])

@@ -14,7 +14,7 @@ import pytest
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, ValueCounts, open_reuse
 from sd3_light.cache.sorted_array import SortedArray
 from sd3_light.core.columns import Bucket, Column
-from sd3_light.data.cache_plan import Member, digest_of
+from sd3_light.data.cache_plan import Member, Text, digest_of
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.claims import Claims
@@ -90,7 +90,7 @@ def test_rows_are_found_in_the_first_old_shard_that_has_them(tmp_path: Path) -> 
     assert [entry.file for entry in copies.shards] == ["000000.safetensors", "000001.safetensors"]
     assert copies.entries == {"image": {0: (1, 2), 1: (0, 2)}, "mask": {}}
     # the distinct captions of the shards are 0, shared, 1 and 1, shared, 2
-    assert copies.captions == {"caption 2": (1, 2), "shared by all": (0, 1), "caption 1": (0, 2)}
+    assert copies.captions == {Text("caption 2"): (1, 2), Text("shared by all"): (0, 1), Text("caption 1"): (0, 2)}
     assert index.counts == ValueCounts(1, 2, 1, 3)
     assert index.copies(unit(9).members).entries["image"] == {}, "no unit of the update has it"
 

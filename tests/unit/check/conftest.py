@@ -1,3 +1,21 @@
-"""The fake project."""
+"""The disk faults of the fake project."""
 
-from tests.fake_project import files, only_fault  # noqa: F401 - fixtures
+from collections.abc import Callable
+
+import pytest
+
+from sd3_light.check.verb import disk_faults
+from sd3_light.config import Fault
+from tests.fake_project import FakeProject
+
+
+@pytest.fixture
+def only_fault(files: FakeProject) -> Callable[..., Fault]:
+    """The single disk fault of a config."""
+
+    def single(**kwargs: str) -> Fault:
+        faults = disk_faults(files.load(**kwargs))
+        assert len(faults) == 1, [str(fault) for fault in faults]
+        return faults[0]
+
+    return single

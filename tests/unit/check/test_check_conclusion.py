@@ -16,6 +16,8 @@ from sd3_light.check import conclusion
 from sd3_light.check import verb as check
 from sd3_light.check.verb import Target, conclude
 from sd3_light.config import SIZES
+from sd3_light.cost.drawing_memory import drawing_bytes
+from sd3_light.model.folder import count_weights
 from sd3_light.system import Gpu, visible_gpus
 from sd3_light.tensor_file import header_bytes
 
@@ -256,3 +258,22 @@ def test_a_warm_up_as_long_as_the_run_is_a_warning(
     assert ("warning" in lines) == is_warned
     if is_warned:
         assert lines["warning"].startswith("warmup_steps = 3 is not shorter than the run of 3 steps")
+
+
+def test_a_line_says_whether_sampling_works_in_phases(
+    files: Any, concluded: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def line(memory: int | None) -> str:
+        return concluded(Target(Gpu("NVIDIA H200", memory)))["sample"]
+
+    assert line(140 * GIB).startswith("keeps all parts loaded: ")
+    assert line(GIB).startswith("works in phases in float32 and bfloat16: text encoders, denoiser, VAE (")
+    assert line(GIB).endswith(" in bfloat16, of 1 GiB)")
+    loaded = files.load(model=PRETRAIN)
+    weights = {**count_weights(loaded.train.model.diffusers_path), "transformer": SIZES["demo"].num_parameters()}
+    half = drawing_bytes(weights, 2)
+    assert line(half).startswith("keeps all parts loaded in bfloat16, and works in phases in float32: ")
+    assert line(half - 1).startswith("works in phases in float32 and bfloat16")
+    assert line(None).endswith(" in bfloat16; with less memory works in phases")
+    monkeypatch.setattr(conclusion, "available_memory", lambda: 1 << 20)
+    assert concluded(Target(on_cpu=True))["sample"].startswith("works in phases")

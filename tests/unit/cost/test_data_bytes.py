@@ -22,6 +22,7 @@ from sd3_light.core.registry import family_named
 from sd3_light.cost.amount import Amount
 from sd3_light.cost.data_bytes import (
     MALLOC_CACHE_BYTES,
+    ReaderMemory,
     batch_bytes,
     caption_bytes,
     image_bytes,
@@ -118,16 +119,13 @@ def test_the_loader_holds_prefetched_used_and_prepared_batches() -> None:
     batch = Amount(1000, "x")
     indices = OPEN_SHARDS * open_shard_bytes(512)
     malloc = MALLOC_CACHE_BYTES
-    assert (
-        loader_bytes(batch, workers=0, prefetch=4, shard_size=512, open_shards=OPEN_SHARDS).value
-        == 1000 + indices + malloc
-    )
-    assert loader_bytes(batch, workers=3, prefetch=2, shard_size=512, open_shards=OPEN_SHARDS).value == 8000 + 3 * (
-        indices + malloc
-    )
-    more = loader_bytes(batch, 2, 1, 512, open_shards(4, 3), latents=10, read=70, in_use=4)
+    reader = ReaderMemory(512, OPEN_SHARDS)
+    assert loader_bytes(batch, workers=0, prefetch=4, reader=reader).value == 1000 + indices + malloc
+    assert loader_bytes(batch, workers=3, prefetch=2, reader=reader).value == 8000 + 3 * (indices + malloc)
+    reader = ReaderMemory(512, open_shards(4, 3), latents=10, read=70)
+    more = loader_bytes(batch, 2, 1, reader, in_use=4)
     assert more.value == 7000 + 2 * (30 + 70 + malloc + 24 * open_shard_bytes(512))
-    remote = loader_bytes(batch, 2, 1, 512, open_shards(4, 3), latents=10, read=70, in_use=4, downloads=5 << 20)
+    remote = loader_bytes(batch, 2, 1, replace(reader, downloads=5 << 20), in_use=4)
     assert remote.value - more.value == 10 << 20
     assert remote.formula.endswith(" + 5 MiB downloads)")
 
@@ -142,7 +140,8 @@ def test_formulas_list_their_terms() -> None:
     mixed = [*columns, Column("score", "caption", "float32", (), ()), Column("depth", "image", "uint8", (6, 8), ())]
     assert image_bytes(mixed).formula == "32·6·8·2 B + 6·8·1 B"
     assert caption_bytes(mixed).value == caption_bytes(columns).value + 4
-    formula = loader_bytes(Amount(1000, "x"), 2, 3, 512, OPEN_SHARDS, latents=1 << 19, read=1 << 20, in_use=4).formula
+    reader = ReaderMemory(512, OPEN_SHARDS, latents=1 << 19, read=1 << 20)
+    formula = loader_bytes(Amount(1000, "x"), 2, 3, reader, in_use=4).formula
     batches = "(2 workers·3 prefetched + 4 in use + 1 in copy)·micro-batch"
     process = "3·0.5 MiB latents + 1.0 MiB read + 64 MiB malloc"
     assert formula == f"{batches} + 2·({process} + 32 open shards·24.0 KiB)"
@@ -239,8 +238,8 @@ def test_the_loader_needs_no_more_memory_than_the_formula(
 ) -> None:
     batch = batch_bytes(prepared(WIDE), MICRO)
     read = MICRO * sample_bytes(content(1, text=WIDE).columns).value
-    keys = {"latents": latent_bytes(prepared(WIDE), MICRO), "read": read, "in_use": accumulation}
-    formula = loader_bytes(batch, workers, prefetch, SHARD_SIZE, OPEN_SHARDS, **keys)
+    reader = ReaderMemory(SHARD_SIZE, OPEN_SHARDS, latent_bytes(prepared(WIDE), MICRO), read)
+    formula = loader_bytes(batch, workers, prefetch, reader, accumulation)
     tensors = formula.value - workers * MALLOC_CACHE_BYTES
     # no device copies the next batch here, so one slot stays free
     assert 0.7 * tensors < sum(measured[workers, prefetch, accumulation]) <= tensors

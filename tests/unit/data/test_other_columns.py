@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import SMALLEST, Bucket, Column, shares_captions
+from sd3_light.core.columns import SMALLEST, Bucket, Column, beside_captions
 from sd3_light.cost.data_bytes import caption_bytes, image_bytes
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.reader import ShardReader
@@ -228,8 +228,8 @@ def test_a_column_reads_several_entries(tmp_path: Path) -> None:
         Column("text", "caption+reference", "bfloat16", (4, 2), ("llm", "vae"), ragged=True),
     )
     assert columns[2].per_caption
-    assert not shares_captions(columns)
-    assert shares_captions(family_columns(BUCKETS["a"]))
+    assert beside_captions(columns) == {"reference"}
+    assert not beside_captions(family_columns(BUCKETS["a"]))
     rows = torch.arange(6.0).bfloat16()[:, None].expand(6, 2)
     values = {"moments": torch.zeros(2, 1, 2, 1, 1).half(), "reference": torch.ones(2, 1, 2, 1, 1).half()}
     values |= {"text.tokens": rows, "text.start": torch.tensor([0, 2, 6])}

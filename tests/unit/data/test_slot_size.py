@@ -21,7 +21,7 @@ from sd3_light.data.stream import CachedDataset
 from sd3_light.encoding.vae import LatentScale
 from sd3_light.engines import Launch, prefetch
 from sd3_light.engines import feed as training_data
-from sd3_light.engines.feed import load_cache, training_steps
+from sd3_light.engines.feed import TrainingData, load_cache, training_steps
 from sd3_light.families.sd3.prepare import InputPreparer
 from sd3_light.families.sd3.resident import ResidentInputs
 from tests.shards import sd3_content
@@ -119,7 +119,7 @@ def test_memory_for_batches_is_pinned_and_allocated_once(
         monkeypatch.setattr(resident, "device", torch.device("meta"))
         monkeypatch.setattr(ResidentInputs, "gather", lambda self, batch: batch)
         monkeypatch.setattr(InputPreparer, "noise_adder", lambda self, device: lambda batch: batch)
-    steps = training_steps(config, data, order, Launch(), None, preparer, CPU, resident=resident)(0)
+    steps = training_steps(TrainingData(config, data, order, Launch(), resident), None, preparer, CPU)(0)
     slots = 2 * 2 + 1 + 1
     longest = 0
     for _, step in zip(range(3 * SAMPLES // BATCH), steps, strict=False):

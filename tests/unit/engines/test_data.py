@@ -1,7 +1,5 @@
 """Placeholder batches for processes that read no data."""
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -10,23 +8,17 @@ from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Tokens
 from sd3_light.cost.training_flops import step_flops
 from sd3_light.data.order import Segment, build_order
-from sd3_light.engines import Launch
-from sd3_light.engines.feed import flops_counter, training_steps
+from sd3_light.engines.feed import flops_counter, placeholder_steps
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.families.sd3.flops import image_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Config:
-    gradient_accumulation_steps = 3
-
-
 def test_a_process_without_data_opens_nothing() -> None:
     """It needs neither dataset nor preparer; the batch sizes are those of its share of each step, in any bucket."""
     order = build_order(0, [([Segment(60, 1.0)], 12), ([Segment(60, 1.0)], 24)])
-    nothing: Any = None
-    steps = training_steps(Config(), nothing, order, Launch(0, 0, 2), nothing, nothing, reads_data=False)(1)  # type: ignore[arg-type]
+    steps = placeholder_steps(order, 2, 3, 1)
     sizes = []
     for number, batches in zip(range(1, order.steps_per_epoch), steps, strict=False):
         assert len(batches) == 3

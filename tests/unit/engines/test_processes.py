@@ -37,6 +37,7 @@ ADVICE = " This is typically caused by a remote worker crashing. Check the logs.
         (RuntimeError(f"{GLOO}pair.cc:553] Connection closed by peer [10.0.0.2]:36028.{ADVICE}"), "[10.0.0.2]:36028)"),
         (RuntimeError(f"{GLOO}pair.cc:537] Read error [10.0.0.1]:8601: Connection reset by peer.{ADVICE}"), "by peer)"),
         (RuntimeError(f"{GLOO}unbound_buffer.cc:78] Timed out waiting 15000ms for recv"), "(Timed out waiting 15000ms"),
+        (RuntimeError("Application timeout caused pair closure"), "(Application timeout caused pair closure)"),
         (dist.DistBackendError("NCCL error: remote process exited or there was a network error\nmore"), "error)"),
         (dist.DistStoreError("wait timeout after 15000ms, keys: /a"), "(wait timeout after 15000ms, keys: /a)"),
     ],

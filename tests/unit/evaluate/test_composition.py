@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from sd3_light.evaluate import composition
-from sd3_light.evaluate.composition import DEMANDS, judge_images, score
+from sd3_light.evaluate.composition import DEMANDS, ScoreOptions, judge_images, score
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import ImageRequest
 from sd3_light.world import draw_prompts, render_scene
@@ -68,7 +68,7 @@ def test_each_prompt_is_generated_once_with_its_own_seed_and_size(monkeypatch: p
 
     monkeypatch.setattr(composition, "generate", fake)
     extra = {} if sizes is None else {"sizes": sizes}
-    result = score("pipe", PROMPTS, POLICY, steps=5, guidance=3.0, seed=100, batch_size=4, **extra)
+    result = score("pipe", PROMPTS, POLICY, ScoreOptions(steps=5, guidance=3.0, seed=100, batch=4, **extra))
     cycle = sizes or ((64, 64),)
     assert generated == [ImageRequest(p.text, 100 + i, *cycle[i % len(cycle)]) for i, p in enumerate(PROMPTS)]
     assert result.rates["all"] == 1

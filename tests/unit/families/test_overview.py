@@ -5,15 +5,21 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import diffusers
 import pytest
 from typer.testing import CliRunner
 
 from sd3_light.cli import app
+from sd3_light.config import UserError
 from sd3_light.config.family_keys import FAMILY_NAMES
 from sd3_light.core import overview
 from sd3_light.core.registry import family_named
+from sd3_light.export.lora_merge import add_adapters
+from sd3_light.export.lora_stack import Lora
 from sd3_light.families.base import StockFamily
+from tests.families import make_denoiser
 from tests.stock import model_table
 from tests.warm import REAL_PYTHON
 
@@ -77,3 +83,18 @@ def test_the_page_states_classes_and_layers(page: str) -> None:
         if isinstance(family, StockFamily) and family.loads_adapters:
             assert all(f"`{target}`" in section for target in family.adapter_targets)
             assert str(family.text_length) in section
+
+
+def test_families_load_adapters_as_their_stock_classes_do() -> None:
+    for name in FAMILY_NAMES:
+        family = family_named(name)
+        kind = getattr(diffusers, family.denoiser)
+        assert family.loads_adapters == hasattr(kind, "load_lora_adapter"), name
+
+
+def test_a_lora_on_a_model_that_loads_none_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    pipe = SimpleNamespace(transformer=make_denoiser("prx"))
+    lora = Lora(tmp_path / "x.safetensors")
+    add_adapters(pipe, [])
+    with pytest.raises(UserError, match=r"PRX loads no adapter; merge it .*: sd3-light lora merge MODEL OUT .*x\.safe"):
+        add_adapters(pipe, [lora])

@@ -81,8 +81,13 @@ def test_check_accepts_what_new_writes(
     family, folder = family_named(name), tiny_folder(name)
     monkeypatch.setattr(type(family), "packages", ())
     if kind == "lora" and not family.loads_adapters:
-        with pytest.raises(ConfigFaults, match="the stock pipeline of PRX loads no adapter"):
+        refusal = "the stock pipeline of PRX loads no adapter; train the weights: `sd3-light new finetune`"
+        with pytest.raises(ConfigFaults, match=f"new: adapter: {refusal}"):
             new.run(kind, str(raw_project.images), str(folder), tmp_path)
+        with pytest.raises(UserError, match="random weights; `new finetune` continues its own"):
+            new.run("pretrain", str(raw_project.images), str(folder), tmp_path)
+        with pytest.raises(ConfigFaults, match=f"adapter: {refusal}"):
+            check.load(written(tmp_path, raw_project.images, folder, keys="[adapter]\nrank = 2"))
         return
     project = new.run(kind, str(raw_project.images), str(folder), tmp_path, resolution=64, gpus=GPU)
     loaded = check.load(project.train_toml)
@@ -114,7 +119,45 @@ def test_new_writes_the_recipe_of_flux(tmp_path: Path, raw_project: Project, flu
     assert project.resolution == 512
     set_json(flux / "transformer/config.json", guidance_embeds=False)
     project = new.run("lora", str(raw_project.images), str(flux), tmp_path / "schnell", gpus=GPU)
-    assert "guidance" not in tomllib.loads(project.train_toml.read_text(encoding="utf-8"))["model"]
+    table = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
+    assert "guidance" not in table["model"]
+    assert table["sampling"]["guidance"] == 1.0, "schnell draws without guidance"
+
+
+GUIDANCE = {"flux": None, "schnell": 1.0, "flux2": 1.0, "krea2": 0.0, "prx": 1.0, "qwen_image": 1.0}
+GUIDANCE |= {"sana": 1.0, "wan": 1.0, "z_image": 0.0}
+
+
+@pytest.mark.parametrize("name", GUIDANCE)
+def test_guidance_without_text_dropout_is_named_where_it_compares(
+    name: str, tmp_path: Path, raw_project: Project, tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A denoiser that takes a number needs no dropout; others run once per step up to the guidance that is named."""
+    off = GUIDANCE[name]
+    family = family_named("flux" if name == "schnell" else name)
+    monkeypatch.setattr(type(family), "packages", ())
+    model = Path(shutil.copytree(tiny_folder(family.name), tmp_path / name))
+    if name == "schnell":
+        set_json(model / "transformer/config.json", guidance_embeds=False)
+    sampling = "\n[sampling]\nprompts = ['a']\nevery_n_steps = 2\nguidance = {}\n"
+    for guidance in (0.0, 1.0, 1.5, 5.0):
+        drop = "enable_uncond_text_dropout = false" + sampling.format(guidance)
+        loaded = check.load(written(tmp_path, raw_project.images, model, keys=drop))
+        lines = [text for _, text in check.conclude(loaded.train, check.run(loaded), check.Target())]
+        found = [text for text in lines if "compares with a prediction without text" in text]
+        assert bool(found) == (off is not None and guidance > off), (guidance, found)
+        assert all(text.endswith(f"or sampling.guidance = {off:g}") for text in found)
+        assert family.no_guidance(family.weights.start(loaded.train.model)) == off
+
+
+def test_a_negative_prompt_needs_a_denoiser_that_runs_twice(
+    flux: Path, faults: Callable[..., list[tuple[str, str]]]
+) -> None:
+    keys = "[sampling]\nprompts = ['a']\nevery_n_steps = 2\nnegative_prompt = 'blurred'"
+    problem = "this denoiser takes guidance as a number and no negative prompt"
+    assert faults(flux, "", keys) == [("sampling.negative_prompt", problem)]
+    set_json(flux / "transformer/config.json", guidance_embeds=False)
+    assert faults(flux, "", keys) == []
 
 
 def test_random_weights_are_only_for_sd3(tmp_path: Path, raw_project: Project, flux: Path) -> None:

@@ -77,6 +77,24 @@ def test_bytes_depend_on_the_captions_alone(folder: tuple[StockFamily, Path]) ->
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_only_the_encoders_of_missing_columns_run(folder: tuple[StockFamily, Path]) -> None:
+    family, path = folder
+    ran: list[str] = []
+    with open_encoders(family, path) as encoders:
+        expected = encoders.encode_captions(CAPTIONS)
+        for name, module in encoders.part("text").items():
+            module.register_forward_hook(lambda *_, name=name: ran.append(name))
+        for column in family.text_columns(encoders._model, path):
+            ran.clear()
+            tensors = encoders.encode_captions(CAPTIONS, [column.name])
+            assert set(ran) == {column.parts[0]}
+            assert set(tensors) == set(column.tensors)
+            assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
+        ran.clear()
+        encoders.encode_images(np.zeros((1, *SIZE, 3), np.uint8), flip=False)
+    assert ran == []
+
+
 def test_images_have_the_moments_that_the_columns_declare(folder: tuple[StockFamily, Path]) -> None:
     family, path = folder
     pixels = np.random.default_rng(0).integers(0, 256, (3, *SIZE, 3), dtype=np.uint8)

@@ -15,6 +15,7 @@ from sd3_light.core.sampling import ImageRequest
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.inputs import StockInputs
 from sd3_light.sample.loop import draw_latents, starting_noise
+from sd3_light.sample.precision import compute_in
 from tests.stock import model_table, save_stock
 
 CPU = torch.device("cpu")
@@ -55,7 +56,7 @@ def sizes(pipe: Any, family: StockFamily) -> tuple[int, int]:
 def drawn(
     family: StockFamily, pipe: Any, folder: Path, guidance: float, noise: Tensor, prompts: Sequence[str] = PROMPTS
 ) -> Tensor:
-    """Our images, with texts in float32."""
+    """Our images, with texts in float32, whatever encodes them."""
     if family.single_prompts and len(prompts) > 1:
         images = zip(noise.split(1), prompts, strict=True)
         return torch.cat([drawn(family, pipe, folder, guidance, one, [prompt]) for one, prompt in images])
@@ -80,11 +81,18 @@ def drawn(
     return images[:, :, 0] if images.dim() == 5 else images  # a clip of one frame
 
 
-@pytest.mark.parametrize("guidance", [0.0, 3.5])
+@pytest.mark.parametrize(
+    ("guidance", "dtype"), [(0.0, torch.float32), (3.5, torch.float32), (3.5, torch.bfloat16)], ids=str
+)
 @torch.no_grad()
-def test_images_are_those_of_the_stock_pipeline(folder: tuple[StockFamily, Path], guidance: float) -> None:
+def test_images_are_those_of_the_stock_pipeline(
+    folder: tuple[StockFamily, Path], guidance: float, dtype: torch.dtype
+) -> None:
+    """In bfloat16 denoiser and text encoders round; noise, guidance and steps are float32, as `sample` runs them."""
     family, path = folder
     pipe = opened(path, family)
+    compute_in(pipe, dtype)
+    assert pipe.transformer.dtype == dtype
     model = model_table(family.name, path)
     size = sizes(pipe, family)
     noise = starting_noise(SEEDS, family.sampling.latent_shape(model, size), CPU)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Barrier, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.report import run_log
 from sd3_light.report.curves import NUM_BINS, CurveBuilder
 from sd3_light.report.run_log import RunReader, RunReport, read_run
+from sd3_light.runlog.log import complete_lines
 
 Event = dict[str, Any]
 
@@ -195,6 +197,12 @@ def test_a_faulty_line_is_named_until_it_is_removed(tmp_path: Path, parsed: list
     assert parsed == [], "the same file is not read twice"
     (tmp_path / "log.jsonl").write_text(good)
     assert reader.read().last["step"]["step"] == 9
+
+
+def test_a_line_that_is_written_while_it_is_read_is_left_for_later() -> None:
+    pieces = iter([b'{"event": "step"}\n', b'{"event": "st', b'ep"}\n', b""])
+    file: Any = SimpleNamespace(readline=lambda _: next(pieces))
+    assert list(complete_lines(file)) == [(1, b'{"event": "step"}\n')]
 
 
 def test_several_threads_read_a_growing_log(tmp_path: Path) -> None:

@@ -132,7 +132,9 @@ def test_a_text_is_encoded_once_and_the_oldest_are_dropped(pipe: Any, monkeypatc
 def test_parallel_pipelines_share_networks_but_no_state(pipe: Any) -> None:
     own_pipe = module._copy_pipeline(pipe)
     assert own_pipe.transformer is pipe.transformer
-    assert own_pipe.vae is pipe.vae
+    assert own_pipe.vae is not pipe.vae, "a VAE of videos keeps frames while it decodes"
+    weights = [[weight.data_ptr() for weight in vae.parameters()] for vae in (own_pipe.vae, pipe.vae)]
+    assert weights[0] == weights[1]
     assert own_pipe.scheduler is not pipe.scheduler
     assert own_pipe.scheduler.config is not pipe.scheduler.config
     assert own_pipe.scheduler.config == pipe.scheduler.config

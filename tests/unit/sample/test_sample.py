@@ -249,7 +249,9 @@ def test_a_config_is_not_a_model(tmp_path: Path) -> None:
         sample.run(tmp_path / "train.toml", ROWS[:1], [0], tmp_path / "out", FAST)
 
 
-def test_an_adapter_folder_is_sampled_on_its_base(model: Path, tmp_path: Path) -> None:
+def test_an_adapter_folder_is_sampled_on_its_base(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As a LoRA run exports it; its folder states the text policy of training."""
     adapter = tmp_path / "run" / "exports" / checkpoint_name(4)
     adapter.mkdir(parents=True)
@@ -267,6 +269,13 @@ def test_an_adapter_folder_is_sampled_on_its_base(model: Path, tmp_path: Path) -
     sample.run(model, ROWS[:1], [0], tmp_path / "named", named)
     facts = json.loads(texts(tmp_path / "named" / "00000.png")["sd3_light"])
     assert [lora["strength"] for lora in facts["loras"]] == [0.5, 1.0]
+    assert facts["t5_max_length"] == 9, "as the LoRA was trained"
+    assert f"texts are encoded as for {adapter}: t5_max_length = 9, " in " ".join(capsys.readouterr().err.split())
+    alone = Path(shutil.copy(adapter / "pytorch_lora_weights.safetensors", tmp_path / "alone.safetensors"))
+    sample.run(model, ROWS[:1], [0], tmp_path / "alone", replace(FAST, loras=(Lora(alone),)))
+    facts = json.loads(texts(tmp_path / "alone" / "00000.png")["sd3_light"])
+    assert facts["t5_max_length"] != 9
+    assert f"texts are encoded as for {model}: " in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_grid_waits_for_other_processes_until_a_timeout(tmp_path: Path) -> None:

@@ -281,7 +281,7 @@ def test_weights_are_renamed_by_prefix_and_converter(tmp_path: Path) -> None:
 
 
 def test_workers_of_args_are_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In both stages, and 0 means 0; tasks prefetch one batch per worker."""
+    """In both stages, and 0 means 0; tasks prefetch one batch per worker, data processes two items."""
     seen: list[tuple[Any, Any]] = []
 
     class Spied(torch.utils.data.DataLoader[Any]):
@@ -289,13 +289,12 @@ def test_workers_of_args_are_honoured(tmp_path: Path, monkeypatch: pytest.Monkey
             seen.append((kwargs["num_workers"], kwargs.get("prefetch_factor")))
             super().__init__(*args, **kwargs)
 
-    monkeypatch.setattr("sd3_light.tasks.process.DataLoader", Spied)
     monkeypatch.setattr("sd3_light.data.loader.DataLoader", Spied)
     for workers in (0, 1):
         args = Namespace(dataset_num_workers=workers)
         process(tmp_path / f"cache{workers}", num_workers=8, args=args)
         run(tmp_path / f"run{workers}", num_workers=3, args=args)
-    assert seen == [(0, None), (0, None), (1, None), (1, 1)]
+    assert seen == [(0, None), (0, None), (1, 2), (1, 1)]
 
 
 def test_any_torch_optimizer_by_its_path(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from accelerate import Accelerator
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import Manifest
 from sd3_light.data.reader import ShardReader
+from sd3_light.engines import Launch
 from sd3_light.runlog import read_log
 from sd3_light.tasks import ModelLogger, ProcessedDataset, launch_data_process_task, launch_training_task
+from sd3_light.tasks.batches import SampleOrder, TaskBatches, item_of
 from tests.leftovers import leave
 from tests.unit.tasks.test_custom_forward import Own
 from tests.unit.tasks.toy import Encode, Images, Toy
@@ -129,6 +131,23 @@ def test_a_window_keeps_steps_within_few_shards(tmp_path: Path) -> None:
     assert [len({index // 4 for index in seen[start : start + 4]}) for start in (0, 4, 8)] == [1, 1, 1]
     with pytest.raises(UserError, match="shuffle_window is a number of shards of a ProcessedDataset"):
         losses(tmp_path / "other", Images(4), shuffle_window=1)
+
+
+def test_shards_of_the_next_window_are_fetched_early(tmp_path: Path) -> None:
+    process(tmp_path / "cache", Images(12), shard_size=4)
+    data = ProcessedDataset((tmp_path / "cache").as_uri(), stream_cache_dir=tmp_path / "fetched")
+    assert data.shards is not None
+    samples = SampleOrder(data, 0, 2, window=1)
+    batches = TaskBatches(data, samples, Launch(), 1, item_of)
+    files = [data.segment_of(samples.picks(step, 0, 1)[0][0]) for step in range(6)]
+    assert len(set(files)) == 3
+    batches[1]
+    for thread in data.shards._prefetcher.threads:
+        thread.join()
+    fetched = {path.name for path in (tmp_path / "fetched").rglob("*.safetensors")}
+    expected = {entry.sha256 for entry in data.shards.manifest.shards if entry.file in files[:3]}
+    assert len(fetched) >= 2
+    assert all(any(digest[:16] in name for name in fetched) for digest in expected)
 
 
 def test_only_changed_samples_are_computed_again(tmp_path: Path) -> None:

@@ -437,7 +437,8 @@ def sample(index: int, epoch: int = 0, repeat: int = 0) -> dict[str, Any]:
 
 def test_padding_is_not_counted_in_validation() -> None:
     model, batch = Toy(), [sample(0), sample(1), sample(0, repeat=1)]
-    engine = TorchEngine(UnitModel(model), TaskSettings().engine_settings(1), Launch(), torch.device("cpu"))
+    config = TaskSettings().train_config(Path("out"), 1, None, False)
+    engine = TorchEngine(UnitModel(model), config, Launch(), torch.device("cpu"))
     prepared = EvalPreparer(model.preparer()).prepare_inputs((rows_of(batch), 0.5))
     with torch.no_grad():
         total, count = engine.evaluate(prepared).tolist()
@@ -484,6 +485,16 @@ def test_several_averages_are_validated_saved_and_resumed(tmp_path: Path) -> Non
         run(tmp_path / "both", ema=tracks, ema_decay=0.5)
     with pytest.raises(UserError, match=r"ema is .*; give the keys of \[ema\]"):
         run(tmp_path / "wrong", ema={"dekay": 0.5})
+
+
+def test_an_average_may_begin_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, max_steps=2, ema_decay=0.5)
+    before = load_file(tmp_path / "step-2.safetensors")
+    tracks = {"decay": 0.5, "track": [{"name": "late", "decay": 0.999}]}
+    run(tmp_path, max_steps=3, ema=tracks, resume=True)
+    assert "has no average 'late': it starts from the current weights" in capsys.readouterr().err
+    late = load_file(tmp_path / "step-3.late.safetensors")
+    assert before.keys() == late.keys()
 
 
 class Energy(Objective):

@@ -61,7 +61,8 @@ def test_all_ranks_distribute_samples_in_the_same_way(
     loaded = cached_project.load("pipeline_stages=2")
     start = starting_weights(loaded.train.model)
     model = SimpleNamespace(begin=None)
-    state: Any = SimpleNamespace(engine=None, averages=None, dropout=None, preparer=None, model=model)
+    preparer = SimpleNamespace(prepare_into=None)
+    state: Any = SimpleNamespace(engine=None, averages=None, dropout=None, preparer=preparer, model=model)
     locations = [(size, local_rank) for size in nodes for local_rank in range(size)]
     for rank, (size, local_rank) in enumerate(locations):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(size))

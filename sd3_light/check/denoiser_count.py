@@ -7,6 +7,7 @@ it saves its inputs and its result, and no scores.
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -43,8 +44,12 @@ class Counts:
     target: int
     before: int
     after: int
-    tensor: int
+    tensor: int | Fraction
     blocks: tuple[BlockBytes, ...]
+
+
+NOTHING = Counts(0, 0, 0, 0, 0, 0, 0, (BlockBytes(0, 0, 0),))
+"""Stands for a pass that cannot be counted."""
 
 
 class OneOfEachBlock:

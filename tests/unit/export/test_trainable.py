@@ -1,0 +1,201 @@
+"""The denoiser of an adapter run: frozen weights are read one by one, in the dtype in which they compute."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft.import_utils import is_bnb_available
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from sd3_light.assets import DEMO
+from sd3_light.config import TrainConfig
+from sd3_light.core.registry import family_of
+from sd3_light.export import trainable
+from sd3_light.export.trainable import load_what_trains
+from sd3_light.model import quantized
+from sd3_light.model.adapter_layers import add_adapter, cast_frozen, is_adapter_name
+from tests.cases import combinations
+from tests.families import make_denoiser, make_pipeline
+
+CPU = torch.device("cpu")
+KINDS: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "lokr": {"type": "lokr"},
+    "loha": {"type": "loha"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.dtype], Path]:
+    """Return a function that writes a family's pipeline once, with its denoiser in a dtype."""
+
+    @cache
+    def folder(family: str, dtype: torch.dtype) -> Path:
+        path = tmp_path_factory.mktemp("tiny") / family
+        if family == "sd3":
+            path.mkdir()
+            for part in DEMO.iterdir():
+                (path / part.name).symlink_to(part)
+        else:
+            make_pipeline(family).save_pretrained(path)
+            denoiser: Any = make_denoiser(family, num_layers=6).to(dtype)
+            denoiser.save_pretrained(path / "transformer")
+        return path
+
+    return folder
+
+
+def config_of(folder: Path, tmp_path: Path, **adapter: Any) -> TrainConfig:
+    model = {"diffusers_path": str(folder), "dtype": "float32"}
+    settings = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": model, "seed": 3}
+    targets = ["attn.to_*"] if folder.name != "wan" else ["attn1.to_*"]
+    table = {"rank": 2, "target_modules": targets, **adapter}
+    return TrainConfig.model_validate({**settings, "adapter": table}, context={"base": tmp_path})
+
+
+def load_and_cast(config: TrainConfig, dtype: torch.dtype) -> nn.Module:
+    """The reference: the adapter on a denoiser in float32, whose frozen weights are then cast."""
+    weights = family_of(config.model).weights
+    denoiser = weights.load(weights.start(config.model), config.seed)
+    assert config.adapter is not None
+    add_adapter(denoiser, config.adapter, config.seed)
+    cast_frozen(denoiser, dtype)
+    return denoiser
+
+
+def facts(denoiser: nn.Module) -> dict[str, tuple[torch.dtype, bool]]:
+    state = denoiser.state_dict(keep_vars=True)
+    return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "stored"),
+    combinations(
+        ("sd3", "flux", "wan"),
+        tuple(KINDS),
+        (torch.float32, torch.bfloat16),
+        fast=[
+            *(("flux", kind, torch.float32) for kind in KINDS),
+            *((family, "lora", torch.float32) for family in ("sd3", "wan")),
+            ("flux", "dora", torch.bfloat16),
+        ],
+    ),
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_frozen_denoiser_has_the_values_of_one_that_was_cast(
+    folder_of: Callable[[str, torch.dtype], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    kind: str,
+    stored: torch.dtype,
+    dtype: torch.dtype,
+) -> None:
+    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: dtype)  # that of a GPU
+    config = config_of(folder_of(family, stored), tmp_path, **KINDS[kind])
+    expected = load_and_cast(config, dtype)
+    denoiser = load_what_trains(config, family_of(config.model).weights.start(config.model), CPU)
+    assert facts(denoiser) == facts(expected)
+    states = denoiser.state_dict(), expected.state_dict()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert all(not buffer.is_meta for buffer in denoiser.buffers())
+    modes = [{name: module.training for name, module in model.named_modules()} for model in (denoiser, expected)]
+    assert modes[0] == modes[1]
+
+
+class Float32Bytes(TorchDispatchMode):
+    """Measures the largest number of bytes that float32 tensors held at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        for tensor in tree_iter((args, kwargs, out)):
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float32 and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
+def test_a_frozen_denoiser_is_never_held_in_float32(
+    folder_of: Callable[[str, torch.dtype], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    config = config_of(folder_of(family, torch.float32), tmp_path, rank=1)
+    start = family_of(config.model).weights.start(config.model)
+    with Float32Bytes() as before:
+        load_and_cast(config, torch.bfloat16)
+    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
+    with Float32Bytes() as now:
+        denoiser = load_what_trains(config, start, CPU)
+    named = dict(denoiser.named_parameters())
+    frozen = [weight for name, weight in named.items() if not is_adapter_name(name)]
+    adapter = sum(weight.nbytes for name, weight in named.items() if is_adapter_name(name))
+    adapter += sum(buffer.nbytes for buffer in denoiser.buffers())
+    assert all(weight.dtype == torch.bfloat16 for weight in frozen)
+    assert before.peak >= 2 * sum(weight.nbytes for weight in frozen), "the measurement sees a model in float32"
+    largest = 2 * max(weight.nbytes for weight in frozen)
+    assert now.peak <= adapter + 2 * largest + 4096, "one weight, and a copy of it, beside the adapter"
+
+
+class Int8Weight(nn.Parameter):
+    """Quantizes the values that it is made of."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> "Int8Weight":
+        return super().__new__(cls, (100 * data).round().to(torch.int8), requires_grad=requires_grad)
+
+
+class Int8Linear(nn.Linear):
+    """Stands for a layer of bitsandbytes."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, device: Any) -> None:
+        super().__init__(inputs, outputs, bias, device=device)
+        self.weight = Int8Weight(torch.zeros(1))
+
+    def ready(self) -> "Int8Linear":
+        return self
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
+def test_quantized_weights_are_read_one_by_one(
+    folder_of: Callable[[str, torch.dtype], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    kind: str,
+) -> None:
+    assert not is_bnb_available(), "peft would use its own layers"
+    find = quantized.importlib.util.find_spec
+    monkeypatch.setattr(
+        quantized.importlib.util, "find_spec", lambda name, *more: name if name == "bitsandbytes" else find(name, *more)
+    )
+    monkeypatch.setattr(quantized, "_layer_classes", lambda: {8: Int8Linear})
+    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
+    config = config_of(folder_of(family, torch.float32), tmp_path, base_bits=8, **KINDS[kind])
+    weights = family_of(config.model).weights
+    start = weights.start(config.model)
+    expected = weights.load(start, config.seed)
+    assert config.adapter is not None
+    quantized.quantize_base(expected, 8, CPU)
+    add_adapter(expected, config.adapter, config.seed)
+    cast_frozen(expected, torch.bfloat16)
+    with Float32Bytes() as memory:
+        denoiser = load_what_trains(config, start, CPU)
+    assert facts(denoiser) == facts(expected)
+    assert torch.int8 in {dtype for dtype, _ in facts(denoiser).values()}
+    states = denoiser.state_dict(), expected.state_dict()
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert memory.peak < sum(4 * weight.numel() for weight in denoiser.parameters()) / 2
