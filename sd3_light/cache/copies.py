@@ -96,21 +96,21 @@ class Copies:
     """What a unit copies, from open shards: for each entry the places by sample, and those of captions by text.
 
     ``encoded_columns`` are those of captions that are not copied; ``with_images``: they are encoded together with the
-    images of their samples. Values of shards that are damaged, or have other
-    columns than the manifest says, are left out: they are encoded.
+    images of their samples. Values of shards that are damaged, or have other columns than the manifest says, are left
+    out: they are encoded.
     """
 
-    def __init__(self, found: UnitCopies | None = None, old: OldShards | None = None) -> None:
-        found = found or UnitCopies()
-        assert old is not None or not found.shards
-        self._readers = [None if old is None else old.reader(entry) for entry in found.shards]
+    def __init__(self, copies: UnitCopies | None = None, old: OldShards | None = None) -> None:
+        copies = copies or UnitCopies()
+        assert old is not None or not copies.shards
+        self._readers = [None if old is None else old.reader(entry) for entry in copies.shards]
         for number, reader in enumerate(self._readers):
-            if reader is not None and not _agrees(reader, found.columns.fingerprints):
+            if reader is not None and not _agrees(reader, copies.columns.fingerprints):
                 self._readers[number] = None
-        self.entries = {entry: self._of_intact(places) for entry, places in found.entries.items()}
-        self.captions = self._of_intact(found.captions)
-        self.encoded_columns = found.columns.encoded
-        self.with_images = found.columns.with_images
+        self.entries = {entry: self._of_intact(places) for entry, places in copies.entries.items()}
+        self.captions = self._of_intact(copies.captions)
+        self.encoded_columns = copies.columns.encoded
+        self.with_images = copies.columns.with_images
 
     def _of_intact(self, places: Mapping[_Key, Place]) -> dict[_Key, Place]:
         return {key: place for key, place in places.items() if self._readers[place[0]] is not None}

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
+import torch.utils.data._utils.signal_handling
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
@@ -178,7 +179,8 @@ class PipelineDataLoader:
 
     def __iter__(self) -> Generator[Any, None, None]:
         pool = self._items.pool = SlotPool(self._num_slots, self._pin, self._slot_bytes)
-        batches = iter(self.dataloader)  # workers start here, with this pool
+        with _no_errors_from_signals():
+            batches = iter(self.dataloader)  # workers start here, with this pool
         if self._pin is not None and self._slot_bytes:  # while workers prepare the first batches
             threading.Thread(target=pool.reserve, daemon=True).start()
         _WORKERS.update(dict.fromkeys(getattr(batches, "_workers", ()), os.getpid()))
@@ -196,8 +198,8 @@ class PipelineDataLoader:
             except StopIteration:
                 return
             except RuntimeError as error:
-                if user_error := worker_exit_error(error):
-                    raise user_error from error
+                if dead := [worker for worker in getattr(batches, "_workers", ()) if worker.exitcode]:
+                    raise _worker_exit_error(dead[0]) from error
                 raise
             self.times.waited += time.perf_counter() - started
             if isinstance(prepared, UserError):
@@ -238,21 +240,31 @@ _WORKERS: "WeakKeyDictionary[Any, int]" = WeakKeyDictionary()
 @atexit.register  # runs before multiprocessing's handler, which was registered earlier and would wait forever
 def _end_workers() -> None:
     """Kill the workers of unclosed iterations when the program exits; they ignore SIGTERM."""
-    alive = [worker for worker, parent in _WORKERS.items() if parent == os.getpid() and worker.is_alive()]
-    if alive:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise an error for each
-    for worker in alive:
-        worker.kill()
+    for worker, parent in list(_WORKERS.items()):
+        if parent == os.getpid() and worker.is_alive():
+            worker.kill()
 
 
-def worker_exit_error(error: RuntimeError) -> UserError | None:
-    """Convert torch's error about a dead worker, raised anywhere in the main thread, to a UserError; else None."""
-    text = str(error).partition("\n")[0]
-    if not text.startswith("DataLoader worker (pid"):
-        return None
+@contextmanager
+def _no_errors_from_signals() -> Iterator[None]:
+    """Remove the handler that torch installs in the block: it raises errors of dead workers inside steps.
+
+    Without it torch notices when the next batch is waited for. All steps until then are complete and can be saved.
+    """
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread():  # elsewhere torch installs none
+        is_torchs = getattr(before, "__module__", "") == torch.utils.data._utils.signal_handling.__name__
+        signal.signal(signal.SIGCHLD, before if callable(before) and not is_torchs else signal.SIG_DFL)
+
+
+def _worker_exit_error(worker: Any) -> UserError:
+    """Return the error for a worker that ended by itself."""
+    code = worker.exitcode
+    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     return UserError(
-        f"{text.rstrip('. ')}: out of memory, or killed by another program; lower num_dataloader_workers or "
-        "dataloader_prefetch_per_worker, or free memory, then resume"
+        f"DataLoader worker (pid {worker.pid}) {cause}: out of memory, or ended by another program; lower "
+        "num_dataloader_workers (dataset_num_workers in scripts) or free memory, then resume"
     )
 
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.loader import worker_exit_error
 from sd3_light.engines.processes import lost_peer
 
 COMMON_ERRORS = (
@@ -36,7 +35,7 @@ TASK_OUT_OF_MEMORY = (
 def as_user_error(source: str, remedy: str = "fix it") -> Iterator[None]:
     """Turn common errors inside the block into a `UserError` that names their ``source``, the user's own code.
 
-    Out of memory, a dead worker and a lost process get the messages of `explain_runtime_errors`.
+    Out of memory and a lost process get the messages of `explain_runtime_errors`.
     """
     try:
         yield
@@ -49,7 +48,7 @@ def as_user_error(source: str, remedy: str = "fix it") -> Iterator[None]:
 
 @contextmanager
 def explain_runtime_errors(out_of_memory: str = TASK_OUT_OF_MEMORY) -> Iterator[None]:
-    """Turn a full GPU, a dead worker and a lost process inside the block into a `UserError` of one line each.
+    """Turn a full GPU and a lost process inside the block into a `UserError` of one line each.
 
     ``out_of_memory`` says how to use less GPU memory.
     """
@@ -62,9 +61,9 @@ def explain_runtime_errors(out_of_memory: str = TASK_OUT_OF_MEMORY) -> Iterator[
 
 
 def _explained(error: Exception, out_of_memory: str, source: str = "") -> UserError | None:
-    """Return the `UserError` for a full GPU, a dead worker or a lost process; None for other errors."""
+    """Return the `UserError` for a full GPU or a lost process; None for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         sentences = str(error).strip().partition("\n")[0].split(". ")[:2]
         message = ". ".join(sentences).rstrip(". ") or "the GPU is out of memory"
         return UserError(f"{source}{message}; {out_of_memory}")
-    return worker_exit_error(error) or lost_peer(error) if isinstance(error, RuntimeError) else None
+    return lost_peer(error) if isinstance(error, RuntimeError) else None

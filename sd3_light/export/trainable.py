@@ -13,7 +13,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.export.trained_file import read_trained_adapter
-from sd3_light.model.adapter_layers import LycorisModule, ReadWeight, add_adapter, cast_frozen, load_lycoris
+from sd3_light.model.adapter_layers import LycorisModule, ReadWeight, add_adapter, load_lycoris
 from sd3_light.model.loading import CPU, assign_weights, read_weights
 from sd3_light.model.lora_layers import LoraModule, load_lora
 from sd3_light.model.quantized import quantize_base
@@ -38,10 +38,8 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
     stand_in = torch.zeros(())  # the adapter takes dtype and device of the weights below it
     assign_weights(denoiser, lambda _, weight: stand_in.expand(weight.shape) if weight.is_meta else weight)
     put_adapter(denoiser, config.adapter, config.seed, read)
-    dtype = frozen_dtype(config, device)
     # the processes of a pipeline hold only some of the layers on their devices
-    read_weights(denoiser, stored, dtype, device if config.pipeline_stages == 1 else CPU)
-    cast_frozen(denoiser, dtype)  # biases of quantized layers
+    read_weights(denoiser, stored, frozen_dtype(config, device), device if config.pipeline_stages == 1 else CPU)
     return denoiser
 
 

@@ -74,18 +74,14 @@ def add_adapter(
     return names
 
 
-def cast_frozen(module: nn.Module, dtype: torch.dtype, recurse: bool = True) -> None:
-    """Cast frozen parameters to ``dtype``; trained and quantized parameters and buffers stay as they are."""
-    for parameter in module.parameters(recurse):
-        if not parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-
-
 def cast_frozen_linears(transformer: nn.Module, dtype: torch.dtype) -> None:
     """Cast frozen parameters of linear layers to ``dtype``; under autocast to ``dtype`` results do not change."""
     for layer in transformer.modules():
-        if isinstance(layer, nn.Linear):
-            cast_frozen(layer, dtype, recurse=False)
+        if not isinstance(layer, nn.Linear):
+            continue
+        for parameter in layer.parameters(recurse=False):
+            if not parameter.requires_grad and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
 
 
 class _Float32Linear(nn.Linear):

@@ -60,15 +60,18 @@ def read_weights(
 ) -> nn.Module:
     """Read a model's weights, tensor by tensor, to the device: parameters in ``dtype``, tables as the model has them.
 
-    Weights below an adapter have the names of a model without one. What an adapter added and what is quantized stays.
+    Weights that stock diffusers keeps in float32 are read in it. Weights below an adapter have the names of a model
+    without one. What an adapter added and what is quantized stays.
     """
+    whole = kept_in_float32(model)
 
     def read(name: str, tensor: Tensor) -> Tensor:
         weight = stored.get(name.replace(".base_layer.", "."))
         is_parameter = isinstance(tensor, nn.Parameter)
         if weight is None or (is_parameter and not tensor.is_floating_point()):
             return tensor
-        return weight.load().to(dtype if is_parameter else tensor.dtype).to(device)
+        wanted = torch.float32 if whole(name) else dtype
+        return weight.load().to(wanted if is_parameter else tensor.dtype).to(device)
 
     assign_weights(model, read)
     return model

@@ -1,4 +1,4 @@
-"""Generate images with a loaded stock pipeline; every image depends only on its own request.
+"""Generate images with a stock pipeline, loaded or in phases; every image depends only on its own request.
 
 Matrix products round differently in a batch than alone, and with two threads than with one. So there are two modes:
 `exact` generates each image alone with one thread, several in parallel on a CPU's cores, with the same bytes for any

@@ -109,10 +109,10 @@ def train(run: Run) -> Progress:
                 with run.meter.launching():
                     result = run.last_result = run.engine.train_step(micro_batches, lr)
                     run.averages.update(run.engine.weights, before.step + 1)
-                run._updates_before = None
-
                 samples = run.samples_in(before.position)
                 run.progress = before.after(samples)
+                run._updates_before = None
+
                 run.meter.add(run.progress.step, result, samples, run.flops_in(micro_batches))
                 _write_record(run, bar)
                 run.requests.poll()

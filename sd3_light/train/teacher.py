@@ -21,7 +21,7 @@ from sd3_light.engines.protocol import Engine
 from sd3_light.export.of_run import model_config
 from sd3_light.export.trainable import frozen_dtype
 from sd3_light.model.adapter_layers import without_adapter
-from sd3_light.model.loading import StoredWeights, read_weights
+from sd3_light.model.loading import StoredWeights, kept_in_float32, read_weights
 from sd3_light.optim.ema import MAIN_TRACK, Averages
 
 _INPUTS = ("in_channels", "joint_attention_dim", "pooled_projection_dim", "caption_channels")
@@ -40,8 +40,9 @@ def load_teacher(model: TrainedModel, config: TrainConfig, device: torch.device)
     family = family_of(config.model)
     if teacher == "start":
         parameters = dict(model.denoiser.named_parameters())
+        whole = kept_in_float32(model.denoiser)
         state = {
-            name: tensor.detach().to(device, dtype if name in parameters else tensor.dtype, copy=True)
+            name: tensor.detach().to(device, dtype if name in parameters and not whole(name) else None, copy=True)
             for name, tensor in model.denoiser.state_dict().items()
         }
         denoiser = family.weights.from_state(model_config(model.denoiser), state)

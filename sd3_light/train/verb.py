@@ -234,8 +234,14 @@ def _make_measurer(context: RunContext) -> Measurer | None:
         return None
     truths = load_truths(table.dataset, table.images)
     sampler = Sampler.of_requests(
-        *(config, caption_requests(table, truths), context.loaded.dataset.cache_dir, context.data, context.bucket),
-        *(context.launch, context.device, context.stages),
+        config,
+        caption_requests(table, truths),
+        context.loaded.dataset.cache_dir,
+        context.data,
+        context.bucket,
+        context.launch,
+        context.device,
+        context.stages,
     )
     return Measurer.of_config(table, sampler, truths, context.groups)
 

@@ -30,7 +30,6 @@ def test_errors_of_user_code_name_it(error: Exception) -> None:
     ("error", "kind", "message"),
     [
         (torch.OutOfMemoryError(MEMORY), UserError, "Tried to allocate 2.00 GiB; lower batch_size (and raise"),
-        (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "), UserError, "free memory"),
         (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:5] closed"), PeerLost, "lost another"),
     ],
 )

@@ -19,7 +19,7 @@ from sd3_light.core.registry import family_of
 from sd3_light.export import trainable
 from sd3_light.export.trainable import load_what_trains
 from sd3_light.model import quantized
-from sd3_light.model.adapter_layers import add_adapter, cast_frozen, is_adapter_name
+from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
 from tests.cases import combinations
 from tests.families import make_denoiser, make_pipeline
 
@@ -70,6 +70,15 @@ def load_and_cast(config: TrainConfig, dtype: torch.dtype) -> nn.Module:
     return denoiser
 
 
+def cast_frozen(denoiser: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what does not train, except modules that the stock class wants in float32."""
+    whole = getattr(denoiser, "_keep_in_fp32_modules", None) or ()
+    for name, weight in denoiser.named_parameters():
+        if weight.requires_grad or not weight.is_floating_point() or set(name.split(".")) & set(whole):
+            continue
+        weight.data = weight.data.to(dtype)
+
+
 def facts(denoiser: nn.Module) -> dict[str, tuple[torch.dtype, bool]]:
     state = denoiser.state_dict(keep_vars=True)
     return {name: (tensor.dtype, tensor.requires_grad) for name, tensor in state.items()}
@@ -110,6 +119,22 @@ def test_a_frozen_denoiser_has_the_values_of_one_that_was_cast(
     assert modes[0] == modes[1]
 
 
+@pytest.mark.parametrize("family", ["flux", "krea2", "wan"])
+def test_frozen_weights_have_the_dtypes_of_the_stock_class(
+    folder_of: Callable[[str, torch.dtype], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Wan's time embedding and modulation and Krea 2's norms are in float32, whatever dtype is asked for."""
+    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
+    folder = folder_of(family, torch.float32)
+    config = config_of(folder, tmp_path)
+    denoiser: Any = load_what_trains(config, family_of(config.model).weights.start(config.model), CPU)
+    stock = type(denoiser).from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
+    expected = {name: weight.dtype for name, weight in stock.named_parameters()}
+    named = {name.replace(".base_layer.", "."): weight for name, weight in denoiser.named_parameters()}
+    assert {name: weight.dtype for name, weight in named.items() if not is_adapter_name(name)} == expected
+    assert set(expected.values()) == ({torch.bfloat16} if family == "flux" else {torch.bfloat16, torch.float32})
+
+
 class Float32Bytes(TorchDispatchMode):
     """Measures the largest number of bytes that float32 tensors held at one time."""
 
@@ -144,9 +169,11 @@ def test_a_frozen_denoiser_is_never_held_in_float32(
     frozen = [weight for name, weight in named.items() if not is_adapter_name(name)]
     adapter = sum(weight.nbytes for name, weight in named.items() if is_adapter_name(name))
     adapter += sum(buffer.nbytes for buffer in denoiser.buffers())
-    assert all(weight.dtype == torch.bfloat16 for weight in frozen)
-    assert before.peak >= 2 * sum(weight.nbytes for weight in frozen), "the measurement sees a model in float32"
-    largest = 2 * max(weight.nbytes for weight in frozen)
+    half = [weight for weight in frozen if weight.dtype == torch.bfloat16]
+    assert len(half) > len(frozen) / 2
+    adapter += sum(weight.nbytes for weight in frozen if weight.dtype == torch.float32)
+    assert before.peak >= 4 * sum(weight.numel() for weight in frozen), "the measurement sees a model in float32"
+    largest = 4 * max(weight.numel() for weight in frozen)
     assert now.peak <= adapter + 2 * largest + 4096, "one weight, and a copy of it, beside the adapter"
 
 
@@ -158,7 +185,7 @@ class Int8Weight(nn.Parameter):
 
 
 class Int8Linear(nn.Linear):
-    """Stands for a layer of bitsandbytes."""
+    """Stands for a layer of bitsandbytes where that is not installed."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, device: Any) -> None:
         super().__init__(inputs, outputs, bias, device=device)
@@ -168,6 +195,21 @@ class Int8Linear(nn.Linear):
         return self
 
 
+@pytest.fixture
+def bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    if is_bnb_available():
+        return int(request.param)
+    if request.param == 4:
+        pytest.skip("needs bitsandbytes")
+    find = quantized.importlib.util.find_spec
+    monkeypatch.setattr(
+        quantized.importlib.util, "find_spec", lambda name, *more: name if name == "bitsandbytes" else find(name, *more)
+    )
+    monkeypatch.setattr(quantized, "_layer_classes", lambda: {8: Int8Linear})
+    return 8
+
+
+@pytest.mark.parametrize("bits", [8, 4], indirect=True)
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
 def test_quantized_weights_are_read_one_by_one(
@@ -176,26 +218,22 @@ def test_quantized_weights_are_read_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
     family: str,
     kind: str,
+    bits: int,
 ) -> None:
-    assert not is_bnb_available(), "peft would use its own layers"
-    find = quantized.importlib.util.find_spec
-    monkeypatch.setattr(
-        quantized.importlib.util, "find_spec", lambda name, *more: name if name == "bitsandbytes" else find(name, *more)
-    )
-    monkeypatch.setattr(quantized, "_layer_classes", lambda: {8: Int8Linear})
     monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
-    config = config_of(folder_of(family, torch.float32), tmp_path, base_bits=8, **KINDS[kind])
+    config = config_of(folder_of(family, torch.float32), tmp_path, base_bits=bits, **KINDS[kind])
     weights = family_of(config.model).weights
     start = weights.start(config.model)
     expected = weights.load(start, config.seed)
     assert config.adapter is not None
-    quantized.quantize_base(expected, 8, CPU)
+    whole = 4 * sum(weight.numel() for weight in expected.parameters())
+    quantized.quantize_base(expected, bits, CPU)
     add_adapter(expected, config.adapter, config.seed)
     cast_frozen(expected, torch.bfloat16)
     with Float32Bytes() as memory:
         denoiser = load_what_trains(config, start, CPU)
     assert facts(denoiser) == facts(expected)
-    assert torch.int8 in {dtype for dtype, _ in facts(denoiser).values()}
+    assert {torch.int8, torch.uint8} & {dtype for dtype, _ in facts(denoiser).values()}
     states = denoiser.state_dict(), expected.state_dict()
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
-    assert memory.peak < sum(4 * weight.numel() for weight in denoiser.parameters()) / 2
+    assert memory.peak < 0.6 * whole, "NF4 has a table of 1 KiB per layer"

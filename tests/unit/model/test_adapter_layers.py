@@ -13,7 +13,7 @@ from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.adapter_layers import (
     AdapterDropout,
     add_adapter,
-    cast_frozen,
+    cast_frozen_linears,
     is_adapter_name,
     load_lycoris,
     lycoris_modules,
@@ -108,9 +108,14 @@ def test_targets_may_be_patterns_and_unmatched_ones_are_named() -> None:
 def test_only_frozen_parameters_are_cast() -> None:
     transformer = stock()
     add_adapter(transformer, adapter(), 0)
-    cast_frozen(transformer, torch.bfloat16)
-    kinds = {(is_adapter_name(name), weight.dtype) for name, weight in transformer.named_parameters()}
-    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    cast_frozen_linears(transformer, torch.bfloat16)
+    linears = [module for module in transformer.modules() if isinstance(module, nn.Linear)]
+    weights = {id(weight) for layer in linears for weight in layer.parameters(recurse=False)}
+    kinds = {
+        (is_adapter_name(name), id(weight) in weights, weight.dtype) for name, weight in transformer.named_parameters()
+    }
+    expected = {(True, True, torch.float32), (False, True, torch.bfloat16), (False, False, torch.float32)}
+    assert kinds == expected
     assert all(buffer.dtype != torch.bfloat16 for buffer in transformer.buffers())
 
 

@@ -271,6 +271,11 @@ def test_an_adapter_folder_is_sampled_on_its_base(
     assert [lora["strength"] for lora in facts["loras"]] == [0.5, 1.0]
     assert facts["t5_max_length"] == 9, "as the LoRA was trained"
     assert f"texts are encoded as for {adapter}: t5_max_length = 9, " in " ".join(capsys.readouterr().err.split())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.sample.phases.free_memory", lambda _: 1)
+        sample.run(model, ROWS[:1], [0], tmp_path / "phases", named)
+    facts = json.loads(texts(tmp_path / "phases" / "00000.png")["sd3_light"])
+    assert facts["t5_max_length"] == 9, "also where the parts take turns"
     alone = Path(shutil.copy(adapter / "pytorch_lora_weights.safetensors", tmp_path / "alone.safetensors"))
     sample.run(model, ROWS[:1], [0], tmp_path / "alone", replace(FAST, loras=(Lora(alone),)))
     facts = json.loads(texts(tmp_path / "alone" / "00000.png")["sd3_light"])

@@ -209,7 +209,6 @@ class Fails(Toy):
         (3, RuntimeError("odd shapes"), "denoise of Fails raised RuntimeError: odd shapes; fix it"),
         (None, AssertionError("odd"), "denoise of Fails raised AssertionError: odd; fix it"),
         (3, torch.OutOfMemoryError("CUDA out of memory."), "denoise of Fails: CUDA out of memory; lower batch_size"),
-        (3, RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), "DataLoader worker (pid 7) is"),
     ],
 )
 def test_a_denoiser_that_fails_loses_no_step(tmp_path: Path, at: int | None, error: Exception, message: str) -> None:
@@ -220,18 +219,15 @@ def test_a_denoiser_that_fails_loses_no_step(tmp_path: Path, at: int | None, err
     assert run(tmp_path, resume=True)[-1]["step"] == 3
 
 
-def test_dead_workers_and_devices_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch reports a dead worker at any place. Nothing can be saved from a failed device: the error stays as it is."""
+def test_an_error_stays_as_it_is_when_the_device_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be saved."""
 
     def die(*args: Any) -> None:
-        raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed.")
+        raise RuntimeError("the device is gone")
 
-    with monkeypatch.context() as patch:
-        patch.setattr("sd3_light.engines.torch.TorchEngine.train_step", die)
-        assert error_of(lambda: run(tmp_path / "a")).startswith("DataLoader worker (pid 7) is killed")
     monkeypatch.setattr("sd3_light.checkpoint.background.HostBuffers.copy", die)
     with pytest.raises(UserError, match=r"odd; fix it$") as error:
-        run(tmp_path / "b", Fails(3, ValueError("odd")))
+        run(tmp_path, Fails(3, ValueError("odd")))
     assert isinstance(error.value.__cause__, ValueError), "an error is not its own cause"
 
 

@@ -264,6 +264,20 @@ def test_an_average_that_fails_to_update_is_not_saved(tmp_path: Path, monkeypatc
     assert case.saved() == []
 
 
+def test_an_updated_model_that_is_not_counted_is_not_saved(tmp_path: Path) -> None:
+    """A checkpoint of step 2 with the weights of step 3 would train them twice."""
+    case = Case(tmp_path)
+
+    def fail_at_2(position: int) -> int:
+        if position == 2:
+            raise ValueError("a defect")
+        return 1
+
+    case.driver.run.samples_in = fail_at_2
+    assert case.error(ValueError) == "a defect"
+    assert case.saved() == []
+
+
 def test_nothing_is_saved_where_it_would_do_harm(tmp_path: Path) -> None:
     """Weights that diverged, a run in which no step was taken, and several processes, which cannot agree any more."""
     diverged = Case(tmp_path / "diverged", OneWeight(bad=[2, 3]))
