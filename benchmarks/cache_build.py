@@ -101,7 +101,7 @@ def plan_of(loaded: LoadedConfig) -> CachePlan:
     with Claims(folder / "claims") as claims:
         catalogue = Catalogue(folder, claims)
         listings = catalogue.refresh(make_sources(loaded.dataset.directories), lambda _: None)
-        recipe = decides_shards(cache.make_recipe(loaded.train))
+        recipe = decides_shards(cache.make_recipe(loaded.train.model))
         return make_cache_plan(catalogue, listings, recipe, loaded.train.sd3_shard_size)
 
 

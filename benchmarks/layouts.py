@@ -17,8 +17,7 @@ from sd3_light.core.cost import Layout, Tokens
 from sd3_light.cost.amount import GIB
 from sd3_light.cost.gpu_memory import gpu_memory
 from sd3_light.cost.training_setup import TrainingSetup
-from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.families.sd3.flops import image_tokens
+from sd3_light.families.sd3.cost import SD3Cost, image_tokens
 
 GPUS = 8
 TEXT_TOKENS = 77 + 256

@@ -14,10 +14,9 @@ from sd3_light.config import ModelSize
 from sd3_light.core.cost import Tokens
 from sd3_light.core.model import compile_blocks
 from sd3_light.cost.training_flops import step_flops
-from sd3_light.families.sd3.cost import SD3Cost
+from sd3_light.families.sd3.cost import SD3Cost, image_tokens
 from sd3_light.families.sd3.fast.block import BlockOptions
 from sd3_light.families.sd3.fast.forward import FastDenoiser
-from sd3_light.families.sd3.flops import image_tokens
 from sd3_light.families.sd3.layers import unpatchify
 from sd3_light.flow.objective import flow_loss
 

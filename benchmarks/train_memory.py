@@ -35,8 +35,7 @@ from sd3_light.cost.training_flops import step_flops
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
-from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.families.sd3.flops import image_tokens
+from sd3_light.families.sd3.cost import SD3Cost, image_tokens
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.optim.ema import Averages
 

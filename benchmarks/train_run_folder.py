@@ -19,8 +19,7 @@ from sd3_light.cost.gpu_memory import gpu_memory
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
-from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.families.sd3.flops import image_tokens
+from sd3_light.families.sd3.cost import SD3Cost, image_tokens
 
 SAMPLES_PER_SHARD = 128
 IMAGES = "images"

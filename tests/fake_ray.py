@@ -14,7 +14,7 @@ from sd3_light import cache
 USERS = (
     "sd3_light.cache.ray_builder",
     "sd3_light.cache.ray_encoder",
-    "sd3_light.cache.ray_tasks",
+    "sd3_light.cache.ray_encoder",
 )
 """The modules that import Ray."""
 

@@ -3,8 +3,7 @@
 import os
 
 from sd3_light.cache.build_folder import UnitFiles
-from sd3_light.cache.ray_encoder import ShardEncoder, UnitTask
-from sd3_light.cache.ray_tasks import TaskPool
+from sd3_light.cache.ray_encoder import ShardEncoder, TaskPool, UnitTask
 from sd3_light.sources.decode import CRASHED_DECODE, Decoded, DecodeTask
 from sd3_light.sources.workers import BatchPool
 from tests.ray_decode import decode_or_crash

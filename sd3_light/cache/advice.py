@@ -25,8 +25,8 @@ from sd3_light.data.cache_plan import CachePlan, Member, Unit, decode_task
 from sd3_light.data.manifest import SHARDS
 from sd3_light.encoding.vae import LOW_PSNR, psnr
 from sd3_light.runlog import info
+from sd3_light.sources.buckets import ExtremeFits
 from sd3_light.sources.buckets import plan as plan_resize
-from sd3_light.sources.extreme_fits import ExtremeFits
 from sd3_light.sources.preprocess import Pixels
 
 _RECONSTRUCTED = {"cuda": 16, "cpu": 8}  # images by device: decoding one takes about as long as encoding two

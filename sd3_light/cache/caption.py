@@ -186,9 +186,7 @@ def _opened(path: Path) -> Iterator[Iterator[bytes]]:
 def _caption(work: _DirectoryWork, captioner: "Captioner") -> None:
     """Caption the missing images, and append each batch to the file of what is done."""
     path, missing = work.folder / DONE, work.missing
-    head = json.dumps(work.settings, ensure_ascii=False)
-    lines = [json.dumps({"file": name, "captions": texts}, ensure_ascii=False) for name, texts in work.captions.items()]
-    write_atomically(path, "".join(f"{line}\n" for line in (head, *lines)).encode("utf-8", "backslashreplace"))
+    write_atomically(path, _json_lines([work.settings]) + _captions_as_lines(work.captions))
     size, rejected = captioner.options.batch, 0
     with (
         write_errors(path),
@@ -200,29 +198,38 @@ def _caption(work: _DirectoryWork, captioner: "Captioner") -> None:
             texts = captioner.describe(images) if images else []
             new = dict(zip(images, texts, strict=True))
             work.captions |= new
-            rows = (json.dumps({"file": name, "captions": each}, ensure_ascii=False) for name, each in new.items())
-            file.write("".join(f"{row}\n" for row in rows).encode("utf-8", "backslashreplace"))
+            file.write(_captions_as_lines(new))
             bar.advance(len(names))
     if rejected:
         info(f"caption: {work.folder}: {rejected:,} images cannot be read; `sd3-light cache` lists them")
 
 
+def _captions_as_lines(captions: Mapping[str, list[str]]) -> bytes:
+    return _json_lines({"file": name, "captions": texts} for name, texts in captions.items())
+
+
+def _json_lines(rows: Iterable[Any]) -> bytes:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _read_image(path: Path) -> Image.Image | None:
+    """Return an image, or the first frame of a video; None if it cannot be read."""
+    try:
+        return open_still(FileBytes(str(path))).convert("RGB")
+    except Reject:
+        return None
+
+
 def _decoded(folder: Path, names: Sequence[str], size: int) -> Iterator[tuple[Sequence[str], dict[str, Image.Image]]]:
     """Yield batches of names with the images that can be read, the next batch decoded while one is used."""
-
-    def read(name: str) -> Image.Image | None:
-        try:
-            return open_still(FileBytes(str(folder / name))).convert("RGB")
-        except Reject:
-            return None
-
     batches = [names[start : start + size] for start in range(0, len(names), size)]
     with ThreadPoolExecutor(_DECODERS) as pool:
-        following = [pool.submit(read, name) for name in batches[0]] if batches else []
+        following = [pool.submit(_read_image, folder / name) for name in batches[0]] if batches else []
         for number, batch in enumerate(batches):
             current, following = following, []
             if number + 1 < len(batches):
-                following = [pool.submit(read, name) for name in batches[number + 1]]
+                following = [pool.submit(_read_image, folder / name) for name in batches[number + 1]]
             images = {name: image for name, job in zip(batch, current, strict=True) if (image := job.result())}
             yield batch, images
 
@@ -350,11 +357,8 @@ def _render(data: Path, model: str, options: CaptionOptions, works: Sequence[_Di
         names = [name for name in work.images if name in work.captions]
         most = max(1, _EXAMPLES // len(works))
         for name in names[:: max(1, len(names) // most)][:most]:
-            try:
-                image = open_still(FileBytes(str(work.folder / name))).convert("RGB")
-            except Reject:
-                continue
-            examples.append(CaptionedImage(name, data_uri(image, 384), image.size, tuple(work.captions[name])))
+            if (image := _read_image(work.folder / name)) is not None:
+                examples.append(CaptionedImage(name, data_uri(image, 384), image.size, tuple(work.captions[name])))
     return render_template(
         "captions.html",
         folder=data,

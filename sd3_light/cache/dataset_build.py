@@ -14,7 +14,6 @@ from sd3_light.cache.advice import (
     warn_of_full_disk,
 )
 from sd3_light.cache.build_folder import BuildFolder, open_build_folder, work_name
-from sd3_light.cache.cached_prompts import add_orphans, cache_prompts, missing_prompts, wait_for_prompts
 from sd3_light.cache.freshness import (
     CacheState,
     check_freshness,
@@ -27,9 +26,8 @@ from sd3_light.cache.freshness import (
 )
 from sd3_light.cache.local_builder import Builder
 from sd3_light.cache.manifest_writer import is_manifest_current, write_manifest
-from sd3_light.cache.options import CacheOptions, CacheReport
 from sd3_light.cache.recipe import decides_shards, make_recipe, stored_columns
-from sd3_light.cache.report import describe_values, log_report, small_buckets
+from sd3_light.cache.report import CacheOptions, CacheReport, describe_values, log_report, small_buckets
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
 from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
 from sd3_light.cache.unit_builder import empty_content
@@ -40,11 +38,18 @@ from sd3_light.core.columns import IMAGE, beside_captions
 from sd3_light.core.registry import family_of
 from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan, reuse_files
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
-from sd3_light.data.prompt_features import encode_prompts
+from sd3_light.data.prompt_features import (
+    PROMPTS_FOLDER,
+    encode_prompts,
+    prompt_file,
+    read_prompt,
+    write_prompt,
+)
 from sd3_light.data.shards import Origin, write_shard
 from sd3_light.data.store import private_temp_folder
 from sd3_light.engines import Launch
 from sd3_light.files import sweep_files
+from sd3_light.formats import plural
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress, show
 from sd3_light.sources.catalogue import Catalogue, Listing, make_sources
@@ -79,7 +84,7 @@ class DatasetBuild:
         shards = folder / SHARDS
         with Claims(folder / "claims") as claims:
             shards.mkdir(parents=True, exist_ok=True)
-            recipe = make_recipe(self._train, folder / "parts.json")
+            recipe = make_recipe(self._train.model, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._list_inputs(title, catalogue, dataset)
             shard_size = self._train.sd3_shard_size
@@ -248,9 +253,14 @@ class DatasetBuild:
             wait_for_prompts(folder, prompts, recipe, self._train.sd3_manifest_timeout_sec)
             return
         todo = list(dict.fromkeys(prompts)) if self._options.regenerate else missing_prompts(folder, prompts, recipe)
+        if not todo:
+            return
         warn_of_cut_prompts(title, todo, self._train.model)
+        info(f"{title}: encoding {plural(len(todo), 'prompt')} of [sampling]")
         names = family_of(self._train.model).encoding.text_encoders
-        cache_prompts(folder, todo, recipe, lambda prompts: self._builder.call(encode_prompts, prompts, names), title)
+        for prompt, features in zip(todo, self._builder.call(encode_prompts, todo, names), strict=True):
+            write_prompt(folder, prompt, recipe, features)
+        sweep_files(folder / PROMPTS_FOLDER)
 
     def _finish(
         self,
@@ -311,3 +321,27 @@ def _prune(state: CacheState, place: BuildFolder) -> None:
     place.delete(sorted(state.orphans, key=lambda path: path.suffix != ".safetensors"))
     if state.orphans:
         info(f"deleted {len(state.orphans):,} orphaned files, {state.orphan_bytes / 1e9:,.3f} GB")
+
+
+def missing_prompts(cache: Path, prompts: Sequence[str], recipe: Mapping[str, Any]) -> list[str]:
+    """Return the distinct prompts that are missing or damaged in the cache."""
+    return [prompt for prompt in dict.fromkeys(prompts) if read_prompt(cache, prompt, recipe) is None]
+
+
+def add_orphans(state: CacheState, prompts: Sequence[str], recipe: Mapping[str, Any]) -> None:
+    """Add the files of prompts that this config does not use, or encodes differently, to the orphans."""
+    used = {prompt_file(prompt, recipe) for prompt in prompts}
+    for path in sorted((state.folder / PROMPTS_FOLDER).glob("*.safetensors")):
+        if path.name not in used:
+            state.orphans.append(path)
+            state.orphan_bytes += path.stat().st_size
+
+
+def wait_for_prompts(cache: Path, prompts: Sequence[str], recipe: Mapping[str, Any], timeout: float) -> None:
+    """Wait until the main process has encoded all prompts."""
+
+    def task() -> str | None:
+        missing = missing_prompts(cache, prompts, recipe)
+        return f"encode the prompt {missing[0]!r}" if missing else None
+
+    wait_for_main(task, timeout)

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.feather as feather
 
-from sd3_light.cache.reuse import ValueCounts
+from sd3_light.cache.reuse import ValueCounts, undecoded_lines
 from sd3_light.cache.sorted_array import SortedArray
 from sd3_light.cache.unit_builder import is_done
 from sd3_light.config.base import CacheLocation
@@ -20,11 +20,11 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.cache_plan import CachePlan, Member, Unit
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, manifest_bytes, read_entry
 from sd3_light.data.shards import Origin, read_origins
-from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
+from sd3_light.inputs import lines_of, open_regular, require_regular
 from sd3_light.randomness import sample_id
 from sd3_light.runlog import ResultTable, info
+from sd3_light.sources.preprocess import TRANSIENT
 
-_TRANSIENT = ("unreadable", "changed_meanwhile", "shard_failed")
 _UNCHANGED = "unchanged, but its shard has other samples or settings"
 _RECIPE_LABELS = {
     "format": "the cache format",
@@ -109,15 +109,7 @@ def planned_shards(folder: Path, plan: CachePlan) -> tuple[list[ShardEntry], boo
 
 def _undecoded(shards: Path) -> set[str]:
     """Return the keys of images that earlier builds could not decode."""
-    keys = set()
-    for path in shards.glob("*.rejects.jsonl"):
-        try:
-            with open_regular(path) as file:
-                rows = [parse_json(line) for line in lines_of(file)]
-        except ValueError:  # it is not a list of rejects, and will be written again
-            continue
-        keys |= {str(row.get("key")) for row in rows if isinstance(row, dict)}
-    return keys
+    return {str(line.get("key")) for line in undecoded_lines(shards)}
 
 
 def mark_damaged(state: CacheState) -> None:
@@ -129,7 +121,7 @@ def mark_damaged(state: CacheState) -> None:
 def _has_transient_rejects(path: Path) -> bool:
     """Return whether images of a shard were rejected for a reason that can pass without a change of their files."""
     rejects = path.with_suffix(".rejects.jsonl")
-    marks = [f'"reason": "{reason}"'.encode() for reason in _TRANSIENT]
+    marks = [f'"reason": "{reason}"'.encode() for reason in TRANSIENT]
     if not rejects.is_file():
         return False
     try:

@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from sd3_light.cache.reuse import PIXELS
 from sd3_light.config import DatasetConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.cache_plan import CachePlan, PlanCounts, Unit
@@ -26,7 +27,7 @@ from sd3_light.files import atomic_file
 from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
 from sd3_light.sources.buckets import plan as plan_resize
 from sd3_light.sources.name_store import NameStore
-from sd3_light.sources.rejects import reject_line
+from sd3_light.sources.records import reject_line
 
 
 def write_manifest(
@@ -108,7 +109,7 @@ def _reject_lines(plan: CachePlan, shards: Path) -> Iterator[dict[str, str]]:
             for line in _read_lines((shards / unit.file).with_suffix(".rejects.jsonl")):
                 # an image is decoded once per resolution and fails in each
                 if seen.add_new(f"{line['key']}\0{line['reason']}"):
-                    yield line
+                    yield {name: value for name, value in line.items() if name != PIXELS}
 
 
 def _read_lines(path: Path) -> Iterator[dict[str, str]]:

@@ -20,8 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 import sd3_light
 from sd3_light.cache.build_folder import UnitFiles
 from sd3_light.cache.dispatch import DEPTH, TRIES, WorkerFailed, dispatch
-from sd3_light.cache.ray_encoder import EncoderSettings, ShardEncoder, UnitTask
-from sd3_light.cache.ray_tasks import TaskPool, error_line
+from sd3_light.cache.ray_encoder import EncoderSettings, ShardEncoder, TaskPool, UnitTask, error_line
 from sd3_light.cache.recipe import make_recipe
 from sd3_light.cache.shard_builder import BuildJob, Built
 from sd3_light.cache.unit_builder import write_empty_unit, write_rejects
@@ -43,7 +42,7 @@ from sd3_light.sources.decode import (
     decode_images,
     probe_images,
 )
-from sd3_light.sources.rejects import reject_line
+from sd3_light.sources.records import reject_line
 
 POLL_SECONDS = 2.0
 VISIBLE_SECONDS = 60.0
@@ -268,7 +267,7 @@ class RayBuilder:
         """The actors, which start when they are first needed."""
         if self._pool is None:
             train, folder = self._train, self._train.stream_cache_dir
-            recipe = make_recipe(train, (folder or private_temp_folder("ray")) / "parts.json")
+            recipe = make_recipe(train.model, (folder or private_temp_folder("ray")) / "parts.json")
             ahead = train.caching_num_workers + 1
             settings = EncoderSettings(
                 train.model,

@@ -6,7 +6,7 @@ from typing import Any
 
 from sd3_light.config import DatasetConfig, ModelConfig, TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import SMALLEST, Column, with_pairs
+from sd3_light.core.columns import SMALLEST, Bucket, Column, with_pairs
 from sd3_light.core.registry import family_of
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest
 from sd3_light.data.store import private_temp_folder
@@ -18,13 +18,8 @@ from sd3_light.sources.preprocess import PREPROCESS_VERSION
 _DEFAULTS = {"vae_dtype": "auto"}  # of keys that a recipe may lack
 
 
-def make_recipe(train: TrainConfig, memo: Path | None = None) -> dict[str, Any]:
-    """Return everything that determines a sample's features besides the sample; ``memo`` is a file of known hashes."""
-    return recipe_of(train.model, memo)
-
-
-def recipe_of(model: ModelConfig, memo: Path | None = None) -> dict[str, Any]:
-    """Return the recipe of a model's encoders on this machine.
+def make_recipe(model: ModelConfig, memo: Path | None = None) -> dict[str, Any]:
+    """Return everything that determines a sample's features besides the sample; ``memo`` is a file of known hashes.
 
     ``columns`` has the fingerprint of each column; the other keys say in words what decides them.
     """
@@ -54,9 +49,9 @@ def column_fingerprints(model: ModelConfig, parts: Mapping[str, str]) -> dict[st
     }
 
 
-def stored_columns(model: ModelConfig) -> tuple[Column, ...]:
-    """Return the columns that a cache may store, with the fewest rows."""
-    return with_pairs(family_of(model).columns(model, model.diffusers_path, SMALLEST))
+def stored_columns(model: ModelConfig, bucket: Bucket = SMALLEST) -> tuple[Column, ...]:
+    """Return the columns that a cache may store of the images of a bucket."""
+    return with_pairs(family_of(model).columns(model, model.diffusers_path, bucket))
 
 
 def decides_shards(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,7 +83,7 @@ def is_trusted(dataset: DatasetConfig, train: TrainConfig) -> bool:
 
 def _require(location: str, manifest: Manifest, train: TrainConfig, memo: Path, hint: str) -> None:
     """Raise a UserError if a cache was built with settings or encoders other than the config's."""
-    expected = make_recipe(train, memo)
+    expected = make_recipe(train.model, memo)
     hashes = {*family_of(train.model).encoding.folders, "columns"}
     for key in dict.fromkeys((*expected, *manifest.recipe)):
         value, built = (recipe.get(key, _DEFAULTS.get(key)) for recipe in (expected, manifest.recipe))

@@ -28,12 +28,16 @@ from sd3_light.data.cache_plan import CachePlan, Member, Text, Unit, reuse_name,
 from sd3_light.data.manifest import Manifest, ShardEntry, damaged_mark
 from sd3_light.data.shard_table import ShardTable
 from sd3_light.files import atomic_file, file_sha256, write_atomically
-from sd3_light.inputs import read_json_file, require_regular
+from sd3_light.inputs import lines_of, open_regular, parse_json, read_json_file, require_regular
 from sd3_light.runlog import progress
 from sd3_light.sources.claims import Claims
+from sd3_light.sources.preprocess import TRANSIENT
 
 Place = tuple[int, int]
 """The number of a shard and a row of it: that of a sample, or that of a distinct caption."""
+
+PIXELS = "pixels_fingerprint"
+"""A field of the rejects of a shard: the hash of what was decoded."""
 
 _ENTRIES, _CAPTIONS = (IMAGE, *OPTIONAL), "captions"
 _FINGERPRINT = 16  # bytes
@@ -200,6 +204,23 @@ def open_reuse(update: Update, claims: Claims, fetch_tables: Callable[[Iterable[
         return ReuseIndex(path)
 
 
+def undecoded_lines(shards: Path) -> Iterator[Mapping[str, Any]]:
+    """Yield the lines about images that earlier builds could not decode."""
+    for path in shards.glob("*.rejects.jsonl"):
+        try:
+            with open_regular(path) as file:
+                lines = [parse_json(line) for line in lines_of(file)]
+        except ValueError:  # it is not a list of rejects, and will be written again
+            continue
+        yield from (line for line in lines if isinstance(line, dict))
+
+
+def _known_rejects(shards: Path) -> set[str]:
+    """Return the hashes of what earlier builds could not decode and this one cannot either."""
+    lines = (line for line in undecoded_lines(shards) if line.get("reason") not in TRANSIENT)
+    return {str(line[PIXELS]) for line in lines if PIXELS in line}
+
+
 def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> None:
     columns = update.columns
     with ExitStack() as stack:
@@ -218,13 +239,16 @@ def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> Non
 
 
 def _add_wanted(update: Update, wanted: Mapping[str, SortedArray]) -> None:
-    """Add the fingerprints of what the units consist of."""
+    """Add the fingerprints of what the units consist of, without samples that are known to be rejected."""
     with ExitStack() as stack:
+        rejects = _known_rejects(update.shards)
         bar = None
         if len(update.units) > _MANY_SHARDS:
             bar = stack.enter_context(progress("comparing with the old shards", len(update.units), "shards"))
         for unit in update.units:
             members = update.plan.members(unit)
+            if rejects:
+                members = [member for member in members if member.pixels_fingerprint not in rejects]
             fingerprints = [member.fingerprints for member in members]
             for entry in _ENTRIES:
                 wanted[entry].add(_as_bytes(each[entry] for each in fingerprints if entry in each))

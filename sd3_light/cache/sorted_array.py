@@ -45,7 +45,12 @@ class SortedArray:
 
     def contains(self, values: ArrayLike) -> NDArray[np.bool_]:
         """Return for each value whether it was added."""
-        return is_in(self.values, np.asarray(values, dtype=self._dtype))
+        wanted = np.asarray(values, dtype=self._dtype)
+        if not len(self.values):
+            return np.zeros(len(wanted), dtype=np.bool_)
+        index = np.searchsorted(self.values, wanted).clip(max=len(self.values) - 1)
+        matches: NDArray[np.bool_] = self.values[index] == wanted
+        return matches
 
     def _sort(self) -> NDArray[Any]:
         self._file.flush()
@@ -54,12 +59,3 @@ class SortedArray:
         values = np.memmap(self._file, dtype=self._dtype, mode="r+")
         values.sort()
         return values
-
-
-def is_in(array: NDArray[Any], values: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return for each value whether it is in a sorted array."""
-    if not len(array):
-        return np.zeros(len(values), dtype=np.bool_)
-    index = np.searchsorted(array, values).clip(max=len(array) - 1)
-    matches: NDArray[np.bool_] = array[index] == values
-    return matches

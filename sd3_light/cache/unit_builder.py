@@ -14,13 +14,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.cache.copies import Copies
-from sd3_light.cache.reuse import ValueCounts, distinct_texts
+from sd3_light.cache.recipe import stored_columns
+from sd3_light.cache.reuse import PIXELS, ValueCounts, distinct_texts
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REJECTED, SMALLEST, Bucket, Column, entry_of, with_pairs
+from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REJECTED, Column, entry_of
 from sd3_light.core.encoding import Encoders, PairEncoders, Tokens
-from sd3_light.core.registry import family_of
 from sd3_light.data.cache_plan import Member, Text, Unit, decode_task, texts_of
 from sd3_light.data.manifest import damaged_mark, read_entry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
@@ -28,7 +28,7 @@ from sd3_light.files import write_atomically
 from sd3_light.sources.access import exists
 from sd3_light.sources.decode import Decoded, DecodeTask
 from sd3_light.sources.preprocess import Pixels
-from sd3_light.sources.rejects import reject_line
+from sd3_light.sources.records import reject_line
 
 
 def is_done(shards: Path, unit: Unit) -> bool:
@@ -83,8 +83,9 @@ class UnitInProgress:
         seen: dict[int, Pixels] = {}
         for number, image in zip(numbers, images, strict=True):
             if image.reason:
-                row = self.members[number].row
-                self.rejected[number] = reject_line(row.key, image.reason, image.detail, row.image)
+                member = self.members[number]
+                line = reject_line(member.row.key, image.reason, image.detail, member.row.image)
+                self.rejected[number] = {**line, PIXELS: member.pixels_fingerprint}
                 continue
             if image.mask is not None:
                 # a copy: the mask of a Ray task refers to memory that also holds the pixels
@@ -302,7 +303,7 @@ def write_unit(
         )
     write_rejects(shards, finished.unit, list(finished.rejected.values()))
     if finished.accepted:
-        content = finished.content(_columns(model, finished.unit.bucket), fingerprints)
+        content = finished.content(stored_columns(model, finished.unit.bucket), fingerprints)
         write_shard(shards, finished.unit.entry, content, finished.origins(), finished.vae_dtype)
         (shards / finished.unit.file).with_suffix(".none").unlink(missing_ok=True)
     else:
@@ -329,11 +330,7 @@ def empty_content(parts: Encoders, model: ModelConfig) -> ShardContent:
     """Return the features of the empty caption, stored like a sample with one blank latent pixel."""
     text = parts.encode_empty()
     parts.synchronize()
-    columns = _columns(model, SMALLEST)
+    columns = stored_columns(model)
     images = [column for column in columns if not column.per_caption and column.reads not in OPTIONAL]
     blank = {column.name: torch.zeros(1, 1, *column.shape, dtype=getattr(torch, column.dtype)) for column in images}
     return ShardContent(columns, torch.tensor([0]), torch.tensor([0, 1]), torch.tensor([0]), blank | text)
-
-
-def _columns(model: ModelConfig, bucket: Bucket) -> tuple[Column, ...]:
-    return with_pairs(family_of(model).columns(model, model.diffusers_path, bucket))

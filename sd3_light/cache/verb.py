@@ -8,8 +8,8 @@ images and captions, and encode the rest.
 
 from sd3_light.cache.dataset_build import DatasetBuild
 from sd3_light.cache.local_builder import Builder, LocalBuilder
-from sd3_light.cache.options import CacheOptions, CacheReport
 from sd3_light.cache.recipe import is_remote, is_trusted, make_recipe
+from sd3_light.cache.report import CacheOptions, CacheReport
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch

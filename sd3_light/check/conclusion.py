@@ -208,7 +208,8 @@ def _auto(estimate: RunEstimate, target: Target) -> str:
 def _sample(train: TrainConfig, estimate: RunEstimate, target: Target) -> str:
     """Say whether `sample`, `evaluate` and `ui` keep all parts of the model loaded, or work in phases."""
     weights = {**count_weights(train.model.diffusers_path), TRANSFORMER.name: estimate.setup.cost.parameters}
-    needed = {name: drawing_bytes(weights, size, not target.on_cpu) for name, size in _SAMPLE_BYTES.items()}
+    whole = sum(estimate.setup.cost.float32_parameters)
+    needed = {name: drawing_bytes(weights, size, not target.on_cpu, whole) for name, size in _SAMPLE_BYTES.items()}
     text = ", ".join(f"{format_bytes(count)} in {name}" for name, count in needed.items())
     available = None if target.gpu is None else target.gpu.total_bytes
     if target.on_cpu:

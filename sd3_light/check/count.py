@@ -12,14 +12,12 @@ from sd3_light.data.manifest import Manifest
 from sd3_light.data.shard_table import column, group_shards
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.runlog import progress
-from sd3_light.sources.buckets import Bucket, fits, misfit
+from sd3_light.sources.buckets import Bucket, ExtremeFits, fits, misfit
 from sd3_light.sources.captions import caption_variants
 from sd3_light.sources.catalogue import InputRow, Source, make_sources, read_last_listing, to_probe
 from sd3_light.sources.decode import SampleLocation, probe_images
 from sd3_light.sources.earlier_images import EarlierImages, open_earlier_images
-from sd3_light.sources.extreme_fits import ExtremeFits
-from sd3_light.sources.records import Rejected
-from sd3_light.sources.rejects import Rejects
+from sd3_light.sources.records import Rejected, Rejects
 from sd3_light.sources.scan import scan
 from sd3_light.sources.selection import matches_size
 

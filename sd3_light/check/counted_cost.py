@@ -12,6 +12,7 @@ from sd3_light.config import AdapterConfig, TrainConfig
 from sd3_light.core.cost import FLASH_BACKWARD, Compute, Cost, Layout, SampleBytes, Tokens
 from sd3_light.core.model import denoiser_blocks
 from sd3_light.model.linears import adapter_weights, match_targets
+from sd3_light.model.loading import kept_in_float32
 from sd3_light.optim.groups import WeightKinds
 
 FLOPS_DTYPE = "bfloat16"
@@ -19,9 +20,11 @@ FLOPS_DTYPE = "bfloat16"
 
 
 class _Weights(NamedTuple):
-    """What the weights of a denoiser are: parameters per layer, those in matrices of blocks, and linear layers."""
+    """What the weights of a denoiser are: parameters per layer, those kept in float32, those in matrices of blocks,
+    and linear layers."""
 
     layers: tuple[int, ...]
+    float32: tuple[int, ...]
     block_matrices: int
     linears: dict[str, tuple[int, int]]
     layer_of: dict[str, int]
@@ -66,6 +69,11 @@ class DenoiserCost(Cost):
     def layer_parameters(self) -> tuple[int, ...]:
         """See `Cost.layer_parameters`; everything outside of the blocks counts as before them."""
         return self._weights.layers
+
+    @property
+    def float32_parameters(self) -> tuple[int, ...]:
+        """See `Cost.float32_parameters`."""
+        return self._weights.float32
 
     @property
     def block_matrices(self) -> int:
@@ -147,7 +155,10 @@ def _read_weights(denoiser: nn.Module) -> _Weights:
             if isinstance(layer, nn.Linear):
                 linears[names[id(layer)]] = (layer.in_features, layer.out_features)
                 layer_of[names[id(layer)]] = number
-    return _Weights(layer_sizes(denoiser), matrices, linears, layer_of)
+    is_kept = kept_in_float32(denoiser)
+    kept = {id(weight) for name, weight in denoiser.named_parameters() if is_kept(name)}
+    float32 = layer_sizes(denoiser, lambda weight: id(weight) in kept)
+    return _Weights(layer_sizes(denoiser), float32, matrices, linears, layer_of)
 
 
 def layer_sizes(denoiser: nn.Module, is_counted: Callable[[Tensor], bool] = lambda _: True) -> tuple[int, ...]:

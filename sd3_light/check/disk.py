@@ -77,10 +77,11 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
         checks.objective(family)
         checks.adapter(family, start)
         checks.largest_side = family.checks.largest_side(start)
-        with checks.user_errors_of("model.diffusers_path"):
+        with checks.model_errors_of("model.diffusers_path"):
             checks.step = family.checks.side_step(model)
         checks.sampling()
-        checks.sampled_frames(family)
+        with checks.model_errors_of("model.diffusers_path"):
+            checks.sampled_frames(family)
         checks.continued_values()
     return start
 
@@ -119,6 +120,16 @@ class _DiskChecks:
             yield
         except UserError as error:
             self.add(key, str(error).removeprefix(f"{key}: "), value, hint)
+
+    @contextmanager
+    def model_errors_of(self, key: str, hint: str | None = None) -> Iterator[None]:
+        """Turn a UserError of a block that reads the model folder into a fault of ``key``.
+
+        If the folder has a fault, the error only follows from it and is left out.
+        """
+        is_faulty = any(fault.key == "model.diffusers_path" for fault in self.faults)
+        with suppress(UserError) if is_faulty else self.user_errors_of(key, hint=hint):
+            yield
 
     def libraries(self) -> None:
         """Check that the optional libraries that the config needs are installed."""
@@ -193,7 +204,7 @@ class _DiskChecks:
         existing = adapter.init_from_existing
         if existing is not None and not existing.exists():
             self.add("adapter.init_from_existing", "no such file or folder", existing)
-        with self.user_errors_of("adapter.target_modules", hint="see docs/finetune.md for names and patterns"):
+        with self.model_errors_of("adapter.target_modules", hint="see docs/finetune.md for names and patterns"):
             family.cost(start, self.model).adapter_parameters(adapter)
 
     # --- the data -----------------------------------------------------------------------------
@@ -257,13 +268,14 @@ class _DiskChecks:
 
     def clips(self, dataset: DatasetConfig) -> None:
         """Check that the family allows the lengths of clips, and that videos can be decoded."""
-        if self.family is None or not any(directory.clip_lengths for directory in dataset.directories):
+        with_clips = [directory for directory in dataset.directories if directory.clip_lengths]
+        if self.family is None or not with_clips:
             return
-        if not has_av() and (clip := _first_clip(dataset)):
+        if not has_av() and (clip := first_clip(with_clips)):
             hint = "run `pip install 'sd3-light[video]'`"
             problem = f"{clip} is decoded by PyAV, which is not installed"
             self.add("frames", problem, hint=hint, file=str(dataset.path))
-        with self.user_errors_of("model.diffusers_path"):
+        with self.model_errors_of("model.diffusers_path"):
             step = self.family.frame_step(self.model.diffusers_path)
             self.faults += clip_faults(dataset, step, self.family.title)
 
@@ -358,8 +370,8 @@ def _cannot_create(folder: Path) -> str | None:
     return None
 
 
-def _first_clip(dataset: DatasetConfig) -> Path | None:
-    """Return a video below the folders of a dataset that needs PyAV; those inside containers are not seen."""
-    folders = (directory.path for directory in dataset.directories if directory.clip_lengths)
+def first_clip(directories: Iterable[DirectoryConfig]) -> Path | None:
+    """Return a video below the folders of directories that needs PyAV; those inside containers are not seen."""
+    folders = (directory.path for directory in directories)
     files = (file for folder in folders if isinstance(folder, Path) for file in folder.rglob("*"))
     return next((file for file in files if file.suffix.lower() in VIDEOS.suffixes - {".gif"}), None)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sd3_light.check.count import BucketCount, SampleCounts, count_samples
+from sd3_light.check.disk import first_clip
 from sd3_light.check.run_setup import BatchPlan, run_setup
 from sd3_light.config import (
     BatchSize,
@@ -22,7 +23,8 @@ from sd3_light.core.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.core.checks import ModelFact
 from sd3_light.core.columns import Column, with_pairs
 from sd3_light.core.cost import Cost, Layout, Tokens
-from sd3_light.core.registry import family_of
+from sd3_light.core.family import Family
+from sd3_light.core.registry import family_of, video_titles
 from sd3_light.core.start import WeightsStart
 from sd3_light.cost.amount import MIB, Amount
 from sd3_light.cost.data_bytes import (
@@ -40,9 +42,8 @@ from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.data.store.remote import download_bytes
-from sd3_light.sources.buckets import Bucket
-from sd3_light.sources.extreme_fits import ExtremeFits
-from sd3_light.sources.rejects import Rejects
+from sd3_light.sources.buckets import Bucket, ExtremeFits
+from sd3_light.sources.records import Rejects
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,11 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> R
     return replace(estimator.run(loaded.path, start, data, evals), facts=family.checks.facts(start))
 
 
-def empty_faults(estimate: RunEstimate) -> list[Fault]:
+def empty_faults(estimate: RunEstimate, loaded: LoadedConfig) -> list[Fault]:
     """Return a fault for each dataset without usable samples."""
     faults = []
-    for data in (estimate.data, *estimate.evals):
+    datasets = (loaded.dataset, *loaded.eval_datasets.values())
+    for data, dataset in zip((estimate.data, *estimate.evals), datasets, strict=True):
         if data.samples == 0:
             reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(data.rejects.counts.items()))
             problem = f"no usable sample ({reasons or 'no images'})"
@@ -139,11 +141,20 @@ def empty_faults(estimate: RunEstimate) -> list[Fault]:
             if "no_caption" in data.rejects.counts:
                 hint += ": write each caption next to its image, as NAME.txt"
                 hint += f" ({data.rejects.uncaptioned})" if data.rejects.uncaptioned else ""
+            if not reasons and first_clip(dataset.directories):
+                hint = _clip_hint(family_of(loaded.train.model))
             faults.append(Fault(str(data.path), "directory", problem, hint=hint))
     if estimate.data.samples and estimate.data.steps == 0:
         problem = "every bucket is smaller than a global batch, so no samples are left"
         faults.append(Fault(str(estimate.path), "small_buckets", problem, hint='write "pad", or lower the batch'))
     return faults
+
+
+def _clip_hint(family: Family) -> str:
+    """Return what to do about a folder of clips whose images are read."""
+    if family.media == "video":
+        return "the folder has clips: write frames in the dataset TOML"
+    return f"the folder has clips, and {family.title} trains on images only; clips need {' or '.join(video_titles())}"
 
 
 @dataclass(frozen=True)

@@ -63,9 +63,11 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
 
 
 def teacher_bytes(train: TrainConfig, cost: Cost) -> int:
-    """Return the bytes of a teacher's own weights on every GPU, in the compute dtype."""
+    """Return the bytes of a teacher's own weights on every GPU, in the compute dtype; as many as in the model stay in
+    float32."""
     teacher = train.terms.teacher
     width = 4 if train.model.transformer_dtype == "float32" else 2
+    kept = (4 - width) * sum(cost.float32_parameters)
     if isinstance(teacher, Path):
-        return width * sum(count for _, count in stored_weights(denoiser_folder(teacher)))
-    return width * sum(cost.layer_parameters) if teacher == "start" and train.adapter is None else 0
+        return width * sum(count for _, count in stored_weights(denoiser_folder(teacher))) + kept
+    return width * sum(cost.layer_parameters) + kept if teacher == "start" and train.adapter is None else 0

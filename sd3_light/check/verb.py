@@ -97,7 +97,7 @@ def run(loaded: LoadedConfig, world: int | None = None, by_deepspeed: bool = Fal
     estimate = estimate_run(loaded, start, Layout(world, by_deepspeed))
     if loaded.train.fp8 and (reason := estimate.why_stock or estimate.setup.cost.why_no_fp8(None)):
         raise UserError(f"fp8 = true is not available: {reason}; write fp8 = false")
-    faults = empty_faults(estimate)
+    faults = empty_faults(estimate, loaded)
     if faults:
         raise ConfigFaults(faults)
     return estimate

@@ -9,7 +9,7 @@ from sd3_light.cli.app import Command, ModelFolder, Overrides, PadBlocks, WithEn
 from sd3_light.cli.process import echo, given_options, init_process, load_checked, suggest, suggest_for_model
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
-from sd3_light.config.model_path import require_model_path
+from sd3_light.config.hub_ids import require_model_path
 from sd3_light.runlog import print_table
 
 if TYPE_CHECKING:
@@ -67,10 +67,17 @@ def sample(
     out: Annotated[
         Path, typer.Option(help="Folder for 00000.png, ... and grid.png; in a folder with images the numbers continue.")
     ] = Path("samples"),
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Sampler steps.")] = 28,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Sampler steps; default: 28, or the model's own (schnell: 4).")
+    ] = None,
     guidance: Annotated[
-        float, typer.Option(min=0, help="Guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it.")
-    ] = DEFAULT_GUIDANCE,
+        float | None,
+        typer.Option(
+            min=0,
+            help="Guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it. "
+            f"Default: {DEFAULT_GUIDANCE:g}, or the model's own (Flux: 3.5, schnell: 1).",
+        ),
+    ] = None,
     width: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
     height: Annotated[int, typer.Option(min=0, help="Pixels; 0: the default of the model.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Images per batch; on a CPU, drawn in parallel on its cores.")] = 8,
@@ -163,8 +170,13 @@ def evaluate(
         bool, typer.Option("--seen", help="Use combinations from training instead of held-out ones.")
     ] = False,
     language: Annotated[str, typer.Option(help="`en`, `zh` or `mixed`.")] = "mixed",
-    steps: Annotated[int, typer.Option(min=1, help="Sampler steps.")] = 20,
-    guidance: Annotated[float, typer.Option(help="Guidance scale.")] = DEFAULT_GUIDANCE,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Sampler steps; default: 20, or the model's own, as in `sample`.")
+    ] = None,
+    guidance: Annotated[
+        float | None,
+        typer.Option(help=f"Guidance scale; default: {DEFAULT_GUIDANCE:g}, or the model's own, as in `sample`."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of prompts and noise.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 16,
     out: Annotated[Path | None, typer.Option(help="Write the scores to this JSON file.")] = None,

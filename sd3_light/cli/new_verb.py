@@ -113,7 +113,8 @@ def _report(project: "NewProject") -> None:
     from sd3_light.cost.amount import format_bytes
 
     plan = project.plan
-    size = f"{project.images:,} images at {project.resolution} px"
+    kind = "clips and images" if project.has_clips else "images"
+    size = f"{project.images:,} {kind} at {project.resolution} px"
     steps = f"{project.steps:,} steps of {plan.samples_per_step} samples"
     echo(f"wrote {project.train_toml} and {project.data_toml}: {size}, {steps}")
     info(f"time: {_time(project)}")

@@ -116,9 +116,9 @@ def without_secrets(text: str) -> str:
     return re.sub(r"(://[^?\s]*)\?[^\s\"]*", r"\1?(hidden)", text)
 
 
-def parse_random_or_path(value: Any, info: ValidationInfo) -> Path | Literal["random"]:
-    """Return "random" unchanged, anything else as an absolute path."""
-    return "random" if value == "random" else parse_path(value, info)
+def word_or_path(*words: str) -> Callable[[Any, ValidationInfo], Any]:
+    """Return a validator that leaves ``words`` unchanged and makes anything else an absolute path."""
+    return lambda value, info: value if value in words else parse_path(value, info)
 
 
 def flag_or(word: str) -> Callable[[Any], Any]:
@@ -208,7 +208,7 @@ Checkpointing = bool | Literal["selective"]
 FlagOrSelective = Annotated[Checkpointing, BeforeValidator(flag_or("selective")), Allowed('true, false or "selective"')]
 RandomOrPath = Annotated[
     Literal["random"] | Path,
-    BeforeValidator(parse_random_or_path),
+    BeforeValidator(word_or_path("random")),
     Allowed('"random", or the path of a folder or file'),
 ]
 DtypeName = Literal["float32", "bfloat16", "float16"]

@@ -163,9 +163,10 @@ class _Compiler:
                 return self._lookup(name), self._kinds.setdefault(name, None)
             case ast.BoolOp(op=op, values=values):
                 parts = [self.value(part, BOOLEAN)[0] for part in values]
-                return (_all if isinstance(op, ast.And) else _any)(parts), BOOLEAN
+                return _joined(parts, decisive=isinstance(op, ast.Or)), BOOLEAN
             case ast.UnaryOp(op=ast.Not(), operand=operand):
-                return _not(self.value(operand, BOOLEAN)[0]), BOOLEAN
+                part = self.value(operand, BOOLEAN)[0]
+                return (lambda values: None if (result := part(values)) is None else not result), BOOLEAN
             case ast.UnaryOp(op=ast.USub() | ast.UAdd() as op, operand=operand):
                 sign = -1 if isinstance(op, ast.USub) else 1
                 return _arithmetic(operator.mul, lambda _: sign, self.value(operand, NUMBER)[0]), NUMBER
@@ -296,20 +297,13 @@ def _compare_two(compare: Callable[[Any, Any], Any], left: _Evaluate, right: _Ev
     return evaluate
 
 
-def _all(parts: Sequence[_Evaluate]) -> _Evaluate:
-    return lambda values: _decide([part(values) for part in parts], False)
+def _joined(parts: Sequence[_Evaluate], decisive: bool) -> _Evaluate:
+    """Return a function: ``decisive`` if one part is, else None if one is missing, else the opposite."""
 
+    def evaluate(values: Mapping[str, Any]) -> bool | None:
+        results = [part(values) for part in parts]
+        if decisive in results:
+            return decisive
+        return None if None in results else not decisive
 
-def _any(parts: Sequence[_Evaluate]) -> _Evaluate:
-    return lambda values: _decide([part(values) for part in parts], True)
-
-
-def _decide(results: list[bool | None], decisive: bool) -> bool | None:
-    """Return ``decisive`` if one result is, else None if one is missing, else the opposite."""
-    if decisive in results:
-        return decisive
-    return None if None in results else not decisive
-
-
-def _not(part: _Evaluate) -> _Evaluate:
-    return lambda values: None if (result := part(values)) is None else not result
+    return evaluate

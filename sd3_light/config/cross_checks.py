@@ -6,10 +6,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+from sd3_light.config.base import Table, walk_tables
 from sd3_light.config.faults import Fault
 from sd3_light.config.optimizers import OPTIMIZERS
-from sd3_light.config.schema_blocks import layer_sync_problem, routing_problem
-from sd3_light.config.schema_objective import SPELLINGS
+from sd3_light.config.schema_blocks import LayerSyncConfig, RoutingConfig, layer_sync_problem, routing_problem
+from sd3_light.config.schema_objective import SPELLINGS, ObjectiveConfig
 from sd3_light.config.schema_tables import AdapterConfig, ModelConfig
 from sd3_light.config.schema_train import TrainConfig
 from sd3_light.config.sizes import PRETRAIN_SIZE, SIZES, chosen_size_name
@@ -35,9 +36,7 @@ def length(train: TrainConfig) -> Iterator[Fault]:
 
 def saving(train: TrainConfig) -> Iterator[Fault]:
     """A run that never saves is a mistake."""
-    saves = (train.save_every_n_steps, train.save_every_n_epochs, train.save_every_n_examples)
-    points = (train.checkpoint_every_n_steps, train.checkpoint_every_n_epochs, train.checkpoint_every_n_minutes)
-    if not any((*saves, *points)):
+    if not any(getattr(train, key) for key in _SAVING_KEYS):
         problem = "nothing is ever saved: no save_every_n_* and no checkpoint_every_n_*"
         hint = "give one of save_every_n_steps|epochs|examples or checkpoint_every_n_steps|epochs|minutes"
         yield _fault("save_every_n_steps", problem, hint=hint)
@@ -339,39 +338,51 @@ def base_bits(train: TrainConfig) -> Iterator[Fault]:
     """Quantized weights are not sharded."""
     if train.adapter is None or train.adapter.base_bits == 16:
         return
-    key, value, hint = "adapter.base_bits", str(train.adapter.base_bits), "write 16, or "
-    if train.parallel == "fsdp2":
-        problem = 'parallel = "fsdp2" cannot shard quantized weights'
-        yield _fault(key, problem, value, hint=f'{hint}parallel = "ddp"')
-    if train.pipeline_stages > 1:
-        problem = "pipeline stages do not support quantized weights"
-        yield _fault(key, problem, value, hint=f"{hint}pipeline_stages = 1")
+    for conflicts, problem, other in (
+        (train.parallel == "fsdp2", 'parallel = "fsdp2" cannot shard quantized weights', 'parallel = "ddp"'),
+        (train.pipeline_stages > 1, "pipeline stages do not support quantized weights", "pipeline_stages = 1"),
+    ):
+        if conflicts:
+            value = str(train.adapter.base_bits)
+            yield _fault("adapter.base_bits", problem, value, hint=f"write 16, or {other}")
 
 
-_SAVE_KEYS = tuple(f"save_every_n_{unit}" for unit in ("steps", "epochs", "examples"))
-_CHECKPOINT_KEYS = tuple(f"checkpoint_every_n_{unit}" for unit in ("steps", "epochs", "minutes"))
+def _all_keys(table: type[Table], name: str) -> tuple[str, ...]:
+    """Return the name of a table, and those of all its keys and tables."""
+    return tuple(
+        key
+        for inner, own in walk_tables(table, name)
+        for key in (inner, *(f"{inner}.{key}" for key in own.model_fields))
+    )
+
+
+_SAVING_KEYS = (
+    *(f"save_every_n_{unit}" for unit in ("steps", "epochs", "examples")),
+    *(f"checkpoint_every_n_{unit}" for unit in ("steps", "epochs", "minutes")),
+)
 _ADAPTER_KEYS = ("adapter.type", "adapter.use_rslora", "adapter.use_dora", "adapter.base_bits")
-_SHAPE_KEYS = ("timestep_sample_method", "sigmoid_scale", "logit_mean", "uniform_share")
-TIME_KEYS = (*_SHAPE_KEYS, "shift", "flux_shift", "sqrt_shift")
+TIME_KEYS = (
+    "timestep_sample_method",
+    "sigmoid_scale",
+    "logit_mean",
+    "uniform_share",
+    "shift",
+    "flux_shift",
+    "sqrt_shift",
+)
 """The keys of [model] that decide the distribution of times; losses of scripts have them too."""
 _SAMPLING_KEYS = ("sampling", *(f"sampling.{key}" for key in ("prompts", "image", "every_n_steps", "negative_prompt")))
 _DEPTH_KEYS = ("model", "model.size", "model.num_layers", "model.shape", "model.shape.num_layers", "model.train_type")
 _TOKEN_KEYS = (
     "model.position_crop_side",
-    *(f"model.routing{key}" for key in ("", ".share", ".first_block", ".last_block")),
-    *(f"model.layer_sync{key}" for key in ("", ".weight", ".early_block", ".late_block")),
+    *_all_keys(RoutingConfig, "model.routing"),
+    *_all_keys(LayerSyncConfig, "model.layer_sync"),
 )
-_TERM_KEYS = (
-    "objective",
-    *(f"objective.flow{key}" for key in ("", ".weight", ".pseudo_huber_c")),
-    *(f"objective.dpo{key}" for key in ("", ".weight", ".beta", ".teacher")),
-    *(f"objective.text_recon{key}" for key in ("", ".weight", ".target_layer")),
-    *(f"objective.layer_sync{key}" for key in ("", ".weight", ".early_block", ".late_block")),
-)
+_TERM_KEYS = _all_keys(ObjectiveConfig, "objective")
 _RECON_KEYS = ("model.text_recon_gamma", "model.text_recon_target_layer")
 CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     length: ("epochs", "max_steps"),
-    saving: (*_SAVE_KEYS, *_CHECKPOINT_KEYS),
+    saving: _SAVING_KEYS,
     text_recon: (*_DEPTH_KEYS, *_RECON_KEYS, *_TERM_KEYS),
     token_keys: (*_DEPTH_KEYS, *_TOKEN_KEYS, *_TERM_KEYS, "pipeline_stages"),
     spellings: ("model", *SPELLINGS, *_TERM_KEYS),

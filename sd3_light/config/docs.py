@@ -10,12 +10,11 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from sd3_light.config.base import Table, describe_type, element_type, field_types, table_type, walk_tables
-from sd3_light.config.families import FAMILIES, FAMILY_PROBLEM
 from sd3_light.config.family_keys import known_to
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import EvalDataset, TrainConfig
 from sd3_light.config.sizes import SIZES
-from sd3_light.config.unsupported import UNSUPPORTED_KEYS
+from sd3_light.config.unsupported import FAMILIES, FAMILY_PROBLEM, UNSUPPORTED_KEYS
 from sd3_light.config.validation import LIST_TABLES, format_value
 
 PAGE = Path("docs") / "config.md"

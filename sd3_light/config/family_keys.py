@@ -47,8 +47,7 @@ FamilyName = Annotated[
 class KnownTo:
     """Annotation of a key: ``only`` these families know it, or all but those in ``without``.
 
-    ``reason`` says why other families do not, ``hint`` what to do. The default value, and those that are ``harmless``,
-    mean the same everywhere.
+    ``reason`` says why other families do not, ``hint`` what to do. ``harmless`` values mean the same everywhere.
     """
 
     reason: str
@@ -71,12 +70,13 @@ def known_to(annotation: Any) -> KnownTo | None:
 
 
 def unknown_keys(table: Table, prefix: str, family: str, title: str) -> Iterator[Fault]:
-    """Yield the keys that are set to something that a family does not know."""
+    """Yield the keys of a table that were written, also with their default values, and that a family does not know."""
     for key, annotation in field_types(type(table)).items():
         note = known_to(annotation)
+        if note is None or note.includes(family) or key not in table.model_fields_set:
+            continue
         value = getattr(table, key)
-        usual = (type(table).model_fields[key].default, *(() if note is None else note.harmless))
-        if note is not None and not note.includes(family) and value not in usual:
+        if value is not None and value not in note.harmless:
             shown = None if isinstance(value, Table) else str(value)
             yield Fault("", f"{prefix}{key}", f"{title} does not know this key: {note.reason}", shown, hint=note.hint)
 

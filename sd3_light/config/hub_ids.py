@@ -1,4 +1,4 @@
-"""Ids of models and datasets on the Hugging Face hub, as the paths of a config."""
+"""Paths of models and datasets that a user names: folders, or ids on the Hugging Face hub."""
 
 import re
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationInfo
 
 from sd3_light.config.base import Allowed, DataLocation, invalid_value, parse_location, parse_path
+from sd3_light.config.faults import UserError
 
 SCHEME = "hf://"
 _SHAPE = re.compile(r"(datasets/)?([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?")
@@ -87,3 +88,11 @@ DataPath = Annotated[
     BeforeValidator(_parse_data),
     Allowed("a path, a URL such as s3://bucket/folder, or hf://datasets/OWNER/NAME, perhaps with a /FOLDER"),
 ]
+
+
+def require_model_path(path: Path) -> None:
+    """Raise a UserError for a path that cannot be a model or a run: it does not exist, or it is a config."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist; pass a run folder, an export or another diffusers folder")
+    if path.suffix == ".toml":
+        raise UserError(f"{path} is a config; pass the folder of its run, output_dir in the file")

@@ -11,7 +11,6 @@ import tomli_w
 
 from sd3_light.config.base import CacheLocation, absolute_path, walk_tables
 from sd3_light.config.cross_checks import adapter_faults, run_cross_checks
-from sd3_light.config.families import family_fault
 from sd3_light.config.family_keys import foreign_keys
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
 from sd3_light.config.load_dataset import directory_from_arguments, load_directories
@@ -21,7 +20,7 @@ from sd3_light.config.schema_tables import AdapterConfig
 from sd3_light.config.schema_train import ALIASES, BatchSize, TrainConfig, named_entry
 from sd3_light.config.sizes import SIZES
 from sd3_light.config.toml_file import SET, apply_overrides, read_toml
-from sd3_light.config.unsupported import pop_unsupported
+from sd3_light.config.unsupported import family_fault, pop_unsupported
 from sd3_light.config.validation import check_table, format_value, is_secret_key, looks_like
 
 FOLDER_RESOLUTION = 128

@@ -1,15 +1,14 @@
 """[objective]: what a run is trained for, a table of terms."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ValidationInfo
+from pydantic import BeforeValidator
 
-from sd3_light.config.base import Allowed, CountOrZero, Positive, Table, parse_path
+from sd3_light.config.base import Allowed, CountOrZero, Positive, Table, word_or_path
 from sd3_light.config.family_keys import KnownTo
 from sd3_light.config.schema_blocks import LayerSyncConfig
 
-_TEACHERS = ("start", "average")
 SPELLINGS = {
     "pseudo_huber_c": "objective.flow.pseudo_huber_c",
     "model.text_recon_gamma": "objective.text_recon.weight",
@@ -22,14 +21,9 @@ PAIRED = ("dpo",)
 """Terms that need a rejected image beside every image."""
 
 
-def parse_teacher(value: Any, info: ValidationInfo) -> Path | str:
-    """Return a word unchanged, anything else as an absolute path."""
-    return value if value in _TEACHERS else parse_path(value, info)
-
-
 TeacherModel = Annotated[
     Literal["start", "average"] | Path,
-    BeforeValidator(parse_teacher),
+    BeforeValidator(word_or_path("start", "average")),
     Allowed('"start", "average", or the path of a model folder'),
 ]
 

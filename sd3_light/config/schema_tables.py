@@ -52,22 +52,6 @@ _POSITIONS = KnownTo("only SD3 has a position table", only=_SD3)
 _BLOCKS = KnownTo("only SD3's own blocks do this", only=_SD3)
 
 
-def _compute_dtype(data: dict[str, Any]) -> Literal["float32", "bfloat16"]:
-    return "float32" if data.get("dtype") == "float32" else "bfloat16"
-
-
-def _dropout_probability(data: dict[str, Any]) -> float:
-    return 0.1 if data.get("uncond_text_dropout") == "joint" else 0.464
-
-
-def _default_lr(data: dict[str, Any]) -> float:
-    return OPTIMIZERS[data.get("type", "adamw")].lr
-
-
-def _rank_as_float(data: dict[str, Any]) -> float:
-    return float(data["rank"])
-
-
 class ShapeConfig(Table):
     """[model.shape]: a denoiser of any size; text and pooled widths and latent channels come from `diffusers_path`."""
 
@@ -115,7 +99,7 @@ class ModelConfig(Table):
     is below half of the noise that the latents have anyway, otherwise float32 (TF32). Caches built with `auto`, on CPUs
     or by earlier versions are interchangeable; another value encodes the images again."""
     transformer_dtype: Literal["float32", "bfloat16"] = Field(
-        default_factory=_compute_dtype,
+        default_factory=lambda data: "float32" if data.get("dtype") == "float32" else "bfloat16",
         json_schema_extra={"default": "float32 if `dtype` is float32, otherwise bfloat16"},
     )
     """Compute dtype of the denoiser; master weights are always float32. float16 is not supported because it needs loss
@@ -142,7 +126,7 @@ class ModelConfig(Table):
     """`per_encoder`: each of the three encoders is dropped by its own draw. `joint`: one draw drops all three, so that
     every other sample trains with its full text, as in other families."""
     uncond_text_dropout_prob: Fraction = Field(
-        default_factory=_dropout_probability,
+        default_factory=lambda data: 0.1 if data.get("uncond_text_dropout") == "joint" else 0.464,
         json_schema_extra={"default": "0.464; 0.1 with `joint` and in other families"},
     )
     """Probability of each draw. By default 10% of the samples lose all text: 0.464 cubed, or 0.1 in one draw."""
@@ -167,8 +151,8 @@ class ModelConfig(Table):
     """Timestep shift that grows with the resolution, by the numbers of the scheduler of continued weights (Flux's if it
     has none); excludes `shift`."""
     sqrt_shift: Flag = False
-    """Timestep shift sqrt(tokens / 256), for mixed resolutions: 1 at 256 px, 2 at 512 px, 4 at 1024 px; excludes
-    `shift` and `flux_shift`. The export's sampler has the shift of its default size."""
+    """Timestep shift sqrt(tokens / 256), for mixed resolutions: with tokens of 16 px 1 at 256 px, 2 at 512 px, 4 at
+    1024 px; excludes `shift` and `flux_shift`. The export's sampler has the shift of its default size."""
     guidance: Annotated[
         NotNegative | None,
         KnownTo("SD3 has no guidance embedding", "for sample images use sampling.guidance", without=_SD3),
@@ -203,7 +187,8 @@ class OptimizerConfig(Table):
 
     type: OptimizerName = Field(default="adamw", description=describe_optimizers())
     lr: Positive = Field(
-        default_factory=_default_lr, json_schema_extra={"default": "0.0001; 0.01 with `adafactor`, 1 with `prodigy`"}
+        default_factory=lambda data: OPTIMIZERS[data.get("type", "adamw")].lr,
+        json_schema_extra={"default": "0.0001; 0.01 with `adafactor`, 1 with `prodigy`"},
     )
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
@@ -259,7 +244,9 @@ class AdapterConfig(Table):
     """Kind of adapter. `lokr` and `loha` are saved in LyCORIS layout, which ComfyUI reads and diffusers does not."""
     rank: Annotated[int, Strict(), Ge(1), Le(65536)] = 32
     """Rank of the update."""
-    alpha: Positive = Field(default_factory=_rank_as_float, json_schema_extra={"default": "equal to `rank`"})
+    alpha: Positive = Field(
+        default_factory=lambda data: float(data["rank"]), json_schema_extra={"default": "equal to `rank`"}
+    )
     """Scale: the update is multiplied by alpha / rank."""
     dropout: Decay = 0.0
     """Dropout before the adapter during training (`lokr` and `loha`: of rows of the update)."""

@@ -71,11 +71,6 @@ def named_entry(value: Any) -> Any:
     return {"name": Path(value).stem, "config": value} if isinstance(value, str | Path) else value
 
 
-def _train_batch_size(data: dict[str, Any]) -> BatchSize:
-    batch_size: BatchSize = data["micro_batch_size_per_gpu"]
-    return batch_size
-
-
 TomlBatchSize = Annotated[BatchSize, BeforeValidator(parse_batch_size), Allowed(_BATCH_SIZE_RULE)]
 
 
@@ -116,7 +111,8 @@ class TrainConfig(Table):
     gradient_accumulation_steps: Count = 1
     """Micro-batches per optimizer step."""
     eval_micro_batch_size_per_gpu: TomlBatchSize = Field(
-        default_factory=_train_batch_size, json_schema_extra={"default": "`micro_batch_size_per_gpu`"}
+        default_factory=lambda data: data["micro_batch_size_per_gpu"],
+        json_schema_extra={"default": "`micro_batch_size_per_gpu`"},
     )
     """Samples per forward pass on one GPU in evaluation."""
     eval_gradient_accumulation_steps: Count = 1

@@ -59,28 +59,27 @@ class ModelSize:
         dual = tuple(layer for layer in self.dual_attention_layers if layer < depth)
         return replace(self, num_layers=depth, qk_norm=norm, position_step=step, dual_attention_layers=dual)
 
-    def transformer_config(self, num_layers: int | None = None, qk_norm: bool | None = None) -> dict[str, Any]:
+    def transformer_config(self) -> dict[str, Any]:
         """Return all keyword arguments of diffusers' `SD3Transformer2DModel`."""
-        size = self.with_overrides(num_layers, qk_norm)
         return {
-            "sample_size": size.sample_size,
-            "patch_size": size.patch_size,
-            "in_channels": size.latent_channels,
-            "num_layers": size.num_layers,
-            "attention_head_dim": size.head_dim,
-            "num_attention_heads": size.num_heads,
-            "joint_attention_dim": size.text_width,
-            "caption_projection_dim": size.width,
-            "pooled_projection_dim": size.pooled_width,
-            "out_channels": size.latent_channels,
-            "pos_embed_max_size": size.pos_embed_max_size,
-            "dual_attention_layers": size.dual_attention_layers,
-            "qk_norm": "rms_norm" if size.qk_norm else None,
+            "sample_size": self.sample_size,
+            "patch_size": self.patch_size,
+            "in_channels": self.latent_channels,
+            "num_layers": self.num_layers,
+            "attention_head_dim": self.head_dim,
+            "num_attention_heads": self.num_heads,
+            "joint_attention_dim": self.text_width,
+            "caption_projection_dim": self.width,
+            "pooled_projection_dim": self.pooled_width,
+            "out_channels": self.latent_channels,
+            "pos_embed_max_size": self.pos_embed_max_size,
+            "dual_attention_layers": self.dual_attention_layers,
+            "qk_norm": "rms_norm" if self.qk_norm else None,
         }
 
-    def num_parameters(self, num_layers: int | None = None, qk_norm: bool | None = None) -> int:
+    def num_parameters(self) -> int:
         """Return the exact number of parameters (the position table is a buffer, not a parameter)."""
-        return sum(self.with_overrides(num_layers, qk_norm).layer_parameters())
+        return sum(self.layer_parameters())
 
     def layer_parameters(self) -> tuple[int, ...]:
         """Return the parameter count of each layer that pipelines split: embed, the joint blocks, output."""

@@ -1,9 +1,11 @@
 # ruff: noqa: E501  (one line per key reads better than wrapped lines)
-"""Keys and values of other trainers that are rejected, each with the reason and a replacement."""
+"""Keys, values and model families of other trainers that are rejected, each with the reason and a replacement."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sd3_light.config.family_keys import FAMILY_NAMES
 from sd3_light.config.faults import Fault
 from sd3_light.config.validation import format_value
 
@@ -33,6 +35,9 @@ class UnsupportedKey:
 
 _FOLDER = "give the complete diffusers folder as model.diffusers_path"
 _FILE = "give the single file (.safetensors) as model.init and a complete diffusers folder as model.diffusers_path"
+_INIT = "give the folder or file as model.init"
+_ITS_INIT = "give its folder or file as model.init"
+_OF_SD3 = (_FILE, _INIT, _ITS_INIT)  # other families start from folders only
 _CLIP_START = "a clip is the start of its video"
 _ONE_BATCH = "images and clips have the same key"
 _CONTROL = "training on image pairs is not supported"
@@ -52,149 +57,203 @@ _BLOCK_SWAP = "blocks are not offloaded to host memory"
 _LESS_MEMORY = 'write base_bits = 4 in [adapter] (for a LoRA), activation_checkpointing = true, or with several GPUs parallel = "fsdp2"'
 _LOSSES = "the loss is the mean squared error or pseudo-Huber"
 _FLAG = "it is an option of the command"
+
+
+def _in_table(file_kind: str, table: str, *rows: tuple[Any, ...]) -> list[UnsupportedKey]:
+    """Return keys of one table; a row has key, reason and replacement, and the value if only one is rejected."""
+    return [UnsupportedKey(file_kind, table, *row) for row in rows]
+
+
+def _of_sd_scripts(file_kind: str, keys: Mapping[str, str]) -> list[UnsupportedKey]:
+    """Return top-level keys of sd-scripts, each with its replacement."""
+    return [UnsupportedKey(file_kind, "", key, _KOHYA, instead) for key, instead in keys.items()]
+
+
 # fmt: off
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
-    UnsupportedKey("train", "", "blocks_to_swap", _BLOCK_SWAP, _LESS_MEMORY),
-    UnsupportedKey("train", "", "disable_block_swap_for_eval", _BLOCK_SWAP, "remove the key"),
-    UnsupportedKey("train", "", "reentrant_activation_checkpointing", "only non-reentrant checkpointing is used", "use activation_checkpointing = true"),
-    UnsupportedKey("train", "", "activation_checkpointing", "activations are recomputed, not offloaded to the host", "write activation_checkpointing = true", "unsloth"),
-    UnsupportedKey("train", "", "video_clip_mode", _CLIP_START, "remove the key"),
-    UnsupportedKey("train", "", "framerate", "the rate of clips is a key of the dataset TOML", "write fps there"),
-    UnsupportedKey("train", "", "image_micro_batch_size_per_gpu", _ONE_BATCH, "use micro_batch_size_per_gpu"),
-    UnsupportedKey("train", "", "image_eval_micro_batch_size_per_gpu", _ONE_BATCH, "use eval_micro_batch_size_per_gpu"),
-    UnsupportedKey("train", "", "eval_image_micro_batch_size_per_gpu", _ONE_BATCH, "use eval_micro_batch_size_per_gpu"),
-    UnsupportedKey("train", "", "uncond_fraction", "the dropout of captions has keys in [model]", 'write enable_uncond_text_dropout = true, uncond_text_dropout = "joint" and uncond_text_dropout_prob in [model]'),
-    UnsupportedKey("train", "", "huber_delta", _LOSSES, "use pseudo_huber_c"),
-    UnsupportedKey("train", "", "smooth_l1_beta", _LOSSES, "use pseudo_huber_c"),
-    UnsupportedKey("train", "", "resume_from_checkpoint", _FLAG, "run `sd3-light train train.toml --resume`"),
-    UnsupportedKey("train", "", "regenerate_cache", _FLAG, "run `sd3-light cache train.toml --regenerate-cache`"),
-    UnsupportedKey("train", "", "save_every_n_hours", "exports are scheduled by training progress, not by time", "use save_every_n_steps; for checkpoints use checkpoint_every_n_minutes"),
-    UnsupportedKey("train", "", "compile_mode", "only the default compile mode is used", "use compile = true"),
-    UnsupportedKey("train", "model", "ckpt_path", "a single file holds only part of the model", _FILE),
-    UnsupportedKey("train", "model", "checkpoint_path", "a single file holds only part of the model", _FILE),
-    UnsupportedKey("train", "model", "transformer_path", "the denoiser's weights have another key", "give the folder or file as model.init"),
-    UnsupportedKey("train", "model", "unet_path", "the denoiser is a transformer", "give its folder or file as model.init"),
-    UnsupportedKey("train", "model", "vae_path", "the VAE is part of the model folder", _FOLDER),
-    UnsupportedKey("train", "model", "llm_path", "the text encoders are those of the model folder", _FOLDER),
-    UnsupportedKey("train", "model", "clip_path", _ENCODERS, _FOLDER),
-    UnsupportedKey("train", "model", "t5_path", _ENCODERS, _FOLDER),
-    UnsupportedKey("train", "model", "text_encoder_path", _ENCODERS, _FOLDER),
-    UnsupportedKey("train", "model", "text_encoders", _ENCODERS, _FOLDER),
-    UnsupportedKey("train", "model", "first_frame_conditioning_p", "training with a given first frame is not supported", "remove the key"),
-    UnsupportedKey("train", "model", "min_t", "timesteps are drawn from the whole interval (0, 1)", "change their distribution with timestep_sample_method, sigmoid_scale or shift"),
-    UnsupportedKey("train", "model", "max_t", "timesteps are drawn from the whole interval (0, 1)", "change their distribution with timestep_sample_method, sigmoid_scale or shift"),
-    UnsupportedKey("train", "model", "bypass_guidance_embedding", "a denoiser runs as it was trained, with its guidance embedding", "write guidance, a number; SD3 has none"),
-    UnsupportedKey("train", "model", "transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8"),
-    UnsupportedKey("train", "model", "transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8_e4m3fn"),
-    UnsupportedKey("train", "model", "transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8_e5m2"),
-    UnsupportedKey("train", "model", "transformer_dtype", "quantized weights have another key", _BFLOAT16, "nf4"),
-    UnsupportedKey("train", "model", "diffusion_model", "the denoiser's weights have another key", "give the folder or file as model.init"),
-    UnsupportedKey("train", "model", "diffusion_model_dtype", "the denoiser's dtype has another key", _BFLOAT16),
-    UnsupportedKey("train", "model", "single_file_path", "a single file holds only part of the model", _FILE),
-    UnsupportedKey("train", "model", "vae", "the VAE is part of the model folder", _FOLDER),
-    UnsupportedKey("train", "model", "text_encoder", _ENCODERS, _FOLDER),
-    UnsupportedKey("train", "model", "text_encoder_fp8", "the text encoders run while caching, in model.dtype", "remove the key"),
-    UnsupportedKey("train", "model", "text_encoder_nf4", "the text encoders run while caching, in model.dtype", "remove the key"),
-    UnsupportedKey("train", "model", "cache_text_embeddings", "text features are always cached", "remove the key"),
-    UnsupportedKey("train", "model", "max_sequence_length", "the length of the text has another key", "write text_max_length, or for SD3 t5_max_length"),
-    UnsupportedKey("train", "model", "merge_adapters", "adapters are not merged before training", "run `sd3-light lora merge` and give the new folder as model.diffusers_path"),
-    UnsupportedKey("train", "model", "image_shift", "only images are trained, with one shift", "write it as shift"),
-    UnsupportedKey("train", "model", "lumina_shift", _OTHER_FAMILY, "use flux_shift, a shift that grows with the resolution too"),
-    UnsupportedKey("train", "model", "cfg", _OTHER_FAMILY, "remove the key; for sample images use sampling.guidance"),
-    UnsupportedKey("train", "model", "audio_vae", _OTHER_FAMILY, "remove the key"),
-    UnsupportedKey("train", "model", "byt5_path", _OTHER_FAMILY, "remove the key"),
-    UnsupportedKey("train", "model", "llama3_path", _OTHER_FAMILY, "remove the key"),
-    UnsupportedKey("train", "model", "llama3_4bit", _OTHER_FAMILY, "remove the key"),
-    UnsupportedKey("train", "model", "max_llama3_sequence_length", _OTHER_FAMILY, "remove the key"),
-    UnsupportedKey("train", "model", "llm_adapter_path", _OTHER_FAMILY, "remove the key"),
-    UnsupportedKey("train", "model", "llm_adapter_lr", _OTHER_FAMILY, "remove the key"),
-    UnsupportedKey("train", "model", "v_pred", _NOISE_LOSS, "remove the key"),
-    UnsupportedKey("train", "model", "min_snr_gamma", _NOISE_LOSS, "remove the key; timestep_sample_method and shift weight the timesteps"),
-    UnsupportedKey("train", "model", "debiased_estimation_loss", _NOISE_LOSS, "remove the key; timestep_sample_method and shift weight the timesteps"),
-    UnsupportedKey("train", "model", "multiscale_loss_weight", _LOSSES, "remove the key"),
-    UnsupportedKey("train", "model", "unet_lr", _ONE_RATE, "write lr in [optimizer]"),
-    UnsupportedKey("train", "model", "text_encoder_1_lr", "text encoders are always frozen", "remove the key"),
-    UnsupportedKey("train", "model", "text_encoder_2_lr", "text encoders are always frozen", "remove the key"),
-    UnsupportedKey("train", "model", "self_attn_lr", _ONE_RATE, "write lr in [optimizer]"),
-    UnsupportedKey("train", "model", "cross_attn_lr", _ONE_RATE, "write lr in [optimizer]"),
-    UnsupportedKey("train", "model", "mlp_lr", _ONE_RATE, "write lr in [optimizer]"),
-    UnsupportedKey("train", "model", "mod_lr", _ONE_RATE, "write lr in [optimizer]"),
-    UnsupportedKey("train", "optimizer", "type", _FP32, _ADAMW, "adamw_optimi"),
-    UnsupportedKey("train", "optimizer", "type", _FP32, _ADAMW, "stableadamw"),
-    UnsupportedKey("train", "optimizer", "type", _FP32, 'write type = "adamw8bit"', "adamw8bitkahan"),
-    UnsupportedKey("train", "optimizer", "type", _ADAPTIVE, _ADAMW, "automagic"),
-    UnsupportedKey("train", "optimizer", "type", "optimizers cannot be composed", 'write type = "adamw" or "muon"', "genericoptim"),
-    UnsupportedKey("train", "optimizer", "type", "optimizer state is not offloaded to the host", 'write type = "adamw8bit", or shard with parallel = "fsdp2"', "offload"),
-    UnsupportedKey("train", "optimizer", "type", "it is not available", _ADAMW, "sgd"),
-    UnsupportedKey("train", "optimizer", "stabilize", "only AdamW8bitKahan has it", "remove the key"),
-    UnsupportedKey("train", "optimizer", "beta2_half_life", "betas are written as numbers", "write betas; the second is 0.5 ** (samples per step / beta2_half_life)"),
-    UnsupportedKey("train", "optimizer", "gradient_release", "clipping by the global norm needs all gradients at once", "remove the key"),
-    UnsupportedKey("train", "adapter", "fuse_adapters", "adapters are not merged before training", "run `sd3-light lora merge` and give the new folder as model.diffusers_path"),
-    UnsupportedKey("train", "adapter", "rank", "the largest rank is 65536", "write rank = 65536: a LoKr of that rank stores full matrices too", 1e6),
-    UnsupportedKey("train", "adapter", "decompose_factor", "the two factors of a LoKr are as square as possible, as with decompose_factor = -1", "remove the key"),
-    UnsupportedKey("train", "adapter", "rank_dropout", "dropout has one key for all adapters", "write dropout"),
-    UnsupportedKey("train", "adapter", "exclude_modules", "layers are selected, not excluded", "use adapter.target_modules"),
-    UnsupportedKey("train", "adapter", "exclude_linear_modules", "layers are selected, not excluded", "use adapter.target_modules"),
-    UnsupportedKey("train", "monitoring", "wandb_host", "the wandb client reads its host from the environment", "set WANDB_BASE_URL"),
-    UnsupportedKey("dataset", "", "frame_buckets", "the lengths of clips have another name", "write frames: a number, or a list without the 1 of images"),
-    UnsupportedKey("dataset", "", "video_clip_mode", _CLIP_START, "remove the key"),
-    UnsupportedKey("dataset", "", "control_path", _CONTROL, "remove the key"),
-    UnsupportedKey("dataset", "", "online_captions", "a changed caption updates the cache", "remove the key"),
-    UnsupportedKey("dataset", "", "shuffle_metadata", "the order of samples depends on the seed alone", "remove the key"),
-    UnsupportedKey("dataset", "", "captions_file", "the caption file is recognized by its name", "name it captions.json and put it in the directory"),
-    UnsupportedKey("train", "", "pretrained_model_name_or_path", _KOHYA, "write diffusers_path in [model]: a folder in diffusers' layout, or its id on the hub"),
-    UnsupportedKey("train", "", "dataset_config", _KOHYA, "write dataset"),
-    UnsupportedKey("train", "", "train_data_dir", _KOHYA, "write a dataset TOML and name it as dataset"),
-    UnsupportedKey("train", "", "network_module", _KOHYA, "write [adapter]"),
-    UnsupportedKey("train", "", "network_dim", _KOHYA, "write rank in [adapter]"),
-    UnsupportedKey("train", "", "network_alpha", _KOHYA, "write alpha in [adapter]"),
-    UnsupportedKey("train", "", "network_weights", _KOHYA, "write init_from_existing in [adapter]"),
-    UnsupportedKey("train", "", "network_args", _KOHYA, "write target_modules in [adapter]"),
-    UnsupportedKey("train", "", "network_train_unet_only", _KOHYA, "remove the key: text encoders are always frozen"),
-    UnsupportedKey("train", "", "text_encoder_lr", _KOHYA, "remove the key: text encoders are always frozen"),
-    UnsupportedKey("train", "", "learning_rate", _KOHYA, "write lr in [optimizer]"),
-    UnsupportedKey("train", "", "unet_lr", _KOHYA, "write lr in [optimizer]"),
-    UnsupportedKey("train", "", "optimizer_type", _KOHYA, "write type in [optimizer]"),
-    UnsupportedKey("train", "", "optimizer_args", _KOHYA, "write betas, weight_decay or eps in [optimizer]"),
-    UnsupportedKey("train", "", "lr_warmup_steps", _KOHYA, "write warmup_steps"),
-    UnsupportedKey("train", "", "max_train_epochs", _KOHYA, "write epochs"),
-    UnsupportedKey("train", "", "max_train_steps", _KOHYA, "write max_steps"),
-    UnsupportedKey("train", "", "train_batch_size", _KOHYA, "write micro_batch_size_per_gpu"),
-    UnsupportedKey("train", "", "max_grad_norm", _KOHYA, "write gradient_clipping"),
-    UnsupportedKey("train", "", "gradient_checkpointing", _KOHYA, "write activation_checkpointing = true"),
-    UnsupportedKey("train", "", "mixed_precision", _KOHYA, 'write transformer_dtype = "bfloat16" in [model]'),
-    UnsupportedKey("train", "", "save_precision", _KOHYA, "write save_dtype"),
-    UnsupportedKey("train", "", "cache_latents", _KOHYA, "remove the key: latents and text features are always cached"),
-    UnsupportedKey("train", "", "cache_latents_to_disk", _KOHYA, "remove the key: latents and text features are always cached"),
-    UnsupportedKey("train", "", "cache_text_encoder_outputs", _KOHYA, "remove the key: latents and text features are always cached"),
-    UnsupportedKey("train", "", "cache_text_encoder_outputs_to_disk", _KOHYA, "remove the key: latents and text features are always cached"),
-    UnsupportedKey("train", "", "weighting_scheme", _KOHYA, "write timestep_sample_method in [model]"),
-    UnsupportedKey("train", "", "training_shift", _KOHYA, "write shift in [model]"),
-    UnsupportedKey("train", "", "t5xxl_max_token_length", _KOHYA, "write text_max_length in [model], or for SD3 t5_max_length"),
-    UnsupportedKey("train", "", "sample_prompts", _KOHYA, "write prompts in [sampling]"),
-    UnsupportedKey("train", "", "sample_every_n_steps", _KOHYA, "write every_n_steps in [sampling]"),
-    UnsupportedKey("dataset", "", "general", _KOHYA, "write its keys at the top of the file"),
-    UnsupportedKey("dataset", "", "datasets", _KOHYA, "write one [[directory]] with a path per subset"),
-    UnsupportedKey("dataset", "", "image_dir", _KOHYA, "write path"),
-    UnsupportedKey("dataset", "", "class_tokens", _KOHYA, "write the text into NAME.txt next to each image without a caption"),
-    UnsupportedKey("dataset", "", "caption_extension", _KOHYA, "remove the key: NAME.txt and NAME.caption are read"),
-    UnsupportedKey("dataset", "", "shuffle_caption", _KOHYA, "write shuffle_tags = true and cache_shuffle_num = 8"),
-    UnsupportedKey("dataset", "", "caption_separator", _KOHYA, "write cache_shuffle_delimiter"),
-    UnsupportedKey("dataset", "", "caption_suffix", _KOHYA, "write it into the captions"),
-    UnsupportedKey("dataset", "", "caption_tag_dropout_rate", _KOHYA, "write tag_dropout"),
-    UnsupportedKey("dataset", "", "caption_dropout_rate", _KOHYA, "write enable_uncond_text_dropout in [model] of the train TOML"),
-    UnsupportedKey("dataset", "", "resolution", _KOHYA, "write resolutions, a list"),
-    UnsupportedKey("dataset", "", "batch_size", _KOHYA, "write micro_batch_size_per_gpu in the train TOML"),
-    UnsupportedKey("dataset", "", "enable_bucket", _KOHYA, "write enable_ar_bucket"),
-    UnsupportedKey("dataset", "", "min_bucket_reso", _KOHYA, "write min_ar"),
-    UnsupportedKey("dataset", "", "max_bucket_reso", _KOHYA, "write max_ar"),
-    UnsupportedKey("dataset", "", "bucket_reso_steps", _KOHYA, "write num_ar_buckets"),
-    UnsupportedKey("dataset", "", "bucket_no_upscale", _KOHYA, "write no_upscale"),
-    UnsupportedKey("dataset", "", "flip_aug", _KOHYA, "write flip"),
-    UnsupportedKey("dataset", "", "is_reg", _KOHYA, "write the images of the class as another [[directory]]"),
-    UnsupportedKey("dataset", "", "metadata_file", _KOHYA, "remove the key, and put the file into the folder of the images as the only table there: meta_cap.json"),
+    *_in_table("train", "",
+        ("blocks_to_swap", _BLOCK_SWAP, _LESS_MEMORY),
+        ("disable_block_swap_for_eval", _BLOCK_SWAP, "remove the key"),
+        ("reentrant_activation_checkpointing", "only non-reentrant checkpointing is used", "use activation_checkpointing = true"),
+        ("activation_checkpointing", "activations are recomputed, not offloaded to the host", "write activation_checkpointing = true", "unsloth"),
+        ("video_clip_mode", _CLIP_START, "remove the key"),
+        ("framerate", "the rate of clips is a key of the dataset TOML", "write fps there"),
+        ("image_micro_batch_size_per_gpu", _ONE_BATCH, "use micro_batch_size_per_gpu"),
+        ("image_eval_micro_batch_size_per_gpu", _ONE_BATCH, "use eval_micro_batch_size_per_gpu"),
+        ("eval_image_micro_batch_size_per_gpu", _ONE_BATCH, "use eval_micro_batch_size_per_gpu"),
+        ("uncond_fraction", "the dropout of captions has keys in [model]", 'write enable_uncond_text_dropout = true, uncond_text_dropout = "joint" and uncond_text_dropout_prob in [model]'),
+        ("huber_delta", _LOSSES, "use pseudo_huber_c"),
+        ("smooth_l1_beta", _LOSSES, "use pseudo_huber_c"),
+        ("resume_from_checkpoint", _FLAG, "run `sd3-light train train.toml --resume`"),
+        ("regenerate_cache", _FLAG, "run `sd3-light cache train.toml --regenerate-cache`"),
+        ("save_every_n_hours", "exports are scheduled by training progress, not by time", "use save_every_n_steps; for checkpoints use checkpoint_every_n_minutes"),
+        ("compile_mode", "only the default compile mode is used", "use compile = true"),
+    ),
+    *_in_table("train", "model",
+        ("ckpt_path", "a single file holds only part of the model", _FILE),
+        ("checkpoint_path", "a single file holds only part of the model", _FILE),
+        ("transformer_path", "the denoiser's weights have another key", _INIT),
+        ("unet_path", "the denoiser is a transformer", _ITS_INIT),
+        ("vae_path", "the VAE is part of the model folder", _FOLDER),
+        ("llm_path", "the text encoders are those of the model folder", _FOLDER),
+        ("clip_path", _ENCODERS, _FOLDER),
+        ("t5_path", _ENCODERS, _FOLDER),
+        ("text_encoder_path", _ENCODERS, _FOLDER),
+        ("text_encoders", _ENCODERS, _FOLDER),
+        ("first_frame_conditioning_p", "training with a given first frame is not supported", "remove the key"),
+        ("min_t", "timesteps are drawn from the whole interval (0, 1)", "change their distribution with timestep_sample_method, sigmoid_scale or shift"),
+        ("max_t", "timesteps are drawn from the whole interval (0, 1)", "change their distribution with timestep_sample_method, sigmoid_scale or shift"),
+        ("bypass_guidance_embedding", "a denoiser runs as it was trained, with its guidance embedding", "write guidance, a number; SD3 has none"),
+        ("transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8"),
+        ("transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8_e4m3fn"),
+        ("transformer_dtype", _NO_FLOAT8, _BFLOAT16, "float8_e5m2"),
+        ("transformer_dtype", "quantized weights have another key", _BFLOAT16, "nf4"),
+        ("diffusion_model", "the denoiser's weights have another key", _INIT),
+        ("diffusion_model_dtype", "the denoiser's dtype has another key", _BFLOAT16),
+        ("single_file_path", "a single file holds only part of the model", _FILE),
+        ("vae", "the VAE is part of the model folder", _FOLDER),
+        ("text_encoder", _ENCODERS, _FOLDER),
+        ("text_encoder_fp8", "the text encoders run while caching, in model.dtype", "remove the key"),
+        ("text_encoder_nf4", "the text encoders run while caching, in model.dtype", "remove the key"),
+        ("cache_text_embeddings", "text features are always cached", "remove the key"),
+        ("max_sequence_length", "the length of the text has another key", "write text_max_length, or for SD3 t5_max_length"),
+        ("merge_adapters", "adapters are not merged before training", "run `sd3-light lora merge` and give the new folder as model.diffusers_path"),
+        ("image_shift", "images and clips have one shift", "write it as shift"),
+        ("lumina_shift", _OTHER_FAMILY, "use flux_shift, a shift that grows with the resolution too"),
+        ("cfg", _OTHER_FAMILY, "remove the key; for sample images use sampling.guidance"),
+        ("audio_vae", _OTHER_FAMILY, "remove the key"),
+        ("byt5_path", _OTHER_FAMILY, "remove the key"),
+        ("llama3_path", _OTHER_FAMILY, "remove the key"),
+        ("llama3_4bit", _OTHER_FAMILY, "remove the key"),
+        ("max_llama3_sequence_length", _OTHER_FAMILY, "remove the key"),
+        ("llm_adapter_path", _OTHER_FAMILY, "remove the key"),
+        ("llm_adapter_lr", _OTHER_FAMILY, "remove the key"),
+        ("v_pred", _NOISE_LOSS, "remove the key"),
+        ("min_snr_gamma", _NOISE_LOSS, "remove the key; timestep_sample_method and shift weight the timesteps"),
+        ("debiased_estimation_loss", _NOISE_LOSS, "remove the key; timestep_sample_method and shift weight the timesteps"),
+        ("multiscale_loss_weight", _LOSSES, "remove the key"),
+        ("unet_lr", _ONE_RATE, "write lr in [optimizer]"),
+        ("text_encoder_1_lr", "text encoders are always frozen", "remove the key"),
+        ("text_encoder_2_lr", "text encoders are always frozen", "remove the key"),
+        ("self_attn_lr", _ONE_RATE, "write lr in [optimizer]"),
+        ("cross_attn_lr", _ONE_RATE, "write lr in [optimizer]"),
+        ("mlp_lr", _ONE_RATE, "write lr in [optimizer]"),
+        ("mod_lr", _ONE_RATE, "write lr in [optimizer]"),
+    ),
+    *_in_table("train", "optimizer",
+        ("type", _FP32, _ADAMW, "adamw_optimi"),
+        ("type", _FP32, _ADAMW, "stableadamw"),
+        ("type", _FP32, 'write type = "adamw8bit"', "adamw8bitkahan"),
+        ("type", _ADAPTIVE, _ADAMW, "automagic"),
+        ("type", "optimizers cannot be composed", 'write type = "adamw" or "muon"', "genericoptim"),
+        ("type", "optimizer state is not offloaded to the host", 'write type = "adamw8bit", or shard with parallel = "fsdp2"', "offload"),
+        ("type", "it is not available", _ADAMW, "sgd"),
+        ("stabilize", "only AdamW8bitKahan has it", "remove the key"),
+        ("beta2_half_life", "betas are written as numbers", "write betas; the second is 0.5 ** (samples per step / beta2_half_life)"),
+        ("gradient_release", "clipping by the global norm needs all gradients at once", "remove the key"),
+    ),
+    *_in_table("train", "adapter",
+        ("fuse_adapters", "adapters are not merged before training", "run `sd3-light lora merge` and give the new folder as model.diffusers_path"),
+        ("rank", "the largest rank is 65536", "write rank = 65536: a LoKr of that rank stores full matrices too", 1e6),
+        ("decompose_factor", "the two factors of a LoKr are as square as possible, as with decompose_factor = -1", "remove the key"),
+        ("rank_dropout", "dropout has one key for all adapters", "write dropout"),
+        ("exclude_modules", "layers are selected, not excluded", "use adapter.target_modules"),
+        ("exclude_linear_modules", "layers are selected, not excluded", "use adapter.target_modules"),
+    ),
+    *_in_table("train", "monitoring",
+        ("wandb_host", "the wandb client reads its host from the environment", "set WANDB_BASE_URL"),
+    ),
+    *_in_table("dataset", "",
+        ("frame_buckets", "the lengths of clips have another name", "write frames: a number, or a list without the 1 of images"),
+        ("video_clip_mode", _CLIP_START, "remove the key"),
+        ("control_path", _CONTROL, "remove the key"),
+        ("online_captions", "a changed caption updates the cache", "remove the key"),
+        ("shuffle_metadata", "the order of samples depends on the seed alone", "remove the key"),
+        ("captions_file", "the caption file is recognized by its name", "name it captions.json and put it in the directory"),
+    ),
+    *_of_sd_scripts("train", {
+        "pretrained_model_name_or_path": "write diffusers_path in [model]: a folder in diffusers' layout, or its id on the hub",
+        "dataset_config": "write dataset",
+        "train_data_dir": "write a dataset TOML and name it as dataset",
+        "network_module": "write [adapter]",
+        "network_dim": "write rank in [adapter]",
+        "network_alpha": "write alpha in [adapter]",
+        "network_weights": "write init_from_existing in [adapter]",
+        "network_args": "write target_modules in [adapter]",
+        "network_train_unet_only": "remove the key: text encoders are always frozen",
+        "text_encoder_lr": "remove the key: text encoders are always frozen",
+        "learning_rate": "write lr in [optimizer]",
+        "unet_lr": "write lr in [optimizer]",
+        "optimizer_type": "write type in [optimizer]",
+        "optimizer_args": "write betas, weight_decay or eps in [optimizer]",
+        "lr_warmup_steps": "write warmup_steps",
+        "max_train_epochs": "write epochs",
+        "max_train_steps": "write max_steps",
+        "train_batch_size": "write micro_batch_size_per_gpu",
+        "max_grad_norm": "write gradient_clipping",
+        "gradient_checkpointing": "write activation_checkpointing = true",
+        "mixed_precision": 'write transformer_dtype = "bfloat16" in [model]',
+        "save_precision": "write save_dtype",
+        "cache_latents": "remove the key: latents and text features are always cached",
+        "cache_latents_to_disk": "remove the key: latents and text features are always cached",
+        "cache_text_encoder_outputs": "remove the key: latents and text features are always cached",
+        "cache_text_encoder_outputs_to_disk": "remove the key: latents and text features are always cached",
+        "weighting_scheme": "write timestep_sample_method in [model]",
+        "training_shift": "write shift in [model]",
+        "t5xxl_max_token_length": "write text_max_length in [model], or for SD3 t5_max_length",
+        "sample_prompts": "write prompts in [sampling]",
+        "sample_every_n_steps": "write every_n_steps in [sampling]",
+    }),
+    *_of_sd_scripts("dataset", {
+        "general": "write its keys at the top of the file",
+        "datasets": "write one [[directory]] with a path per subset",
+        "image_dir": "write path",
+        "class_tokens": "write the text into NAME.txt next to each image without a caption",
+        "caption_extension": "remove the key: NAME.txt and NAME.caption are read",
+        "shuffle_caption": "write shuffle_tags = true and cache_shuffle_num = 8",
+        "caption_separator": "write cache_shuffle_delimiter",
+        "caption_suffix": "write it into the captions",
+        "caption_tag_dropout_rate": "write tag_dropout",
+        "caption_dropout_rate": "write enable_uncond_text_dropout in [model] of the train TOML",
+        "resolution": "write resolutions, a list",
+        "batch_size": "write micro_batch_size_per_gpu in the train TOML",
+        "enable_bucket": "write enable_ar_bucket",
+        "min_bucket_reso": "write min_ar",
+        "max_bucket_reso": "write max_ar",
+        "bucket_reso_steps": "write num_ar_buckets",
+        "bucket_no_upscale": "write no_upscale",
+        "flip_aug": "write flip",
+        "is_reg": "write the images of the class as another [[directory]]",
+        "metadata_file": "remove the key, and put the file into the folder of the images as the only table there: meta_cap.json",
+    }),
 )
 # fmt: on
+
+
+FAMILY_PROBLEM = "a config does not train this family"
+_IMAGE_SCRIPT = "write a script for it (docs/tasks.md, section 8), starting from examples/own_family.py"
+_VIDEO_SCRIPT = "write a script for it (docs/tasks.md, sections 7 and 8), starting from examples/own_family.py"
+_OTHER_LOSS = "write a script with a custom forward (docs/tasks.md, section 2): its loss is not flow matching"
+FAMILIES: dict[str, str] = {
+    "anima": _IMAGE_SCRIPT,
+    "auraflow": _IMAGE_SCRIPT,
+    "chroma": _IMAGE_SCRIPT,
+    "cosmos": _OTHER_LOSS,
+    "cosmos_predict2": _IMAGE_SCRIPT,
+    "ernie_image": _IMAGE_SCRIPT,
+    "hidream": _IMAGE_SCRIPT,
+    "hunyuan-video": _VIDEO_SCRIPT,
+    "hunyuan_image": _IMAGE_SCRIPT,
+    "hunyuan_video_15": _VIDEO_SCRIPT,
+    "ideogram4": _IMAGE_SCRIPT,
+    "ltx-video": _VIDEO_SCRIPT,
+    "ltx2": _VIDEO_SCRIPT,
+    "lumina_2": _IMAGE_SCRIPT,
+    "minimax_h3": _VIDEO_SCRIPT,
+    "omnigen2": _IMAGE_SCRIPT,
+    "sdxl": _OTHER_LOSS,
+}
+"""`model.type` in other trainers without a family here, and what to do instead."""
 
 
 def pop_unsupported(file_kind: str, raw: dict[str, Any], file: str, table: str = "", prefix: str = "") -> list[Fault]:
@@ -208,6 +267,24 @@ def pop_unsupported(file_kind: str, raw: dict[str, Any], file: str, table: str =
             continue
         value = None if entry.value is None else format_value(raw[entry.key])
         problem = f"not supported: {entry.reason}"
-        faults.append(Fault(file, prefix + entry.key, problem, value=value, hint=entry.instead))
+        hint = _FOLDER if entry.instead in _OF_SD3 and _names_other_family(raw) else entry.instead
+        faults.append(Fault(file, prefix + entry.key, problem, value=value, hint=hint))
         del raw[entry.key]
     return faults
+
+
+def _names_other_family(model: Mapping[str, Any]) -> bool:
+    """Return whether a [model] table names a family that is not SD3."""
+    name = model.get("type")
+    return isinstance(name, str) and name.lower() in FAMILY_NAMES and name.lower() != "sd3"
+
+
+def family_fault(raw: Mapping[str, Any], file: str) -> Fault | None:
+    """Return the fault of a train TOML for another family, or None. Its other keys describe that family, so their
+    faults would only mislead."""
+    model = raw.get("model")
+    name = model.get("type") if isinstance(model, dict) else None
+    instead = FAMILIES.get(name.lower()) if isinstance(name, str) else None
+    if instead is None:
+        return None
+    return Fault(file, "model.type", FAMILY_PROBLEM, value=format_value(name), hint=instead)

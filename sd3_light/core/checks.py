@@ -37,9 +37,9 @@ class ModelChecks(ABC):
     def key_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
         """Yield the keys of [model] and [objective] that do not describe the weights."""
 
-    @abstractmethod
     def largest_side(self, start: WeightsStart) -> int | None:
         """Return the pixels at which the denoiser's position table ends; None if it has no table."""
+        return None
 
     def side_step(self, model: ModelConfig) -> int:
         """Return the number of pixels that sides of images are multiples of."""
@@ -56,3 +56,8 @@ class ModelChecks(ABC):
     @abstractmethod
     def text_limit(self, folder: Path) -> int | None:
         """Return the largest `t5_max_length` that the tokenizer of a model folder allows; None: any."""
+
+
+def model_fault(key: str, problem: str, value: object = None, hint: str | None = None) -> Fault:
+    """Return a fault of a config key, without its file."""
+    return Fault("", key, problem, None if value is None else str(value), hint=hint)

@@ -107,6 +107,11 @@ class Cost(ABC):
         """The parameters of each layer."""
 
     @property
+    def float32_parameters(self) -> tuple[int, ...]:
+        """The parameters of each layer that stay in float32 below an adapter, as in the stock class."""
+        return (0,) * len(self.layer_parameters)
+
+    @property
     @abstractmethod
     def block_matrices(self) -> int:
         """The weights in the matrices of all blocks."""

@@ -14,11 +14,10 @@ from sd3_light.core.checks import ModelChecks
 from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.cost import Cost
 from sd3_light.core.encoding import Encoding
-from sd3_light.core.fast_blocks import FastBlocks
 from sd3_light.core.files import Files
 from sd3_light.core.sampling import Sampling
 from sd3_light.core.start import WeightsStart
-from sd3_light.core.training import TrainingParts
+from sd3_light.core.training import FastBlocks, TrainingParts
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -114,9 +113,9 @@ class Family(ABC):
         """What `check` and `new` read in a model folder."""
 
     @property
-    @abstractmethod
     def fast_blocks(self) -> FastBlocks | None:
         """The family's own kernels; None if it has none."""
+        return None
 
     def completed(self, config: TrainConfig) -> TrainConfig:
         """Return a config with the family's own values in place of absent keys; those of the schema are SD3's."""

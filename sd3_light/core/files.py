@@ -168,9 +168,9 @@ class Files(ABC):
         """The names in adapter files."""
 
     @property
-    @abstractmethod
     def single(self) -> SingleFiles | None:
         """The family's single files; None if it has none."""
+        return None
 
     @abstractmethod
     def missing(self, folder: Path, denoiser: bool) -> tuple[str, ...]:
@@ -187,9 +187,9 @@ class Files(ABC):
         What ``text`` does not say is as in the stock pipeline. Raises UserError for an invalid value.
         """
 
-    @abstractmethod
     def custom_pipeline(self, text: Mapping[str, Any]) -> CustomPipeline | None:
         """Return the pipeline of a model with this text policy; None if it is the stock one."""
+        return None
 
     @abstractmethod
     def denoiser_inputs(self, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -1,11 +1,17 @@
-"""What an engine trains: a denoiser with its loss, behind one module."""
+"""What an engine trains: a denoiser with its loss, behind one module.
+
+Its blocks are compiled, checkpointed, and tapped for their features.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeVar
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Prediction
@@ -160,3 +166,46 @@ def compile_blocks(denoiser: nn.Module) -> None:
     """Compile each block in place; blocks of the same shape share compiled code."""
     for block in denoiser_blocks(denoiser):
         block.compile()
+
+
+def why_not_compiled(device: torch.device) -> str | None:
+    """Return why torch.compile does not work on this device, or None; it needs Triton and a C compiler, too."""
+    try:
+        torch.compile(torch.sin)(torch.ones(16, device=device))
+    except RuntimeError as error:  # also all errors of the compiler
+        return f"torch.compile does not work here ({type(error).__name__})"
+    return None
+
+
+@contextmanager
+def tapped(
+    blocks: Sequence[nn.Module], taps: Sequence[int], image_tokens: Callable[[Any], Tensor]
+) -> Iterator[dict[int, Tensor]]:
+    """Keep the tokens after the blocks ``taps``, counted from 1, in the dictionary that the block gets.
+
+    ``image_tokens`` takes a block's output. A block that a backward pass computes again is kept once.
+    """
+    features: dict[int, Tensor] = {}
+
+    def keep(number: int) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            features.setdefault(number, image_tokens(output))
+
+        return hook
+
+    handles = [blocks[number - 1].register_forward_hook(keep(number)) for number in taps]
+    try:
+        yield features
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = op.name().removeprefix("aten::")
+    is_saved = name.startswith(("mm", "addmm", "bmm", "_scaled_dot_product"))
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+save_products = partial(create_selective_checkpoint_contexts, _policy)
+"""The `context_fn` of a checkpoint that keeps the results of matrix products and attention."""

@@ -55,14 +55,17 @@ _CONFIGS = (*_INDEXES, "config.json", "transformer/config.json")
 def family_of(model: ModelConfig) -> Family:
     """Return the family of a [model] table: the named one, or that of its folder's pipeline.
 
-    Raises UserError for a class that is not a family's, and for a file in place of a folder.
+    Raises UserError for a class that is not a family's, for a file in place of a folder, and for a denoiser without
+    its pipeline.
     """
     if model.diffusers_path.is_file():
         raise UserError(
             f"{model.diffusers_path} is a file; give a diffusers folder, with text encoders and VAE (the single file "
             "of an SD3 denoiser is model.init beside it)"
         )
-    return family_named(model.type) if model.type != AUTO else _first_family(model.diffusers_path, _INDEXES)
+    if model.type != AUTO:
+        return family_named(model.type)
+    return _pipeline_family(model.diffusers_path)
 
 
 def family_of_folder(folder: Path) -> Family:
@@ -88,6 +91,19 @@ def with_family_values(loaded: LoadedConfig) -> LoadedConfig:
         dataset=with_clip_lengths(loaded.dataset, step),
         eval_datasets={name: with_clip_lengths(dataset, step) for name, dataset in loaded.eval_datasets.items()},
     )
+
+
+def _pipeline_family(folder: Path) -> Family:
+    """Return the family of a pipeline's folder; without an index SD3, whose checks name the missing parts."""
+    if any((folder / name).is_file() for name in _INDEXES):
+        return _first_family(folder, _INDEXES)
+    family = family_of_folder(folder)
+    if family.name != "sd3" or (folder / "config.json").is_file():
+        raise UserError(
+            f"{folder} has a denoiser of {family.title} and no {_INDEX}; give the folder of the whole pipeline, with "
+            f"{_INDEX}, VAE and text encoders"
+        )
+    return family
 
 
 def _first_family(folder: Path, names: tuple[str, ...]) -> Family:
@@ -138,6 +154,11 @@ def single_files(family: Family, subject: object) -> SingleFiles:
             f"{subject}: {family.title} has no single file, only {', '.join(known)} does; use the diffusers folder"
         )
     return family.files.single
+
+
+def video_titles() -> list[str]:
+    """Return the titles of the families that train on clips."""
+    return [family.title for family in map(family_named, _FAMILIES) if family.media == "video"]
 
 
 @cache

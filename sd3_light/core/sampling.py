@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from sd3_light.config import ModelConfig
+from sd3_light.config import DEFAULT_GUIDANCE, ModelConfig
 from sd3_light.core.caption_lengths import TextLimit
 
 if TYPE_CHECKING:
@@ -40,6 +40,15 @@ class ImageRequest:
     def size(self) -> tuple[int, ...]:
         """Width and height; of a clip frames too."""
         return (self.width, self.height) if self.frames == 1 else (self.width, self.height, self.frames)
+
+
+@dataclass(frozen=True)
+class OwnDrawing:
+    """The steps and the guidance that a model's configs ask for, None where they do not; ``note`` explains them."""
+
+    steps: int | None = None
+    guidance: float | None = None
+    note: str = ""
 
 
 class Decoder(Protocol):
@@ -105,6 +114,18 @@ class PipelineInputs(ABC):
         """How many images the pipeline draws at once; None: as many as the device holds."""
         return None
 
+    @property
+    def own_drawing(self) -> OwnDrawing:
+        """What the model's configs say about steps and guidance."""
+        return OwnDrawing()
+
+    def drawing(self, steps: int | None, guidance: float | None, usual_steps: int = 28) -> tuple[int, float]:
+        """Return the steps and the guidance of images: as given, or the model's own, or the usual ones."""
+        own = self.own_drawing
+        steps = own.steps if steps is None else steps
+        guidance = own.guidance if guidance is None else guidance
+        return usual_steps if steps is None else steps, DEFAULT_GUIDANCE if guidance is None else guidance
+
     def for_folder(self, folder: Path) -> "PipelineInputs":
         """Return the same for the model in ``folder``, if an adapter's folder states the settings."""
         return self
@@ -137,6 +158,10 @@ class PipelineInputs(ABC):
 
         ``encode`` returns what `encode` of this class does, perhaps from memory.
         """
+
+    def takes_sampler(self, name: str, is_dynamic: bool) -> bool:
+        """Return whether the pipeline draws with another sampler than Euler; ``is_dynamic``: the shift is by size."""
+        return True
 
     def frames_fault(self, frames: int) -> str | None:
         """Return why the model cannot generate a clip of this many frames; None if it can."""

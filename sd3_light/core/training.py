@@ -1,4 +1,4 @@
-"""The contract of a family in training: how its batches are prepared and its denoiser is trained."""
+"""The contract of a family in training: how its batches are prepared, how its denoiser is trained, its own kernels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -65,3 +65,17 @@ class TrainingParts(ABC):
     @abstractmethod
     def model(self, denoiser: "nn.Module", config: TrainConfig, fast: bool) -> "TrainedModel":
         """Return the denoiser with its loss; ``fast`` selects the family's own kernels."""
+
+
+class FastBlocks(ABC):
+    """See `Cost.why_stock` for what a config rules out."""
+
+    @abstractmethod
+    def why_not(self, config: TrainConfig, device: "torch.device", denoiser: "nn.Module | None") -> str | None:
+        """Return why this device, or this denoiser if it is known, runs the stock blocks; None: it need not."""
+
+    @abstractmethod
+    def kernel_problem(
+        self, config: TrainConfig, device: "torch.device", denoiser: "nn.Module", fp8: bool
+    ) -> str | None:
+        """Return what is wrong with the kernels on this device, in a test of a few seconds; None if nothing is."""

@@ -121,13 +121,15 @@ class TrainingSetup:
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of the frozen weights under an adapter: in their compute dtype, or quantized with their scales."""
+        """Bytes of the frozen weights under an adapter: in their compute dtype, in float32 as in the stock class, or
+        quantized with their scales."""
         if self.adapter is None:
             return 0
         quantized = self.cost.block_matrices if self.base_bits < 16 else 0
         scales = quantized / 64 * (1 + 4 / 256) if self.base_bits == 4 else 0  # 8-bit rows' scales are negligible
         width = 4 if self.compute_dtype == "float32" else 2
-        return round((self.parameters - quantized) * width + quantized * self.base_bits / 8 + scales)
+        kept = (4 - width) * sum(self.cost.float32_parameters[self.layers.start : self.layers.stop])
+        return round((self.parameters - quantized) * width + kept + quantized * self.base_bits / 8 + scales)
 
     @property
     def block_parameters(self) -> int:

@@ -100,6 +100,11 @@ class Member:
         }
         return {entry: digest_of(entry, *content) for entry, content in contents.items() if content[0]}
 
+    @property
+    def pixels_fingerprint(self) -> str:
+        """A hash of all of them: what decides whether the sample is rejected when it is decoded."""
+        return digest_of(*self.fingerprints.values())
+
 
 @dataclass(frozen=True)
 class Unit:
@@ -251,9 +256,9 @@ def _prune_plans(folder: Path) -> None:
             index.unlink(missing_ok=True)
 
 
-def reuse_files(plan: Path, manifest: str = "*") -> list[Path]:
+def reuse_files(plan: Path) -> list[Path]:
     """Return the files that say what the shards of a plan copy from those of an old manifest (`cache.reuse`)."""
-    return sorted(plan.parent.glob(f"{reuse_name(plan, manifest)}.*"))
+    return sorted(plan.parent.glob(f"{reuse_name(plan, '*')}.*"))
 
 
 def reuse_name(plan: Path, manifest: str) -> str:

@@ -1,13 +1,13 @@
 """The images of a dataset, decoded into memory at the dataset's sizes."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from sd3_light.config import DatasetConfig
+from sd3_light.config import DatasetConfig, DirectoryConfig
 from sd3_light.config.faults import UserError
 from sd3_light.data.cache_plan import CachePlan, Member, Unit, decode_task, make_cache_plan
 from sd3_light.data.manifest import REJECTS_FILE
@@ -17,7 +17,7 @@ from sd3_light.sources.catalogue import Catalogue, make_sources, sample_location
 from sd3_light.sources.claims import Claims
 from sd3_light.sources.decode import CRASHED_DECODE, decode_images
 from sd3_light.sources.preprocess import PREPROCESS_VERSION, Pixels
-from sd3_light.sources.rejects import Rejects, reject_line
+from sd3_light.sources.records import Rejects, reject_line
 from sd3_light.sources.workers import WorkerPool
 
 _SHARD, _BATCH = 1024, 32
@@ -46,19 +46,25 @@ def decode_dataset(
             f"{dataset.path}: frames: only images are used here, not videos; give a dataset without the key"
         )
     with Claims(folder / "claims") as claims:
-        catalogue = Catalogue(folder, claims)
-        with progress("listing", None, "inputs") as bar:
-            listings = catalogue.refresh(make_sources(dataset.directories), bar.advance)
-        if num_unprobed := catalogue.count_unprobed(listings):
-            with progress("probing new images", num_unprobed, "images") as bar:
-                catalogue.probe_images(listings, workers if num_unprobed > _MIN_FOR_WORKERS else 0, bar.advance)
-        plan = make_cache_plan(catalogue, listings, {"parts": PREPROCESS_VERSION}, _SHARD)
+        plan = plan_images(Catalogue(folder, claims), dataset.directories, workers, "parts", _SHARD)
         lines = [reject_line(row.key, row.reason, row.detail, row.image) for row in plan.rejected()]
         decoded = _decode(plan, _select(plan, max_images), workers, lines)
     _report_rejects(lines, folder / REJECTS_FILE if list_rejects else None)
     if not decoded:
         raise UserError(f"{dataset.path}: no usable image found; check its path and the captions")
     return decoded
+
+
+def plan_images(
+    catalogue: Catalogue, directories: Sequence[DirectoryConfig], workers: int, purpose: str, unit: int
+) -> CachePlan:
+    """List and probe the images of directories; return the plan of a ``purpose``, in units of ``unit`` samples."""
+    with progress("listing", None, "inputs") as bar:
+        listings = catalogue.refresh(make_sources(directories), bar.advance)
+    if num_unprobed := catalogue.count_unprobed(listings):
+        with progress("probing new images", num_unprobed, "images") as bar:
+            catalogue.probe_images(listings, workers if num_unprobed > _MIN_FOR_WORKERS else 0, bar.advance)
+    return make_cache_plan(catalogue, listings, {purpose: PREPROCESS_VERSION}, unit)
 
 
 def _report_rejects(lines: list[dict[str, str]], file: Path | None) -> None:

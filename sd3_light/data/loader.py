@@ -261,7 +261,8 @@ def _no_errors_from_signals() -> Iterator[None]:
 def _worker_exit_error(worker: Any) -> UserError:
     """Return the error for a worker that ended by itself."""
     code = worker.exitcode
-    cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    names = {number: number.name for number in signal.Signals}
+    cause = f"was killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exited with code {code}"
     return UserError(
         f"DataLoader worker (pid {worker.pid}) {cause}: out of memory, or ended by another program; lower "
         "num_dataloader_workers (dataset_num_workers in scripts) or free memory, then resume"

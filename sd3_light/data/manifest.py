@@ -104,6 +104,11 @@ class Manifest:
         """Parse the bytes of the manifest file ``where``. ``open_table`` reads its table; None: the one beside it."""
         try:
             content = parse_json(data, object_hook=_as_entry)  # entries need less memory than millions of dicts
+            if "samples" in content:
+                raise UserError(
+                    f"{where} lists the sample files of a script's data process, not the shards of a cache; "
+                    "tasks.ProcessedDataset reads them from a folder"
+                )
             if content["format"] != CACHE_FORMAT:
                 raise UserError(
                     f"{where} has format {content['format']}, this version reads {CACHE_FORMAT}; `sd3-light cache "

@@ -18,7 +18,6 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.training import Preparer, ResidentPreparer
-from sd3_light.data.order import Picks
 from sd3_light.data.resident import ResidentCache
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedBatch
@@ -197,51 +196,48 @@ def _mask_weights(mask: Tensor) -> Tensor:
 # --- who prepares what -------------------------------------------------------------------------
 
 
+class _WorkerPreparer(ABC):
+    """Prepares training batches in workers."""
+
+    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
+        """Return the batch in new memory."""
+        return self.prepare_into(batch, None)
+
+    @abstractmethod
+    def prepare_into(self, batch: Any, empty: AllocateTensor | None, timestep_quantile: float | None = None) -> Batch:
+        """Return the batch in memory that ``empty`` returns."""
+
+
 @dataclass(frozen=True)
-class CleanPreparer:
+class CleanPreparer(_WorkerPreparer):
     """Prepares batches without noise, for a device that adds it."""
 
     preparer: Preparer
 
-    def prepare_inputs(self, batch: CachedBatch, timestep_quantile: float | None = None) -> Batch:
-        """See `Preparer.prepare_clean`."""
-        return self.preparer.prepare_clean(batch)
-
-    def prepare_into(self, batch: CachedBatch, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
+    def prepare_into(self, batch: Any, empty: AllocateTensor | None, timestep_quantile: float | None = None) -> Batch:
         """See `Preparer.prepare_clean`."""
         return self.preparer.prepare_clean(batch, empty)
 
 
 @dataclass(frozen=True)
-class IndexPreparer:
+class IndexPreparer(_WorkerPreparer):
     """Prepares batches of indices, for a device that holds the cache."""
 
     inputs: ResidentPreparer
 
-    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
-        """See `ResidentPreparer.indices`."""
-        return self.inputs.indices(batch)
-
-    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
+    def prepare_into(self, batch: Any, empty: AllocateTensor | None, timestep_quantile: float | None = None) -> Batch:
         """See `ResidentPreparer.indices`."""
         return self.inputs.indices(batch)
 
 
 @dataclass(frozen=True)
-class GatheringPreparer:
+class GatheringPreparer(_WorkerPreparer):
     """Gathers batches on the host, with noise if no device adds it."""
 
     inputs: ResidentPreparer
     adds_noise: bool
 
-    def prepare_inputs(self, batch: Any, timestep_quantile: float | None = None) -> Batch:
+    def prepare_into(self, batch: Any, empty: AllocateTensor | None, timestep_quantile: float | None = None) -> Batch:
         """Return the gathered batch."""
-        return self._prepared(batch, None)
-
-    def prepare_into(self, batch: Any, empty: AllocateTensor, timestep_quantile: float | None = None) -> Batch:
-        """Like `prepare_inputs`, in memory from ``empty``."""
-        return self._prepared(batch, empty)
-
-    def _prepared(self, picks: Picks, empty: AllocateTensor | None) -> Batch:
-        clean = self.inputs.gather(self.inputs.indices(picks), empty)
+        clean = self.inputs.gather(self.inputs.indices(batch), empty)
         return self.inputs.preparer.add_noise(clean) if self.adds_noise else clean

@@ -8,11 +8,11 @@ from torch import nn
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.cost import BlockKind, Cost, Layout
+from sd3_light.core.model import why_not_compiled
 from sd3_light.core.registry import family_of
 from sd3_light.cost.compile_choice import why_uncompiled
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.model.compiling import why_not_compiled
 from sd3_light.runlog import info
 
 

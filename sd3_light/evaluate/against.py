@@ -17,19 +17,20 @@ from rich.box import SIMPLE
 from rich.text import Text
 
 from sd3_light import __version__
-from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.evaluate.comparison import Comparison, Scores, image_features, text_features
+from sd3_light.evaluate.composition import USUAL_STEPS
 from sd3_light.evaluate.distances import METRICS
 from sd3_light.evaluate.judge import Judge, load_judge
 from sd3_light.evaluate.truths import CELLS, Truth, load_truths, style_copies
 from sd3_light.export.chosen import ChosenModel, choose_model
 from sd3_light.export.export_spec import write_json
 from sd3_light.export.lora_stack import Lora
+from sd3_light.export.open_pipeline import open_policy
 from sd3_light.pages import check_output_path, data_uri, render_template, save_page
 from sd3_light.runlog import ResultTable, info, progress
-from sd3_light.sample.generate import ImageRequest, generate
+from sd3_light.sample.generate import ImageRequest, choose_drawing, generate
 from sd3_light.sample.phases import open_with_adapters
 from sd3_light.sources.preprocess import Pixels
 
@@ -47,8 +48,8 @@ class AgainstOptions:
     the dataset TOML, if there is one."""
 
     count: int = 1000
-    steps: int = 20
-    guidance: float = DEFAULT_GUIDANCE
+    steps: int | None = None
+    guidance: float | None = None
     seed: int = 0
     batch: int = 16
     cells: Path | None = None
@@ -88,9 +89,10 @@ def run(
     if page is not None:
         check_output_path(page)
     chosen = {str(model): _choose(model) for model in models}
+    steps, guidance = _drawing(chosen, options)
     device = Launch().device()
     judge = load_judge(features, device)
-    options = replace(options, cells=_cells(data, options.cells))
+    options = replace(options, cells=_cells(data, options.cells), steps=steps, guidance=guidance)
     truths = load_truths(data, options.count)
     measured = _measure(chosen, truths, judge, options, shown=0 if page is None else _MOST_SHOWN)
     facts = {"against": str(data), "features": str(features), "version": __version__, **_drawn_with(options)}
@@ -108,6 +110,17 @@ def _choose(model: Path) -> ChosenModel:
     if not (chosen.folder / "model_index.json").is_file():
         raise UserError(f"{model} is not a diffusers folder (no model_index.json); pass an export or a model folder")
     return chosen
+
+
+def _drawing(chosen: Mapping[str, ChosenModel], options: AgainstOptions) -> tuple[int, float]:
+    """Return the steps and the guidance of all models; a UserError if these are not given and differ."""
+    policies = {name: open_policy(model.folder, model.text_facts)[1] for name, model in chosen.items()}
+    given = (options.steps, options.guidance)
+    drawings = {name: policy.drawing(*given, USUAL_STEPS) for name, policy in policies.items()}
+    if len(set(drawings.values())) > 1:
+        own = ", ".join(f"{name} with {steps} and {guidance:g}" for name, (steps, guidance) in drawings.items())
+        raise UserError(f"the models are drawn with different steps and guidance: {own}; pass --steps and --guidance")
+    return choose_drawing(next(iter(policies.values())), *given, USUAL_STEPS)
 
 
 def _cells(data: Path, cells: Path | None) -> Path | None:
@@ -155,12 +168,10 @@ def draw(chosen: ChosenModel, truths: Sequence[Truth], device: torch.device, opt
     """Return one image per truth: its caption at its size, image i with the seed `seed + i`."""
     pipe, policy = open_with_adapters(chosen, options.loras, device)
     requests = [ImageRequest(truth.caption, options.seed + row, *truth.size) for row, truth in enumerate(truths)]
+    drawing = policy.drawing(options.steps, options.guidance, USUAL_STEPS)
     info(f"drawing {len(requests):,} captions with {chosen.text_facts}")
     with progress("draw", len(requests), "images") as bar:
-        images = generate(
-            pipe, requests, policy, options.steps, options.guidance, options.batch, bar.set_done,
-            exact=device.type == "cpu",
-        )  # fmt: skip
+        images = generate(pipe, requests, policy, *drawing, options.batch, bar.set_done, exact=device.type == "cpu")
     return [np.asarray(image.convert("RGB")) for image in images]
 
 

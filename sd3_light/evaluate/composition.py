@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.core.sampling import ImageRequest, PipelineInputs
-from sd3_light.sample.generate import generate
+from sd3_light.sample.generate import choose_drawing, generate
 from sd3_light.sample.grid import make_grid
 from sd3_light.world import Prompt
 from sd3_light.world.judge import Verdict
@@ -21,6 +20,9 @@ if TYPE_CHECKING:
 # "all" means that everything in a prompt is right; the others are its parts, as in `Verdict`.
 DEMANDS: tuple[str, ...] = ("all", "colour", "shape", "count", "relation", "background", "size")
 _HARD_DEMANDS = (*DEMANDS, "texture")  # only harder scenes have textures
+
+USUAL_STEPS = 20
+"""Sampler steps of an evaluation, unless they are given or the model is distilled to fewer."""
 
 Rates = Mapping[str, float | None]
 
@@ -73,11 +75,11 @@ class ScoreOptions:
     """How the images of a score are drawn, ``batch`` at a time.
 
     Image i has the seed `seed + i` and the size `sizes[i % len(sizes)]` (give `world.IMAGE_SIZES` for those of
-    training).
+    training). None: `USUAL_STEPS` and the usual guidance, or those of the model.
     """
 
-    steps: int = 20
-    guidance: float = DEFAULT_GUIDANCE
+    steps: int | None = None
+    guidance: float | None = None
     seed: int = 0
     batch: int = 16
     sizes: tuple[tuple[int, int], ...] = ((64, 64),)
@@ -96,7 +98,8 @@ def score(
         ImageRequest(prompt.text, options.seed + index, *sizes[index % len(sizes)])
         for index, prompt in enumerate(prompts)
     ]
-    images = generate(pipe, requests, policy, options.steps, options.guidance, options.batch, on_progress)
+    drawing = choose_drawing(policy, options.steps, options.guidance, USUAL_STEPS)
+    images = generate(pipe, requests, policy, *drawing, options.batch, on_progress)
     return judge_images(prompts, images)
 
 

@@ -170,7 +170,7 @@ def _rows(
     yield "optimizer steps", facts.get("step", 0)
     yield "samples seen", facts.get("samples", 0)
     yield "text", texts.text
-    yield "schedule", "shift by resolution" if spec.flux_shift else f"shift {spec.shift:g}"
+    yield "schedule", "shift by resolution" if spec.flux_shift else f"shift {spec.shift or 1.0:g}"
     yield from ((f"{metric}, {data}", f"{value:.4g}") for data, metric, value in _results(about))
 
 

@@ -7,7 +7,7 @@ from statistics import mean
 
 from sd3_light.checkpoint.store import step_of
 from sd3_light.config.faults import UserError
-from sd3_light.config.model_path import require_model_path
+from sd3_light.config.hub_ids import require_model_path
 from sd3_light.config.toml_file import read_toml
 from sd3_light.export.background_saves import EXPORT, FOLDERS
 from sd3_light.export.best import best_name
@@ -40,8 +40,20 @@ def exports_of(run: Path) -> list[Path]:
     """Return the exports of a run, the oldest first; a run without one is a UserError."""
     exports = sorted((run / FOLDERS[EXPORT]).glob("step-*"))
     if not exports:
+        refuse_script_run(run)
         raise UserError(f"{run} has no export yet; write one with `sd3-light export {run} OUT`")
     return exports
+
+
+def refuse_script_run(run: Path) -> None:
+    """Raise a UserError if a folder is the run of a script, which has no exports; it names the newest saved file."""
+    saved = [] if (run / "config.toml").exists() else list(run.glob("*-*.safetensors"))
+    if saved:
+        file = max(saved, key=lambda path: ("." not in path.stem, path.stat().st_mtime))  # others are extra averages
+        raise UserError(
+            f"{run} is the run of a script, whose logger saved {file.name} there; use that file: a LoRA with "
+            f"`sd3-light sample MODEL PROMPT --lora {file}`, other weights in the script itself"
+        )
 
 
 def best_export(run: Path) -> Path:

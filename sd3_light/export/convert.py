@@ -6,7 +6,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.files import Contents, Conversion, is_single_file
 from sd3_light.core.registry import family_of_file, family_of_folder, single_files
 from sd3_light.export.background_saves import CHECKPOINT, EXPORT, FOLDERS
-from sd3_light.export.chosen import exports_of
+from sd3_light.export.chosen import exports_of, refuse_script_run
 from sd3_light.export.lora_stack import adapter_file
 
 
@@ -42,6 +42,7 @@ def _require_model(folder: Path) -> None:
         export = exports_of(folder)[-1]
         raise UserError(f"{folder} is a run folder; pass an export of it, such as {export}")
     if (folder / FOLDERS[CHECKPOINT]).is_dir():
+        refuse_script_run(folder)
         raise UserError(f"{folder} is a run folder without exports; write one with `sd3-light export {folder} OUT`")
     if file := adapter_file(folder):
         raise UserError(

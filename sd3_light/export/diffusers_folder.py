@@ -19,6 +19,7 @@ from sd3_light.export.card import licence_file, model_card
 from sd3_light.export.export_spec import ExportError, ExportSpec, first_few, write_json, write_texts
 from sd3_light.export.proof import PIPELINE_FILE, prove
 from sd3_light.files import apply_umask, new_folder
+from sd3_light.flow.scheduler import folder_scheduler, shift_of
 from sd3_light.inputs import require_regular
 from sd3_light.model.folder import components
 from sd3_light.model.loading import kept_in_float32
@@ -103,8 +104,8 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 def _write_parts(folder: Path, out: Path, weights: Mapping[str, Tensor], spec: ExportSpec) -> None:
     written = {"transformer": ["diffusers", spec.family.denoiser]}
-    if spec.family.files.writes_scheduler:
-        scheduler = spec.make_scheduler()
+    scheduler = spec.make_scheduler()
+    if spec.family.files.writes_scheduler or shift_of(scheduler) != shift_of(folder_scheduler(spec.base)):
         written["scheduler"] = ["diffusers", type(scheduler).__name__]
         scheduler.save_pretrained(folder / "scheduler")
     frozen = [part for part in components(spec.base) if part not in written]

@@ -31,7 +31,8 @@ class ExportError(Exception):
 class ExportSpec:
     """What an exported folder contains. ``base`` is the folder of the same ``family`` that the frozen parts come from.
 
-    ``scheduler`` is a scheduler's config that is kept as it is; otherwise ``shift`` and ``flux_shift`` make one.
+    ``scheduler`` is a scheduler's config that is kept as it is; otherwise ``shift`` and ``flux_shift`` make one. For a
+    family that writes none they change the base's: to a constant ``shift``, if it is not None.
     ``facts`` are written to `sd3_light.json`, ``about`` only to the model card; ``files`` are more text files by name,
     ``images`` the content of image files.
     """
@@ -39,7 +40,7 @@ class ExportSpec:
     base: Path
     transformer_config: Mapping[str, Any]
     save_dtype: torch.dtype = torch.bfloat16
-    shift: float = 1.0
+    shift: float | None = None
     flux_shift: bool = False
     scheduler: Mapping[str, Any] | None = None
     text: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +54,7 @@ class ExportSpec:
     def make_scheduler(self) -> Any:
         """Return the export's scheduler."""
         if not self.family.files.writes_scheduler:
-            return folder_scheduler(self.base)
+            return folder_scheduler(self.base, None if self.flux_shift else self.shift)
         return flow_scheduler(self.shift, self.flux_shift, self.scheduler)
 
 

@@ -14,10 +14,9 @@ from sd3_light.core.registry import family_of_file, family_of_folder, single_fil
 from sd3_light.export.diffusers_folder import read_facts, write_folder
 from sd3_light.export.export_spec import ExportError, ExportSpec, first_few
 from sd3_light.export.lora_file import LoraLayout, check_new_lora, names_of_file, write_lora
-from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merge_loras
+from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merge_loras, merged_text
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import read_any_adapter, write_lycoris
-from sd3_light.export.open_pipeline import read_text_policy
 from sd3_light.export.proof import ProofError
 from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.files import refuse_existing, write_errors
@@ -71,7 +70,10 @@ def convert(source: Path, out: Path, form: LoraFormat, trained_on: Path | None =
 
 
 def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = None) -> Path:
-    """Write the folder ``model`` with the LoRAs added as a verified folder, by default in the model's dtype."""
+    """Write the folder ``model`` with the LoRAs added as a verified folder, by default in the model's dtype.
+
+    Its text settings are those that `sample` uses with these LoRAs.
+    """
     refuse_existing(out)
     if model.is_file():
         convert = f"of an SD3 file `sd3-light convert {model} FOLDER --base FOLDER` writes one"
@@ -84,9 +86,9 @@ def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = Non
         raise UserError(f"{model} lacks {first_few(missing)}; pass a complete diffusers folder")
     config, stored = read_denoiser(model / "transformer", family)
     save_dtype = DTYPES[next(iter(stored.values())).dtype].torch if dtype is None else _dtype(dtype)
+    spec = _spec(model, family, config, save_dtype, loras)
     updates = [(read_any_adapter(lora.file, names=family.files.adapters).modules, lora.strength) for lora in loras]
     state = merge_loras(model, updates)
-    spec = _spec(model, family, config, save_dtype, loras)
     try:
         with write_errors(out):
             return write_folder(out, state, spec, replace=False)
@@ -107,10 +109,10 @@ def extract(
 
 
 def _spec(model: Path, family: Family, config: dict[str, Any], dtype: torch.dtype, loras: Sequence[Lora]) -> ExportSpec:
-    """Describe a folder with the text policy and shift of ``model``; its facts name the LoRAs."""
+    """Describe a folder with the shift of ``model`` and the texts of the LoRAs, which its facts name."""
     facts = {key: value for key, value in read_facts(model).items() if key not in ("sd3_light", "text")}
     scheduler = read_config(model / "scheduler", "scheduler")
-    shift = scheduler.get("shift", 1.0)
+    shift = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
     if not isinstance(shift, int | float):
         raise UserError(f"{model}: its scheduler's shift is {shift!r}, not a number; download or export it again")
     added = [{"file": lora.file.name, "strength": lora.strength} for lora in loras]
@@ -122,7 +124,7 @@ def _spec(model: Path, family: Family, config: dict[str, Any], dtype: torch.dtyp
         save_dtype=dtype,
         shift=shift,
         flux_shift=bool(scheduler.get("use_dynamic_shifting")),
-        text=read_text_policy(model, family).facts(),
+        text=merged_text(model, loras),
         facts={**facts, "weights": f"{facts.get('weights', model.name)} with {names}", "loras": added},
     )
 

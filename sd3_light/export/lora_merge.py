@@ -1,6 +1,6 @@
 """Merge adapters into a model, apply them to a pipeline, and extract the difference of two models as a LoRA by SVD."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,11 +54,37 @@ def text_folder(chosen: ChosenModel, loras: Sequence[Lora]) -> Path:
     """
     if chosen.loras or not loras:
         return chosen.text_facts
-    exports = (lora.file.parent for lora in loras if not (lora.file.parent / "model_index.json").is_file())
-    folder = next((export for export in exports if "text" in read_facts(export)), chosen.text_facts)
+    folder = next(_text_exports(loras), chosen.text_facts)
     settings = read_text_policy(folder, family_of_folder(chosen.folder)).facts()
-    info(f"texts are encoded as for {folder}: {', '.join(f'{key} = {value}' for key, value in settings.items())}")
+    info(f"texts are encoded as for {folder}: {_listed(settings)}")
     return folder
+
+
+def merged_text(model: Path, loras: Sequence[Lora]) -> dict[str, Any]:
+    """Return the text settings of a model with ``loras`` merged: those of `text_folder`.
+
+    LoRAs whose exports state different settings are a UserError: one model cannot have both.
+    """
+    family = family_of_folder(model)
+    exports = {export: read_text_policy(export, family).facts() for export in _text_exports(loras)}
+    if other := next((export for export in exports if exports[export] != next(iter(exports.values()))), None):
+        first, settings = next(iter(exports.items()))
+        raise UserError(
+            f"{first} was trained with {_listed(settings)}, {other} with {_listed(exports[other])}; merge only LoRAs "
+            "with the same text settings, or draw with `sd3-light sample --lora`"
+        )
+    return read_text_policy(text_folder(ChosenModel(model, (), model), loras), family).facts()
+
+
+def _text_exports(loras: Sequence[Lora]) -> Iterator[Path]:
+    """Yield the exports of LoRAs that say how texts were encoded in training."""
+    for export in (lora.file.parent for lora in loras):
+        if not (export / "model_index.json").is_file() and "text" in read_facts(export):
+            yield export
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in settings.items())
 
 
 def add_adapters(pipe: Any, loras: Sequence[Lora]) -> None:

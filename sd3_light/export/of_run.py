@@ -110,12 +110,14 @@ def _samples(run: Path, step: int) -> dict[str, bytes]:
     return {SAMPLES_FILE: jpeg.getvalue()}
 
 
-def _constant_shift(model: ModelConfig, transformer_config: Mapping[str, Any]) -> float:
-    """Return the shift for an image of the default size."""
-    if not family_of(model).files.writes_scheduler:
-        return 1.0
-    side: int = transformer_config["sample_size"] // transformer_config["patch_size"]
-    return constant_shift(model, side**2) or 1.0
+def _constant_shift(model: ModelConfig, transformer_config: Mapping[str, Any]) -> float | None:
+    """Return the shift for an image of the default size; None without a constant one."""
+    family = family_of(model)
+    if family.files.writes_scheduler:
+        side: int = transformer_config["sample_size"] // transformer_config["patch_size"]
+    else:
+        side = family.checks.trained_side(model.diffusers_path) // family.checks.side_step(model)
+    return constant_shift(model, side**2)
 
 
 def _config_toml(config: TrainConfig) -> str:

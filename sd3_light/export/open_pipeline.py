@@ -1,6 +1,7 @@
 """Open a model folder: its pipeline, and how its text was encoded in training."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ def open_policy(folder: Path, text_facts: Path | None = None) -> tuple[Family, P
     if not (folder / "model_index.json").is_file():
         raise UserError(f"{folder} is not a diffusers folder (no model_index.json); pass an export or a model folder")
     family = family_of_folder(folder)
+    for package in family.packages:
+        if find_spec(package) is None:
+            needs = f"{family.title} needs {package} for its captions, which is not installed"
+            raise UserError(f"{folder}: {needs}; run `pip install {package}`")
     policy = read_text_policy(text_facts or folder, family).for_folder(folder)
     check_configs(folder)
     family.weights.require(folder / "transformer")

@@ -13,9 +13,9 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.export.trained_file import read_trained_adapter
-from sd3_light.model.adapter_layers import LycorisModule, ReadWeight, add_adapter, load_lycoris
+from sd3_light.model.adapter_layers import ReadWeight, add_adapter, load_lycoris
 from sd3_light.model.loading import CPU, assign_weights, read_weights
-from sd3_light.model.lora_layers import LoraModule, load_lora
+from sd3_light.model.lora_layers import load_lora
 from sd3_light.model.quantized import quantize_base
 
 
@@ -61,11 +61,7 @@ def put_adapter(
         return names
     modules: Any = read_trained_adapter(adapter.init_from_existing, transformer, adapter)
     try:
-        if all(isinstance(module, LoraModule) for module in modules.values()):
-            load_lora(transformer, modules)
-        else:
-            assert all(isinstance(module, LycorisModule) for module in modules.values())
-            load_lycoris(transformer, modules)
+        (load_lora if adapter.type == "lora" else load_lycoris)(transformer, modules)
     except UserError as error:
         key = f"adapter.init_from_existing = {adapter.init_from_existing}"
         raise UserError(f"{key}: {error}; write the rank and target_modules that it has") from error

@@ -18,6 +18,7 @@ from sd3_light.core.registry import family_of, single_files, starting_weights
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.background_saves import FOLDERS, SNAPSHOT, newest_usable
+from sd3_light.export.chosen import refuse_script_run
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import ExportError
 from sd3_light.export.hub import check_push, push
@@ -59,10 +60,7 @@ def run(
         raise UserError("--ema-length and --weights exclude each other; use one of them")
     refuse_existing(out)
     _check_options(out, contents, push_to_hub)
-    if not (run_folder / "config.toml").exists() and (saved := sorted(run_folder.glob("*-*.safetensors"))):
-        raise UserError(
-            f"{run_folder} is the run of a script, whose logger saved {saved[-1].name} there; use that file"
-        )
+    refuse_script_run(run_folder)
     train = load_config(run_folder / "config.toml").train
     if is_single_file(out) and train.adapter is None:
         single_files(family_of(train.model), out)  # reports a family without them before any work

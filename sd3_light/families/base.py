@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
+from sd3_light.core.sampling import OwnDrawing
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.stock.checks import StockChecks
 from sd3_light.families.stock.latents import LatentShape
+from sd3_light.families.stock.texts import encoder_width
 from sd3_light.families.stock.weights import StockWeights
 from sd3_light.model.part_configs import read_config, read_json
 from sd3_light.sources.buckets import SIDE_STEP
@@ -25,8 +27,8 @@ if TYPE_CHECKING:
     from sd3_light.families.stock.cost import StockCost
     from sd3_light.families.stock.encoding import StockEncoding
     from sd3_light.families.stock.files import StockFiles
+    from sd3_light.families.stock.model import StockTraining
     from sd3_light.families.stock.sampling import StockSampling
-    from sd3_light.families.stock.training import StockTraining
 
 _DROPPED = {"uncond_text_dropout": "joint", "uncond_text_dropout_prob": 0.1}
 
@@ -43,7 +45,8 @@ class StockFamily(Family):
     pipeline's call, which takes none up to ``unguided``, runs prompts and negative prompts as one batch if it
     ``joins_guidance``, and takes one prompt at a time if it has ``single_prompts``. ``trained_side`` is that of a
     square with as many pixels as the images that its models were trained on. A family of videos has latents with
-    frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second.
+    frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second. ``samplers`` are
+    those that the stock pipeline can draw with in place of Euler, ``dynamic_samplers`` if the shift is by resolution.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -60,6 +63,8 @@ class StockFamily(Family):
     single_prompts: ClassVar[bool] = False
     trained_side: ClassVar[int] = 1024
     usual_clip: ClassVar[tuple[int, float]] = (1, 1.0)
+    samplers: ClassVar[tuple[str, ...]] = ("heun", "dpm++")
+    dynamic_samplers: ClassVar[tuple[str, ...]] = ("heun", "dpm++")
 
     # --- what a family's file says ---------------------------------------------------------------
 
@@ -67,9 +72,15 @@ class StockFamily(Family):
         """Return patterns of weights that get no gradient in a denoiser with this config, and cannot be trained."""
         return ()
 
-    @abstractmethod
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """Return what a cache stores of a caption; no weight is read. Rows of the column `text` are tokens."""
+        """Return what a cache stores of a caption; no weight is read. Rows of the column `text` are tokens.
+
+        By default they are the real tokens of the only text encoder.
+        """
+        (parts,) = self.text_parts.values()
+        length = self.max_length(model)
+        shape = (length, encoder_width(folder, parts[0]))
+        return (Column("text", CAPTION, "bfloat16", shape, parts, ragged=True, settings=self.text_settings(model)),)
 
     @abstractmethod
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
@@ -103,6 +114,10 @@ class StockFamily(Family):
         """Return whether a denoiser with this config takes guidance as a number and runs once per step."""
         return False
 
+    def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
+        """Return the guidance, and of a distilled model the steps, with which a denoiser with this config draws."""
+        return OwnDrawing(guidance=self.usual_guidance)
+
     def guidance_number(self, batch: "Batch", guidance: float) -> "Tensor":
         """Return the guidance of each sample for a distilled denoiser: the batch's own, or ``guidance``."""
         import torch
@@ -118,20 +133,23 @@ class StockFamily(Family):
         """Return the guided velocity, as the stock pipeline computes it."""
         return negative + guidance * (positive - negative)
 
-    @abstractmethod
     def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
         """Set a scheduler's timesteps as the stock pipeline does, for an image with this number of tokens."""
+        scheduler.set_timesteps(steps)
 
-    @abstractmethod
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """Return the arguments of the stock pipeline's call for encoded texts and guidance.
 
         There are negative texts where `is_guided`, and the denoiser takes no guidance as a number.
         """
+        arguments = {"prompt_embeds": texts["text"], "guidance_scale": guidance}
+        return arguments if negative is None else {**arguments, "negative_prompt_embeds": negative["text"]}
 
     def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
         """Return the arguments of the stock pipeline's call for initial latents [B, C, h, w]."""
-        return {"latents": latents}
+        from sd3_light.flow.packing import pack_latents
+
+        return {"latents": pack_latents(latents) if self.packs_latents else latents}
 
     def image_part(self, output: Any, batch: "Batch") -> "Tensor":
         """Return the image tokens of a block's output."""
@@ -154,7 +172,7 @@ class StockFamily(Family):
     @cached_property
     def training(self) -> "StockTraining":
         """What a run needs beside the weights."""
-        from sd3_light.families.stock.training import StockTraining
+        from sd3_light.families.stock.model import StockTraining
 
         return StockTraining(self)
 
@@ -184,11 +202,6 @@ class StockFamily(Family):
         """What `check` and `new` read in a model folder."""
         return StockChecks(self)
 
-    @property
-    def fast_blocks(self) -> None:
-        """There are no own kernels."""
-        return None
-
     def max_length(self, model: ModelConfig) -> int:
         """Return the tokens of the longest caption."""
         if model.text_max_length is not None:
@@ -198,10 +211,6 @@ class StockFamily(Family):
     def text_settings(self, model: ModelConfig) -> dict[str, Any]:
         """Return the keys of [model] that decide the values of a caption."""
         return {"text_max_length": self.max_length(model)}
-
-    def training_guidance(self, model: ModelConfig) -> float:
-        """Return the number that a distilled denoiser gets in training."""
-        return 1.0 if model.guidance is None else model.guidance
 
     def completed(self, config: TrainConfig) -> TrainConfig:
         """See `Family.completed`: length and dropout of text, the layers of an adapter, and what cannot be trained."""
@@ -229,11 +238,13 @@ class StockFamily(Family):
         scheduler = read_config(folder / "scheduler", "scheduler")
         shift = scheduler.get("shift", scheduler.get("flow_shift", 1.0))
         is_dynamic = bool(scheduler.get("use_dynamic_shifting"))
+        config = read_json(denoiser_folder(folder) / "config.json")
+        own = self.own_drawing(config)
         keys = {
             **dict.fromkeys(("freeze", "model.init", "model.t5_max_length", "model.uncond_text")),
             "model.text_max_length": min(self.text_length, limit),
             "model.shift": None if is_dynamic else float(shift),
-            "sampling.guidance": self.usual_guidance,
+            "sampling.guidance": own.guidance,
             "adapter.target_modules": list(self.adapter_targets),
         }
         step = LatentShape.of_folder(folder).factor * self.patch
@@ -243,8 +254,10 @@ class StockFamily(Family):
             keys["frames"], keys["fps"] = self.usual_clip
         if is_dynamic:
             keys["model.flux_shift"] = True
-        if self.takes_guidance(read_json(denoiser_folder(folder) / "config.json")):
+        if self.takes_guidance(config):
             keys["model.guidance"] = 1.0
+        if own.steps is not None:
+            keys["sampling.steps"] = own.steps
         return keys
 
     def frame_step(self, folder: Path) -> int | None:
@@ -286,3 +299,21 @@ def _counted(family: StockFamily, config: str, prepared: tuple[Column, ...], sha
     from sd3_light.families.stock.cost import StockCost
 
     return StockCost(family, family.weights.empty(json.loads(config)), prepared, shape)
+
+
+def resolution_shift(config: Any, tokens: int) -> float:
+    """Return the logarithm of the shift of a scheduler's config, which grows with the tokens of an image."""
+    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+    shift: float = tokens * slope + (config.base_shift - slope * config.base_image_seq_len)
+    return shift
+
+
+def set_shifted_times(scheduler: Any, steps: int, shift: float) -> None:
+    """Set times from 1 to 1 / steps, as Flux's pipeline does, and several that took it over.
+
+    The scheduler shifts them: by its own number, or by ``shift`` if that depends on the resolution.
+    """
+    import numpy as np
+
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
+    scheduler.set_begin_index(0)

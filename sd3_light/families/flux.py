@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, Column
-from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
-from sd3_light.families.stock.times import resolution_shift, set_shifted_times
+from sd3_light.core.sampling import OwnDrawing
+from sd3_light.families.base import StockFamily, resolution_shift, set_shifted_times
+from sd3_light.families.stock.texts import encoder_width
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,6 +28,7 @@ class Flux(StockFamily):
     adapter_targets = ("attn.to_*", "attn.add_*_proj", "ff.net.*", "ff_context.net.*", "proj_mlp", "*single*.proj_out")
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim", "pooled": "pooled_projection_dim"})
+    samplers = ()  # the pipeline passes a shift by resolution
     usual_guidance = 3.5
     comfyui = True
     text_tokens = ("padded",)
@@ -47,14 +48,11 @@ class Flux(StockFamily):
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
-        import torch
-
-        from sd3_light.flow.packing import pack_latents, unpack_latents
+        from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
 
         noisy = batch["noisy"]
         text = batch["text"]
         height, width = noisy.shape[-2:]
-        axes = [torch.arange(side, device=noisy.device) for side in (1, height // 2, width // 2)]
         config: Any = denoiser.config
         number = self.guidance_number(batch, guidance) if config.guidance_embeds else None
         tokens = denoiser(
@@ -63,7 +61,7 @@ class Flux(StockFamily):
             pooled_projections=batch["pooled"],
             timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
             guidance=number,
-            img_ids=torch.cartesian_prod(*axes).to(noisy.dtype),
+            img_ids=grid_positions((1, height // 2, width // 2), noisy.device).to(noisy.dtype),
             txt_ids=text.new_zeros(text.shape[1], 3),
             return_dict=False,
         )[0]
@@ -73,12 +71,12 @@ class Flux(StockFamily):
         """See `StockFamily.takes_guidance`."""
         return bool(config.get("guidance_embeds"))
 
-    def recipe(self, folder: Path) -> Mapping[str, Any]:
-        """See `Family.recipe`: schnell is distilled to draw without guidance."""
-        keys = dict(super().recipe(folder))
-        if "model.guidance" not in keys:
-            keys["sampling.guidance"] = self.unguided
-        return keys
+    def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
+        """See `StockFamily.own_drawing`: schnell is distilled to four steps without guidance."""
+        if self.takes_guidance(config):
+            return super().own_drawing(config)
+        note = "without guidance_embeds it is a schnell; pass --steps and --guidance if it was trained to need more"
+        return OwnDrawing(4, self.unguided, note)
 
     def encode_captions(self, pipe: Any, texts: Sequence[str], model: ModelConfig) -> "Mapping[str, Sequence[Tensor]]":
         """See `StockFamily.encode_captions`."""
@@ -107,12 +105,6 @@ class Flux(StockFamily):
         if negative is None:
             return arguments
         return {**arguments, **_embeds("negative_", negative), "true_cfg_scale": guidance}
-
-    def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
-        """See `StockFamily.latent_arguments`."""
-        from sd3_light.flow.packing import pack_latents
-
-        return {"latents": pack_latents(latents)}
 
 
 def _embeds(prefix: str, texts: "Batch") -> dict[str, Any]:

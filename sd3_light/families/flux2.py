@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.columns import CAPTION, Column
-from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
-from sd3_light.families.stock.times import set_shifted_times
+from sd3_light.families.base import StockFamily, set_shifted_times
+from sd3_light.families.stock.texts import encoder_width
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ class Flux2(StockFamily):
     adapter_targets = ("attn.to_*", "attn.add_*_proj", "ff.linear_*", "ff_context.linear_*")
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim"})
+    samplers = ()  # the pipeline passes a shift by resolution
     comfyui = True
     text_tokens = ("padded",)
 
@@ -52,24 +52,18 @@ class Flux2(StockFamily):
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`. Positions have a frame, a row, a column and a place in the text."""
-        import torch
-
-        from sd3_light.flow.packing import pack_latents, unpack_latents
+        from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
 
         noisy = batch["noisy"]
         text = batch["text"]
         height, width = noisy.shape[-2:]
-
-        def positions(*sides: int) -> "Tensor":
-            return torch.cartesian_prod(*(torch.arange(side, device=noisy.device) for side in sides))
-
         tokens = denoiser(
             hidden_states=pack_latents(noisy),
             encoder_hidden_states=text,
             timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
             guidance=None,
-            img_ids=positions(1, height // 2, width // 2, 1),
-            txt_ids=positions(1, 1, 1, text.shape[1]),
+            img_ids=grid_positions((1, height // 2, width // 2, 1), noisy.device),
+            txt_ids=grid_positions((1, 1, 1, text.shape[1]), noisy.device),
             return_dict=False,
         )[0]
         return unpack_latents(tokens, height, width)
@@ -94,11 +88,6 @@ class Flux2(StockFamily):
         slope = (many - few) / 190.0
         shift = many if tokens > _MANY_TOKENS else slope * steps + (many - 200.0 * slope)
         set_shifted_times(scheduler, steps, shift)
-
-    def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
-        """See `StockFamily.pipeline_arguments`."""
-        arguments = {"prompt_embeds": texts["text"], "guidance_scale": guidance}
-        return arguments if negative is None else {**arguments, "negative_prompt_embeds": negative["text"]}
 
     def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
         """See `StockFamily.latent_arguments`: patches as channels."""

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.columns import CAPTION, Column
-from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
-from sd3_light.families.stock.texts import masked_embeds, real_rows, text_mask
-from sd3_light.families.stock.times import resolution_shift, set_shifted_times
+from sd3_light.families.base import StockFamily, resolution_shift, set_shifted_times
+from sd3_light.families.stock.texts import encoder_width, masked_embeds, real_rows, text_mask
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
@@ -36,6 +34,8 @@ class Krea2(StockFamily):
     packs_latents = True
     pads_prompts = True
     text_inputs = MappingProxyType({"text": "text_hidden_dim"})
+    samplers = ()  # the pipeline passes times
+    dynamic_samplers = ()
     usual_guidance = 4.5
     unguided = 0.0
     comfyui = True
@@ -61,13 +61,12 @@ class Krea2(StockFamily):
         """See `StockFamily.denoise`."""
         import torch
 
-        from sd3_light.flow.packing import pack_latents, unpack_latents
+        from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
 
         noisy = batch["noisy"]
         text = batch["text"]
         height, width = noisy.shape[-2:]
-        axes = [torch.arange(side, device=noisy.device) for side in (1, height // 2, width // 2)]
-        image = torch.cartesian_prod(*axes).float()
+        image = grid_positions((1, height // 2, width // 2), noisy.device).float()
         tokens = denoiser(
             hidden_states=pack_latents(noisy),
             encoder_hidden_states=text,
@@ -99,9 +98,3 @@ class Krea2(StockFamily):
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """See `StockFamily.pipeline_arguments`. Both texts get one length."""
         return {"guidance_scale": guidance, **masked_embeds(texts, negative, "prompt_embeds_mask")}
-
-    def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
-        """See `StockFamily.latent_arguments`."""
-        from sd3_light.flow.packing import pack_latents
-
-        return {"latents": pack_latents(latents)}

@@ -6,9 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
-from sd3_light.core.columns import CAPTION, Column
 from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
 from sd3_light.families.stock.texts import masked_embeds, real_rows, text_mask
 from sd3_light.model.part_configs import read_json
 
@@ -51,14 +49,6 @@ class PRX(StockFamily):
             else f"its denoiser has patches of {patch!r:.80}, and only {self.patch} is known"
         )
 
-    def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """See `StockFamily.text_columns`."""
-        parts = self.text_parts["t5gemma"]
-        length = self.max_length(model)
-        shape = (length, encoder_width(folder, parts[0]))
-        settings = {"text_max_length": length}
-        return (Column("text", CAPTION, "bfloat16", shape, parts, ragged=True, settings=settings),)
-
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
         noisy = batch["noisy"]
@@ -73,10 +63,6 @@ class PRX(StockFamily):
         options = {"do_classifier_free_guidance": False, "skip_text_cleaning": False}
         encoded = pipe.encode_prompt(list(texts), tokenizer_max_length=self.max_length(model), **options)
         return {"text": real_rows(encoded[0], encoded[1])}
-
-    def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """See `StockFamily.set_times`."""
-        scheduler.set_timesteps(steps)
 
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """See `StockFamily.pipeline_arguments`. Both texts get one length."""

@@ -6,11 +6,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
-from sd3_light.core.columns import CAPTION, Column
-from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
+from sd3_light.families.base import StockFamily, resolution_shift, set_shifted_times
 from sd3_light.families.stock.texts import real_rows, text_mask
-from sd3_light.families.stock.times import resolution_shift, set_shifted_times
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
@@ -33,6 +30,8 @@ class QwenImage(StockFamily):
     adapter_targets = ("attn.to_[qkv]", "attn.to_out.0", "attn.add_*_proj", "img_mlp.net.*")
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim"})
+    samplers = ()  # the pipeline passes times
+    dynamic_samplers = ()
     comfyui = True
 
     def refusal(self, folder: Path) -> str | None:
@@ -46,14 +45,6 @@ class QwenImage(StockFamily):
         layers = config.get("num_layers")
         last = layers - 1 if isinstance(layers, int) else "*"
         return (f"transformer_blocks.{last}.attn.to_add_out.*", f"transformer_blocks.{last}.txt_mlp.*")
-
-    def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """See `StockFamily.text_columns`."""
-        parts = self.text_parts["qwen"]
-        length = self.max_length(model)
-        shape = (length, encoder_width(folder, parts[0]))
-        settings = {"text_max_length": length}
-        return (Column("text", CAPTION, "bfloat16", shape, parts, ragged=True, settings=settings),)
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
@@ -100,9 +91,3 @@ class QwenImage(StockFamily):
             arguments["negative_prompt_embeds"] = negative["text"]
             arguments["negative_prompt_embeds_mask"] = text_mask(negative)
         return arguments
-
-    def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
-        """See `StockFamily.latent_arguments`."""
-        from sd3_light.flow.packing import pack_latents
-
-        return {"latents": pack_latents(latents)}

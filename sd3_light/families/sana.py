@@ -7,9 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
-from sd3_light.core.columns import CAPTION, Column
 from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
 from sd3_light.families.stock.texts import masked_embeds, real_rows, text_mask
 from sd3_light.model.part_configs import read_json
 
@@ -44,14 +42,6 @@ class Sana(StockFamily):
             return f"its denoiser has patches of {config.get('patch_size')!r:.80}, a Sana of {self.patch}"
         return None
 
-    def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """See `StockFamily.text_columns`."""
-        parts = self.text_parts["gemma"]
-        length = self.max_length(model)
-        shape = (length, encoder_width(folder, parts[0]))
-        settings = {"text_max_length": length}
-        return (Column("text", CAPTION, "bfloat16", shape, parts, ragged=True, settings=settings),)
-
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
         config: Any = denoiser.config
@@ -80,10 +70,6 @@ class Sana(StockFamily):
         options = {"clean_caption": False, "complex_human_instruction": instruction}
         encoded = pipe.encode_prompt(list(texts), False, max_sequence_length=self.max_length(model), **options)
         return {"text": real_rows(encoded[0], encoded[1])}
-
-    def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """See `StockFamily.set_times`."""
-        scheduler.set_timesteps(steps)
 
     def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
         """See `StockFamily.pipeline_arguments`. Both texts get one length."""

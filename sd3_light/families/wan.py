@@ -1,15 +1,15 @@
 """Wan 2.1: videos and images from text, with one denoiser."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
-from sd3_light.core.columns import CAPTION, Column
+from sd3_light.core.columns import Column
 from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.model.part_configs import read_json
 
@@ -56,13 +56,9 @@ class Wan(StockFamily):
         return None
 
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """See `StockFamily.text_columns`."""
-        parts = self.text_parts["umt5"]
-        length = self.max_length(model)
-        # the pipeline repairs texts with ftfy where it is installed
-        settings = {"text_max_length": length, "ftfy": find_spec("ftfy") is not None}
-        shape = (length, encoder_width(folder, parts[0]))
-        return (Column("text", CAPTION, "bfloat16", shape, parts, ragged=True, settings=settings),)
+        """See `StockFamily.text_columns`: the pipeline repairs texts with ftfy where it is installed."""
+        (text,) = super().text_columns(model, folder)
+        return (replace(text, settings={**text.settings, "ftfy": find_spec("ftfy") is not None}),)
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
@@ -81,17 +77,6 @@ class Wan(StockFamily):
         text = pipe.encode_prompt(prompt=list(texts), **options)[0]
         lengths = [int(rows.any(dim=-1).nonzero().max()) + 1 for rows in text]
         return {"text": [rows[:length] for rows, length in zip(text, lengths, strict=True)]}
-
-    def set_times(self, scheduler: Any, steps: int, tokens: int) -> None:
-        """See `StockFamily.set_times`."""
-        scheduler.set_timesteps(steps)
-
-    def pipeline_arguments(self, texts: "Batch", negative: "Batch | None", guidance: float) -> dict[str, Any]:
-        """See `StockFamily.pipeline_arguments`."""
-        arguments = {"prompt_embeds": texts["text"], "guidance_scale": guidance}
-        if negative is not None:
-            arguments["negative_prompt_embeds"] = negative["text"]
-        return arguments
 
     def adapter_names(self) -> "AdapterNames":
         """See `StockFamily.adapter_names`: those of ComfyUI, which diffusers reads too."""

@@ -6,10 +6,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig
-from sd3_light.core.columns import CAPTION, Column
-from sd3_light.families.base import StockFamily
-from sd3_light.families.stock.columns import encoder_width
-from sd3_light.families.stock.times import resolution_shift
+from sd3_light.core.sampling import OwnDrawing
+from sd3_light.families.base import StockFamily, resolution_shift
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
@@ -28,6 +26,8 @@ class ZImage(StockFamily):
     text_parts = MappingProxyType({"qwen": ("text_encoder", "tokenizer")})
     adapter_targets = ("attention.to_*", "feed_forward.w[123]")
     text_inputs = MappingProxyType({"text": "cap_feat_dim"})
+    samplers = ()  # the pipeline passes times
+    dynamic_samplers = ()
     usual_guidance = 5.0
     unguided = 0.0
     joins_guidance = True
@@ -42,13 +42,10 @@ class ZImage(StockFamily):
             return "its denoiser has several patch sizes, which are not trained"
         return None
 
-    def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
-        """See `StockFamily.text_columns`."""
-        parts = self.text_parts["qwen"]
-        length = self.max_length(model)
-        shape = (length, encoder_width(folder, parts[0]))
-        settings = {"text_max_length": length}
-        return (Column("text", CAPTION, "bfloat16", shape, parts, ragged=True, settings=settings),)
+    def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
+        """See `StockFamily.own_drawing`: nothing in its folder tells Turbo."""
+        note = "Z-Image-Turbo, whose configs are the same, needs --steps 8 --guidance 0"
+        return OwnDrawing(guidance=self.usual_guidance, note=note)
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`. The denoiser predicts data - noise."""

@@ -1,5 +1,8 @@
 """Latents as tokens of whole patches, as Flux and its relatives take them."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
@@ -23,3 +26,8 @@ def unpack_latents(tokens: Tensor, height: int, width: int, patch_size: int = 2)
     latents: Tensor = patches.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3)
     assert latents.shape[-2:] == (height, width), (tokens.shape, height, width)
     return latents
+
+
+def grid_positions(sides: Sequence[int], device: torch.device) -> Tensor:
+    """Return the positions [N, axes] of tokens in a grid with these sides, the last axis first to change."""
+    return torch.cartesian_prod(*(torch.arange(side, device=device) for side in sides))

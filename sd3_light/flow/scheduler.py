@@ -17,6 +17,7 @@ from diffusers import (
 )
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.sampling import PipelineInputs
 from sd3_light.model.part_configs import read_config
 
 if TYPE_CHECKING:
@@ -44,15 +45,26 @@ def flow_scheduler(
     return FlowMatchEulerDiscreteScheduler(shift=shift or 1.0, use_dynamic_shifting=flux_shift)
 
 
-def folder_scheduler(folder: Path) -> Any:
-    """Return the scheduler of a diffusers folder, in the class that it names."""
+def folder_scheduler(folder: Path, shift: float | None = None) -> Any:
+    """Return the scheduler of a diffusers folder, in the class that it names; ``shift`` replaces its own shift."""
     config = read_config(folder / "scheduler", "scheduler")
     name = config.get("_class_name")
     kind = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, SchedulerMixin)):
         raise UserError(f"{folder}: its scheduler is a {name!r:.80}, which diffusers lacks; download the folder again")
     scheduler_class: Any = kind
-    return scheduler_class.from_config(config)
+    scheduler = scheduler_class.from_config(config)
+    if shift is None or shift == shift_of(scheduler):
+        return scheduler
+    key = "flow_shift" if "flow_shift" in scheduler.config else "shift"
+    return scheduler_class.from_config({**config, key: shift, "use_dynamic_shifting": False})
+
+
+def shift_of(scheduler: Any) -> float | None:
+    """Return the constant shift of a scheduler; None if it depends on the resolution, or there is none."""
+    config = scheduler.config
+    shift: float | None = config.get("flow_shift", config.get("shift"))
+    return None if config.get("use_dynamic_shifting") else shift
 
 
 def set_timesteps(
@@ -78,8 +90,11 @@ def check_sampler(name: str) -> None:
         raise UserError(f"--sampler {name}: unknown sampler; choose one of {', '.join(SAMPLERS)}")
 
 
-def use_sampler(pipe: "DiffusionPipeline", name: str) -> None:
-    """Replace a pipeline's scheduler with this sampler, with the same shift. "euler" keeps a model's own scheduler."""
+def use_sampler(pipe: "DiffusionPipeline", name: str, policy: PipelineInputs | None = None) -> None:
+    """Replace a pipeline's scheduler with this sampler, with the same shift. "euler" keeps a model's own scheduler.
+
+    ``policy`` knows the samplers that the pipeline can draw with; without it, all are tried.
+    """
     check_sampler(name)
     scheduler = pipe.scheduler
     if name == "euler":
@@ -94,6 +109,9 @@ def use_sampler(pipe: "DiffusionPipeline", name: str) -> None:
             f"--sampler {name}: the model's scheduler sets {', '.join(unsupported)}, which only euler supports; "
             "use --sampler euler"
         )
+    if policy is not None and not policy.takes_sampler(name, config.use_dynamic_shifting):
+        kind = type(pipe).__name__
+        raise UserError(f"--sampler {name}: {kind} sets times that this sampler does not support; use --sampler euler")
     pipe.scheduler = _heun(config) if name == "heun" else _dpm(config)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sd3_light.config import ModelConfig, UserError
+from sd3_light.core.registry import family_of
 from sd3_light.core.start import start_source
 from sd3_light.model.part_configs import FACTS_FILE, check_config, read_config, read_json, single_file_metadata
 
@@ -96,6 +97,8 @@ def other_shift(model: ModelConfig) -> str | None:
     else:
         theirs, remedy = f"has shift {base.shift:g}", f"leave it out to train and sample with {base.shift:g}"
         is_same = not (model.flux_shift or model.sqrt_shift) and (model.shift or 1.0) == base.shift
+        if model.flux_shift and not family_of(model).files.writes_scheduler:
+            remedy += f": only training changes, images and exports keep {base.shift:g}"
     own = f"model.shift = {model.shift or 1.0:g}"
     for name in ("flux_shift", "sqrt_shift"):
         own = f"model.{name} = true" if getattr(model, name) else own

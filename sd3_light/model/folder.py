@@ -9,12 +9,42 @@ from typing import Any
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import is_inner_path
 from sd3_light.model.part_configs import WEIGHTS_STEM, read_config, read_json
-from sd3_light.model.text_shape import TextShape
 from sd3_light.tensor_file import open_tensors
 
 CLIP_TOKENS = 77  # default of CLIP tokenizers whose config names no length
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model")
 _UNLIMITED = 10**6  # transformers writes larger lengths for "no limit"
+
+
+@dataclass(frozen=True)
+class TextShape:
+    """Rows and widths of one caption's features from the three text encoders.
+
+    With ``real`` a caption has as many rows as tokens, and the rows given here are the maximum.
+    """
+
+    clip_tokens: int
+    t5_tokens: int
+    clip_l_width: int
+    clip_g_width: int
+    t5_width: int
+    pooled_width: int
+    real: bool = False
+
+    @property
+    def at_most(self) -> str:
+        """The prefix of formulas that hold for the longest caption."""
+        return "at most " if self.real else ""
+
+    @property
+    def tokens(self) -> int:
+        """Text tokens that the denoiser sees: CLIP's, then T5's."""
+        return self.clip_tokens + self.t5_tokens
+
+    @property
+    def clip_width(self) -> int:
+        """Width of both CLIP encoders' features side by side."""
+        return self.clip_l_width + self.clip_g_width
 
 
 @dataclass(frozen=True)

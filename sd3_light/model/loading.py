@@ -78,7 +78,10 @@ def read_weights(
 
 
 def kept_in_float32(model: Any) -> Callable[[str], bool]:
-    """Return whether stock diffusers loads a weight of this name in float32, whatever dtype is asked for."""
+    """Return whether stock diffusers loads a weight of this name in float32, whatever dtype is asked for.
+
+    ``model`` may be its class.
+    """
     modules = set(getattr(model, "_keep_in_fp32_modules", None) or ())
     return lambda name: not modules.isdisjoint(name.split("."))
 

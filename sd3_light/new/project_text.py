@@ -85,8 +85,7 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     if plan.accumulation > 1:
         line = f"gradient_accumulation_steps = {plan.accumulation}"
         text = re.sub(r"^(micro_batch_size_per_gpu =.*)$", rf"\1\n{line}", text, flags=re.MULTILINE)
-    guidance = values.keys.get("sampling.guidance")
-    sampling = _sampling(values.prompts, max(1, steps // 10), guidance) if values.prompts else ""
+    sampling = _sampling(values.prompts, max(1, steps // 10), values.keys) if values.prompts else ""
     return text.rstrip() + "\n" + sampling
 
 
@@ -138,9 +137,10 @@ def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
     return text
 
 
-def _sampling(prompts: tuple[str, ...], interval: int, guidance: float | None) -> str:
+def _sampling(prompts: tuple[str, ...], interval: int, keys: Mapping[str, Any]) -> str:
     lines = "".join(f"    {_toml(prompt)},\n" for prompt in prompts)
-    more = "" if guidance is None else f"guidance = {guidance:g}\n"
+    own = {name: keys.get(f"sampling.{name}") for name in ("steps", "guidance")}
+    more = "".join(f"{name} = {value:g}\n" for name, value in own.items() if value is not None)
     return f"\n# sample images during training\n[sampling]\nprompts = [\n{lines}]\nevery_n_steps = {interval}\n{more}"
 
 

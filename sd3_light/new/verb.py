@@ -50,6 +50,8 @@ class NewProject:
     plan: MemoryPlan
     seconds: float | None
     """Estimated training time; None for a kind of GPU that was not measured."""
+    has_clips: bool = False
+    """Whether ``images`` may be clips."""
 
 
 def run(
@@ -102,7 +104,10 @@ def run(
     write_atomically(train_file, train_toml(kind, values).encode())
     images, steps = estimate.data.samples, kind.steps(epoch_steps, affordable)
     seconds = step_seconds and steps * step_seconds
-    return NewProject(train_file, data_file, out / "runs" / kind_name, images, steps, values.resolution, plan, seconds)
+    project = NewProject(
+        train_file, data_file, out / "runs" / kind_name, images, steps, values.resolution, plan, seconds
+    )
+    return replace(project, has_clips=family.media == "video")
 
 
 def _step_seconds(estimate: check.RunEstimate, plan: MemoryPlan, gpus: tuple[Gpu, ...]) -> float | None:

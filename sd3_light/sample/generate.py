@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs
+from sd3_light.runlog import info
 from sd3_light.sample.phases import PER_ROUND, LatentsDrawn, Phases
 from sd3_light.sample.png import save_png
 from sd3_light.system import usable_cores
@@ -39,6 +40,7 @@ __all__ = [
     "Cancelled",
     "ImageRequest",
     "as_image",
+    "choose_drawing",
     "frames_of",
     "generate",
     "not_finite",
@@ -58,6 +60,17 @@ NumberedImages = list[tuple[int, Image.Image]]
 
 _FRAMES = "frames"  # in `info` of an image that stands for a clip
 _CACHED_TEXTS = 64  # an encoded text of SD3 takes 5 MB
+
+
+def choose_drawing(
+    policy: PipelineInputs, steps: int | None, guidance: float | None, usual_steps: int = 28
+) -> tuple[int, float]:
+    """Return `PipelineInputs.drawing`; report what is not given, if the model has a note about it."""
+    chosen_steps, chosen_guidance = policy.drawing(steps, guidance, usual_steps)
+    note = policy.own_drawing.note
+    if note and (steps is None or guidance is None):
+        info(f"{chosen_steps} steps, guidance {chosen_guidance:g}: {note}")
+    return chosen_steps, chosen_guidance
 
 
 def generate(

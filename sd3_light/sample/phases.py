@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
 from torch import Tensor
 
@@ -24,8 +25,8 @@ from sd3_light.export.lycoris_file import is_lycoris
 from sd3_light.export.open_pipeline import open_pipeline, open_policy, require_finite_denoiser
 from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.flow.scheduler import use_sampler
-from sd3_light.model.folder import components, count_weights, is_encoder
-from sd3_light.model.loading import CPU, empty_model, load_diffusers_model
+from sd3_light.model.folder import components, count_weights, is_encoder, stored_weights
+from sd3_light.model.loading import CPU, empty_model, kept_in_float32, load_diffusers_model
 from sd3_light.model.part_configs import read_config, read_json
 from sd3_light.runlog import info
 from sd3_light.sample.precision import compute_in
@@ -79,7 +80,9 @@ class Phases:
         """Return the phases of a model with these adapters, and its text policy; None if all parts fit together."""
         family, policy = open_policy(chosen.folder, chosen.text_facts)
         free = free_memory(device)
-        needed = drawing_bytes(count_weights(chosen.folder), dtype.itemsize, device.type == "cuda")
+        is_kept = kept_in_float32(getattr(diffusers, family.denoiser))
+        kept = sum(count for name, count in stored_weights(chosen.folder / "transformer") if is_kept(name))
+        needed = drawing_bytes(count_weights(chosen.folder), dtype.itemsize, device.type == "cuda", kept)
         if free is None or needed <= free:
             return None
         read_denoiser(chosen.folder / "transformer", family)  # reports missing or wrong weights
@@ -90,7 +93,7 @@ class Phases:
         vae = empty_model(vae_class(chosen.folder), read_config(chosen.folder / "vae", "vae"))
         parts = {**_without_encoders(chosen), "transformer": family.weights.empty(arguments), "vae": vae}
         pipe, _ = open_pipeline(chosen.folder, torch.device("meta"), chosen.text_facts, parts=parts)
-        use_sampler(pipe, sampler)
+        use_sampler(pipe, sampler, policy)
         return Phases(chosen, tuple(loras), device, dtype, pipe), policy
 
     @property

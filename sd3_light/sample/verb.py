@@ -20,7 +20,6 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from sd3_light import __version__
-from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.core.caption_lengths import cut_prompts
 from sd3_light.core.sampling import ImageRequest, PipelineInputs
@@ -34,7 +33,7 @@ from sd3_light.files import sweep_files, write_errors
 from sd3_light.flow.scheduler import check_sampler, sampler_title, use_sampler
 from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
-from sd3_light.sample.generate import frames_of, stream_images
+from sd3_light.sample.generate import choose_drawing, frames_of, stream_images
 from sd3_light.sample.grid import make_grid
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.phases import Phases
@@ -53,10 +52,10 @@ _MIN_TIMEOUT_SEC = 600.0  # without a new image from another process
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How to sample, unless a row overrides it. A size of 0 means the model's own, and so do 0 frames."""
+    """How to sample, unless a row overrides it. A size of 0 means the model's own, and so do 0 frames, and None."""
 
-    steps: int = 28
-    guidance: float = DEFAULT_GUIDANCE
+    steps: int | None = None
+    guidance: float | None = None
     width: int = 0
     height: int = 0
     batch: int = 8
@@ -99,6 +98,8 @@ def run(
         sweep_images(out)
         opened = open_model(model, options, launch)
         requests = {first + at: opened.request(row, seed) for at, (row, seed) in enumerate(jobs)}
+        if launch.is_main:
+            choose_drawing(opened.policy, options.steps, options.guidance)
         for line in opened.cut_prompts(requests.values()):
             info(f"warning: {line}")
         if launch.is_main and any(request.frames > 1 for request in requests.values()) and not has_av():
@@ -122,7 +123,7 @@ def assign_rows(rows: Sequence[PromptRow], rank: int, world: int) -> list[int]:
 
 def _check_options(rows: Sequence[PromptRow], out: Path, options: SampleOptions) -> None:
     """Raise a UserError for faults that can be detected without the model."""
-    if not math.isfinite(options.guidance):
+    if options.guidance is not None and not math.isfinite(options.guidance):
         raise UserError(f"--guidance {options.guidance}: pass a finite number")
     for text in (options.negative_prompt, *(row.prompt for row in rows)):
         try:
@@ -178,9 +179,9 @@ class OpenModel:
             fault = self.policy.negative_fault() or fault
         if fault:
             raise UserError(f"{row.where}: {fault}" if row.where else fault)
-        steps = options.steps if row.steps is None else row.steps
         guidance = options.guidance if row.guidance is None else row.guidance
-        return ImageRequest(row.prompt, seed, width, height, negative, steps, guidance, frames)
+        drawing = self.policy.drawing(row.steps or options.steps, guidance)
+        return ImageRequest(row.prompt, seed, width, height, negative, *drawing, frames)
 
     def cut_prompts(self, requests: Iterable[ImageRequest]) -> list[str]:
         """Return one line per prompt or negative prompt that the text encoders cut."""
@@ -274,7 +275,7 @@ def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel
     # a LoKr or LoHa is added to the weights, in float32
     loaded_dtype = torch.float32 if any(is_lycoris(lora.file) for lora in loras) else dtype
     pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), text, loaded_dtype)
-    use_sampler(pipe, options.sampler)
+    use_sampler(pipe, options.sampler, policy)
     add_adapters(pipe, loras)
     compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
     pipe.vae.enable_slicing()  # one image at a time: its activations are the largest

@@ -75,10 +75,6 @@ def scan_parquet(context: ScanContext, path: str, name: str) -> Iterator[ScanIte
         with pq.ParquetFile(open_container(path) if is_url(path) else _regular(path)) as file:
             try:
                 image, captions = _columns(file.schema_arrow, context.columns)
-            except Reject as reject:
-                yield context.reject_container(name, reject.reason, reject.detail)
-                return
-            try:
                 selected = _selected_columns(file.schema_arrow, context)
             except Reject as reject:
                 yield context.reject_container(name, reject.reason, reject.detail)

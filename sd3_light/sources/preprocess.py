@@ -73,6 +73,9 @@ REASONS = {
 }
 """Reason codes and their meaning. Codes are stable: reports and user scripts depend on them."""
 
+TRANSIENT = ("unreadable", "changed_meanwhile", "shard_failed")
+"""Reasons that can pass without a change of the file."""
+
 # Exceptions that Pillow's readers raise on damaged input, found in their source and by corrupting files of every
 # format. Only calls into Pillow are guarded by this list.
 BROKEN = (OSError, SyntaxError, ValueError, RuntimeError, EOFError, LookupError, TypeError, struct.error, zlib.error)

@@ -7,7 +7,7 @@ a decoder holds a few frames, and only sampled frames are kept, at their final s
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from importlib.util import find_spec
 from itertools import islice
@@ -69,16 +69,7 @@ def count_frames(file: BinaryIO, fps: float | None = None) -> VideoSize:
     Frames of mp4, mov, webm and mkv are counted by the times of their packets. Damage behind the first frame is found
     when the frames are decoded. Raises Reject.
     """
-    number = 0
-    size = (0, 0)
-    with closing(_sampled(file, fps, packets_only=True)) as frames:
-        for frame in islice(frames, MOST_FRAMES):
-            if number == 0:
-                size = frame.image().size
-            number += 1
-    if number == 0:
-        raise Reject("broken_video", "no frame can be decoded")
-    return VideoSize(*size, number)
+    return _measured(_sampled(file, fps, packets_only=True), MOST_FRAMES)
 
 
 def probe_video(file: BinaryIO, counts: Sequence[int], fps: float | None = None) -> VideoSize:
@@ -86,19 +77,25 @@ def probe_video(file: BinaryIO, counts: Sequence[int], fps: float | None = None)
 
     ``fps`` is the rate of the samples; None means every frame. Raises Reject if the video is broken or too short.
     """
+    size = _measured(_sampled(file, fps), max(counts))
+    fitting = [count for count in counts if count <= size.frames]
+    if not fitting:
+        rate = "" if fps is None else f" at {fps:g} per second"
+        raise Reject("too_short", f"{size.frames} frames{rate}; at least {min(counts)} are needed")
+    return replace(size, frames=max(fitting))
+
+
+def _measured(frames: _Frames, most: int) -> VideoSize:
+    """Return the size of the first frame, and how many there are, at most ``most``."""
     number, size = 0, (0, 0)
-    with closing(_sampled(file, fps)) as frames:
-        for frame in islice(frames, max(counts)):
+    with closing(frames):
+        for frame in islice(frames, most):
             if number == 0:
                 size = frame.image().size  # the first conversion finds unsupported pixel formats
             number += 1
     if number == 0:
         raise Reject("broken_video", "no frame can be decoded")
-    fitting = [count for count in counts if count <= number]
-    if not fitting:
-        rate = "" if fps is None else f" at {fps:g} per second"
-        raise Reject("too_short", f"{number} frames{rate}; at least {min(counts)} are needed")
-    return VideoSize(*size, max(fitting))
+    return VideoSize(*size, number)
 
 
 def decode_video(file: BinaryIO, plan: ResizePlan, count: int, fps: float | None = None) -> Pixels:

@@ -9,19 +9,17 @@ from sd3_light.export.wan_names import wan_to_comfyui
 from sd3_light.flow.losses import FlowMatchDPOLoss, FlowMatchSFTLoss
 from sd3_light.flow.packing import pack_latents, unpack_latents
 from sd3_light.sources.video import write_video
-from sd3_light.tasks.estimate import check
-from sd3_light.tasks.images import ImageFolder
-from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo
+from sd3_light.tasks.cost import check
+from sd3_light.tasks.datasets import ImageFolder, VideoDataset
 from sd3_light.tasks.logger import ModelLogger
 from sd3_light.tasks.module import DiffusionTrainingModule
 from sd3_light.tasks.prior import ClassPictures, WithPrior
 from sd3_light.tasks.process import launch_data_process_task
 from sd3_light.tasks.processed import ProcessedDataset
+from sd3_light.tasks.ready_made import DrawLatent, EncodeImage, EncodeVideo, drop_text
 from sd3_light.tasks.settings import TaskSettings
-from sd3_light.tasks.texts import drop_text
 from sd3_light.tasks.train import launch_training_task
 from sd3_light.tasks.units import PipelineUnit, unit
-from sd3_light.tasks.videos import VideoDataset
 
 __all__ = [
     "Batch",

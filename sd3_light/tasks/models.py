@@ -10,14 +10,12 @@ from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
-from sd3_light.core.model import Losses, TrainedModel
+from sd3_light.core.model import Losses, TrainedModel, tapped
 from sd3_light.core.objective import Objective, Prediction
-from sd3_light.core.taps import tapped
 from sd3_light.engines.errors import as_user_error
 from sd3_light.randomness import stream
 from sd3_light.runlog import info
-from sd3_light.tasks.helpers import seeded
-from sd3_light.tasks.module import DiffusionTrainingModule
+from sd3_light.tasks.module import DiffusionTrainingModule, seeded
 from sd3_light.tasks.prepare import POINT, STORED, ItemPreparer, samples_in
 
 

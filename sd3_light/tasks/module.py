@@ -1,10 +1,14 @@
 """`DiffusionTrainingModule`: any denoiser with the units before it and the loss after it, for custom scripts."""
 
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
+from accelerate.utils import send_to_device
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig
@@ -22,7 +26,6 @@ from sd3_light.model.device_copy import to_device
 from sd3_light.model.lora_layers import target_layers
 from sd3_light.model.quantized import quantize_base
 from sd3_light.randomness import stream
-from sd3_light.tasks.helpers import ModuleHelpers, seeded
 from sd3_light.tasks.prepare import (
     POINT,
     QUANTILE,
@@ -39,11 +42,20 @@ from sd3_light.tasks.prepare import (
     sample_values,
     stack_column,
 )
-from sd3_light.tasks.process_unit import ProcessUnit, adapt_units
-from sd3_light.tasks.units import Draw, PipelineUnit, UnitSplit, Values, run_unit, split_units, units_to_run
+from sd3_light.tasks.units import (
+    Draw,
+    PipelineUnit,
+    ProcessUnit,
+    UnitSplit,
+    Values,
+    adapt_units,
+    run_unit,
+    split_units,
+    units_to_run,
+)
 
 
-class DiffusionTrainingModule(ModuleHelpers):
+class DiffusionTrainingModule(nn.Module):
     """``module(batch)`` returns the loss of a batch, a list of samples (or one sample): ordered units, then the loss.
 
     A subclass defines ``denoise(noisy, t, inputs)``, which predicts the velocity with ``self.transformer``, and names
@@ -126,6 +138,8 @@ class DiffusionTrainingModule(ModuleHelpers):
 
     def split(self) -> UnitSplit:
         """Return the units by when they must run; see `split_units`."""
+        if self._split is not None:
+            return self._split
         self.freeze_the_rest()
         if not all(hasattr(self.loss, name) for name in ("reads", "latents")):
             raise UserError(
@@ -144,7 +158,7 @@ class DiffusionTrainingModule(ModuleHelpers):
 
     def preparer(self, pin: bool = False) -> SamplePreparer:
         """Return what workers need to prepare batches; ``pin`` is for a trainer without workers."""
-        split = self._split or self.split()
+        split = self.split()
         units = (*split.cached, *split.drawn, *split.gradient)
         names = [*(name for unit in units for name in (*unit.reads, *unit.writes)), *self._reads(split)]
         kept = frozenset(name.rstrip("?") for name in (*names, self.loss.latents))
@@ -210,13 +224,13 @@ class DiffusionTrainingModule(ModuleHelpers):
 
     def with_gradient_units(self, inputs: Values) -> Values:
         """Return the inputs with what gradient units write."""
-        for unit in (self._split or self.split()).gradient:
+        for unit in self.split().gradient:
             inputs = run_unit(unit, self, inputs)
         return inputs
 
     def values(self, batch: Batch) -> dict[str, Any]:
         """Return the inputs of a batch without those that gradient units write."""
-        split = self._split or self.split()
+        split = self.split()
         reads = self._reads(split)
         batch = batch.to(self.device)
         names = common_names(batch)
@@ -278,7 +292,7 @@ class DiffusionTrainingModule(ModuleHelpers):
     @torch.no_grad()
     def process(self, data: Values, data_id: int = 0) -> dict[str, Any]:
         """Return what the cached units write for one item, as far as the rest of the training reads it."""
-        split = self._split or self.split()
+        split = self.split()
         on_device = {
             name: to_device(value, self.device) if isinstance(value, Tensor) else value for name, value in data.items()
         }
@@ -326,3 +340,59 @@ class DiffusionTrainingModule(ModuleHelpers):
             raise UserError("this loss compares with the model before training; train an adapter (train_adapter)")
         with without_adapter(self.transformer), torch.no_grad():
             return self._denoise(noisy, t, inputs)
+
+    # --- DiffSynth's helpers of a custom forward -----------------------------------------------------
+
+    def trainable_param_names(self) -> set[str]:
+        """Return the names of the parameters that train."""
+        return {name for name, parameter in self.named_parameters() if parameter.requires_grad}
+
+    def export_trainable_state_dict(
+        self, state_dict: Mapping[str, Tensor], remove_prefix: str | None = None
+    ) -> dict[str, Tensor]:
+        """Return what trains of a state dict; ``remove_prefix`` is removed from the names that have it."""
+        names = self.trainable_param_names()
+        return {name.removeprefix(remove_prefix or ""): state_dict[name] for name in state_dict if name in names}
+
+    def transfer_data_to_device(self, data: Any, device: Any, torch_float_dtype: torch.dtype | None = None) -> Any:
+        """Return nested data with its tensors on ``device``, floating-point ones in ``torch_float_dtype``."""
+        target = (device, torch_float_dtype)
+        if isinstance(data, Mapping):
+            return {name: self.transfer_data_to_device(value, *target) for name, value in data.items()}
+        if isinstance(data, list | tuple):
+            return type(data)(self.transfer_data_to_device(value, *target) for value in data)
+        moved = send_to_device(data, device)
+        is_float = isinstance(moved, Tensor) and moved.is_floating_point()
+        return moved.to(torch_float_dtype) if is_float and torch_float_dtype is not None else moved
+
+    def add_lora_to_model(
+        self,
+        model: nn.Module,
+        target_modules: str | list[str],
+        lora_rank: int,
+        lora_alpha: float | None = None,
+        upcast_dtype: torch.dtype | None = None,
+    ) -> nn.Module:
+        """Put a LoRA into a part of the module and freeze the rest of the part; return the part."""
+        targets = target_modules.split(",") if isinstance(target_modules, str) else target_modules
+        config = LoraConfig(r=lora_rank, lora_alpha=lora_alpha or lora_rank, target_modules=targets)
+        adapted: nn.Module = inject_adapter_in_model(config, model)
+        for parameter in adapted.parameters():
+            if parameter.requires_grad and upcast_dtype is not None:
+                parameter.data = parameter.data.to(upcast_dtype)
+        return adapted
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed the global generators of torch, numpy and Python inside the block, and restore them after it."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)

@@ -20,7 +20,6 @@ from sd3_light.data.stream import CachedBatch
 from sd3_light.flow.timesteps import drawn_quantiles, open_interval
 from sd3_light.model.device_copy import to_device
 from sd3_light.randomness import fill_rows, occurrence_words
-from sd3_light.tasks.texts import positions_below
 
 SAMPLES = "samples"
 """In ``host`` of a batch of a custom forward, and in what is read: the items of the dataset."""
@@ -235,3 +234,8 @@ def stack_column(name: str, column: Sequence[Any], pads: Sequence[str] = ()) -> 
     lengths = [len(text) for text in column]
     padded = pad_rows(column, max(lengths))
     return {name: padded, f"{name}_mask": positions_below(torch.tensor(lengths), padded)}
+
+
+def positions_below(lengths: Tensor, padded: Tensor) -> Tensor:
+    """Return the mask [B, L] of the real positions of texts with these lengths, on the device of ``padded``."""
+    return torch.arange(padded.shape[1], device=padded.device) < to_device(lengths, padded.device)[:, None]

@@ -24,7 +24,7 @@ from sd3_light.runlog import info, progress, set_main_process
 from sd3_light.sources.catalogue import rotate_to_share
 from sd3_light.sources.claims import Claims
 from sd3_light.tasks.batches import ReadItem, any_item_of, item_of, length_of
-from sd3_light.tasks.images import SourceDataset
+from sd3_light.tasks.datasets import SourceDataset
 from sd3_light.tasks.logger import ModelLogger, require_logger
 from sd3_light.tasks.models import CustomForward, UnitModel, task_model
 from sd3_light.tasks.processed import (

@@ -10,7 +10,7 @@ A fingerprint covers a sample's data and the recipe: a task that is started agai
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,8 +188,7 @@ def write_shard_manifest(folder: Path, files: Sequence[str], recipe: dict[str, A
     for entry in shards:
         for row, origin in enumerate(read_origins(folder / SHARDS / entry.file)):
             rows[int(origin.key)] = (entry.directory, entry.file, row, origin.captions[0])
-    if missing := sorted(set(range(count)) - rows.keys()):
-        raise UserError(f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; {_AGAIN}")
+    _require_all(folder, rows.keys(), count)
     names = ("bucket", "shard", "row", "values")
     columns = zip(*(rows[number] for number in range(count)), strict=True)
     sink = pa.BufferOutputStream()
@@ -199,6 +198,11 @@ def write_shard_manifest(folder: Path, files: Sequence[str], recipe: dict[str, A
     Manifest(recipe, tuple(shards), shards[0], {"used": count}).save(folder)
     sweep_files(folder)
     sweep_files(folder / SHARDS)
+
+
+def _require_all(folder: Path, numbers: Collection[int], count: int) -> None:
+    if missing := sorted(set(range(count)) - set(numbers)):
+        raise UserError(f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; {_AGAIN}")
 
 
 # --- a file per sample ---------------------------------------------------------------------------
@@ -239,8 +243,7 @@ def write_sample(folder: Path, process: int, sample: ProcessedSample) -> None:
 def write_file_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
     """Write the manifest of sample files after all processes are done."""
     notes = read_notes(folder)
-    if missing := sorted(set(range(count)) - notes.keys()):
-        raise UserError(f"{folder}: {len(missing)} samples are missing, such as {missing[0]}; {_AGAIN}")
+    _require_all(folder, notes.keys(), count)
     samples = [{key: notes[number][key] for key in ("file", "bucket", "sha256")} for number in range(count)]
     manifest = {"format": _FORMAT, "kind": _KIND, "recipe": dict(recipe), "samples": samples}
     write_atomically(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False).encode())

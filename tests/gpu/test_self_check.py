@@ -7,9 +7,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from sd3_light.core.model import why_not_compiled
 from sd3_light.families.sd3.fast import kernels, reference
 from sd3_light.families.sd3.fast.self_check import KernelShape, check_kernels, kernel_problem
-from sd3_light.model.compiling import why_not_compiled
 
 CUDA = torch.device("cuda")
 HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

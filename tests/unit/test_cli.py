@@ -34,6 +34,7 @@ from sd3_light.evaluate import against
 from sd3_light.evaluate import verb as evaluate
 from sd3_light.evaluate.composition import ScoreOptions
 from sd3_light.export import lora
+from sd3_light.export.open_pipeline import open_policy
 from sd3_light.report import verb as report
 from sd3_light.runlog import console, is_main_process
 from sd3_light.sample import verb as sample
@@ -495,7 +496,7 @@ def test_sample_suggests_its_own_options(
     monkeypatch.chdir(tmp_path)
     Path("m").mkdir()
     plain = "sd3-light sample m a b c --seed 1 --out samples"
-    assert suggested(verb("sample", "m", "a", "b", "c", "--steps", "28")) == [plain], "28 is the default"
+    assert suggested(verb("sample", "m", "a", "b", "c", "--batch", "8")) == [plain], "8 is the default"
     options = "--steps 9 --negative-prompt 'a blur' --lora x.safetensors:0.5 --lora y.safetensors --no-grid --best"
     for name in ("x", "y"):
         Path(f"{name}.safetensors").touch()
@@ -734,8 +735,10 @@ def test_a_stopped_run_ignores_further_signals_while_it_exits() -> None:
 
 def test_guidance_has_one_default(verb: Callable[..., Result]) -> None:
     for name in ("sample", "evaluate"):
-        assert re.search(rf"--guidance .*?default: {DEFAULT_GUIDANCE}\]", verb(name, "--help").out, re.DOTALL)
-    assert SampleOptions().guidance == SamplingConfig().guidance == ScoreOptions().guidance == DEFAULT_GUIDANCE
+        shown = re.sub(r"[│\s]+", " ", verb(name, "--help").out)
+        assert re.search(rf"--guidance .*?default: {DEFAULT_GUIDANCE:g}, or the model's own", shown, re.IGNORECASE)
+    of_demo = [open_policy(DEMO)[1].drawing(None, options.guidance)[1] for options in (SampleOptions(), ScoreOptions())]
+    assert {*of_demo, SamplingConfig().guidance} == {DEFAULT_GUIDANCE}
     for function in (generate, stream_images):
         assert signature(function).parameters["guidance"].default == DEFAULT_GUIDANCE
 

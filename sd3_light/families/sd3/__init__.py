@@ -3,21 +3,25 @@
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sd3_light.config import ModelConfig
+from sd3_light.config import ModelConfig, TrainConfig
 from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.family import Family
 from sd3_light.core.start import WeightsStart
+from sd3_light.core.training import FastBlocks
+from sd3_light.families.sd3.fast.choice import why_stock_on_device
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from sd3_light.families.sd3.checks import SD3Checks
     from sd3_light.families.sd3.cost import SD3Cost
     from sd3_light.families.sd3.encoding import SD3Encoding
-    from sd3_light.families.sd3.fast_blocks import SD3FastBlocks
     from sd3_light.families.sd3.files import SD3Files
+    from sd3_light.families.sd3.module import SD3Training
     from sd3_light.families.sd3.sampling import SD3Sampling
-    from sd3_light.families.sd3.training import SD3Training
     from sd3_light.families.sd3.weights import SD3Weights
 
 
@@ -65,7 +69,7 @@ class SD3(Family):
     @cached_property
     def training(self) -> "SD3Training":
         """What a run needs beside the weights."""
-        from sd3_light.families.sd3.training import SD3Training
+        from sd3_light.families.sd3.module import SD3Training
 
         return SD3Training()
 
@@ -76,11 +80,9 @@ class SD3(Family):
 
         return SD3Checks()
 
-    @cached_property
+    @property
     def fast_blocks(self) -> "SD3FastBlocks":
-        """The kernels of `model/fast`."""
-        from sd3_light.families.sd3.fast_blocks import SD3FastBlocks
-
+        """The kernels of `fast`."""
         return SD3FastBlocks()
 
     def cost(self, start: WeightsStart, model: ModelConfig) -> "SD3Cost":
@@ -100,3 +102,26 @@ class SD3(Family):
         from sd3_light.families.sd3.columns import prepared_columns
 
         return prepared_columns(model, columns)
+
+
+class SD3FastBlocks(FastBlocks):
+    """See `FastBlocks`."""
+
+    def why_not(self, config: TrainConfig, device: "torch.device", denoiser: "nn.Module | None") -> str | None:
+        """See `FastBlocks.why_not`."""
+        from sd3_light.families.sd3.fast.forward import why_stock
+
+        reason = why_stock_on_device(config, device.type)
+        return reason or (why_stock(denoiser) if denoiser is not None else None)
+
+    def kernel_problem(
+        self, config: TrainConfig, device: "torch.device", denoiser: "nn.Module", fp8: bool
+    ) -> str | None:
+        """See `FastBlocks.kernel_problem`; a CPU runs the kernels' reference."""
+        from sd3_light.families.sd3.fast.self_check import KernelShape, kernel_problem
+
+        if device.type != "cuda":
+            return None
+        model: Any = denoiser.config
+        shape = KernelShape(model.num_attention_heads, model.attention_head_dim, config.model.transformer_dtype, fp8)
+        return kernel_problem(shape, device)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sd3_light.config import Fault, ModelConfig, ModelSize, TrainConfig, UserError
 from sd3_light.config.cross_checks import text_recon_faults, token_problems
-from sd3_light.core.checks import ModelChecks, ModelFact
+from sd3_light.core.checks import ModelChecks, ModelFact, model_fault
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.sd3.positions import start_position_step
 from sd3_light.families.sd3.start import configured_size, differences, folder_size
@@ -26,20 +26,22 @@ class SD3Checks(ModelChecks):
         folder = model.diffusers_path
         if not folder.is_dir():
             hint = "give the diffusers folder of an SD3, or create one with `sd3-light init`"
-            yield _fault(_FOLDER, "no such folder", folder, hint)
+            yield model_fault(_FOLDER, "no such folder", folder, hint)
             return
         try:
             if pipeline_folder.is_unfinished(folder):
-                yield _fault(_FOLDER, "the folder is unfinished", folder, f"run `sd3-light parts DATA {folder}` again")
+                yield model_fault(
+                    _FOLDER, "the folder is unfinished", folder, f"run `sd3-light parts DATA {folder}` again"
+                )
                 return
             for part in pipeline_folder.missing_parts(folder, transformer=start_source(model) == folder):
-                yield _fault(_FOLDER, f"the folder lacks {part}", folder, "download or copy the whole folder")
+                yield model_fault(_FOLDER, f"the folder lacks {part}", folder, "download or copy the whole folder")
         except UserError as error:
-            yield _fault(_FOLDER, str(error))
+            yield model_fault(_FOLDER, str(error))
         try:
             pipeline_folder.check_configs(folder)
         except UserError as error:
-            yield _fault(_FOLDER, str(error), folder)
+            yield model_fault(_FOLDER, str(error), folder)
 
     def has_size(self, model: ModelConfig) -> bool:
         """See `ModelChecks.has_size`."""
@@ -69,10 +71,10 @@ class SD3Checks(ModelChecks):
         weights = f"the weights in {start.source}"
         hint = 'remove the key, or give init = "random"'
         if model.num_layers is not None and model.num_layers != size.num_layers:
-            yield _fault("model.num_layers", f"{weights} have {size.num_layers} layers", model.num_layers, hint)
+            yield model_fault("model.num_layers", f"{weights} have {size.num_layers} layers", model.num_layers, hint)
         if model.qk_norm is not None and model.qk_norm != size.qk_norm:
             problem = f"{weights} {'have' if size.qk_norm else 'have no'} qk-norm"
-            yield _fault("model.qk_norm", problem, str(model.qk_norm).lower(), hint)
+            yield model_fault("model.qk_norm", problem, str(model.qk_norm).lower(), hint)
         yield from _reported(_position_faults(model, start, hint), "model.position_step")
         yield from _size_faults(model, start, hint)
 
@@ -99,16 +101,12 @@ class SD3Checks(ModelChecks):
         return pipeline_folder.tokenizer_length(folder / "tokenizer_3")
 
 
-def _fault(key: str, problem: str, value: object = None, hint: str | None = None) -> Fault:
-    return Fault("", key, problem, None if value is None else str(value), hint=hint)
-
-
 def _reported(faults: Iterator[Fault], key: str, value: object = None) -> Iterator[Fault]:
     """Yield the faults; a UserError among them is a fault of ``key``."""
     try:
         yield from faults
     except UserError as error:
-        yield _fault(key, str(error).removeprefix(f"{key}: "), value)
+        yield model_fault(key, str(error).removeprefix(f"{key}: "), value)
 
 
 def _has_encoders(model: ModelConfig) -> bool:
@@ -120,7 +118,7 @@ def _has_encoders(model: ModelConfig) -> bool:
 def _encoder_faults(model: ModelConfig) -> Iterator[Fault]:
     folder = model.diffusers_path
     for problem in (*_latent_problems(folder), *_text_problems(folder, model.t5_max_length)):
-        yield _fault(_FOLDER, problem, folder)
+        yield model_fault(_FOLDER, problem, folder)
     longest = pipeline_folder.tokenizer_length(folder / "tokenizer_3")
     if longest is not None and model.t5_max_length > longest:
         problem = f"tokenizer_3 accepts at most {longest} tokens"
@@ -148,7 +146,7 @@ def _width_faults(model: ModelConfig, start: WeightsStart) -> Iterator[Fault]:
     if start.source is None:
         hint = "write [model.shape] instead of a size: it takes the widths of the folder, as in `sd3-light new icons`"
     for problem in _width_problems(model.diffusers_path, model.t5_max_length, start.size):
-        yield _fault(_FOLDER, problem, model.diffusers_path, hint)
+        yield model_fault(_FOLDER, problem, model.diffusers_path, hint)
 
 
 def _width_problems(folder: Path, t5_max_length: int, size: ModelSize) -> Iterator[str]:
@@ -170,7 +168,7 @@ def _position_faults(model: ModelConfig, start: WeightsStart, hint: str) -> Iter
     if step is None or abs(step / model.position_step - 1) > _STEP_TOLERANCE:
         table = "another position table" if step is None else f"a position table of step {step:.3g}"
         problem = f"the weights in {start.source} contain {table}"
-        yield _fault("model.position_step", problem, model.position_step, hint)
+        yield model_fault("model.position_step", problem, model.position_step, hint)
 
 
 def _size_faults(model: ModelConfig, start: WeightsStart, hint: str) -> Iterator[Fault]:
@@ -184,6 +182,6 @@ def _size_faults(model: ModelConfig, start: WeightsStart, hint: str) -> Iterator
         values = ", ".join(f"{name} {getattr(actual, name)} (not {getattr(expected, name)})" for name in names)
         problem = f"the weights in {start.source} have {values}"
         if model.shape is None:
-            yield _fault("model.size", problem, f'"{model.size}"', hint)
+            yield model_fault("model.size", problem, f'"{model.size}"', hint)
         else:
-            yield _fault("model.shape", problem, hint=hint)
+            yield model_fault("model.shape", problem, hint=hint)

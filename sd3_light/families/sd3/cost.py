@@ -1,4 +1,7 @@
-"""What training SD3 costs, by formulas: `families/sd3/flops.py` and `families/sd3/activations.py`."""
+"""What training SD3 costs, by formulas: FLOPs, and bytes that a block saves for its backward pass.
+
+Pure arithmetic on a `ModelSize`. Letters in formulas: N image tokens, T text tokens, D width, L blocks.
+"""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,9 +12,7 @@ from typing import TYPE_CHECKING
 from sd3_light.config import AdapterConfig, ModelConfig, ModelSize, TrainConfig
 from sd3_light.config.schema_blocks import TokenRoute
 from sd3_light.core.cost import FLASH_BACKWARD, BlockBytes, Compute, Cost, Layout, SampleBytes, TextTokens, Tokens
-from sd3_light.families.sd3.activations import held_activations, kept_activations
 from sd3_light.families.sd3.fast.choice import why_no_fp8, why_stock_by_config
-from sd3_light.families.sd3.flops import block_weights, flops_formula, forward_flops, image_tokens, input_flops
 from sd3_light.model.folder import CLIP_TOKENS, text_shape
 from sd3_light.model.linears import adapter_layer_parameters
 
@@ -66,7 +67,12 @@ class SD3Cost(Cost):
     @property
     def flops_formula(self) -> str:
         """See `Cost.flops_formula`."""
-        return flops_formula(self.size, self.route)
+        terms = "2·weights·tokens of each stream + 4·(N+T)²·D·L"
+        if self.size.dual_attention_layers:
+            terms += f" + 4·N²·D·{len(self.size.dual_attention_layers)}"
+        if self.route is not None:
+            terms += f" - {self.route.share:.4g}·N in blocks {self.route.first} to {self.route.last}"
+        return terms
 
     @property
     def unrouted(self) -> "SD3Cost":
@@ -95,8 +101,10 @@ class SD3Cost(Cost):
         return forward_flops(self.size, tokens, self.route)
 
     def input_flops(self, tokens: Tokens) -> int:
-        """See `Cost.input_flops`."""
-        return input_flops(self.size, tokens)
+        """See `Cost.input_flops`: gradients of images, text, time and pooled text."""
+        size = self.size
+        weights = _patch(size) * tokens.image + size.text_width * tokens.text + 256 + size.pooled_width
+        return 2 * weights * size.width
 
     def sample_bytes(self, tokens: Tokens, compute: Compute) -> SampleBytes:
         """See `Cost.sample_bytes`."""
@@ -139,3 +147,153 @@ def _sample_bytes(size: ModelSize, route: TokenRoute | None, tokens: Tokens, com
         largest=BlockBytes(stream, held.largest(size, tokens), kept.largest(size, tokens)),
         work=(held.work + FLASH_BACKWARD) * size.width * tokens.joint,
     )
+
+
+def image_tokens(width: int, height: int) -> int:
+    """Return the tokens of an image of ``width`` x ``height`` pixels: the VAE shrinks 8 times, a patch covers 2 x 2."""
+    side = 8 * ModelSize.patch_size
+    return (width // side) * (height // side)
+
+
+def forward_flops(size: ModelSize, tokens: Tokens, route: TokenRoute | None = None) -> int:
+    """Return the FLOPs of one sample's forward pass: matrix products and attention, without norms and activations."""
+    weights = matrix_weights(size)
+    products = 2 * (weights.image * tokens.image + weights.text * tokens.text + weights.sample)
+    joint = 4 * tokens.joint**2 * size.width * size.num_layers
+    dual = 4 * tokens.image**2 * size.width * len(size.dual_attention_layers)
+    return products + joint + dual - (0 if route is None else _skipped_flops(size, tokens, route))
+
+
+def _skipped_flops(size: ModelSize, tokens: Tokens, route: TokenRoute) -> int:
+    """Return the FLOPs of the tokens that skip blocks."""
+    kept = Tokens(route.tokens_in(route.first, tokens.image), tokens.text)
+    blocks = route.last - route.first + 1
+    dual = sum(route.first <= layer + 1 <= route.last for layer in size.dual_attention_layers)
+    products = 2 * _image_squares(blocks, dual) * size.width**2 * (tokens.image - kept.image)
+    pairs = blocks * (tokens.joint**2 - kept.joint**2) + dual * (tokens.image**2 - kept.image**2)
+    return products + 4 * pairs * size.width
+
+
+@dataclass(frozen=True)
+class MatrixWeights:
+    """Weights in matrix products, by what they multiply: every image token, every text token, or the sample once."""
+
+    image: int
+    text: int
+    sample: int
+
+
+def matrix_weights(size: ModelSize) -> MatrixWeights:
+    """Return the matrix weights of the whole denoiser."""
+    blocks = block_weights(size)
+    square = size.width**2
+    image = 2 * _patch(size) * size.width + blocks.image
+    text = size.text_width * size.width + blocks.text
+    # two layers each for time and pooled text; the last norm's modulation has two squares
+    embeddings = (256 + size.pooled_width) * size.width + 2 * square
+    return MatrixWeights(image, text, embeddings + blocks.sample + 2 * square)
+
+
+def block_weights(size: ModelSize) -> MatrixWeights:
+    """Return the matrix weights of the joint blocks alone."""
+    square = size.width**2
+    blocks = size.num_layers
+    dual = len(size.dual_attention_layers)
+    image = _image_squares(blocks, dual)
+    # the last block only reads its text: 3 squares
+    text = 12 * (blocks - 1) + 3
+    # modulation: 6 squares per stream and block, 9 for the image with dual attention, 2 for the last text
+    modulation = 6 * blocks + 3 * dual + 6 * (blocks - 1) + 2
+    return MatrixWeights(image * square, text * square, modulation * square)
+
+
+def _image_squares(blocks: int, dual: int) -> int:
+    """Return the matrices D x D that multiply an image token: attention has 4, the feed-forward 8."""
+    return 12 * blocks + 4 * dual
+
+
+def _patch(size: ModelSize) -> int:
+    return size.patch_size**2 * size.latent_channels
+
+
+@dataclass(frozen=True)
+class ActivationBytes:
+    """Bytes that autograd saves of a block, per token and unit of width, and its working memory.
+
+    Counted tensor by tensor, with the residual stream r, in float32 | under CUDA's bf16 autocast, which runs layer
+    norms in float32 and casts a float32 input once per linear layer that reads it | compiled, where inductor
+    recomputes norms and modulation:
+
+        norm 1: r, its normalised form                                     4 + 4 | 4 + 4 | 2 (r)
+        inputs of q, k, v                            one tensor, shared: 4 | three casts: 6 | 2
+        attention: q, k, v, result                                            16 | 8 | 8
+        input of the output projection (a slice of the result), its output 4 + 4 | 2 + 2 | 2 + 2
+        norm 2: r, its normalised form; input of the feed-forward      4 + 4 + 4 | 4 + 4 + 2 | 2
+        feed-forward: before and after GELU (4 D each), its output   16 + 16 + 4 | 8 + 8 + 2 | 8 + 8 + 2
+        qk-norm, for q and k each: input (autocast: also in float32), normalised 4 + 4 | 2 + 4 + 4 | 2
+
+    The text of the last block ends at the attention. Dual attention adds q, k, v's inputs, q, k, v, result and output
+    to the image. Tests compare each column with what autograd saves.
+    """
+
+    block: int
+    last_text: int
+    dual: int
+    norm: int
+    norm_dual: int
+    output: int
+    stream: int
+    work: int
+
+    def total(self, size: ModelSize, tokens: Tokens, blocks: range | None = None) -> int:
+        """Return the bytes of ``blocks`` (None: all) for one sample."""
+        blocks = range(size.num_layers) if blocks is None else blocks
+        dual = len(set(size.dual_attention_layers) & set(blocks))
+        is_last = size.num_layers - 1 in blocks
+        image = len(blocks) * self.per_token(size) + dual * self._dual(size)
+        text = len(blocks) * self.per_token(size) - is_last * (self.block - self.last_text)
+        return (image * tokens.image + text * tokens.text) * size.width
+
+    def largest(self, size: ModelSize, tokens: Tokens) -> int:
+        """Return the bytes of the block that saves most, for one sample."""
+        dual = self._dual(size) * tokens.image if size.dual_attention_layers else 0
+        return (self.per_token(size) * tokens.joint + dual) * size.width
+
+    def doubled(self) -> "ActivationBytes":
+        """Return the same tensors, twice as wide."""
+        return ActivationBytes(**{name: 2 * value for name, value in vars(self).items()})
+
+    def per_token(self, size: ModelSize) -> int:
+        """Return the bytes of an ordinary block per token and unit of width."""
+        return self.block + (self.norm if size.qk_norm else 0)
+
+    def _dual(self, size: ModelSize) -> int:
+        return self.dual + (self.norm_dual if size.qk_norm else 0)
+
+
+# with qk-norm the dual attention's result is float32, so under autocast its projection saves one more cast
+FLOAT32 = ActivationBytes(block=84, last_text=28, dual=24, norm=16, norm_dual=16, output=12, stream=4, work=20)
+BFLOAT16 = ActivationBytes(block=54, last_text=22, dual=16, norm=20, norm_dual=22, output=10, stream=2, work=10)
+COMPILED = ActivationBytes(block=36, last_text=12, dual=14, norm=4, norm_dual=4, output=10, stream=2, work=16)
+# in bf16: outputs of products (q, k, v, out, up, down) and attention, and the block's inputs
+SELECTIVE = ActivationBytes(block=22, last_text=10, dual=10, norm=0, norm_dual=0, output=10, stream=2, work=10)
+# the fast blocks of `fast/block.py`: stream 2 + 2, norms 2 + 2, qkv 6, q, k, v and result 8, the result's rows
+# 2, out 2, before and after GELU 8 + 8, down 2. Selective leaves out norms, q, k, v, the result's rows and GELU.
+FAST = ActivationBytes(block=44, last_text=18, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=16)
+FAST_SELECTIVE = ActivationBytes(block=24, last_text=10, dual=0, norm=0, norm_dual=0, output=4, stream=4, work=24)
+
+
+def held_activations(compute: Compute) -> ActivationBytes:
+    """Return what a block holds while it is computed."""
+    is_float32 = compute.dtype == "float32"
+    if compute.kind == "stock":
+        return FLOAT32 if is_float32 else BFLOAT16
+    # float32 saves the same tensors as bf16, twice as wide
+    held = FAST if compute.kind == "fast" else COMPILED
+    return held.doubled() if is_float32 else held
+
+
+def kept_activations(compute: Compute) -> ActivationBytes:
+    """Return what a block saves until its backward pass with selective checkpointing."""
+    kept = FAST_SELECTIVE if compute.kind == "fast" else SELECTIVE
+    return kept.doubled() if compute.dtype == "float32" else kept

@@ -10,26 +10,14 @@ from torch import Tensor
 
 from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
-from sd3_light.core.files import (
-    AdapterNames,
-    CardTexts,
-    Contents,
-    Conversion,
-    CustomPipeline,
-    Files,
-    Layers,
-    Padding,
-    Ranks,
-    SingleFiles,
-    Value,
-)
+from sd3_light.core.files import AdapterNames, CardTexts, CustomPipeline, Files, SingleFiles
+from sd3_light.export.card import SEED, SETTINGS
 from sd3_light.export.proof_process import sample_image
-from sd3_light.families.sd3 import lora_fusing, lora_names, single_file
-from sd3_light.families.sd3.card import card_texts
-from sd3_light.families.sd3.file_metadata import adapter_metadata
+from sd3_light.families.sd3.lora_names import SD3AdapterNames
 from sd3_light.families.sd3.masked_attention import real_text_mask, use_masked_attention
 from sd3_light.families.sd3.real_pipeline import RealTextPipeline
 from sd3_light.families.sd3.sample_texts import TextPolicy
+from sd3_light.families.sd3.single_file import SD3SingleFiles
 from sd3_light.model.folder import missing_parts, tokenizer_length, vae_shape
 from sd3_light.model.part_configs import FACTS_FILE
 
@@ -40,59 +28,36 @@ _TEXT_ROWS = 8
 _REAL_ROWS = [3, 8]  # of the negative prompt and the prompt
 _T5_LENGTH = 256  # of diffusers
 _CHOICES: dict[str, tuple[str, ...]] = {"uncond_text": ("zero", "empty"), "text_tokens": ("padded", "real")}
+_STOCK = """import torch
+from diffusers import StableDiffusion3Pipeline
 
+pipe = StableDiffusion3Pipeline.from_pretrained("this folder", dtype=torch.float32)
+"""
+_STOCK_CALL = f"""{SEED}
+image = pipe("a prompt", max_sequence_length={{t5}}, {SETTINGS}).images[0]"""
+_ZERO_CALL = f"""text, _, pooled, _ = pipe.encode_prompt("a prompt", None, None, max_sequence_length={{t5}})
+zeros = {{{{"negative_prompt_embeds": 0 * text, "negative_pooled_prompt_embeds": 0 * pooled}}}}
+{SEED}
+image = pipe(prompt_embeds=text, pooled_prompt_embeds=pooled, **zeros, {SETTINGS}).images[0]"""
+_ADAPTER_CALL = f'image = pipe("a prompt", {SETTINGS}).images[0]'
+_CUSTOM = f"""import torch
+from diffusers import DiffusionPipeline
 
-class SD3AdapterNames(AdapterNames):
-    """See `AdapterNames`. Files may have single-file names, which fuse q, k and v."""
+custom = {{"custom_pipeline": "pipeline", "trust_remote_code": True}}  # runs pipeline.py of this folder: read it first
+pipe = DiffusionPipeline.from_pretrained("this folder", dtype=torch.float32, **custom)
+{SEED}
+{_ADAPTER_CALL}"""
 
-    def find_layers(self, name: str) -> Layers | None:
-        """See `AdapterNames.find_layers`."""
-        return lora_names.find_layers(name)
-
-    def fused(self, modules: Mapping[str, Any]) -> tuple[dict[str, Any], Ranks]:
-        """See `AdapterNames.fused`."""
-        fused, ranks = lora_fusing.to_single_layers(modules)
-        return dict(fused), ranks
-
-    def split(self, layers: Layers, module: Any, ranks: Mapping[str, list[int]]) -> dict[str, Any]:
-        """See `AdapterNames.split`."""
-        return dict(lora_fusing.from_single_layers(layers, module, ranks))
-
-    def pad(self, modules: Mapping[str, Value], padding: Padding) -> dict[str, Value]:
-        """See `AdapterNames.pad`."""
-        return lora_fusing.pad_names(modules, padding)
-
-    def unpad(self, modules: Mapping[str, Value], padding: Padding) -> dict[str, Value]:
-        """See `AdapterNames.unpad`."""
-        return lora_fusing.unpad_names(modules, padding)
-
-    def metadata(self, modules: Mapping[str, Any], layout: str, facts: Mapping[str, Any]) -> dict[str, str]:
-        """See `AdapterNames.metadata`."""
-        return adapter_metadata(modules, layout, facts)
-
-
-class SD3SingleFiles(SingleFiles):
-    """See `SingleFiles`."""
-
-    def write(self, folder: Path, out: Path, contents: Contents) -> Conversion:
-        """See `SingleFiles.write`."""
-        return single_file.write_single_file(folder, out, *contents)
-
-    def read(self, path: Path, base: Path | None, out: Path, keep_pads: bool = False) -> Conversion:
-        """See `SingleFiles.read`."""
-        return single_file.read_single_file(path, base, out, keep_pads)
-
-    def write_denoiser(self, path: Path, folder: Path) -> Path:
-        """See `SingleFiles.write_denoiser`."""
-        return single_file.write_denoiser(path, folder)
-
-    def padding_of(self, path: Path) -> Padding | None:
-        """See `SingleFiles.padding_of`."""
-        return single_file.padding_of(path)
-
-    def needed_padding(self, config: Mapping[str, Any]) -> Padding | None:
-        """See `SingleFiles.needed_padding`."""
-        return lora_fusing.reader_padding(config)
+_ZERO_NOTE = """
+The unconditional input of training was zeros, not the empty prompt. Guidance must use zeros too: the lines above pass
+them as `negative_prompt_embeds` and `negative_pooled_prompt_embeds`. `sd3-light sample` does this automatically.
+"""
+_REAL_NOTE = """
+The model was trained on real text tokens: each encoder's tokens of the prompt without padding, T5 under its mask. The
+unconditional input of guidance was {uncond}. `pipeline.py` does the same. The stock class `StableDiffusion3Pipeline`
+also loads this folder, but it pads the prompt and lets every token attend to the padding, which differs from training.
+`sd3-light sample` does not need `pipeline.py`.
+"""
 
 
 class SD3Files(Files):
@@ -182,7 +147,18 @@ class SD3Files(Files):
 
     def card(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> CardTexts:
         """See `Files.card`."""
-        return card_texts(config, text)
+        heads = f"{config['num_attention_heads']} heads of {config['attention_head_dim']}"
+        denoiser = f"{config['num_layers']} joint blocks, {heads}"
+        tokens, t5 = text.get("text_tokens", "padded"), text.get("t5_max_length", 256)
+        uncond = text.get("uncond_text", "empty")
+        policy = f"{tokens} tokens, T5 length {t5}, unconditional input: {uncond}"
+        if tokens == "real":
+            note = _REAL_NOTE.format(uncond="zeros" if uncond == "zero" else "the empty prompt")
+            return CardTexts(denoiser, policy, _CUSTOM, note, "diffusers with `pipeline.py`", _ADAPTER_CALL)
+        code = _STOCK + (_ZERO_CALL if uncond == "zero" else _STOCK_CALL).format(t5=t5)
+        return CardTexts(
+            denoiser, policy, code, _ZERO_NOTE if uncond == "zero" else "", "stock diffusers", _ADAPTER_CALL
+        )
 
 
 def _draws(config: Mapping[str, Any]) -> tuple[Tensor, ...]:

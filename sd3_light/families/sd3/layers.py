@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sd3_light.config.base import Checkpointing
+from sd3_light.core.model import save_products
 from sd3_light.families.sd3.between_blocks import BetweenBlocks
 from sd3_light.families.sd3.masked_attention import MaskedJointAttention, mask_attention, real_text_mask
-from sd3_light.model.checkpointing import save_products
 
 LayerState = tuple[Tensor, ...]
 """(image_BND, text_BTD, time_BD), with real text lengths_B (int64), and with text reconstruction the tokens to

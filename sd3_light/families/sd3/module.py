@@ -11,10 +11,14 @@ from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import Losses, TrainedModel
 from sd3_light.core.objective import Prediction
+from sd3_light.core.start import WeightsStart
+from sd3_light.core.training import TrainingParts
+from sd3_light.data.shards import CaptionFeatures
 from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.families.sd3.fast.block import BlockOptions, Keep, Products
 from sd3_light.families.sd3.fast.forward import FastDenoiser
 from sd3_light.families.sd3.layers import Embed, LayerState, build_layers, run_layers, unpatchify
+from sd3_light.families.sd3.prepare import InputPreparer
 from sd3_light.flow.objective import alignment_loss
 from sd3_light.flow.objectives import configured_objective
 
@@ -159,3 +163,16 @@ class PipelineLayer(nn.Module):
         if isinstance(self.layer, Embed):  # here, so that no process holds its inputs in float32 for all micro-batches
             state = (*(part.float() for part in state[:4]), *state[4:])
         return module.run_some([self.layer], state)
+
+
+class SD3Training(TrainingParts):
+    """See `TrainingParts`."""
+
+    def preparer(self, config: TrainConfig, start: WeightsStart, empty_text: CaptionFeatures | None) -> InputPreparer:
+        """See `TrainingParts.preparer`."""
+        return InputPreparer.of(config.model, config.seed, empty_text, start.size.pos_embed_max_size)
+
+    def model(self, denoiser: nn.Module, config: TrainConfig, fast: bool) -> SD3TrainingModule:
+        """See `TrainingParts.model`."""
+        assert isinstance(denoiser, SD3Transformer2DModel)
+        return SD3TrainingModule(denoiser, config, fast)

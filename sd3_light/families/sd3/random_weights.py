@@ -1,7 +1,6 @@
-"""Build a denoiser, with random initial weights for training from scratch or with given weights."""
+"""Build a denoiser with random initial weights, for training from scratch."""
 
 import math
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,19 +12,8 @@ from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from sd3_light.families.sd3.positions import set_position_step
-from sd3_light.model.loading import assign_weights, mismatches
 from sd3_light.randomness import sample_id, stream
 from sd3_light.system import usable_cores
-
-
-def transformer_from_state(config: Mapping[str, Any], state: Mapping[str, Tensor]) -> SD3Transformer2DModel:
-    """Return a denoiser that holds the tensors of ``state`` themselves."""
-    with torch.device("meta"):
-        transformer: SD3Transformer2DModel = SD3Transformer2DModel(**config)
-    wrong = [*mismatches(transformer, state), *(state.keys() - transformer.state_dict().keys())]
-    assert not wrong, wrong
-    assign_weights(transformer, lambda name, _: state[name])
-    return transformer.eval()
 
 
 def new_transformer(config: dict[str, Any], seed: int, position_step: float | None = None) -> SD3Transformer2DModel:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sd3_light.core.batch import LENGTH, Batch
 from sd3_light.core.caption_lengths import TextLimit
 from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs
-from sd3_light.families.sd3.caption_lengths import text_limits
+from sd3_light.families.sd3.encoding import text_limits
 from sd3_light.families.sd3.masked_attention import real_text_mask, use_masked_attention
 from sd3_light.families.sd3.text import Tokenizer, encode_clip, encode_t5, join_text
 

@@ -10,7 +10,7 @@ from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.sampling import EncodedText, Sampling
 from sd3_light.encoding.vae import VaeDecoder
-from sd3_light.families.sd3.flops import image_tokens
+from sd3_light.families.sd3.cost import image_tokens
 from sd3_light.families.sd3.sample_texts import batch_texts, join_features, unconditional_text
 from sd3_light.flow.scheduler import flow_scheduler, set_timesteps
 from sd3_light.flow.timesteps import constant_shift

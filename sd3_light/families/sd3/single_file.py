@@ -11,13 +11,14 @@ from torch import Tensor
 
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
-from sd3_light.core.files import Conversion, Padding, is_single_file
+from sd3_light.core.files import Contents, Conversion, Padding, SingleFiles, is_single_file
 from sd3_light.core.registry import family_named
 from sd3_light.export.diffusers_folder import add_pipeline, link_parts, read_facts
 from sd3_light.export.export_spec import first_few
 from sd3_light.export.proof import ProofError
 from sd3_light.export.stored_parts import PartConfig
 from sd3_light.families.sd3.file_metadata import model_metadata
+from sd3_light.families.sd3.lora_names import reader_padding
 from sd3_light.families.sd3.single_names import padded_config, unpad
 from sd3_light.families.sd3.single_notes import blocks_in_file, reader_notes, refuse_wrong_heads
 from sd3_light.families.sd3.single_parts import (
@@ -133,21 +134,6 @@ def open_denoiser(path: Path, keep_pads: bool = False) -> tuple[PartConfig, dict
     """Return the config of a single file's denoiser, and its tensors in diffusers' layout, unread."""
     tensors, metadata = open_tensors(path)
     return _denoiser(_parts(tensors)["transformer"], _own_metadata(metadata, path), path, keep_pads)
-
-
-def write_denoiser(path: Path, folder: Path) -> Path:
-    """Write the denoiser of a single file, in its dtypes, as a diffusers folder. Memory: a few chunks of 16 MiB."""
-    config, stock = open_denoiser(path)
-    folder.mkdir()
-    _write_part(folder, "transformer", config, stock)
-    return folder
-
-
-def padding_of(path: Path) -> Padding | None:
-    """Return how a single file written here is padded; None if it is not."""
-    metadata = _own_metadata(open_tensors(path)[1], path)
-    padding = Padding(metadata.get("true_blocks", 0), metadata.get("blocks_in_file", 0))
-    return padding if padding.num_layers < padding.num_blocks else None
 
 
 @dataclass(frozen=True)
@@ -288,3 +274,32 @@ def _require_same(written: Model, source: Model, out: Path) -> None:
         wrong += [name for name in tensors if name in copies and not same(copies[name], tensors[name])]
         if wrong:
             raise ProofError(f"{out} was not written: read back, {part} differs in {', '.join(wrong[:5])}")
+
+
+class SD3SingleFiles(SingleFiles):
+    """See `SingleFiles`."""
+
+    def write(self, folder: Path, out: Path, contents: Contents) -> Conversion:
+        """See `SingleFiles.write`."""
+        return write_single_file(folder, out, *contents)
+
+    def read(self, path: Path, base: Path | None, out: Path, keep_pads: bool = False) -> Conversion:
+        """See `SingleFiles.read`."""
+        return read_single_file(path, base, out, keep_pads)
+
+    def write_denoiser(self, path: Path, folder: Path) -> Path:
+        """See `SingleFiles.write_denoiser`. Weights keep their dtypes. Memory: a few chunks of 16 MiB."""
+        config, stock = open_denoiser(path)
+        folder.mkdir()
+        _write_part(folder, "transformer", config, stock)
+        return folder
+
+    def padding_of(self, path: Path) -> Padding | None:
+        """See `SingleFiles.padding_of`."""
+        metadata = _own_metadata(open_tensors(path)[1], path)
+        padding = Padding(metadata.get("true_blocks", 0), metadata.get("blocks_in_file", 0))
+        return padding if padding.num_layers < padding.num_blocks else None
+
+    def needed_padding(self, config: Mapping[str, Any]) -> Padding | None:
+        """See `SingleFiles.needed_padding`."""
+        return reader_padding(config)

@@ -8,7 +8,7 @@ import torch
 from sd3_light.config.faults import UserError
 from sd3_light.encoding.vae import SD3_LATENTS
 from sd3_light.export.stored_parts import PartConfig
-from sd3_light.families.sd3.lora_fusing import reader_padding
+from sd3_light.families.sd3.lora_names import reader_padding
 from sd3_light.families.sd3.single_parts import PROJECTION, Model
 from sd3_light.families.sd3.start import HEAD_WIDTH
 

@@ -5,19 +5,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig, UserError
-from sd3_light.core.family import Weights
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source, why_source
 from sd3_light.families.sd3.start import configured_size, folder_size, named_size, single_file_config
+from sd3_light.families.stock.weights import StockWeights
 
 if TYPE_CHECKING:
     from diffusers import SD3Transformer2DModel
-    from torch import Tensor, nn
+    from torch import nn
 
     from sd3_light.model.loading import StoredWeights
 
 
-class SD3Weights(Weights):
-    """See `Weights`."""
+class SD3Weights(StockWeights):
+    """See `Weights`: also random ones, and those of a single file."""
+
+    def __init__(self) -> None:
+        super().__init__("SD3", "SD3Transformer2DModel")
 
     def start(self, model: ModelConfig) -> WeightsStart:
         """See `Weights.start`."""
@@ -74,9 +77,3 @@ class SD3Weights(Weights):
 
         with torch.device("meta"):
             return SD3Transformer2DModel(**config)
-
-    def from_state(self, config: Mapping[str, Any], state: "Mapping[str, Tensor]") -> "SD3Transformer2DModel":
-        """See `Weights.from_state`."""
-        from sd3_light.families.sd3.random_weights import transformer_from_state
-
-        return transformer_from_state(config, state)

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sd3_light.config import Fault, ModelConfig, TrainConfig, UserError
 from sd3_light.config.schema_blocks import layer_sync_problem
-from sd3_light.core.checks import ModelChecks, ModelFact
+from sd3_light.core.checks import ModelChecks, ModelFact, model_fault
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.model.folder import components, missing_components, tokenizer_length
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _FOLDER = "model.diffusers_path"
 _WHOLE = "download or copy the whole folder"
+_DESCRIPTION = ("model_index.json", "transformer/config.json", "vae/config.json")
 
 
 class StockChecks(ModelChecks):
@@ -30,28 +31,32 @@ class StockChecks(ModelChecks):
         """See `ModelChecks.folder_faults`."""
         folder = model.diffusers_path
         if not folder.is_dir():
-            yield _fault(_FOLDER, "no such folder", folder, f"give the diffusers folder of a {self.family.title}")
+            yield model_fault(_FOLDER, "no such folder", folder, f"give the diffusers folder of a {self.family.title}")
             return
         for package in self.family.packages:
             if find_spec(package) is None:
                 problem = f"{self.family.title} needs {package} for its captions, which is not installed"
-                yield _fault(_FOLDER, problem, folder, f"run `pip install {package}`")
+                yield model_fault(_FOLDER, problem, folder, f"run `pip install {package}`")
         try:
             yield from self._part_faults(folder, start_source(model) == folder)
-            has_denoiser = (folder / "transformer" / "config.json").is_file()
-            if has_denoiser and (reason := self.family.refusal(folder)):
-                yield _fault(_FOLDER, reason, folder)
+            if reason := self._refusal(folder):
+                yield model_fault(_FOLDER, reason, folder)
         except UserError as error:
-            yield _fault(_FOLDER, str(error))
+            yield model_fault(_FOLDER, str(error))
+
+    def _refusal(self, folder: Path) -> str | None:
+        """Return why the family does not train a folder's denoiser; None also if a config is missing."""
+        is_described = all((folder / name).is_file() for name in _DESCRIPTION)
+        return self.family.refusal(folder) if is_described else None
 
     def _part_faults(self, folder: Path, with_denoiser: bool) -> Iterator[Fault]:
         if not (folder / "model_index.json").is_file():
-            yield _fault(_FOLDER, "the folder lacks model_index.json", folder, _WHOLE)
+            yield model_fault(_FOLDER, "the folder lacks model_index.json", folder, _WHOLE)
             return
         kind = read_json(folder / "model_index.json").get("_class_name")
         if kind != self.family.pipeline:
             hint = 'write model.type = "auto", or give another folder'
-            yield _fault(
+            yield model_fault(
                 _FOLDER, f"it is a {kind!r:.80}, and {self.family.title} a {self.family.pipeline}", folder, hint
             )
             return
@@ -60,9 +65,16 @@ class StockChecks(ModelChecks):
         needed += ["transformer"] if with_denoiser else []
         for part in needed:
             if part not in named:
-                yield _fault(_FOLDER, f"its model_index.json names no {part}", folder, _WHOLE)
-        for file in missing_components(folder, transformer=with_denoiser):
-            yield _fault(_FOLDER, f"the folder lacks {file}", folder, _WHOLE)
+                yield model_fault(_FOLDER, f"its model_index.json names no {part}", folder, _WHOLE)
+        missing = missing_components(folder, transformer=with_denoiser)
+        parts = dict.fromkeys(file.partition("/")[0] for file in missing)
+        absent = [part for part in parts if not (folder / part).exists()]
+        if absent:
+            names = ", ".join(f"{part}/" for part in absent)
+            yield model_fault(_FOLDER, f"the folder lacks {names}", folder, _WHOLE)
+        for file in missing:
+            if file.partition("/")[0] not in absent:
+                yield model_fault(_FOLDER, f"the folder lacks {file}", folder, _WHOLE)
         for part in named:
             for path in sorted((folder / part).glob("*.json")):
                 read_json(path)
@@ -76,16 +88,17 @@ class StockChecks(ModelChecks):
         """See `ModelChecks.encoder_faults`; missing files are reported with the folder."""
         folder = model.diffusers_path
         parts = ("vae", *(parts[0] for parts in self.family.text_parts.values()))
-        if not all((folder / part / "config.json").is_file() for part in parts):
+        files = ("model_index.json", *(f"{part}/config.json" for part in parts))
+        if not all((folder / file).is_file() for file in files):
             return
         try:
-            if self.family.refusal(folder) is not None:
+            if self._refusal(folder) is not None:
                 return
             for problem in self._width_problems(model, start):
-                yield _fault(_FOLDER, problem, folder)
+                yield model_fault(_FOLDER, problem, folder)
             yield from self._length_faults(model)
         except UserError as error:
-            yield _fault(_FOLDER, str(error), folder)
+            yield model_fault(_FOLDER, str(error), folder)
 
     def _width_problems(self, model: ModelConfig, start: WeightsStart | None) -> Iterator[str]:
         channels = LatentShape.of_folder(model.diffusers_path).channels
@@ -120,13 +133,13 @@ class StockChecks(ModelChecks):
         model = train.model
         if model.guidance is not None and not self.family.takes_guidance(start.size.transformer_config()):
             problem = "this denoiser takes no guidance as a number"
-            yield _fault(
+            yield model_fault(
                 "model.guidance", problem, model.guidance, "remove it; for sample images use sampling.guidance"
             )
         prompts = train.sampling.negative_prompts
         if prompts and self.family.takes_guidance(start.size.transformer_config()):
             problem = "this denoiser takes guidance as a number and no negative prompt"
-            yield _fault("sampling.negative_prompt", problem, f'"{prompts[0]}"', "remove it")
+            yield model_fault("sampling.negative_prompt", problem, f'"{prompts[0]}"', "remove it")
         if train.terms.layer_sync is not None:
             yield from self._layer_sync_faults(train, start)
 
@@ -137,10 +150,6 @@ class StockChecks(ModelChecks):
         assert train.terms.layer_sync is not None
         if problem := layer_sync_problem(train.terms.layer_sync, len(blocks)):
             yield Fault("", train.spelled("model.layer_sync"), **problem)
-
-    def largest_side(self, start: WeightsStart) -> None:
-        """See `ModelChecks.largest_side`: positions are computed, there is no table."""
-        return None
 
     def side_step(self, model: ModelConfig) -> int:
         """See `ModelChecks.side_step`."""
@@ -161,7 +170,3 @@ class StockChecks(ModelChecks):
         """See `ModelChecks.text_limit`: that of the tokenizer of the last text encoder."""
         *_, (_, tokenizer, *_rest) = self.family.text_parts.values()
         return tokenizer_length(folder / tokenizer)
-
-
-def _fault(key: str, problem: str, value: Any = None, hint: str | None = None) -> Fault:
-    return Fault("", key, problem, None if value is None else str(value), hint=hint)

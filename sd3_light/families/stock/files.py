@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.batch import LENGTH, Batch
 from sd3_light.core.columns import Bucket
-from sd3_light.core.files import AdapterNames, CardTexts, CustomPipeline, Files, SingleFiles
+from sd3_light.core.files import AdapterNames, CardTexts, Files
 from sd3_light.export.proof_process import sample_image
 from sd3_light.families.stock.inputs import StockInputs
 from sd3_light.families.stock.latents import LatentShape
@@ -52,11 +52,6 @@ class StockFiles(Files):
         """See `Files.adapters`."""
         return self._family.adapter_names()
 
-    @property
-    def single(self) -> SingleFiles | None:
-        """See `Files.single`."""
-        return None
-
     def missing(self, folder: Path, denoiser: bool) -> tuple[str, ...]:
         """See `Files.missing`."""
         return missing_components(folder, denoiser)
@@ -75,10 +70,6 @@ class StockFiles(Files):
                     f"{folder / FACTS_FILE}: {key} has the invalid value {value!r:.80}; export the folder again"
                 )
         return StockInputs(self._family, folder, settings)
-
-    def custom_pipeline(self, text: Mapping[str, Any]) -> CustomPipeline | None:
-        """See `Files.custom_pipeline`."""
-        return None
 
     def denoiser_inputs(self, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """See `Files.denoiser_inputs`. They are what the family's `denoise` calls a denoiser with."""

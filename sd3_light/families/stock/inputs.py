@@ -10,7 +10,7 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.caption_lengths import TextLimit
-from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs
+from sd3_light.core.sampling import EncodedText, ImageRequest, OwnDrawing, PipelineInputs
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.families.stock.sampling import batch_texts
 from sd3_light.model.part_configs import read_json
@@ -34,6 +34,11 @@ class StockInputs(PipelineInputs):
         """See `PipelineInputs.largest_batch`."""
         return 1 if self.family.single_prompts else None
 
+    @property
+    def own_drawing(self) -> OwnDrawing:
+        """See `PipelineInputs.own_drawing`."""
+        return self.family.own_drawing(read_json(self.folder / "transformer" / "config.json"))
+
     def for_folder(self, folder: Path) -> "StockInputs":
         """See `PipelineInputs.for_folder`."""
         return replace(self, folder=folder)
@@ -54,6 +59,10 @@ class StockInputs(PipelineInputs):
         if all(side % step == 0 and side >= step for side in (width, height)):
             return None
         return f"image size {width}x{height}: this model needs sides that are multiples of {step}"
+
+    def takes_sampler(self, name: str, is_dynamic: bool) -> bool:
+        """See `PipelineInputs.takes_sampler`."""
+        return name in (self.family.dynamic_samplers if is_dynamic else self.family.samplers)
 
     def frames_fault(self, frames: int) -> str | None:
         """See `PipelineInputs.frames_fault`."""

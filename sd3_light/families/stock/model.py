@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,17 @@ from torch.utils.checkpoint import checkpoint
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
-from sd3_light.core.model import TrainedModel
+from sd3_light.core.model import TrainedModel, denoiser_blocks, save_products, tapped
 from sd3_light.core.objective import Objective, Prediction
-from sd3_light.core.taps import tapped
-from sd3_light.model.checkpointing import save_products
+from sd3_light.core.start import WeightsStart
+from sd3_light.core.training import TrainingParts
+from sd3_light.encoding.vae import LatentScale
+from sd3_light.families.stock.prepare import StockPreparer
+from sd3_light.flow.objectives import configured_objective
+from sd3_light.model.base_values import shift_line
+
+if TYPE_CHECKING:
+    from sd3_light.families.base import StockFamily
 
 Denoise = Callable[[nn.Module, Batch], Tensor]
 """(denoiser, batch) -> velocity, with t from data (0) to noise (1)."""
@@ -73,3 +80,36 @@ class StockModel(TrainedModel):
 
 def _in_float32(value: Tensor) -> Tensor:
     return value.float() if value.is_floating_point() else value
+
+
+class StockTraining(TrainingParts):
+    """See `TrainingParts`."""
+
+    def __init__(self, family: "StockFamily") -> None:
+        self.family = family
+
+    def preparer(self, config: TrainConfig, start: WeightsStart, empty_text: dict[str, Tensor] | None) -> StockPreparer:
+        """See `TrainingParts.preparer`."""
+        model = config.model
+        columns = self.family.text_columns(model, model.diffusers_path)
+        ragged = {
+            column.name: column.shape[0] if self.family.pads_text else None for column in columns if column.ragged
+        }
+        return StockPreparer(
+            config.seed,
+            model,
+            LatentScale.of_folder(model.diffusers_path),
+            ragged=ragged,
+            fixed=tuple(column.name for column in columns if not column.ragged),
+            empty_text=empty_text or {},
+            patch=self.family.patch,
+            line=shift_line(model),
+        )
+
+    def model(self, denoiser: nn.Module, config: TrainConfig, fast: bool) -> StockModel:
+        """See `TrainingParts.model`."""
+        assert not fast, f"{self.family.title} has no fast blocks"
+        guidance = 1.0 if config.model.guidance is None else config.model.guidance
+        denoise = partial(self.family.denoise, guidance=guidance)
+        objective = configured_objective(config, len(denoiser_blocks(denoiser)))
+        return StockModel(denoiser, config, denoise, objective, self.family.image_part)

@@ -9,16 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.core.batch import LENGTH, Batch
-from sd3_light.core.training import ResidentPreparer
 from sd3_light.data.batch import pad_rows
-from sd3_light.data.order import Picks
 from sd3_light.data.prepare import Conditioning, FlowPreparer, Occurrences
-from sd3_light.data.resident import ResidentCache, ResidentText, index_rows, select_masks, select_rows
+from sd3_light.data.resident import ResidentCache, ResidentText, index_rows, select_rows
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.data.stream import CachedBatch
-from sd3_light.randomness import choices, first_words, occurrence_words, uniforms
-
-Indices = NDArray[np.int64]
+from sd3_light.families.resident import Indices, ResidentBatches
+from sd3_light.randomness import first_words, uniforms
 
 
 @dataclass(frozen=True)
@@ -62,64 +59,37 @@ class StockPreparer(FlowPreparer):
         dropped: NDArray[np.bool_] = draws < self.model.uncond_text_dropout_prob
         return dropped
 
-    def resident(self, cache: ResidentCache, seed: int) -> ResidentPreparer:
+    def resident(self, cache: ResidentCache, seed: int) -> "ResidentColumns":
         """See `FlowPreparer.resident`."""
         return ResidentColumns(self, cache, seed)
 
 
 @dataclass(frozen=True)
-class ResidentColumns:
+class ResidentColumns(ResidentBatches):
     """The batches of a `StockPreparer` from a cache in memory.
 
-    A batch of indices has ``image_rows`` [B], ``NAME.rows`` [B, T] of each ragged column of captions, ``caption_rows``
-    [B] of the others, and ``mask_rows`` [2, B], if there are masks: the samples' numbers and whether their images are
-    mirrored.
+    A batch of indices has ``NAME.rows`` [B, T] of each ragged column of captions, ``caption_rows`` [B] of the others.
     """
 
     preparer: StockPreparer
-    cache: ResidentCache
-    seed: int
 
-    def indices(self, picks: Picks) -> Batch:
-        """See `ResidentPreparer.indices`."""
-        bucket = self.cache.buckets[picks.bucket]
-        sample = bucket.first_sample[picks.segment] + picks.index
-        ids = bucket.ids[sample]
-        occurrences = occurrence_words(picks.epoch, picks.repeat, ids)
-        first_caption = bucket.first_caption[sample]
-        first_image = bucket.first_image[sample]
-        caption = self.cache.pick_captions(picks, self.seed, ids, bucket.first_caption[sample + 1] - first_caption)
-        variant = choices(self.seed, "flip", occurrences, bucket.first_image[sample + 1] - first_image)
-        distinct = bucket.captions[first_caption + caption]
-        distinct = np.where(self.preparer.drops(occurrences), bucket.text.empty, distinct)
-        shape = bucket.images["moments"].shape
-        values = {"image_rows": index_rows(first_image + variant), "t": self.preparer.times(occurrences, shape)}
-        host = {"bucket": torch.tensor(picks.bucket)}
+    def text_rows(self, text: ResidentText, distinct: Indices, occurrences: Occurrences) -> Conditioning:
+        """See `ResidentBatches.text_rows`."""
+        distinct = np.where(self.preparer.drops(occurrences), text.empty, distinct)
+        values: dict[str, Tensor] = {}
+        host: dict[str, Tensor] = {}
         for name, exact in self.preparer.ragged.items():
-            values[f"{name}.rows"], lengths = _ragged_rows(bucket.text, name, distinct, exact)
+            values[f"{name}.rows"], lengths = _ragged_rows(text, name, distinct, exact)
             if exact is None:
                 host[name + LENGTH] = lengths
         if self.preparer.fixed:
             values["caption_rows"] = index_rows(distinct)
-        values["words"] = torch.from_numpy(occurrences).view(torch.int32)
-        if bucket.masked[sample].any():
-            values["mask_rows"] = index_rows(np.stack([sample, variant]))
-        return Batch(len(sample), values, host)
+        return Conditioning(values, host)
 
-    def gather(self, batch: Batch, empty: AllocateTensor | None = None) -> Batch:
-        """See `ResidentPreparer.gather`."""
-        bucket = self.cache.buckets[int(batch.host["bucket"])]
-        values = {"moments": select_rows(bucket.images["moments"], batch["image_rows"], empty), "t": batch["t"]}
-        for name in self.preparer.ragged:
-            values[name] = select_rows(bucket.text.tokens[name], batch[f"{name}.rows"], empty)
-        for name in self.preparer.fixed:
-            values[name] = select_rows(bucket.text.fixed[name], batch["caption_rows"])
-        values["words"] = batch["words"]
-        values |= {name: select_rows(bucket.images[name], batch["image_rows"]) for name in self.preparer.columns}
-        mask_rows = batch.get("mask_rows")
-        if mask_rows is not None:
-            values["mask"] = select_masks(bucket, *mask_rows)
-        return Batch(batch.size, values, {name: counts for name, counts in batch.host.items() if name != "bucket"})
+    def gather_texts(self, text: ResidentText, batch: Batch, empty: AllocateTensor | None) -> dict[str, Tensor]:
+        """See `ResidentBatches.gather_texts`."""
+        ragged = {name: select_rows(text.tokens[name], batch[f"{name}.rows"], empty) for name in self.preparer.ragged}
+        return ragged | {name: select_rows(text.fixed[name], batch["caption_rows"]) for name in self.preparer.fixed}
 
 
 def _ragged_rows(text: ResidentText, name: str, distinct: Indices, exact: int | None) -> tuple[Tensor, Tensor]:

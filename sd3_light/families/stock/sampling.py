@@ -16,6 +16,7 @@ from sd3_light.core.start import denoiser_folder, start_source
 from sd3_light.encoding.vae import VaeDecoder
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.flow.scheduler import folder_scheduler
+from sd3_light.flow.timesteps import constant_shift
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ class StockSampling(Sampling):
     def scheduler(self, model: ModelConfig, size: tuple[int, ...], steps: int, device: torch.device) -> Any:
         """See `Sampling.scheduler`."""
         *_, height, width = self.latent_shape(model, size)
-        scheduler = folder_scheduler(model.diffusers_path)
-        self._family.set_times(scheduler, steps, height * width // self._family.patch**2)
+        tokens = height * width // self._family.patch**2
+        scheduler = folder_scheduler(model.diffusers_path, constant_shift(model, tokens))
+        self._family.set_times(scheduler, steps, tokens)
         return scheduler
 
     def decoder(self, model: ModelConfig, device: torch.device) -> VaeDecoder:

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from sd3_light.config.faults import UserError
 from sd3_light.core.caption_lengths import CaptionSample, CutCaptions, count_cut_captions
 from sd3_light.core.columns import CAPTION, MASK, named_bucket
 from sd3_light.core.registry import family_of_folder
@@ -126,12 +127,23 @@ class Inspection:
 def inspect_cache(folder: Path, samples: int, seed: int) -> Inspection:
     """Read the manifest of a cache, and random shards until they hold ``samples`` samples."""
     manifest = Manifest.load(folder)
+    refuse_processed(manifest, folder)
     stats = ShardStats()
     for entry in shard_order(manifest, seed):
         if stats.samples >= samples:
             break
         _add_shard(folder / SHARDS / entry.file, stats)
     return Inspection(folder, manifest, stats, _count_cut(manifest, stats))
+
+
+def refuse_processed(manifest: Manifest, location: str | Path) -> None:
+    """Raise a UserError if shards are the processed data of a script, which have no images and captions to show."""
+    if "units" in manifest.recipe:
+        samples = int(column(manifest.shards, "count").sum())
+        raise UserError(
+            f"{location} is the processed data of a script, not a cache: {samples:,} samples in "
+            f"{len(manifest.shards):,} shards, {manifest.nbytes / 1e6:,.1f} MB; read it with tasks.ProcessedDataset"
+        )
 
 
 def shard_order(manifest: Manifest, seed: int) -> Iterator[ShardEntry]:

@@ -9,7 +9,7 @@ from sd3_light.config.base import is_url
 from sd3_light.data.manifest import DUPLICATES_FILE, REJECTS_FILE, SHARDS, Manifest, ShardEntry
 from sd3_light.data.store.remote import download, load_remote_manifest
 from sd3_light.remote_file import read_remote
-from sd3_light.report.inspect.cache_stats import draw_samples, shard_order
+from sd3_light.report.inspect.cache_stats import draw_samples, refuse_processed, shard_order
 from sd3_light.runlog import progress
 
 REMOTE_SAMPLES = 1_000
@@ -28,6 +28,7 @@ def opened(cache: str, cards: int, seed: int) -> Iterator[tuple[Path, int | None
     url = cache.rstrip("/")
     with tempfile.TemporaryDirectory(prefix="sd3-light-inspect-") as parent:
         manifest = load_remote_manifest(url, Path(parent))
+        refuse_processed(manifest, url)
         folder = Path(parent) / url.rpartition("/")[2]
         (folder / SHARDS).mkdir(parents=True)
         manifest.save(folder)

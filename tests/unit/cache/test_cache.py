@@ -123,7 +123,7 @@ def current_state(project: Project, *overrides: str) -> CacheState:
         inputs = catalogue.Catalogue(project.cache, claims)
         listings = inputs.refresh(catalogue.make_sources(loaded.dataset.directories), lambda _: None)
         inputs.probe_images(listings, 0, lambda _: None)
-        recipe = make_recipe(loaded.train)
+        recipe = make_recipe(loaded.train.model)
         plan = make_cache_plan(inputs, listings, decides_shards(recipe), loaded.train.sd3_shard_size)
         last = last_manifest(project.cache)
         return check_freshness(project.cache, plan, recipe, last and last[0])

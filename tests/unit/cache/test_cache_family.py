@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.cache.local_builder import LocalBuilder
-from sd3_light.cache.recipe import recipe_of
+from sd3_light.cache.recipe import make_recipe
 from sd3_light.cache.reuse import ValueCounts
 from sd3_light.cache.unit_builder import UnitInProgress
 from sd3_light.core import registry
@@ -138,7 +138,7 @@ def test_the_recipe_and_the_name_of_a_prompt_follow_from_the_family(
     encoding: WordEncoding, raw_project: Project
 ) -> None:
     model = raw_project.load().train.model
-    recipe = recipe_of(model)
+    recipe = make_recipe(model)
     assert set(recipe) == {"format", "preprocess", "words", "vae", "text_encoder", "tokenizer", "dtype", "columns"}
     assert set(recipe["columns"]) == {"moments", "moments.rejected", "text"}
     name = prompt_file("a star", recipe)
@@ -157,7 +157,7 @@ def test_prompts_have_the_values_of_the_family(
     assert encoding.closed == ["words"]
     assert features[0]["text"][:, 0].tolist() == [1, 5, 4, 0, 0]
     assert [each["mask"].sum().item() for each in features] == [3, 5]
-    recipe = recipe_of(train.model)
+    recipe = make_recipe(train.model)
     write_prompt(tmp_path, prompts[0], recipe, features[0])
     read = read_prompt(tmp_path, prompts[0], recipe)
     assert read is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from sd3_light.cache import cached_prompts as stage_prompts
+from sd3_light.cache import dataset_build as stage_prompts
 from sd3_light.cache import shard_builder
 from sd3_light.cache import verb as cache
 from sd3_light.config.faults import UserError

@@ -158,7 +158,7 @@ def test_new_images_are_probed_by_the_cluster(
 
 
 def test_tasks_for_which_no_cpu_gets_free_share_those_of_others(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sd3_light.cache.ray_tasks import QUEUE_SECONDS, TaskPool
+    from sd3_light.cache.ray_encoder import QUEUE_SECONDS, TaskPool
 
     waits: list[float | None] = []
 
@@ -292,7 +292,7 @@ def test_nodes_with_other_encoders_are_refused(
 ) -> None:
     from sd3_light.cache import ray_encoder
 
-    monkeypatch.setattr(ray_encoder, "recipe_of", lambda *_: {"vae": "other weights"})
+    monkeypatch.setattr(ray_encoder, "make_recipe", lambda *_: {"vae": "other weights"})
     with pytest.raises(UserError, match=r"another format than on the driver's node; copy the same model folder"):
         build(fresh_project)
 

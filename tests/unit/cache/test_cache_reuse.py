@@ -497,6 +497,35 @@ def test_a_dry_run_reports_what_the_update_encodes(
     assert end in " ".join(capsys.readouterr().err.split())
 
 
+def test_an_unchanged_reject_is_not_counted_as_work(
+    project: Project, log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def counted(name: str) -> str:
+        (line,) = (line for line in shown.splitlines() if "copied from old shards" in line and f" {name} " in line)
+        return " ".join(line.split())
+
+    whole = (project.images / "000030.png").read_bytes()
+    (project.images / "000030.png").write_bytes(whole[: len(whole) // 2])
+    update(project, log)
+    change_caption(project)
+    change_caption(project, "000030.png", "of a reject, in a shard that is written again")
+    capsys.readouterr()
+    for _ in range(2):
+        project.build_cache(dry_run=True)
+        shown = capsys.readouterr().err
+        assert " 0 " in counted("images"), shown
+        assert " 1 " in counted("captions"), "the changed one"
+    report, calls = update(project, log)
+    assert (report.values.images, report.values.captions, calls.images) == (0, 1, 0)
+    (project.images / "000030.png").write_bytes(whole)
+    capsys.readouterr()
+    project.build_cache(dry_run=True)
+    shown = capsys.readouterr().err
+    assert " 1 " in counted("images"), shown
+    report, calls = update(project, log)
+    assert (report.values.images, calls.images) == (1, 1)
+
+
 # --- the same bytes from any builders --------------------------------------------------------------
 
 

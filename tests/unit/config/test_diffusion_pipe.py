@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sd3_light.config.families import FAMILIES, FAMILY_PROBLEM
 from sd3_light.config.family_keys import FAMILY_NAMES
+from sd3_light.config.unsupported import FAMILIES, FAMILY_PROBLEM
 
 ROOT = Path(__file__).parents[3]
 ACCEPTED = {

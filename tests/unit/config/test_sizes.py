@@ -13,20 +13,20 @@ from sd3_light.config import SIZES, ModelConfig, ModelSize, UserError, resolve_s
 
 def _count(size: ModelSize, num_layers: int | None = None, qk_norm: bool | None = None) -> int:
     with torch.device("meta"):
-        model = SD3Transformer2DModel(**size.transformer_config(num_layers, qk_norm))
+        model = SD3Transformer2DModel(**size.with_overrides(num_layers, qk_norm).transformer_config())
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
 @pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
 def test_parameter_count_is_exact(size: ModelSize, qk_norm: bool) -> None:
-    assert size.num_parameters(qk_norm=qk_norm) == _count(size, qk_norm=qk_norm)
+    assert size.with_overrides(qk_norm=qk_norm).num_parameters() == _count(size, qk_norm=qk_norm)
 
 
 @pytest.mark.parametrize("num_layers", [1, 7, 13, 16])
 def test_parameter_count_at_other_depths(num_layers: int) -> None:
     size = SIZES["sd3.5_medium"]
-    assert size.num_parameters(num_layers) == _count(size, num_layers)
+    assert size.with_overrides(num_layers).num_parameters() == _count(size, num_layers)
 
 
 def test_transformer_config_names_every_argument() -> None:

@@ -62,3 +62,13 @@ def test_checking_a_table_does_not_change_it(tmp_path: Any) -> None:
     checked = check_table(SCHEMAS["train"], raw, file_kind="train", file="f", base=tmp_path)
     assert raw == {"seed": "x", "model": {"sizee": 1}}
     assert checked.raw == {"model": {}}
+
+
+@pytest.mark.parametrize("key", ["ckpt_path", "transformer_path", "unet_path", "diffusion_model", "single_file_path"])
+def test_only_sd3_takes_a_single_file(files: Any, key: str) -> None:
+    hints = {}
+    for name in ("sd3", "SD3", "auto", "wan", "Z_Image"):
+        (fault,) = files.faults(model=f"type = '{name}'\n{key} = 'model.safetensors'")
+        hints[name] = fault.hint
+    assert all("model.init" in hints[name] for name in ("sd3", "SD3", "auto"))
+    assert hints["wan"] == hints["Z_Image"] == "give the complete diffusers folder as model.diffusers_path"

@@ -40,7 +40,7 @@ from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.encoding.vae import LatentScale
 from sd3_light.families.sd3.prepare import InputPreparer
-from sd3_light.model.text_shape import TextShape
+from sd3_light.model.folder import TextShape
 from tests.shards import sd3_content
 
 TEXT = TextShape(clip_tokens=7, t5_tokens=5, clip_l_width=6, clip_g_width=10, t5_width=32, pooled_width=16)

@@ -11,8 +11,7 @@ from sd3_light.config.schema_blocks import TokenRoute
 from sd3_light.core.cost import Tokens
 from sd3_light.cost.training_flops import step_flops, training_flops
 from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
-from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.families.sd3.flops import block_weights, forward_flops, image_tokens
+from sd3_light.families.sd3.cost import SD3Cost, block_weights, forward_flops, image_tokens
 from sd3_light.families.sd3.layers import build_layers, run_layers
 from sd3_light.optim.groups import WeightKinds
 

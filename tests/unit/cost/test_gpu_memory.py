@@ -28,9 +28,8 @@ from sd3_light.cost.gpu_memory import (
     state_bytes,
 )
 from sd3_light.cost.training_setup import TrainingSetup
-from sd3_light.families.sd3.activations import held_activations, kept_activations
 from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
-from sd3_light.families.sd3.cost import SD3Cost
+from sd3_light.families.sd3.cost import SD3Cost, held_activations, kept_activations
 from sd3_light.families.sd3.fast.block import BlockOptions, Keep
 from sd3_light.families.sd3.fast.forward import FastDenoiser
 from sd3_light.families.sd3.layers import build_layers, run_layers, unpatchify

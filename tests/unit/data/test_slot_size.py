@@ -22,8 +22,7 @@ from sd3_light.encoding.vae import LatentScale
 from sd3_light.engines import Launch, prefetch
 from sd3_light.engines import feed as training_data
 from sd3_light.engines.feed import TrainingData, load_cache, training_steps
-from sd3_light.families.sd3.prepare import InputPreparer
-from sd3_light.families.sd3.resident import ResidentInputs
+from sd3_light.families.sd3.prepare import InputPreparer, ResidentInputs
 from tests.shards import sd3_content
 from tests.waiting import wait_until
 

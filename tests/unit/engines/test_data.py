@@ -9,8 +9,7 @@ from sd3_light.core.cost import Tokens
 from sd3_light.cost.training_flops import step_flops
 from sd3_light.data.order import Segment, build_order
 from sd3_light.engines.feed import flops_counter, placeholder_steps
-from sd3_light.families.sd3.cost import SD3Cost
-from sd3_light.families.sd3.flops import image_tokens
+from sd3_light.families.sd3.cost import SD3Cost, image_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

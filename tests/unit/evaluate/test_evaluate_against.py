@@ -10,10 +10,12 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
 from sd3_light.evaluate import against
 from sd3_light.evaluate.against import COPY, SHUFFLED, TRUE, AgainstOptions
 from sd3_light.evaluate.distances import METRICS
+from sd3_light.export.open_pipeline import open_policy
 from tests.judge_folders import write_clip, write_vision
 from tests.unit.pages.parsed_page import ParsedPage
 
@@ -49,6 +51,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
         return [truth.pixels for truth in truths] if chosen.folder.name == "good" else list(noise)
 
     monkeypatch.setattr(against, "draw", draw)
+    of_demo = open_policy(DEMO)
+    monkeypatch.setattr(against, "open_policy", lambda *_: of_demo)
 
 
 def test_models_and_baselines_in_one_table(folder: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from sd3_light.config import SIZES, AdapterConfig
 from sd3_light.core.registry import family_named
 from sd3_light.export import adapter_folder as export_adapter
-from sd3_light.export import adapter_proof, proof, proof_process
+from sd3_light.export import proof, proof_process
 from sd3_light.export.adapter_folder import adapter_modules, read_adapter, write_adapter
 from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import AdapterSpec, ExportError
@@ -126,7 +126,7 @@ def seen_requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         requests.append(request)
         return run_clean_process(file, work, request, inputs)
 
-    monkeypatch.setattr(adapter_proof, "run_clean_process", recording)
+    monkeypatch.setattr(export_adapter, "run_clean_process", recording)
     return requests
 
 
@@ -154,7 +154,7 @@ def test_a_base_is_held_in_the_dtype_of_most_weights(tmp_path: Path) -> None:
         (torch.float8_e4m3fn, "float32"),
     ):
         save_file({"a": wide, "b": narrow.to(dtype)}, tmp_path / "diffusion_pytorch_model.safetensors")
-        assert adapter_proof._main_dtype(tmp_path) == expected
+        assert export_adapter._main_dtype(tmp_path) == expected
 
 
 def test_the_proof_updates_one_layer_at_a_time(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_a_proof_changes_nothing_that_other_threads_use(
     weights = trained(base, spec.adapter)
     for owner, name in ((SD3Transformer2DModel, "from_pretrained"), (torch.random, "fork_rng")):
         monkeypatch.setattr(owner, name, lambda *_, **__: pytest.fail("a change for all threads"))
-    monkeypatch.setattr(adapter_proof, "run_clean_process", lambda *_: ({}, {"output": torch.zeros(1)}))
+    monkeypatch.setattr(export_adapter, "run_clean_process", lambda *_: ({}, {"output": torch.zeros(1)}))
     with pytest.raises(ProofError, match="has shape"):
         write_adapter(tmp_path / "out", weights, spec)
 
@@ -224,7 +224,7 @@ def test_a_proof_rounds_the_weights_as_the_file_does(
             layer.weight.data = module.applied(layer.weight.data)
         return {}, {"output": proof_process.denoise(denoiser, inputs), "plain": plain}
 
-    monkeypatch.setattr(adapter_proof, "run_clean_process", apply_file)
+    monkeypatch.setattr(export_adapter, "run_clean_process", apply_file)
     out = write_adapter(tmp_path / "out", weights, spec)
     proof = json.loads((out / "proof.json").read_text())
     assert proof["max_difference"] < 1e-6

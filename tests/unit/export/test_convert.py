@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -228,6 +230,49 @@ def test_merging_gives_a_proven_model_equal_to_the_stack(square: Path, tmp_path:
     from_stack, from_merge, without = (pixels(pipe) for pipe in (stacked, merged, plain))
     assert (from_stack - from_merge).abs().max() <= 1
     assert (from_stack - without).abs().max() > 3
+
+
+def lora_export(model: Path, folder: Path, seed: int, **text: object) -> Path:
+    """Write a LoRA with the text settings of its training beside it, as a run exports it."""
+    folder.mkdir()
+    make_lora(model, folder / "lora.safetensors", seed)
+    settings = {"text_tokens": "padded", "uncond_text": "empty", "t5_max_length": 5} | text
+    (folder / "sd3_light.json").write_text(json.dumps({"text": settings}))
+    return folder
+
+
+@pytest.mark.usefixtures("unproven")
+@pytest.mark.parametrize("text_tokens", ["padded", "real"])
+def test_a_merged_model_draws_what_its_loras_draw(square: Path, tmp_path: Path, text_tokens: str) -> None:
+    """Texts are encoded as in the training of the LoRA, not of the model."""
+    trained = lora_export(square, tmp_path / "trained", 1, text_tokens=text_tokens)
+    plain = make_lora(square, tmp_path / "plain.safetensors", 2)
+    out = tmp_path / "merged"
+    run("lora", "merge", square, out, plain, f"{trained}:0.7")
+    text = json.loads((trained / "sd3_light.json").read_text())["text"]
+    assert json.loads((out / "sd3_light.json").read_text())["text"] == text
+    draw = ("a small red star left of a blue square", "--steps", 2, "--width", 32, "--height", 32, "--out")
+    run("sample", square, *draw, tmp_path / "stack", "--lora", plain, "--lora", f"{trained}:0.7")
+    run("sample", out, *draw, tmp_path / "drawn")
+    run("sample", square, *draw, tmp_path / "other", "--lora", plain, "--lora", f"{trained / 'lora.safetensors'}:0")
+    stack, drawn, other = (
+        np.asarray(Image.open(tmp_path / name / "00000.png")).astype(int) for name in ("stack", "drawn", "other")
+    )
+    assert abs(stack - drawn).max() <= 1
+    assert abs(stack - other).max() > 1
+
+
+@pytest.mark.usefixtures("unproven")
+def test_loras_of_different_texts_are_not_merged(square: Path, tmp_path: Path) -> None:
+    first = lora_export(square, tmp_path / "first", 1)
+    same = lora_export(square, tmp_path / "same", 2)
+    other = lora_export(square, tmp_path / "other", 3, t5_max_length=7)
+    message = refused("lora", "merge", square, tmp_path / "out", first, same, other)
+    assert f"{first} was trained with t5_max_length = 5" in message
+    assert f"{other} with t5_max_length = 7" in message
+    assert "merge only LoRAs with the same text settings" in message
+    assert not (tmp_path / "out").exists()
+    run("lora", "merge", square, tmp_path / "out", first, same)
 
 
 def pixels(pipe: Any) -> Tensor:

@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from sd3_light.assets import DEMO
+from sd3_light.config.faults import UserError
 from sd3_light.core.registry import family_named
-from sd3_light.export.open_pipeline import read_text_policy
+from sd3_light.export.open_pipeline import open_pipeline, open_policy, read_text_policy
 from sd3_light.model.part_configs import FACTS_FILE
 
 SD3 = family_named("sd3")
@@ -27,3 +29,14 @@ def test_a_folder_without_facts_is_read_up_to_the_limit_of_its_tokenizer(
 
 def test_the_shipped_model_is_drawn_with_the_tokens_that_it_was_trained_on() -> None:
     assert read_text_policy(DEMO, SD3).t5_max_length == 16
+
+
+def test_a_missing_package_for_captions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(SD3), "packages", ("no_such_package",))
+    line = (
+        f"{DEMO}: SD3 needs no_such_package for its captions, which is not installed; run `pip install no_such_package`"
+    )
+    for open_model in (open_policy, lambda folder: open_pipeline(folder, torch.device("cpu"))):
+        with pytest.raises(UserError) as raised:
+            open_model(DEMO)
+        assert str(raised.value) == line

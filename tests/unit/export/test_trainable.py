@@ -15,7 +15,9 @@ from torch.utils._pytree import tree_iter
 
 from sd3_light.assets import DEMO
 from sd3_light.config import TrainConfig
+from sd3_light.core.cost import Tokens
 from sd3_light.core.registry import family_of
+from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.export import trainable
 from sd3_light.export.trainable import load_what_trains
 from sd3_light.model import quantized
@@ -133,6 +135,14 @@ def test_frozen_weights_have_the_dtypes_of_the_stock_class(
     named = {name.replace(".base_layer.", "."): weight for name, weight in denoiser.named_parameters()}
     assert {name: weight.dtype for name, weight in named.items() if not is_adapter_name(name)} == expected
     assert set(expected.values()) == ({torch.bfloat16} if family == "flux" else {torch.bfloat16, torch.float32})
+    assert config.adapter is not None
+    cost = family_of(config.model).cost(family_of(config.model).weights.start(config.model), config.model)
+    adapter = cost.adapter_parameters(config.adapter)
+    held = sum(weight.nbytes for name, weight in named.items() if not is_adapter_name(name))
+    assert TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter).frozen_bytes == held, "as `check` counts"
+    assert TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter, compute_dtype="float32").frozen_bytes == (
+        4 * cost.parameters
+    )
 
 
 class Float32Bytes(TorchDispatchMode):

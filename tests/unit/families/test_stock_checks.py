@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from sd3_light.check import verb as check
-from sd3_light.config import ConfigFaults, UserError
+from sd3_light.cli import app
+from sd3_light.config import ConfigFaults, UserError, resolved_toml
 from sd3_light.core.registry import family_named, family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.families.stock.weights import StockSize
@@ -121,7 +123,7 @@ def test_new_writes_the_recipe_of_flux(tmp_path: Path, raw_project: Project, flu
     project = new.run("lora", str(raw_project.images), str(flux), tmp_path / "schnell", gpus=GPU)
     table = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))
     assert "guidance" not in table["model"]
-    assert table["sampling"]["guidance"] == 1.0, "schnell draws without guidance"
+    assert (table["sampling"]["steps"], table["sampling"]["guidance"]) == (4, 1.0), "as schnell is distilled"
 
 
 GUIDANCE = {"flux": None, "schnell": 1.0, "flux2": 1.0, "krea2": 0.0, "prx": 1.0, "qwen_image": 1.0}
@@ -207,6 +209,62 @@ def test_missing_parts_are_named_one_by_one(flux: Path, faults: Callable[..., li
     assert ("model.diffusers_path", "its model_index.json names no text_encoder_2") in faults(flux)
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("qwen_image", ["text_encoder"]),
+        ("flux", ["text_encoder", "text_encoder_2"]),
+        ("sana", ["vae"]),
+        ("wan", ["vae"]),
+        ("wan", ["transformer"]),
+        ("z_image", ["tokenizer"]),
+    ],
+)
+def test_missing_folders_are_one_fault(
+    tmp_path: Path,
+    tiny_folder: Callable[[str], Path],
+    faults: Callable[..., list[tuple[str, str]]],
+    name: str,
+    parts: list[str],
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
+    for part in parts:
+        shutil.rmtree(folder / part)
+    keys = "[adapter]\nrank = 2\n[sampling]\nprompts = ['a']\nevery_n_steps = 2\n"
+    keys += "frames = 5" if name == "wan" else ""
+    names = ", ".join(f"{part}/" for part in sorted(parts))
+    assert faults(folder, "", keys) == [("model.diffusers_path", f"the folder lacks {names}")]
+
+
+@pytest.mark.parametrize("keys", ["", "[adapter]\nrank = 2"])
+@pytest.mark.parametrize("name", ["flux", "krea2", "wan", "z_image"])
+def test_a_denoiser_without_its_pipeline_is_one_fault(
+    tmp_path: Path,
+    tiny_folder: Callable[[str], Path],
+    faults: Callable[..., list[tuple[str, str]]],
+    name: str,
+    keys: str,
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
+    (folder / "model_index.json").unlink()
+    for model in (folder, folder / "transformer"):
+        ((key, problem),) = faults(model, "", keys)
+        assert key == "model.diffusers_path"
+        assert problem == (
+            f"{model} has a denoiser of {family_named(name).title} and no model_index.json; give the folder of the "
+            "whole pipeline, with model_index.json, VAE and text encoders"
+        )
+        assert len(faults(model, "", f'type = "{name}"\n{keys}')) == 1
+
+
+def test_a_denoiser_elsewhere_is_enough(
+    tmp_path: Path, tiny_folder: Callable[[str], Path], faults: Callable[..., list[tuple[str, str]]]
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder("qwen_image"), tmp_path / "model"))
+    denoiser = (folder / "transformer").rename(tmp_path / "denoiser")
+    assert faults(folder, "", f'init = "{denoiser}"') == []
+
+
 def test_keys_of_sd3_are_refused_all_at_once(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
     keys = 't5_max_length = 12\ntext_tokens = "real"\nuncond_text = "zero"\ntext_recon_gamma = 0.5\nqk_norm = true'
     top = "fast = true\nfp8 = true\npipeline_stages = 2"
@@ -216,7 +274,29 @@ def test_keys_of_sd3_are_refused_all_at_once(flux: Path, faults: Callable[..., l
     assert found["model.t5_max_length"] == "Flux does not know this key: it is the length of SD3's T5 input"
     assert found["pipeline_stages"] == "Flux has no pipeline stages"
     assert found["fast"] == "Flux has no fast blocks"
-    assert faults(flux, "", 'uncond_text = "empty"\nuncond_text_dropout = "joint"\ntext_tokens = "padded"') == []
+    assert faults(flux, "", 'uncond_text = "empty"\nuncond_text_dropout = "joint"') == []
+
+
+def test_keys_of_sd3_are_refused_with_their_default_values_too(
+    flux: Path, faults: Callable[..., list[tuple[str, str]]]
+) -> None:
+    for line in ("t5_max_length = 256", 'text_tokens = "padded"', 'uncond_text_dropout = "per_encoder"'):
+        ((key, problem),) = faults(flux, "", line)
+        assert key == f"model.{line.partition(' ')[0]}"
+        assert problem.startswith("Flux does not know this key: ")
+
+
+@pytest.mark.parametrize("keys", ["", 'type = "flux"', "uncond_text_dropout_prob = 0.3"])
+def test_the_saved_config_of_a_run_is_accepted(tmp_path: Path, raw_project: Project, flux: Path, keys: str) -> None:
+    loaded = check.load(written(tmp_path, raw_project.images, flux, keys=keys))
+    check.require(loaded)
+    saved = tmp_path / "saved.toml"
+    saved.write_text(resolved_toml(loaded), encoding="utf-8")
+    again = check.load(saved)
+    assert again.train.model == loaded.train.model
+    check.require(again)
+    saved.write_text(resolved_toml(again), encoding="utf-8")
+    assert check.load(saved, ["max_steps=5"]).train.max_steps == 5
 
 
 def test_keys_of_other_families_are_refused_by_sd3(
@@ -346,6 +426,34 @@ def test_a_hostile_folder_is_a_fault(flux: Path, faults: Callable[..., list[tupl
             assert faults(flux), (name, text)
         (flux / name).write_text(before)
     assert faults(flux) == []
+
+
+# --- clips ---------------------------------------------------------------------------------------
+
+
+def test_clips_in_place_of_images_are_named(tmp_path: Path, flux: Path, tiny_folder: Callable[[str], Path]) -> None:
+    clips = tmp_path / "clips"
+    clips.mkdir()
+    (clips / "a.mp4").write_bytes(b"")
+    (clips / "a.txt").write_text("a")
+    with pytest.raises(ConfigFaults) as error:
+        new.run("lora", str(clips), str(flux), tmp_path / "out", gpus=GPU)
+    (fault,) = error.value.faults
+    assert fault.problem == "no usable sample (no images)"
+    assert fault.hint == "the folder has clips, and Flux trains on images only; clips need Wan"
+    with pytest.raises(ConfigFaults) as error:
+        check.run(check.load(written(tmp_path, clips, tiny_folder("wan"))))
+    (fault,) = error.value.faults
+    assert fault.hint == "the folder has clips: write frames in the dataset TOML"
+
+
+def test_new_counts_clips_with_the_images(
+    tmp_path: Path, raw_project: Project, tiny_folder: Callable[[str], Path]
+) -> None:
+    for name, words in (("wan", "40 clips and images at 64 px"), ("flux", "40 images at 64 px")):
+        options = ["--data", str(raw_project.images), "--model", str(tiny_folder(name)), "--out", str(tmp_path / name)]
+        result = CliRunner().invoke(app, ["new", "lora", *options, "--resolution", "64", "--gpu-memory", "24"])
+        assert words in result.output, result.output
 
 
 # --- model.type ----------------------------------------------------------------------------------

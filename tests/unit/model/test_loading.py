@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from sd3_light.assets import DEMO
 from sd3_light.config import SIZES
 from sd3_light.config.faults import UserError
-from sd3_light.families.sd3.random_weights import new_transformer, transformer_from_state
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.families.sd3.weights import SD3Weights
 from sd3_light.model.loading import load_diffusers_model
 
 CONFIG = SIZES["tiny2"].transformer_config()
@@ -61,7 +62,7 @@ def assert_same(model: nn.Module, state: dict[str, Tensor]) -> None:
 def test_given_weights_arrive_while_another_thread_loads_a_model(meanwhile: Meanwhile) -> None:
     """An export is written while training, or a task's own code, loads a VAE with diffusers."""
     state = new_transformer(CONFIG, 0).state_dict()
-    built = meanwhile(lambda: transformer_from_state(CONFIG, state))
+    built = meanwhile(lambda: SD3Weights().from_state(CONFIG, state))
     AutoencoderKL.from_pretrained(DEMO / "vae")
     assert_same(built[0], state)
 

@@ -1,14 +1,17 @@
 """A model in phases: one kind of part in memory at a time, and the images of a model with all parts loaded."""
 
 import gc
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from sd3_light.assets import DEMO
+from sd3_light.core.registry import family_named
 from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.encoding.vae import VaeDecoder
 from sd3_light.engines import Launch
@@ -33,12 +37,12 @@ from sd3_light.sample.generate import Cancelled, generate, stream_images
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.phases import Phases
 from sd3_light.sample.verb import OpenModel, SampleOptions, open_model
-from tests.families import make_pipeline
+from tests.stock import save_stock
 from tests.unit.sample.test_sample import lokr_file
 
 ENOUGH = 1 << 50
 FEW = 1000
-OTHERS = ("flux2", "qwen_image", "z_image", "sana", "krea2")
+OTHERS = ("flux2", "qwen_image", "z_image", "sana", "krea2", "prx")
 ROWS = [
     PromptRow("a red circle", negative_prompt="blue"),
     PromptRow("two blue squares", steps=3),
@@ -56,9 +60,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def folder(family: str) -> Path:
         if family == "sd3":
             return DEMO
-        path = tmp_path_factory.mktemp("tiny") / family
-        make_pipeline(family).save_pretrained(path)
-        return path
+        return save_stock(family, tmp_path_factory.mktemp("tiny") / family)
 
     return folder
 
@@ -66,6 +68,14 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate_module, "_cores", lambda: 4)
+
+
+@pytest.fixture(autouse=True)
+def cleaning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PRX's pipeline cleans captions with a package that may be missing here."""
+    same = SimpleNamespace(fix_text=lambda text: text)
+    monkeypatch.setattr(sys.modules[diffusers.PRXPipeline.__module__], "ftfy", same, raising=False)
+    monkeypatch.setattr(type(family_named("prx")), "packages", ())
 
 
 def opened(folder: Path, options: SampleOptions, monkeypatch: pytest.MonkeyPatch, free: int) -> OpenModel:
@@ -78,7 +88,7 @@ def opened(folder: Path, options: SampleOptions, monkeypatch: pytest.MonkeyPatch
 def draw(model: OpenModel, rows: list[PromptRow], exact: bool) -> list[bytes]:
     options = model.options
     requests = [model.request(row, seed) for seed, row in enumerate(rows)]
-    images = generate(model.pipe, requests, model.policy, options.steps, options.guidance, options.batch, exact=exact)
+    images = generate(model.pipe, requests, model.policy, batch_size=options.batch, exact=exact)
     return [np.asarray(image).tobytes() for image in images]
 
 
@@ -225,6 +235,23 @@ def test_all_parts_stay_loaded_where_they_fit(monkeypatch: pytest.MonkeyPatch) -
         assert (Phases.of_model(chosen, (), cpu) is None) == fits
     assert drawing_bytes(counts, 4) - drawing_bytes(counts, 2) == 2 * (sum(counts.values()) - counts["vae"])
     assert drawing_bytes(counts, 4) - needed > 4 << 30, "activations of a large image"
+
+
+@pytest.mark.parametrize("family", ["wan", pytest.param("krea2", marks=pytest.mark.slow)])
+def test_weights_that_stay_in_float32_are_counted(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    folder = folder_of(family)
+    options = replace(OPTIONS, dtype="bfloat16")
+    pipe: Any = opened(folder, options, monkeypatch, ENOUGH).pipe
+    networks = [part for part in pipe.components.values() if isinstance(part, nn.Module)]
+    held = sum(weight.nbytes for network in networks for weight in network.parameters())
+    assert {weight.dtype for weight in pipe.transformer.parameters()} == {torch.bfloat16, torch.float32}
+    assert drawing_bytes(count_weights(folder), 2, on_gpu=False) < held
+    for free, fits in ((held - 1, False), (held + (1 << 10), True)):
+        monkeypatch.setattr(module, "free_memory", lambda _, free=free: free)
+        found = Phases.of_model(choose_model(folder), (), torch.device("cpu"), torch.bfloat16)
+        assert (found is None) == fits
 
 
 def _networks() -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.sources import json_stream, name_store
+from sd3_light.sources import name_store, rows
 from sd3_light.sources.records import Record, Rejected
 from sd3_light.sources.scan import scan
 from sd3_light.sources.signature import signature
@@ -104,7 +104,7 @@ FEW, MANY = 400, 1600
 @pytest.fixture
 def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use pages so small that both of the compared sizes fill them."""
-    for module, name, size in ((name_store, "_WRITE", 50), (name_store, "_READ", 50), (json_stream, "_CHUNK", 500)):
+    for module, name, size in ((name_store, "_WRITE", 50), (name_store, "_READ", 50), (rows, "_CHUNK", 500)):
         monkeypatch.setattr(module, name, size)
 
 
@@ -221,10 +221,10 @@ DOCUMENTS = [
 def test_documents_are_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, document: Any, indent: int | None
 ) -> None:
-    monkeypatch.setattr(json_stream, "_CHUNK", chunk)
+    monkeypatch.setattr(rows, "_CHUNK", chunk)
     path = write_files(tmp_path, {"x.json": f" \n{json.dumps(document, indent=indent)}\n "}) / "x.json"
     with path.open(encoding="utf-8") as file:
-        members = list(json_stream.members(file))
+        members = list(rows.members(file))
     assert members == (list(document.items()) if isinstance(document, dict) else [(None, item) for item in document])
 
 
@@ -239,10 +239,10 @@ BROKEN = [
 @pytest.mark.parametrize("chunk", [1, 1 << 16])
 @pytest.mark.parametrize("text", BROKEN)
 def test_broken_documents_are_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, text: str) -> None:
-    monkeypatch.setattr(json_stream, "_CHUNK", chunk)
+    monkeypatch.setattr(rows, "_CHUNK", chunk)
     path = write_files(tmp_path, {"x.json": text}) / "x.json"
     with path.open(encoding="utf-8") as file, pytest.raises(ValueError, match=r"character \d"):
-        list(json_stream.members(file))
+        list(rows.members(file))
 
 
 def test_hostile_tables_are_rejected_and_the_scan_continues(tmp_path: Path) -> None:
@@ -266,11 +266,11 @@ def test_nan_and_unpaired_surrogates_affect_only_their_row(tmp_path: Path) -> No
 
 
 def test_a_member_has_a_maximum_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_stream, "MAX_MEMBER", 1000)
-    monkeypatch.setattr(json_stream, "_CHUNK", 100)
+    monkeypatch.setattr(rows, "MAX_MEMBER", 1000)
+    monkeypatch.setattr(rows, "_CHUNK", 100)
     path = write_files(tmp_path, {"x.json": json.dumps(["ok", "x" * 5000])}) / "x.json"
     with path.open(encoding="utf-8") as file:
-        members = json_stream.members(file)
+        members = rows.members(file)
         assert next(members) == (None, "ok")
         with pytest.raises(ValueError, match="Unterminated string"):
             next(members)

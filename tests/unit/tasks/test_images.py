@@ -1,5 +1,7 @@
 """`ImageFolder`: sources, buckets and rejects of dataset TOMLs for scripts, decoded when they are used."""
 
+import io
+import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.report.inspect import verb as inspect_verb
 from sd3_light.runlog import read_log
+from sd3_light.sources.decode import Decoded
 from sd3_light.tasks import (
     DiffusionTrainingModule,
     ImageFolder,
@@ -21,7 +25,8 @@ from sd3_light.tasks import (
     launch_training_task,
     unit,
 )
-from sd3_light.tasks import images as module
+from sd3_light.tasks import datasets as module
+from sd3_light.tasks.processed import write_file_manifest
 
 
 @pytest.fixture
@@ -69,25 +74,84 @@ def test_a_dataset_toml_gives_the_same_samples(folder: Path, tmp_path: Path) -> 
         ImageFolder(toml, resolutions=[64])
 
 
-def test_nothing_is_decoded_before_it_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_decoded_once_to_check_them_and_again_when_they_are_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoded: list[Any] = []
     real = module.decode_images
     monkeypatch.setattr(module, "decode_images", lambda tasks: decoded.append(tasks) or real(tasks))
     data = ImageFolder(folder, num_workers=0, **KEYS)
-    assert not decoded
-    assert len(pickle.dumps(data)) < 20_000
+    assert len(decoded) == len(data) == 6
+    assert len(pickle.dumps(data)) < 20_000, "no pixels are kept"
     data[2]
-    assert len(decoded) == 1
+    assert len(decoded) == 7
 
 
 def test_a_catalogue_is_kept_for_later_runs(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    truncate(folder, "3.png")
     first = ImageFolder(folder, catalogue=tmp_path / "catalogue", **KEYS)
 
-    def probe(*_: Any) -> Any:
-        raise AssertionError("probed again")
+    def again(*_: Any) -> Any:
+        raise AssertionError("probed or decoded again")
 
-    monkeypatch.setattr("sd3_light.sources.catalogue.probe_images", probe)
-    assert len(ImageFolder(folder, catalogue=tmp_path / "catalogue", **KEYS)) == len(first)
+    monkeypatch.setattr("sd3_light.sources.catalogue.probe_images", again)
+    monkeypatch.setattr(module, "decode_images", again)
+    second = ImageFolder(folder, catalogue=tmp_path / "catalogue", num_workers=0, **KEYS)
+    assert len(second) == len(first) == 5
+    assert second.rejects == first.rejects
+
+
+def truncate(folder: Path, name: str) -> None:
+    """Write an image whose header is complete and whose data is cut."""
+    data = io.BytesIO()
+    noise = np.random.default_rng(0).integers(0, 255, (48, 96, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(data, "PNG")
+    (folder / name).write_bytes(data.getvalue()[: len(data.getvalue()) // 2])
+    (folder / name).with_suffix(".txt").write_text("a cut image", encoding="utf-8")
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_images_that_cannot_be_decoded_are_left_out_with_the_reason(
+    folder: Path, tmp_path: Path, workers: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = ImageFolder(folder, **KEYS)
+    truncate(folder, "00.png")
+    data = ImageFolder(folder, num_workers=workers, size_buckets=[[64, 32], [32, 32]])
+    assert [sample.key for sample in data._samples] == [sample.key for sample in before._samples]
+    assert {Path(reject.key).name: reject.reason for reject in data.rejects} == {
+        "6.png": "not_an_image",
+        "00.png": "truncated",
+    }
+    assert "1 truncated (the file is truncated)" in capsys.readouterr().err
+    both = ImageFolder(folder, num_workers=workers, resolutions=[32, 64])
+    assert len(both) == 12
+    assert len(both.rejects) == 2, "an image of two resolutions is listed once"
+
+
+def test_an_image_that_is_repaired_is_used_again(folder: Path, tmp_path: Path) -> None:
+    keys = {**KEYS, "catalogue": tmp_path / "catalogue", "num_workers": 0}
+    truncate(folder, "0.png")
+    assert len(ImageFolder(folder, **keys)) == 5
+    Image.new("RGB", (96, 48)).save(folder / "0.png")
+    assert len(ImageFolder(folder, **keys)) == 6
+    for note in (tmp_path / "catalogue").rglob("*.checked.json"):
+        note.write_text("[1", encoding="utf-8")
+    assert len(ImageFolder(folder, **keys)) == 6, "a damaged note is written again"
+
+
+def test_a_folder_with_cut_images_only_is_one_line(tmp_path: Path) -> None:
+    truncate(tmp_path, "a.png")
+    with pytest.raises(UserError, match=r"has no usable image: 1 truncated \(the file is truncated\); check path"):
+        ImageFolder(tmp_path, **KEYS)
+
+
+def test_an_unreadable_image_is_tried_again(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = {**KEYS, "catalogue": tmp_path / "catalogue", "num_workers": 0}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "decode_images", lambda tasks: [Decoded(reason="unreadable")] * len(tasks))
+        with pytest.raises(UserError, match="has no usable image"):
+            ImageFolder(folder, **keys)
+    assert len(ImageFolder(folder, **keys)) == 6
 
 
 def test_masks_have_the_size_of_latents(folder: Path, tmp_path: Path) -> None:
@@ -126,7 +190,9 @@ def test_an_empty_folder_and_an_image_that_changed_are_named(folder: Path, tmp_p
     data = ImageFolder(folder, **KEYS)
     Image.new("RGB", (96, 48)).save(folder / "0.png")
     index = next(index for index in range(6) if data._samples[index].captions == ("image 0",))
-    with pytest.raises(UserError, match=r"0.png cannot be used \(.*\); remove or repair it"):
+    with pytest.raises(
+        UserError, match=r"0.png was usable when .* \(.*\); restore it before you resume, or start again"
+    ):
         data[index]
 
 
@@ -160,3 +226,60 @@ def test_a_task_trains_on_a_folder_in_one_stage_or_two(folder: Path, tmp_path: P
     assert len(losses[0]) == 6
     assert losses[0] == losses[1]
     assert "6.png" in (tmp_path / "processed" / "rejects.jsonl").read_text(encoding="utf-8")
+
+
+def test_a_cut_image_changes_no_byte_of_the_processed_data(folder: Path, tmp_path: Path) -> None:
+    def shards(name: str) -> dict[str, bytes]:
+        data = ImageFolder(folder, num_workers=0, **KEYS)
+        launch_data_process_task(None, data, Tiny(), ModelLogger(tmp_path / name), num_workers=2)
+        return {path.name: path.read_bytes() for path in sorted((tmp_path / name / "shards").iterdir())}
+
+    whole = shards("whole")
+    truncate(folder, "00.png")
+    assert shards("cut") == whole
+    assert shards("whole") == whole, "started again"
+    for name in ("whole", "cut"):
+        assert len(ProcessedDataset(tmp_path / name)) == 6
+        assert '"reason": "truncated"' in (tmp_path / name / "rejects.jsonl").read_text(encoding="utf-8")
+
+
+def _opened(folder: Path, catalogue: Path) -> tuple[list[str], list[str]]:
+    data = ImageFolder(folder, catalogue, num_workers=0, **KEYS)
+    return [sample.key for sample in data._samples], sorted(reject.reason for reject in data.rejects)
+
+
+def test_processes_that_share_a_catalogue_have_the_same_samples(folder: Path, tmp_path: Path) -> None:
+    truncate(folder, "00.png")
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        results = pool.starmap(_opened, [(folder, tmp_path / "catalogue")] * 3)
+    assert results == [_opened(folder, tmp_path / "own")] * 3
+    assert len(results[0][0]) == 6
+    assert results[0][1] == ["not_an_image", "truncated"]
+
+
+def test_a_task_resumes_when_an_image_that_was_deleted_is_restored(folder: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"num_workers": 0, "batch_size": 2, "num_epochs": 2, "engine": "torch", "resume": True}
+
+    def train(data: ImageFolder) -> Any:
+        return launch_training_task(None, data, Tiny(), ModelLogger(tmp_path / "run"), 1e-2, **settings)
+
+    train_on = ImageFolder(folder, num_workers=0, **KEYS)
+    content = (folder / "0.png").read_bytes()
+    (folder / "0.png").unlink()
+    with pytest.raises(UserError, match=r"0.png was usable when .*; restore it before you resume"):
+        train(train_on)
+    if (tmp_path / "run" / "checkpoints").is_dir():  # a step was taken before the image was needed
+        with pytest.raises(UserError, match="was trained on other data"):
+            train(ImageFolder(folder, num_workers=0, **KEYS))
+    (folder / "0.png").write_bytes(content)
+    assert train(ImageFolder(folder, num_workers=0, **KEYS)).step == 6
+
+
+def test_inspect_says_what_processed_data_is(folder: Path, tmp_path: Path) -> None:
+    data = ImageFolder(folder, num_workers=0, **KEYS)
+    processed = launch_data_process_task(None, data, Tiny(), ModelLogger(tmp_path / "processed"), num_workers=0)
+    with pytest.raises(UserError, match=r"processed is the processed data of a script, not a cache: 6 samples in 2 sh"):
+        inspect_verb.run(processed)
+    write_file_manifest(tmp_path, {}, 0)
+    with pytest.raises(UserError, match=r"manifest.json lists the sample files of a script's data process, not the sh"):
+        inspect_verb.run(tmp_path)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sd3_light.config.faults import UserError
 from sd3_light.flow.packing import pack_latents, unpack_latents
-from sd3_light.tasks.latents import DrawLatent, EncodeImage, EncodeVideo, normalise_latent
+from sd3_light.tasks.ready_made import DrawLatent, EncodeImage, EncodeVideo, normalise_latent
 from tests.families import make_vae
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)

@@ -23,7 +23,9 @@ from sd3_light.engines import Launch
 from sd3_light.engines import accelerate as engine_file
 from sd3_light.engines.torch import TorchEngine, micro_losses
 from sd3_light.evaluate.validation import EvalPreparer
+from sd3_light.export import convert
 from sd3_light.export import verb as export_verb
+from sd3_light.export.chosen import choose_model
 from sd3_light.flow.objective import BAND_NAMES
 from sd3_light.runlog import read_log
 from sd3_light.tasks import FlowMatchSFTLoss, ModelLogger, launch_training_task
@@ -548,3 +550,18 @@ def test_the_export_verb_names_the_file_of_a_script(tmp_path: Path) -> None:
     run(tmp_path / "run", max_steps=1)
     with pytest.raises(UserError, match=r"is the run of a script, whose logger saved step-1.safetensors there"):
         export_verb.run(tmp_path / "run", tmp_path / "out")
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_other_verbs_name_the_newest_file_of_a_script(tmp_path: Path, best: bool) -> None:
+    folder = tmp_path / "run"
+    run(folder, max_steps=1)
+    for name in ("step-9", "step-10", "step-10.long"):  # in the order in which they are written
+        (folder / f"{name}.safetensors").write_bytes(b"")
+    message = (
+        r"saved step-10.safetensors there; use that file: a LoRA with `sd3-light sample MODEL PROMPT --lora .*run/s"
+    )
+    with pytest.raises(UserError, match=message):
+        choose_model(folder, best)
+    with pytest.raises(UserError, match=message):
+        convert.run(folder, tmp_path / "out.safetensors")

@@ -1,6 +1,9 @@
 """User errors: one line that names the setting and the remedy, and no training progress is lost."""
 
 import math
+import os
+import re
+import signal
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import get_worker_info
 
 from sd3_light.checkpoint.store import write_part
 from sd3_light.config.faults import Stopped, UserError
@@ -217,6 +221,28 @@ def test_a_denoiser_that_fails_loses_no_step(tmp_path: Path, at: int | None, err
     assert line.startswith(message)
     assert "(step 2 is saved: resume=True continues" in line
     assert run(tmp_path, resume=True)[-1]["step"] == 3
+
+
+class Killed(Images):
+    """Its worker is killed after four samples, as the kernel does when memory is short."""
+
+    used = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.used += 1
+        if get_worker_info() is not None and self.used > 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_killed_worker_loses_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    line = error_of(lambda: run(tmp_path, data=Killed(8), num_workers=1, max_steps=20))
+    assert re.match(r"DataLoader worker \(pid \d+\) was killed by SIGKILL: out of memory", line)
+    assert "dataset_num_workers in scripts" in line
+    saved = re.search(r"\(step (\d+) is saved: resume=True continues", line)
+    assert saved is not None
+    assert run(tmp_path, data=Images(8), resume=True, max_steps=int(saved[1]) + 1)[-1]["step"] == int(saved[1]) + 1
 
 
 def test_an_error_stays_as_it_is_when_the_device_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

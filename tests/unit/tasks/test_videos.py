@@ -13,7 +13,8 @@ from sd3_light.config.faults import UserError
 from sd3_light.sources.listing import VIDEOS
 from sd3_light.sources.scan import scan
 from sd3_light.sources.video import has_av
-from sd3_light.tasks import VideoDataset, videos
+from sd3_light.tasks import VideoDataset
+from sd3_light.tasks import datasets as videos
 from tests.unit.sources.inputs import directory, rejects, write_files, write_tar
 from tests.unit.sources.videos import encode, encode_gif, numbered, numbers
 

@@ -8,7 +8,7 @@ import pytest
 
 from sd3_light.assets import DEMO
 from sd3_light.core.caption_lengths import CaptionSample, count_cut_captions, cut_prompts
-from sd3_light.families.sd3.caption_lengths import text_limits
+from sd3_light.families.sd3.encoding import text_limits
 from sd3_light.families.sd3.text import load_tokenizer
 
 CAPTIONS = ["", "a red star", "Don't  stop:\n12 green stars, 3 é!", "白色背景上有一个大的红色圆形", "a red star " * 30]

@@ -1,5 +1,6 @@
 """The list of layers equals the stock model bit for bit in float32; new weights are a pure function of the seed."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +19,9 @@ DUAL = {**TINY2, "dual_attention_layers": (0,)}
 CONFIGS = {
     "tiny2": TINY2,
     "tiny3": TINY3,
-    "no-qk-norm": SIZES["tiny2"].transformer_config(qk_norm=False),
+    "no-qk-norm": replace(SIZES["tiny2"], qk_norm=False).transformer_config(),
     "dual": DUAL,
-    "one-block": SIZES["tiny2"].transformer_config(num_layers=1),
+    "one-block": replace(SIZES["tiny2"], num_layers=1).transformer_config(),
 }
 LATENTS = [(8, 8), (4, 12), (10, 6)]
 

@@ -1,5 +1,6 @@
 """Masked attention equals the stock one without a mask, and with a mask the stock one without padding."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +21,9 @@ from sd3_light.families.sd3.random_weights import new_transformer
 TINY2 = SIZES["tiny2"].transformer_config()
 CONFIGS = {
     "qk-norm": TINY2,
-    "no-qk-norm": SIZES["tiny2"].transformer_config(qk_norm=False),
+    "no-qk-norm": replace(SIZES["tiny2"], qk_norm=False).transformer_config(),
     "dual": {**TINY2, "dual_attention_layers": (0,)},
-    "one-block": SIZES["tiny2"].transformer_config(num_layers=1),
+    "one-block": replace(SIZES["tiny2"], num_layers=1).transformer_config(),
 }
 LENGTHS = [9, 4, 1]
 

@@ -17,8 +17,7 @@ from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 from sd3_light.encoding.vae import LatentScale
-from sd3_light.families.sd3.prepare import InputPreparer
-from sd3_light.families.sd3.resident import ResidentInputs
+from sd3_light.families.sd3.prepare import InputPreparer, ResidentInputs
 from tests.unit.data.conftest import toy_content, toy_shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,7 +14,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines import blocks as chosen
 from sd3_light.engines.blocks import Blocks, choose_blocks, require_blocks
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.families.sd3 import fast_blocks
+from sd3_light.families import sd3
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.families.sd3.fast import self_check
 from sd3_light.families.sd3.fast.choice import why_no_fp8, why_stock_by_config, why_stock_on_device
@@ -85,7 +85,7 @@ def test_unavailable_fast_blocks_are_an_error(transformer: Any) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     """A GPU as the decision sees it: the problems of its kernels, plain and in fp8, and of torch.compile."""
     problems: dict[str, str | None] = {"plain": None, "fp8": None, "compile": None}
-    monkeypatch.setattr(fast_blocks, "why_stock_on_device", lambda config, device: None)
+    monkeypatch.setattr(sd3, "why_stock_on_device", lambda config, device: None)
     monkeypatch.setattr(self_check, "kernel_problem", lambda shape, device: problems["fp8" if shape.fp8 else "plain"])
     monkeypatch.setattr(chosen, "why_not_compiled", lambda device: problems["compile"])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -16,9 +16,9 @@ from sd3_light.families.sd3.layers import build_layers, run_layers
 from sd3_light.families.sd3.random_weights import new_transformer
 
 CONFIGS = {
-    "three-blocks": SIZES["tiny2"].transformer_config(num_layers=3),
-    "one-block": SIZES["tiny2"].transformer_config(num_layers=1),
-    "no-qk-norm": SIZES["tiny2"].transformer_config(qk_norm=False),
+    "three-blocks": replace(SIZES["tiny2"], num_layers=3).transformer_config(),
+    "one-block": replace(SIZES["tiny2"], num_layers=1).transformer_config(),
+    "no-qk-norm": replace(SIZES["tiny2"], qk_norm=False).transformer_config(),
 }
 LENGTHS = [9, 1, 4]
 
