@@ -18,13 +18,14 @@ from sd3_light.model.folder import stored_weights
 class BatchPlan:
     """Micro-batches of one kind: the tokens and number of their samples, and how many of them make a step.
 
-    ``shapes`` counts the shapes of all micro-batches of the run.
+    ``shapes`` counts the shapes of all micro-batches of the run, ``steps`` its steps, if they are known.
     """
 
     tokens: Tokens
     samples: int
     accumulation: int
     shapes: int = 1
+    steps: int | None = None
 
 
 def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, cache: int = 0) -> TrainingSetup:
@@ -41,7 +42,7 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         plan.samples * terms.passes,
         ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
         checkpointing=train.activation_checkpointing,
-        compiled=why_uncompiled(train, layout) is None,
+        compiled=why_uncompiled(train, layout, plan.steps) is None,
         fast=cost.why_stock(train, layout) is None,
         graphs=why_no_graphs(train, cost, flops, layout) is None,
         graph_shapes=min(plan.shapes, MAX_GRAPHS),

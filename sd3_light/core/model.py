@@ -1,6 +1,6 @@
 """What an engine trains: a denoiser with its loss, behind one module.
 
-Its blocks are compiled, checkpointed, and tapped for their features.
+Its blocks are checkpointed, and tapped for their features.
 """
 
 from abc import abstractmethod
@@ -160,21 +160,6 @@ def is_block_list(module: nn.Module) -> bool:
         return sum(isinstance(layer, nn.Linear) for layer in member.modules()) >= 2
 
     return isinstance(module, nn.ModuleList) and any(is_block(member) for member in module)
-
-
-def compile_blocks(denoiser: nn.Module) -> None:
-    """Compile each block in place; blocks of the same shape share compiled code."""
-    for block in denoiser_blocks(denoiser):
-        block.compile()
-
-
-def why_not_compiled(device: torch.device) -> str | None:
-    """Return why torch.compile does not work on this device, or None; it needs Triton and a C compiler, too."""
-    try:
-        torch.compile(torch.sin)(torch.ones(16, device=device))
-    except RuntimeError as error:  # also all errors of the compiler
-        return f"torch.compile does not work here ({type(error).__name__})"
-    return None
 
 
 @contextmanager

@@ -7,8 +7,8 @@ from torch import nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.compiling import why_not_compiled
 from sd3_light.core.cost import BlockKind, Cost, Layout
-from sd3_light.core.model import why_not_compiled
 from sd3_light.core.registry import family_of
 from sd3_light.cost.compile_choice import why_uncompiled
 from sd3_light.engines import Launch
@@ -23,12 +23,14 @@ class Blocks(NamedTuple):
     why_stock: str | None = None
     why_uncompiled: str | None = None
 
-    @property
-    def reason(self) -> str:
-        """Why the blocks are not faster ones, in brackets; empty for the fastest."""
-        if self.why_stock is None:
-            return ""
-        return f" ({self.why_stock}{'' if self.why_uncompiled is None else f'; {self.why_uncompiled}'})"
+    def sentence(self, fp8: bool = False) -> str:
+        """What runs, why not something faster, and what compiling costs."""
+        kinds = {"fast": "fast kernels", "compiled": "stock, compiled", "stock": "stock"}
+        text = f"{kinds[self.kind]}{', products in fp8' if fp8 else ''}"
+        reasons = dict.fromkeys(reason for reason in (self.why_stock, self.why_uncompiled) if reason is not None)
+        if reasons:
+            text = f"{text} ({'; '.join(reasons)})"
+        return f"{text}; the first steps take longer, while they compile" if self.kind == "compiled" else text
 
 
 def require_blocks(config: TrainConfig, cost: Cost, launch: Launch, device: torch.device, by_deepspeed: bool) -> None:
@@ -41,22 +43,22 @@ def choose_blocks(
     config: TrainConfig,
     cost: Cost,
     denoiser: nn.Module,
-    launch: Launch,
+    layout: Layout,
     device: torch.device,
     groups: ProcessGroups,
-    by_deepspeed: bool = False,
+    steps: int | None = None,
 ) -> Blocks:
-    """Decide which blocks run, and print it on a GPU; raise a UserError if the config requires unavailable ones."""
-    blocks = decide_blocks(config, cost, denoiser, launch, device, groups, by_deepspeed)
+    """Decide which blocks run, and print it; raise a UserError if the config requires unavailable ones.
+
+    ``steps`` are those of the whole run, if they are known.
+    """
+    blocks = decide_blocks(config, cost, denoiser, layout, device, groups, steps)
     why_plain = blocks.why_stock
     if config.fp8:
         reason = cost.why_no_fp8(_capability(device))
         why_plain = why_plain or groups.first_problem(reason or _kernel_problem(config, denoiser, device, fp8=True))
     _require(config, blocks.why_stock, why_plain)
-    if device.type == "cuda":
-        kinds = {"fast": "fast kernels", "compiled": "stock, compiled", "stock": "stock"}
-        fp8 = ", products in fp8" if config.fp8 else ""
-        info(f"blocks: {kinds[blocks.kind]}{fp8}{blocks.reason}")
+    info(f"blocks: {blocks.sentence(config.fp8)}")
     return blocks
 
 
@@ -64,20 +66,19 @@ def decide_blocks(
     config: TrainConfig,
     cost: Cost,
     denoiser: nn.Module,
-    launch: Launch,
+    layout: Layout,
     device: torch.device,
     groups: ProcessGroups,
-    by_deepspeed: bool = False,
+    steps: int | None = None,
 ) -> Blocks:
     """Return the blocks that run; a problem of any process counts for all of them."""
-    layout = Layout(launch.world, by_deepspeed)
     why_stock = groups.first_problem(_why_stock(config, cost, denoiser, layout, device))
     why_stock = why_stock or groups.first_problem(_kernel_problem(config, denoiser, device))
     if why_stock is None:
         return Blocks("fast")
-    why_not = why_uncompiled(config, layout)
+    why_not = why_uncompiled(config, layout, steps)
     if why_not is None and config.compile == "auto":
-        why_not = why_not_compiled(device) if device.type == "cuda" else "blocks are compiled on GPUs"
+        why_not = why_not_compiled(device) if device.type == "cuda" else "there is no GPU"
     why_not = groups.first_problem(why_not)
     return Blocks("compiled" if why_not is None else "stock", why_stock, why_not)
 

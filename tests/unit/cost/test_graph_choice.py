@@ -45,9 +45,7 @@ def test_small_steps_are_recorded_and_large_ones_only_on_request() -> None:
     ("model", "keys", "layout", "expected"),
     [
         ({"text_tokens": "real"}, {}, {}, "real"),
-        ({}, {"compile": True}, {}, "compile = true"),
-        ({}, {"adapter": {"type": "lora", "rank": 4}}, {}, "adapter"),
-        ({}, {"activation_checkpointing": True, "fast": False}, {}, "activation_checkpointing"),
+        ({}, {"adapter": {"type": "lora", "rank": 4, "dropout": 0.1}}, {}, "an adapter with dropout"),
         ({}, {}, {"world": 2}, "one process"),
         ({}, {}, {"by_deepspeed": True}, "torch engine"),
     ],
@@ -64,8 +62,18 @@ def test_graphs_can_be_switched_off() -> None:
     assert reason(config(cuda_graphs=False)) == "cuda_graphs = false"
 
 
-def test_fast_blocks_recompute_activations_in_graphs() -> None:
-    assert reason(config(activation_checkpointing=True)) is None
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "fast": False},
+        {"compile": True},
+        {"adapter": {"type": "lora", "rank": 4}},
+        {"adapter": {"type": "lora", "rank": 4}, "compile": True, "activation_checkpointing": True},
+    ],
+)
+def test_adapters_compiled_and_recomputed_blocks_are_recorded(keys: dict[str, Any]) -> None:
+    assert reason(config(**keys)) is None
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
