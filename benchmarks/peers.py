@@ -3,11 +3,13 @@
     python benchmarks/peers.py OUT --scripts FOLDER [--row NAME ...] [--steps 60] [--ours-steps 120] [--toy]
 
 FOLDER has diffusers' scripts of `examples/dreambooth`, as they are published (`train_dreambooth_lora_sd3.py`,
-`train_dreambooth_sd3.py`, ...; the reader downloads them). The model is that of `real_size.py`: SD3.5 medium's shape,
-random weights, 20 images of 1024 px; with a row of another family that of `real_families.py`. Both sides train the same
-layers at the same resolution, batch, rank and dtype, from latents and texts that were encoded before, without
+`train_dreambooth_sd3.py`, ...; the reader downloads them); they need their version of diffusers, and torchvision. The
+model is that of `real_size.py`: SD3.5 medium's shape, random weights, 20 images of 1024 px; with a row of another
+family that of `real_families.py`. Both sides train the same layers at the same resolution, batch, rank, text length and
+dtype, from latents and texts that were encoded before (`train_dreambooth_sd3.py` encodes images in every step), without
 validation and averages. Each row runs the script, then `sd3-light train`; a time is the median of the steps after the
-first third. Memory is PyTorch's peak of allocated bytes. Prints a table and writes OUT/peers.json.
+first third. On a GPU our blocks are compiled, as in a run of usual length; the time to the first step contains that.
+Memory is PyTorch's peak of allocated bytes. Prints a table and writes OUT/peers.json.
 """
 
 import argparse
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,36 +31,43 @@ from real_size import GIB, MEDIUM, PROMPT, ROOT, TOY, make_model, write_images
 
 from sd3_light.runlog import read_log
 
-LORA = ("--rank", "16")
+LORA = ("--rank", "16", "--lora_alpha", "16")
+SD3_TEXT = ("--max_sequence_length", "256")
+ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
+BOTH_STREAMS = (*(f"attn.{name}" for name in ATTENTION), "attn.add_[kqv]_proj", "attn.to_add_out")
+FLUX_LAYERS = (*BOTH_STREAMS, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Work that both sides do. ``flags`` are the script's own, ``keys`` those of the train TOML."""
+    """Work that both sides do. ``flags`` are the script's own, ``keys`` those of the train TOML.
+
+    ``targets`` are the layers to which the script adds a LoRA.
+    """
 
     script: str
     resolution: int
     batch: int
     family: str = "sd3"
-    adapter: bool = True
-    flags: tuple[str, ...] = ()
+    targets: tuple[str, ...] = BOTH_STREAMS
+    flags: tuple[str, ...] = LORA
     keys: dict[str, Any] = field(default_factory=dict)
 
 
 ROWS = {
-    "lora-512-4": Row("train_dreambooth_lora_sd3.py", 512, 4, flags=LORA),
-    "lora-1024-1": Row("train_dreambooth_lora_sd3.py", 1024, 1, flags=LORA),
+    "lora-512-4": Row("train_dreambooth_lora_sd3.py", 512, 4, flags=(*LORA, *SD3_TEXT)),
+    "lora-1024-1": Row("train_dreambooth_lora_sd3.py", 1024, 1, flags=(*LORA, *SD3_TEXT)),
     "lora-1024-4-checkpointing": Row(
         "train_dreambooth_lora_sd3.py",
         1024,
         4,
-        flags=(*LORA, "--gradient_checkpointing"),
+        flags=(*LORA, *SD3_TEXT, "--gradient_checkpointing"),
         keys={"activation_checkpointing": True},
     ),
-    "all-512-4": Row("train_dreambooth_sd3.py", 512, 4, adapter=False),
-    "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", flags=LORA),
-    "qwen-1024-1": Row("train_dreambooth_lora_qwen_image.py", 1024, 1, "qwen_image", flags=LORA),
-    "z-image-1024-1": Row("train_dreambooth_lora_z_image.py", 1024, 1, "z_image", flags=LORA),
+    "all-512-4": Row("train_dreambooth_sd3.py", 512, 4, targets=(), flags=SD3_TEXT),
+    "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS),
+    "qwen-1024-1": Row("train_dreambooth_lora_qwen_image.py", 1024, 1, "qwen_image", ATTENTION),
+    "z-image-1024-1": Row("train_dreambooth_lora_z_image.py", 1024, 1, "z_image", ATTENTION),
 }
 TRAIN = """
 output_dir = "{work}/runs/{name}"
@@ -66,7 +75,7 @@ dataset = "{work}/{name}_data.toml"
 seed = 1
 max_steps = {steps}
 micro_batch_size_per_gpu = {batch}
-logging_steps = 5
+logging_steps = {logging}
 gradient_clipping = 1.0
 checkpoint_every_n_steps = {steps}
 {keys}
@@ -92,6 +101,7 @@ ADAPTER = """
 type = "lora"
 rank = 16
 alpha = 16
+target_modules = {targets}
 """
 
 
@@ -105,7 +115,7 @@ class Side:
     failure: str = ""
 
 
-# --- the script, in a process of its own --------------------------------------------------------
+# --- the script, in another process --------------------------------------------------------
 
 
 def run_script(script: str, results: Path, arguments: list[str]) -> None:
@@ -139,12 +149,13 @@ def peer(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
         "--instance_prompt", PROMPT, "--output_dir", str(work / f"{name}_peer"), "--resolution", str(row.resolution),
         "--train_batch_size", str(row.batch), "--max_train_steps", str(args.steps), "--mixed_precision", "bf16",
         "--learning_rate", "1e-4", "--lr_scheduler", "constant", "--lr_warmup_steps", "0", "--report_to", "none",
-        "--checkpointing_steps", str(10 * args.steps), "--seed", "0", "--dataloader_num_workers", "2",
-        "--gradient_accumulation_steps", "1", "--cache_latents", "--allow_tf32", *row.flags,
+        "--checkpointing_steps", str(10 * args.steps), "--seed", "0", "--gradient_accumulation_steps", "1",
+        "--cache_latents", "--allow_tf32", "--skip_final_inference", *row.flags,
     ]  # fmt: skip
     script = args.scripts / row.script
-    known = script.read_text(encoding="utf-8")
-    arguments = [word for word in arguments if not word.startswith("--") or f'"{word}"' in known]
+    if not script.is_file():
+        return Side(failure=f"there is no {row.script} in {args.scripts}")
+    arguments = known_flags(arguments, script.read_text(encoding="utf-8"))
     command = [sys.executable, __file__, "--script", str(script), str(results), "--", *arguments]
     _run(command, out / f"{name}_peer.txt", args.timeout)
     if not results.is_file():
@@ -153,12 +164,34 @@ def peer(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
     return _side(record["times"], record["started"], record["peak"] / GIB, args.steps)
 
 
+def known_flags(arguments: list[str], script: str) -> list[str]:
+    """Return the flags, with their values, that a script's text names."""
+    kept: list[str] = []
+    known = True
+    for word in arguments:
+        if word.startswith("--"):
+            known = f'"{word}"' in script
+        if known:
+            kept.append(word)
+    return kept
+
+
 def ours(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -> Side:
     """Run the training stage of a row."""
-    keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in row.keys.items())
+    settings = {**row.keys, **({"compile": True} if torch.cuda.is_available() else {})}
+    keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
     steps = args.ours_steps
-    text = TRAIN.format(work=work, name=name, steps=steps, batch=row.batch, keys=keys, model=work / "model",
-                        adapter=ADAPTER if row.adapter else "")  # fmt: skip
+    adapter = ADAPTER.format(targets=json.dumps(row.targets)) if row.targets else ""
+    text = TRAIN.format(
+        work=work,
+        name=name,
+        steps=steps,
+        batch=row.batch,
+        keys=keys,
+        model=work / "model",
+        adapter=adapter,
+        logging=max(1, min(5, steps // 6)),
+    )
     toml = work / f"{name}.toml"
     toml.write_text(text, encoding="utf-8")
     data = DATA.format(resolution=row.resolution, images=work / "images")
@@ -166,8 +199,8 @@ def ours(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
     command = [sys.executable, "-P", "-m", "sd3_light"]
     _run([*command, "cache", str(toml)], out / f"{name}_cache.txt", args.timeout)
     started = time.time()
-    settings = [word for setting in args.set for word in ("--set", setting)]
-    _run([*command, "train", str(toml), *settings], out / f"{name}_ours.txt", args.timeout)
+    overrides = [word for setting in args.set for word in ("--set", setting)]
+    _run([*command, "train", str(toml), *overrides], out / f"{name}_ours.txt", args.timeout)
     log = work / "runs" / name / "log.jsonl"
     events = [event for event in read_log(log) if event["event"] == "step"] if log.is_file() else []
     if not events:
@@ -193,7 +226,12 @@ def _run(command: list[str], output: Path, timeout: int) -> None:
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
     with output.open("wb") as file:
-        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=timeout, check=False)
+        try:
+            subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            file.write(f"{error}\n".encode())
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -230,8 +268,9 @@ def main() -> None:
             table[f"parameters of {family}"] = make_model(family, work / "model", shape, device)
             torch.cuda.empty_cache()
             for name in (name for name in args.row if ROWS[name].family == family):
-                theirs = Side() if args.only == "ours" else peer(name, ROWS[name], work, args.out, args)
-                own = Side() if args.only == "peer" else ours(name, ROWS[name], work, args.out, args)
+                row = replace(ROWS[name], resolution=min(ROWS[name].resolution, shape.side))
+                theirs = Side() if args.only == "ours" else peer(name, row, work, args.out, args)
+                own = Side() if args.only == "peer" else ours(name, row, work, args.out, args)
                 ratio = round(theirs.seconds / own.seconds, 2) if theirs.seconds and own.seconds else None
                 table["rows"][name] = {"script": asdict(theirs), "ours": asdict(own), "ratio": ratio}
                 print(f"{name}: script {theirs}, ours {own}, ratio {ratio}", flush=True)

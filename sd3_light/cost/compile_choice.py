@@ -4,7 +4,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.core.cost import Cost, Layout
 
 ENOUGH_PASSES = 400
-"""Micro-batches from which compiling pays: it takes about as long as it saves in so many of them."""
+"""Micro-batches from which compiling pays: it takes about as long as it saves in that many."""
 MAX_SHAPES = 8
 """Shapes of micro-batches that blocks are compiled for one by one; code for any shape serves where there are more."""
 

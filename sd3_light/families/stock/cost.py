@@ -122,7 +122,7 @@ class StockCost(CountedCost):
     @property
     def why_no_graphs(self) -> str | None:
         """See `Cost.why_no_graphs`."""
-        return None if self.text.is_padded else "captions of their own lengths give every batch another shape"
+        return None if self.text.is_padded else "captions are not padded, so every batch has another shape"
 
     @property
     def token_side(self) -> int:
