@@ -7,7 +7,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.start import denoiser_folder
 from sd3_light.cost.compile_choice import why_uncompiled
-from sd3_light.cost.graph_choice import MAX_GRAPHS, why_no_graphs
+from sd3_light.cost.graph_choice import MAX_GRAPHS, REAL_TEXT_GRAPHS, why_no_graphs
 from sd3_light.cost.partition import stage_bounds
 from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
@@ -45,7 +45,7 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         compiled=why_uncompiled(train, layout, plan.steps) is None,
         fast=cost.why_stock(train, layout) is None,
         graphs=why_no_graphs(train, cost, flops, layout) is None,
-        graph_shapes=min(plan.shapes, MAX_GRAPHS),
+        graph_shapes=min(plan.shapes * (1 if cost.text.is_padded else REAL_TEXT_GRAPHS), MAX_GRAPHS),
         compute_dtype=train.model.transformer_dtype,
         accumulation=plan.accumulation,
         optimizer=train.optimizer.type,

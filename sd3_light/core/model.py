@@ -125,6 +125,11 @@ class TrainedModel(nn.Module):
         """Return the blocks that are computed one after another: what is compiled, sharded and checkpointed."""
         return denoiser_blocks(self.denoiser)
 
+    def recordable(self, batch: Batch) -> Batch:
+        """Return a batch with the same losses whose work can be recorded: the host has no lengths of its texts, and few
+        shapes recur."""
+        return batch
+
     def pipeline_layers(self) -> Sequence[nn.Module]:
         """Return the layers as modules that run one after another, in several processes, as in `forward`."""
         raise NotImplementedError(f"{type(self).__name__} has no layers for a pipeline")

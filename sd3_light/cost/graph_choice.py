@@ -10,6 +10,8 @@ host 8 ms to queue the kernels of a block (docs/LOG.md). Larger steps gain littl
 
 MAX_GRAPHS = 16
 """Graphs per run, one per shape of a micro-batch. Micro-batches of further shapes run as usual."""
+REAL_TEXT_GRAPHS = 4
+"""Graphs per shape of images with real text, whose length is rounded up: a guess for the estimate of memory."""
 
 
 def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout) -> str | None:
@@ -23,8 +25,8 @@ def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout)
         return "only one process with the torch engine records graphs"
     if cost.why_no_graphs is not None:
         return cost.why_no_graphs
-    if config.model.text_tokens == "real":
-        return 'text_tokens = "real" gives every batch another shape'
+    if config.model.text_tokens == "real" and config.terms.text_recon is not None:
+        return "text_recon compares texts of all lengths"
     if config.adapter is not None and config.adapter.dropout > 0:
         return "an adapter with dropout draws numbers in each pass"
     if config.cuda_graphs == "auto" and flops > LAUNCH_BOUND_FLOPS * cost.num_blocks:

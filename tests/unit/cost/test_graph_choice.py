@@ -44,7 +44,7 @@ def test_small_steps_are_recorded_and_large_ones_only_on_request() -> None:
 @pytest.mark.parametrize(
     ("model", "keys", "layout", "expected"),
     [
-        ({"text_tokens": "real"}, {}, {}, "real"),
+        ({"text_tokens": "real", "text_recon_gamma": 0.1, "text_recon_target_layer": 0}, {}, {}, "text_recon"),
         ({}, {"adapter": {"type": "lora", "rank": 4, "dropout": 0.1}}, {}, "an adapter with dropout"),
         ({}, {}, {"world": 2}, "one process"),
         ({}, {}, {"by_deepspeed": True}, "torch engine"),
@@ -68,12 +68,13 @@ def test_graphs_can_be_switched_off() -> None:
         {"activation_checkpointing": True},
         {"activation_checkpointing": True, "fast": False},
         {"compile": True},
+        {"model": {"text_tokens": "real"}},
         {"adapter": {"type": "lora", "rank": 4}},
         {"adapter": {"type": "lora", "rank": 4}, "compile": True, "activation_checkpointing": True},
     ],
 )
-def test_adapters_compiled_and_recomputed_blocks_are_recorded(keys: dict[str, Any]) -> None:
-    assert reason(config(**keys)) is None
+def test_adapters_real_text_compiled_and_recomputed_blocks_are_recorded(keys: dict[str, Any]) -> None:
+    assert reason(config(keys.pop("model", None), **keys)) is None
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
