@@ -170,8 +170,8 @@ class TrainConfig(Table):
     run, in short runs and on a CPU. The compiled code is kept for later runs."""
     cuda_graphs: FlagOrAuto = "auto"
     """Record forward and backward pass as a CUDA graph per bucket shape and replay it: the same results with one launch
-    instead of hundreds of kernels. For one process with padded text and without dropout in an adapter. auto: if a step
-    is bound by launches; true: at any size."""
+    instead of hundreds of kernels. Lengths of real text are rounded up. For one process, without dropout in an adapter;
+    other families need text that is padded. auto: if a step is bound by launches; true: at any size."""
     dist_timeout_sec: Positive = 600.0
     """Timeout of collectives, in seconds."""
 

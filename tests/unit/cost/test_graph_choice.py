@@ -40,6 +40,14 @@ def test_small_steps_are_recorded_and_large_ones_only_on_request() -> None:
     assert why_no_graphs(config(cuda_graphs=True), LIGHT, large, Layout()) is None
 
 
+def test_real_text_is_judged_by_its_longest_captions() -> None:
+    """A usual batch has a fraction of their FLOPs."""
+    real = config({"text_tokens": "real"})
+    assert why_no_graphs(real, DEMO, 4e12 * DEMO.num_blocks, Layout()) is None
+    assert why_no_graphs(config(), DEMO, 4e12 * DEMO.num_blocks, Layout()) is not None
+    assert why_no_graphs(real, DEMO, 6e12 * DEMO.num_blocks, Layout()) == "its kernels take longer than their launches"
+
+
 @pytest.mark.parametrize("cuda_graphs", ["auto", True])
 @pytest.mark.parametrize(
     ("model", "keys", "layout", "expected"),
