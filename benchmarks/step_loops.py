@@ -11,8 +11,8 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from sd3_light.config import ModelSize
+from sd3_light.core.compiling import compile_blocks
 from sd3_light.core.cost import Tokens
-from sd3_light.core.model import compile_blocks
 from sd3_light.cost.training_flops import step_flops
 from sd3_light.families.sd3.cost import SD3Cost, image_tokens
 from sd3_light.families.sd3.fast.block import BlockOptions

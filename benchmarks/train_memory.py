@@ -26,8 +26,8 @@ from torch import Tensor
 
 from sd3_light.config import SIZES, ModelSize, TrainConfig
 from sd3_light.core.batch import Batch
+from sd3_light.core.compiling import compile_blocks
 from sd3_light.core.cost import Tokens
-from sd3_light.core.model import compile_blocks
 from sd3_light.cost.amount import GIB
 from sd3_light.cost.device_peaks import peak_flops
 from sd3_light.cost.gpu_memory import gpu_memory

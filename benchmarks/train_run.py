@@ -1,8 +1,8 @@
 """Speed of the training stage on a synthetic cache with real shapes; encoders and images are not needed.
 
-    python benchmarks/train_run.py --regime padded|real|fp8|small128|base [any option below]
-    python benchmarks/train_run.py [--size sd3_light] [--layers 12] [--pixels 256] [--captions 1] [--batch 64]
-                                   [--steps 60] [--text padded|real] [--ema-every 100]
+    python benchmarks/train_run.py --regime padded|real|fp8|small128|base|icons [any option below]
+    python benchmarks/train_run.py [--size sd3_light] [--layers 12] [--heads 8] [--pixels 256] [--captions 1]
+                                   [--batch 64] [--steps 60] [--text padded|real] [--max-tokens 16] [--ema-every 100]
                                    [--fast true|false|auto] [--fp8] [--compile] [--checkpointing true|false|selective]
                                    [--cuda-graphs true|false|auto] [--profile FILE]
                                    [--workers 8] [--residence auto|stream|host|device] [--engine torch|deepspeed]
@@ -61,8 +61,12 @@ REGIMES: dict[str, dict[str, Any]] = {
         **{"size": "demo", "text": "padded", "batch": 1024, "samples": 32768, "ema_every": 1},
         **{"steps": 400, "warm": 100, "logging_steps": 20},
     },
+    "icons": {
+        **{"size": "demo", "layers": 8, "heads": 8, "pixels": 128, "text": "real", "max_tokens": 77},
+        **{"batch": 1024, "samples": 32768, "ema_every": 1, "steps": 200, "warm": 100, "logging_steps": 20},
+    },
 }
-"""Options by regime: the five runs in which the stage is compared with its step."""
+"""Options by regime: the six runs in which the stage is compared with its step."""
 
 _MEANS = ("samples_per_second", "seconds", "data_wait", "host_bound", "tflops_per_gpu", "mfu", "host_memory_gib")
 _PEAKS = ("gpu_memory_gib", "gpu_reserved_gib")
@@ -192,6 +196,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--regime", choices=REGIMES, help="a named set of options")
     parser.add_argument("--size", choices=SIZES, default="sd3_light")
     parser.add_argument("--layers", type=int, help="number of blocks, if not that of the size")
+    parser.add_argument("--heads", type=int, help="number of heads, 64 wide, if not that of the size")
     parser.add_argument("--pixels", type=int, help="side of the images; default: 256, or 64 for the small sizes")
     parser.add_argument("--captions", type=int, default=1, help="captions per sample")
     parser.add_argument("--ema-every", type=int, default=100, help="steps between updates of the average")
@@ -203,6 +208,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--warm", type=int, default=20, help="warm-up steps that are excluded")
     parser.add_argument("--logging-steps", type=int, default=10)
     parser.add_argument("--text", choices=("padded", "real"), default="padded")
+    parser.add_argument("--max-tokens", type=int, default=16, help="of an encoder; for the small sizes")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--fp8", action="store_true", help="FP8 products in the fast blocks")
     parser.add_argument("--fast", choices=("true", "false", "auto"), default="auto", help="use the fast blocks")

@@ -38,11 +38,12 @@ class Shape:
     t5: int
 
     @staticmethod
-    def of(size: ModelSize, pixels: int | None = None) -> "Shape":
-        """Return the shape of SD3's encoders if the model size uses them, otherwise that of the demo."""
+    def of(size: ModelSize, pixels: int | None = None, tokens: int = 16) -> "Shape":
+        """Return the shape of SD3's encoders if the model size uses them, otherwise that of the demo, with ``tokens``
+        of each."""
         if size.text_width == 4096:
             return Shape(pixels or 256, 77, 256, 768, 1280, 4096)
-        return Shape(pixels or 64, 16, 16, 96, size.pooled_width - 96, size.text_width)
+        return Shape(pixels or 64, tokens, tokens, 96, size.pooled_width - 96, size.text_width)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -132,12 +133,20 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
+def chosen_size(args: argparse.Namespace) -> ModelSize:
+    """Return the size of the denoiser."""
+    size = SIZES[args.size].with_overrides(args.layers, None)
+    return size if args.heads is None else replace(size, num_heads=args.heads)
+
+
 def train_toml(args: argparse.Namespace, shape: Shape) -> str:
     """Return the train TOML. It has no exports, since the model folder is incomplete."""
     booleans = {"true": "true", "false": "false"}
     names = ("checkpointing", "fast", "cuda_graphs")
     flags = {name: booleans.get(getattr(args, name), f'"{getattr(args, name)}"') for name in names}
-    layers = "" if args.layers is None else f"num_layers = {args.layers}"
+    size = chosen_size(args)
+    shaped = f"shape = {{num_layers = {size.num_layers}, num_heads = {size.num_heads}}}"
+    sized = f'size = "{args.size}"' + ("" if args.layers is None else f"\nnum_layers = {args.layers}")
     return f"""
 output_dir = "run"
 dataset = "data.toml"
@@ -161,8 +170,7 @@ cache_residence = "{args.residence}"
 [model]
 train_type = "sd3_light_pretrain"
 diffusers_path = "model"
-size = "{args.size}"
-{layers}
+{sized if args.heads is None else shaped}
 t5_max_length = {shape.t5_tokens}
 text_tokens = "{args.text}"
 enable_uncond_text_dropout = true
@@ -177,8 +185,8 @@ update_every = {args.ema_every}
 
 def prepare_folder(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Write all files of a run and return its description."""
-    size, real = SIZES[args.size].with_overrides(args.layers, None), args.text == "real"
-    shape = Shape.of(size, args.pixels)
+    size, real = chosen_size(args), args.text == "real"
+    shape = Shape.of(size, args.pixels, args.max_tokens)
     tokens = write_cache(folder / "cache", shape, args.samples, args.captions, real)
     write_model_folder(folder / "model", shape)
     (folder / IMAGES).mkdir()
@@ -202,6 +210,7 @@ def prepare_folder(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         "engine": args.engine,
         "size": args.size,
         "layers": size.num_layers,
+        "heads": size.num_heads,
         "batch": args.batch,
         "text": args.text,
         "compile": args.compile,

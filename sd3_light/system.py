@@ -13,6 +13,30 @@ _SPINNING = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}  # of GNU's (turns
 _CGROUP, _CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
+COMPILED_CODE = "TORCHINDUCTOR_CACHE_DIR"
+"""The environment variable that names torch's folder of compiled code."""
+
+
+def cache_folder() -> Path:
+    """Return the folder of what this package keeps between runs: it can be deleted at any time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sd3_light"
+
+
+def keep_compiled_code() -> None:
+    """Let torch keep compiled code in `cache_folder`, unless the environment names a folder.
+
+    Its own default is a temporary folder, which a restart may empty. torch decides while it is imported, so call this
+    before. A home that is not writable changes nothing.
+    """
+    folder = cache_folder() / "compiled"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    if os.access(folder, os.W_OK):
+        os.environ.setdefault(COMPILED_CODE, str(folder))
+
+
 def machine() -> str:
     """Return an id of the boot and PID namespace, within which a process number is unique."""
     try:

@@ -97,7 +97,7 @@ class DenoiserCost(Cost):
         return "products and attention, counted in a pass without memory"
 
     @property
-    def why_no_graphs(self) -> str:
+    def why_no_graphs(self) -> str | None:
         """See `Cost.why_no_graphs`."""
         return f"{self._title} was never recorded"
 

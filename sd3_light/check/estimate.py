@@ -171,6 +171,8 @@ class Estimator:
     """Shapes of micro-batches."""
     paired: bool = False
     """Whether the dataset has rejected images."""
+    steps: int | None = None
+    """Steps of the run."""
 
     @property
     def replicas(self) -> int:
@@ -183,9 +185,8 @@ class Estimator:
         """Return the numbers of a run on a dataset, without facts about its weights."""
         train = self.train
         resident = data.cache.value if train.residence == "device" else 0
-        setup = replace(self, resident=resident, shapes=data.shapes)._setup(Tokens(0, 0), 0)
-        limits = (train.max_steps, None if train.epochs is None else train.epochs * data.steps)
-        steps = min(limit for limit in limits if limit is not None)
+        steps = train.length(data.steps)
+        setup = replace(self, resident=resident, shapes=data.shapes, steps=steps)._setup(Tokens(0, 0), 0)
         epoch = sum(row.steps * row.step_flops.value for row in data.rows)
         return RunEstimate(
             path=path,
@@ -220,9 +221,15 @@ class Estimator:
         estimator = replace(estimator, resident=cache.value if on_device else 0, shapes=shapes)
         images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
         captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
+        orders = {
+            place: self._order(directories, batch_size_for(batch, place[0]), repeats)
+            for place, directories in sorted(counts.buckets.items())
+        }
+        epoch = sum(order.num_batches for order in orders.values())
+        estimator = replace(estimator, steps=self.train.length(epoch))
         rows = [
-            estimator._row(bucket, resolution, directories, batch_size_for(batch, resolution), repeats)
-            for (resolution, bucket), directories in sorted(counts.buckets.items())
+            estimator._row(place, counts.buckets[place], batch_size_for(batch, place[0]), order)
+            for place, order in orders.items()
         ]
         return DatasetEstimate(
             name=name,
@@ -240,18 +247,20 @@ class Estimator:
             ),
         )
 
-    def _row(
-        self,
-        bucket: Bucket,
-        resolution: Resolution,
-        directories: Mapping[int, BucketCount],
-        micro_batch: int,
-        repeats: Sequence[float],
-    ) -> BucketEstimate:
-        counts = directories.values()
+    def _order(self, directories: Mapping[int, BucketCount], micro_batch: int, repeats: Sequence[float]) -> BucketOrder:
         segments = tuple(Segment(count.samples, repeats[index]) for index, count in sorted(directories.items()))
         drop = self.train.small_buckets == "drop"
-        order = BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
+        return BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
+
+    def _row(
+        self,
+        place: tuple[Resolution, Bucket],
+        directories: Mapping[int, BucketCount],
+        micro_batch: int,
+        order: BucketOrder,
+    ) -> BucketEstimate:
+        resolution, bucket = place
+        counts = directories.values()
         samples = sum(count.samples for count in counts)
         masked = any(count.masked for count in counts)
         columns = self.columns(bucket)
@@ -307,7 +316,7 @@ class Estimator:
         return Amount(total, formula)
 
     def _setup(self, tokens: Tokens, micro_batch: int) -> TrainingSetup:
-        plan = BatchPlan(tokens, micro_batch, self.accumulation, self.shapes)
+        plan = BatchPlan(tokens, micro_batch, self.accumulation, self.shapes, self.steps)
         return run_setup(self.train, self.cost, self.layout, plan, self.resident)
 
 

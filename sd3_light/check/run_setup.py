@@ -6,7 +6,8 @@ from pathlib import Path
 from sd3_light.config import TrainConfig
 from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.start import denoiser_folder
-from sd3_light.cost.graph_choice import MAX_GRAPHS, why_no_graphs
+from sd3_light.cost.compile_choice import why_uncompiled
+from sd3_light.cost.graph_choice import MAX_GRAPHS, REAL_TEXT_GRAPHS, why_no_graphs
 from sd3_light.cost.partition import stage_bounds
 from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
@@ -17,13 +18,14 @@ from sd3_light.model.folder import stored_weights
 class BatchPlan:
     """Micro-batches of one kind: the tokens and number of their samples, and how many of them make a step.
 
-    ``shapes`` counts the shapes of all micro-batches of the run.
+    ``shapes`` counts the shapes of all micro-batches of the run, ``steps`` its steps, if they are known.
     """
 
     tokens: Tokens
     samples: int
     accumulation: int
     shapes: int = 1
+    steps: int | None = None
 
 
 def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, cache: int = 0) -> TrainingSetup:
@@ -40,10 +42,10 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         plan.samples * terms.passes,
         ema_tracks=1 + len(train.ema.track) if train.ema.enable else 0,
         checkpointing=train.activation_checkpointing,
-        compiled=train.compile,
+        compiled=why_uncompiled(train, layout, plan.steps) is None,
         fast=cost.why_stock(train, layout) is None,
         graphs=why_no_graphs(train, cost, flops, layout) is None,
-        graph_shapes=min(plan.shapes, MAX_GRAPHS),
+        graph_shapes=min(plan.shapes * (1 if cost.text.is_padded else REAL_TEXT_GRAPHS), MAX_GRAPHS),
         compute_dtype=train.model.transformer_dtype,
         accumulation=plan.accumulation,
         optimizer=train.optimizer.type,

@@ -227,10 +227,10 @@ def residence(train: TrainConfig) -> Iterator[Fault]:
 
 def blocks(train: TrainConfig) -> Iterator[Fault]:
     """Blocks run either through hand-written kernels or compiled; compiled blocks hide their operations."""
-    if train.compile and train.fast is True:
+    if train.compile is True and train.fast is True:
         problem = "compile = true compiles the stock blocks, fast = true replaces them"
         yield _fault("fast", problem, "true", hint="keep one")
-    if train.compile and train.activation_checkpointing == "selective":
+    if train.compile is True and train.activation_checkpointing == "selective":
         problem = "does not work with compile = true, which hides the single operations of a block"
         yield _fault("activation_checkpointing", problem, '"selective"', hint="write true, or compile = false")
 
@@ -239,7 +239,7 @@ def fp8(train: TrainConfig) -> Iterator[Fault]:
     """FP8 products exist only in the fast blocks with bfloat16."""
     conflicts = {
         "fast = false": train.fast is False,
-        "compile = true": train.compile,
+        "compile = true": train.compile is True,
         "an adapter": train.adapter is not None,
         f"pipeline_stages = {train.pipeline_stages}": train.pipeline_stages > 1,
         'transformer_dtype = "float32"': train.model.transformer_dtype != "bfloat16",
@@ -335,13 +335,12 @@ def adapter_faults(table: AdapterConfig) -> Iterator[Fault]:
 
 
 def base_bits(train: TrainConfig) -> Iterator[Fault]:
-    """Quantized weights are neither sharded nor compiled."""
+    """Quantized weights are not sharded."""
     if train.adapter is None or train.adapter.base_bits == 16:
         return
     for conflicts, problem, other in (
         (train.parallel == "fsdp2", 'parallel = "fsdp2" cannot shard quantized weights', 'parallel = "ddp"'),
         (train.pipeline_stages > 1, "pipeline stages do not support quantized weights", "pipeline_stages = 1"),
-        (train.compile, "compile = true does not support quantized layers", "compile = false"),
     ):
         if conflicts:
             value = str(train.adapter.base_bits)
@@ -401,7 +400,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     ema: ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps"),
     sampling: (*_SAMPLING_KEYS, "model", "model.uncond_text", "model.train_type", "model.init"),
     eval_names: ("eval_datasets",),
-    base_bits: ("adapter", "adapter.base_bits", "parallel", "pipeline_stages", "compile"),
+    base_bits: ("adapter", "adapter.base_bits", "parallel", "pipeline_stages"),
     adapter: ("adapter", *_ADAPTER_KEYS, "freeze", "model.init"),
 }
 """Each check and the keys that it reads."""

@@ -164,12 +164,14 @@ class TrainConfig(Table):
     """The fast blocks multiply activations by weights in FP8 (e4m3, one scale per row), in the forward pass and for
     activation gradients: 1.2 times the speed, for a loss about 2% higher after 2,000 steps. Weight gradients, master
     weights and saved files are unchanged. Needs bfloat16 and a GPU with FP8 support (Ada, Hopper or newer)."""
-    compile: Flag = False
-    """Compile the stock blocks with torch.compile."""
+    compile: FlagOrAuto = "auto"
+    """Compile the stock blocks with torch.compile. auto: on a GPU with a compiler, where no hand-written kernels run
+    and the run is long enough to pay for it; choice and time are printed. true: also where hand-written kernels could
+    run, in short runs and on a CPU. The compiled code is kept for later runs."""
     cuda_graphs: FlagOrAuto = "auto"
     """Record forward and backward pass as a CUDA graph per bucket shape and replay it: the same results with one launch
-    instead of hundreds of kernels. For one process with padded text and without adapter or `compile`. auto: if the
-    model is so small that a step is bound by launches; true: at any size."""
+    instead of hundreds of kernels. Lengths of real text are rounded up. For one process, without dropout in an adapter;
+    other families need text that is padded. auto: if a step is bound by launches; true: at any size."""
     dist_timeout_sec: Positive = 600.0
     """Timeout of collectives, in seconds."""
 
@@ -283,6 +285,11 @@ class TrainConfig(Table):
         if self.cache_residence in ("auto", "stream") and not self.sd3_streaming_dataset:
             return "host"
         return self.cache_residence
+
+    def length(self, steps_per_epoch: int) -> int:
+        """Return the steps of a whole run: the lower of `max_steps` and those of its epochs."""
+        limits = (self.max_steps, None if self.epochs is None else self.epochs * steps_per_epoch)
+        return min(limit for limit in limits if limit is not None)
 
 
 ALIASES = {"prefetch_batches_per_worker": "dataloader_prefetch_per_worker"}

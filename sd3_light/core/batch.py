@@ -64,8 +64,9 @@ class Batch(BatchRecord):
         return replace(self, values={name: function(value) for name, value in self.values.items()})
 
     def shapes(self) -> tuple[Any, ...]:
-        """Return what must be equal for two batches to run the same recorded work."""
-        return tuple((name, value.shape, value.dtype) for name, value in self.values.items())
+        """Return what must be equal for two batches to run the same recorded work: shapes, and numbers of the host."""
+        shapes = [(name, value.shape, value.dtype) for name, value in self.values.items()]
+        return (*shapes, *((name, value) for name, value in self.host.items() if isinstance(value, int)))
 
     def split(self, pieces: int) -> "list[Batch]":
         """Split into equal batches; values with lengths are cut to each one's longest sample."""

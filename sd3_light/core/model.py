@@ -1,6 +1,6 @@
 """What an engine trains: a denoiser with its loss, behind one module.
 
-Its blocks are compiled, checkpointed, and tapped for their features.
+Its blocks are checkpointed, and tapped for their features.
 """
 
 from abc import abstractmethod
@@ -125,6 +125,11 @@ class TrainedModel(nn.Module):
         """Return the blocks that are computed one after another: what is compiled, sharded and checkpointed."""
         return denoiser_blocks(self.denoiser)
 
+    def recordable(self, batch: Batch) -> Batch:
+        """Return a batch with the same losses whose work can be recorded: the host has no lengths of its texts, and few
+        shapes recur."""
+        return batch
+
     def pipeline_layers(self) -> Sequence[nn.Module]:
         """Return the layers as modules that run one after another, in several processes, as in `forward`."""
         raise NotImplementedError(f"{type(self).__name__} has no layers for a pipeline")
@@ -160,21 +165,6 @@ def is_block_list(module: nn.Module) -> bool:
         return sum(isinstance(layer, nn.Linear) for layer in member.modules()) >= 2
 
     return isinstance(module, nn.ModuleList) and any(is_block(member) for member in module)
-
-
-def compile_blocks(denoiser: nn.Module) -> None:
-    """Compile each block in place; blocks of the same shape share compiled code."""
-    for block in denoiser_blocks(denoiser):
-        block.compile()
-
-
-def why_not_compiled(device: torch.device) -> str | None:
-    """Return why torch.compile does not work on this device, or None; it needs Triton and a C compiler, too."""
-    try:
-        torch.compile(torch.sin)(torch.ones(16, device=device))
-    except RuntimeError as error:  # also all errors of the compiler
-        return f"torch.compile does not work here ({type(error).__name__})"
-    return None
 
 
 @contextmanager

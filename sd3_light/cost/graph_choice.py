@@ -6,10 +6,12 @@ from sd3_light.core.cost import Cost, Layout
 LAUNCH_BOUND_FLOPS = 1e12
 """FLOPs per block and micro-batch up to which a step is bound by launches: an H200 needs 2 to 3 ms for them, and the
 host 8 ms to queue the kernels of a block (docs/LOG.md). Larger steps gain little, and graphs need memory."""
-
-
+REAL_TEXT_FLOPS = 5e12
+"""The same with real text: these are the FLOPs of the longest captions, a multiple of those of a usual batch."""
 MAX_GRAPHS = 16
 """Graphs per run, one per shape of a micro-batch. Micro-batches of further shapes run as usual."""
+REAL_TEXT_GRAPHS = 4
+"""Graphs per shape of images with real text, whose length is rounded up: a guess for the estimate of memory."""
 
 
 def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout) -> str | None:
@@ -23,14 +25,11 @@ def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout)
         return "only one process with the torch engine records graphs"
     if cost.why_no_graphs is not None:
         return cost.why_no_graphs
-    if config.model.text_tokens == "real":
-        return 'text_tokens = "real" gives every batch another shape'
-    if config.adapter is not None:
-        return "an adapter is trained"
-    if config.compile:
-        return "compile = true"
-    if config.activation_checkpointing and cost.why_stock(config, layout) is not None:
-        return "activation_checkpointing in stock blocks reads the state of the random generator"
-    if config.cuda_graphs == "auto" and flops > LAUNCH_BOUND_FLOPS * cost.num_blocks:
+    if config.model.text_tokens == "real" and config.terms.text_recon is not None:
+        return "text_recon compares texts of all lengths"
+    if config.adapter is not None and config.adapter.dropout > 0:
+        return "an adapter with dropout draws numbers in each pass"
+    bound = LAUNCH_BOUND_FLOPS if config.model.text_tokens == "padded" else REAL_TEXT_FLOPS
+    if config.cuda_graphs == "auto" and flops > bound * cost.num_blocks:
         return "its kernels take longer than their launches"
     return None

@@ -7,19 +7,30 @@ from torch import nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.compiling import why_not_compiled
 from sd3_light.core.cost import BlockKind, Cost, Layout
-from sd3_light.core.model import why_not_compiled
 from sd3_light.core.registry import family_of
+from sd3_light.cost.compile_choice import why_uncompiled
 from sd3_light.engines import Launch
 from sd3_light.engines.processes import ProcessGroups
 from sd3_light.runlog import info
 
 
 class Blocks(NamedTuple):
-    """The blocks of a run, and why they are not the fast ones."""
+    """The blocks of a run, and why they are not the fast ones, and not compiled."""
 
     kind: BlockKind
     why_stock: str | None = None
+    why_uncompiled: str | None = None
+
+    def sentence(self, fp8: bool = False) -> str:
+        """What runs, why not something faster, and what compiling costs."""
+        kinds = {"fast": "fast kernels", "compiled": "stock, compiled", "stock": "stock"}
+        text = f"{kinds[self.kind]}{', products in fp8' if fp8 else ''}"
+        reasons = dict.fromkeys(reason for reason in (self.why_stock, self.why_uncompiled) if reason is not None)
+        if reasons:
+            text = f"{text} ({'; '.join(reasons)})"
+        return f"{text}; the first steps take longer, while they compile" if self.kind == "compiled" else text
 
 
 def require_blocks(config: TrainConfig, cost: Cost, launch: Launch, device: torch.device, by_deepspeed: bool) -> None:
@@ -32,23 +43,22 @@ def choose_blocks(
     config: TrainConfig,
     cost: Cost,
     denoiser: nn.Module,
-    launch: Launch,
+    layout: Layout,
     device: torch.device,
     groups: ProcessGroups,
-    by_deepspeed: bool = False,
+    steps: int | None = None,
 ) -> Blocks:
-    """Decide which blocks run, and print it on a GPU; raise a UserError if the config requires unavailable ones."""
-    blocks = decide_blocks(config, cost, denoiser, launch, device, groups, by_deepspeed)
+    """Decide which blocks run, and print it; raise a UserError if the config requires unavailable ones.
+
+    ``steps`` are those of the whole run, if they are known.
+    """
+    blocks = decide_blocks(config, cost, denoiser, layout, device, groups, steps)
     why_plain = blocks.why_stock
     if config.fp8:
         reason = cost.why_no_fp8(_capability(device))
         why_plain = why_plain or groups.first_problem(reason or _kernel_problem(config, denoiser, device, fp8=True))
     _require(config, blocks.why_stock, why_plain)
-    if device.type == "cuda":
-        kinds = {"fast": "fast kernels", "compiled": "stock, compiled", "stock": "stock"}
-        fp8 = ", products in fp8" if config.fp8 else ""
-        reason = "" if blocks.why_stock is None else f" ({blocks.why_stock})"
-        info(f"blocks: {kinds[blocks.kind]}{fp8}{reason}")
+    info(f"blocks: {blocks.sentence(config.fp8)}")
     return blocks
 
 
@@ -56,24 +66,21 @@ def decide_blocks(
     config: TrainConfig,
     cost: Cost,
     denoiser: nn.Module,
-    launch: Launch,
+    layout: Layout,
     device: torch.device,
     groups: ProcessGroups,
-    by_deepspeed: bool = False,
+    steps: int | None = None,
 ) -> Blocks:
-    """Return the blocks that run; a problem of any process counts for all of them.
-
-    A GPU whose kernels fail their self-check runs the stock blocks compiled, if they can be.
-    """
-    layout = Layout(launch.world, by_deepspeed)
-    reason = groups.first_problem(_why_stock(config, cost, denoiser, layout, device))
-    if reason is not None:
-        return Blocks("compiled" if config.compile else "stock", reason)
-    broken = groups.first_problem(_kernel_problem(config, denoiser, device))
-    if broken is None:
+    """Return the blocks that run; a problem of any process counts for all of them."""
+    why_stock = groups.first_problem(_why_stock(config, cost, denoiser, layout, device))
+    why_stock = why_stock or groups.first_problem(_kernel_problem(config, denoiser, device))
+    if why_stock is None:
         return Blocks("fast")
-    why_not = "activation_checkpointing = 'selective'" if config.activation_checkpointing == "selective" else None
-    return Blocks("stock" if groups.first_problem(why_not or why_not_compiled(device)) else "compiled", broken)
+    why_not = why_uncompiled(config, layout, steps)
+    if why_not is None and config.compile == "auto":
+        why_not = why_not_compiled(device) if device.type == "cuda" else "there is no GPU"
+    why_not = groups.first_problem(why_not)
+    return Blocks("compiled" if why_not is None else "stock", why_stock, why_not)
 
 
 def _why_stock(

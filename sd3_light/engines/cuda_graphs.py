@@ -79,7 +79,7 @@ class MicroBatchGraphs:
         return self._run(batch, count) if graph is None else graph.run(batch)
 
     def _record(self, batch: Batch, count: int) -> "_Graph | None":
-        assert not batch.host, "numbers on the host cannot be recorded"
+        assert all(isinstance(value, int) for value in batch.host.values()), "tensors on the host cannot be recorded"
         device = self._gradients[0].device
         try:
             inputs = batch.map_tensors(lambda tensor: tensor.to(device, copy=True))

@@ -86,7 +86,7 @@ class TorchEngine(Engine):
                 if self.graphs is None:
                     names, packed = self._run_pass(batch, len(batches))
                 else:
-                    names, packed = self.graphs.run(batch, len(batches))
+                    names, packed = self.graphs.run(self.module.recordable(batch), len(batches))
             numbers = numbers + packed
         return self._finish_step(names, self.sum_over_ranks(numbers) / self.world)
 

@@ -12,6 +12,7 @@ from sd3_light.config import DirectoryConfig, LoadedConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.toml_file import read_toml
+from sd3_light.core.cost import Layout
 from sd3_light.core.registry import family_of
 from sd3_light.engines import Launch
 from sd3_light.engines.blocks import decide_blocks
@@ -49,8 +50,9 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     """Return the losses of each evaluation set by name, as training computes them; their caches must exist."""
     launch = launch or Launch()
     require_eval_sets(loaded)
-    # nothing is trained, and not every GPU supports fp8
-    config = loaded.train.model_copy(update={"fp8": False, "model": with_base_values(loaded.train.model)})
+    # nothing is trained, so compiling never pays, and not every GPU supports fp8
+    update = {"fp8": False, "compile": loaded.train.compile is True, "model": with_base_values(loaded.train.model)}
+    config = loaded.train.model_copy(update=update)
     chosen = choose_model(model)
     model = chosen.folder
     if not (model / "transformer" / "config.json").is_file():
@@ -63,7 +65,7 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
         torch.cuda.set_device(device)  # kernels run on the current device
     groups = start_process_group(launch, device, config.dist_timeout_sec)
     start = family.weights.start(config.model)
-    blocks = decide_blocks(config, family.cost(start, config.model), denoiser, launch, device, groups)
+    blocks = decide_blocks(config, family.cost(start, config.model), denoiser, Layout(launch.world), device, groups)
     engine = TorchEngine(family.training.model(denoiser, config, blocks.kind == "fast"), config, launch, device)
     preparer = family.training.preparer(config, start, None)
     with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):

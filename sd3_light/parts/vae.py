@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
-from sd3_light.core.model import why_not_compiled
+from sd3_light.core.compiling import why_not_compiled
 from sd3_light.encoding.vae import SD3_LATENTS, tf32_convolutions
 from sd3_light.model.loading import load_diffusers_model
 from sd3_light.model.part_configs import read_config

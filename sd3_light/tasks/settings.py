@@ -162,6 +162,7 @@ class TaskSettings(Table):
             "save_every_n_steps": self.save_steps,
             "save_every_n_epochs": None if self.save_steps else 1,
             "eval_datasets": () if self.eval_dataset is None else (self.eval_dataset,),
+            "compile": False,
             "optimizer": self._optimizer(),
             "ema": self._ema(),
             "adapter": adapter,

@@ -1,6 +1,5 @@
 """Where the training cache of a run is: the choice of `cache_residence = "auto"`, equal on all ranks, and loading."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,7 +46,7 @@ def place_cache(
     reads_data = launch.reads_data(config.pipeline_stages)
     if config.residence != "auto":
         return load_cache(data, config, launch, device) if reads_data else None
-    room = room_for_cache(data, config, cost, process)
+    room = room_for_cache(data, config, cost, process, config.length(order.steps_per_epoch))
     choice = _choose(data, order, config, process.groups.gathered(room))
     info(f'cache: {_PLACES[choice.residence]} (cache_residence = "auto": {choice.reason})')
     if choice.residence == "stream":
@@ -77,8 +76,10 @@ def _is_out_of_memory(error: Exception) -> bool:
     return is_full or "can't allocate memory" in str(error)
 
 
-def room_for_cache(data: CachedDataset, config: TrainConfig, cost: Cost, process: TrainingProcess) -> Room:
-    """Return the memory of this process: what it has, and what training takes of it by the formula of `check`."""
+def room_for_cache(
+    data: CachedDataset, config: TrainConfig, cost: Cost, process: TrainingProcess, steps: int | None = None
+) -> Room:
+    """Return the memory of this process: what it has, and what ``steps`` take of it by the formula of `check`."""
     launch = process.launch
     if process.device.type != "cuda":
         return Room(None, 0, available_memory(), launch.local_world)
@@ -88,7 +89,7 @@ def room_for_cache(data: CachedDataset, config: TrainConfig, cost: Cost, process
     setups = []
     for bucket in data.buckets:
         samples = batch_size_for(config.micro_batch_size_per_gpu, bucket.resolution)
-        plan = BatchPlan(cost.tokens(named_bucket(bucket.bucket)), samples, accumulation, len(data.buckets))
+        plan = BatchPlan(cost.tokens(named_bucket(bucket.bucket)), samples, accumulation, len(data.buckets), steps)
         setups.append(run_setup(config, cost, layout, plan))
     training = max(gpu_memory(setup).total for setup in setups)
     # other processes may use the GPU; the context of this one is part of the estimate
@@ -96,7 +97,6 @@ def room_for_cache(data: CachedDataset, config: TrainConfig, cost: Cost, process
 
 
 def _choose(data: CachedDataset, order: Order, config: TrainConfig, rooms: Sequence[Room]) -> ResidenceChoice:
-    steps = math.inf if config.max_steps is None else config.max_steps
-    epochs = min(steps / order.steps_per_epoch, math.inf if config.epochs is None else config.epochs)
+    epochs = config.length(order.steps_per_epoch) / order.steps_per_epoch
     why_not_device = FROM_HOST if config.pipeline_stages > 1 else None
     return choose_residence(data.manifest.nbytes, rooms, epochs, not isinstance(data.store, LocalStore), why_not_device)

@@ -6,17 +6,19 @@ from dataclasses import dataclass
 from torch import nn
 
 from sd3_light.config import AdapterConfig, UserError
+from sd3_light.core.compiling import CompileTime, compile_blocks
 from sd3_light.core.cost import Cost, Layout
-from sd3_light.core.model import TrainedModel, compile_blocks, of_denoiser
+from sd3_light.core.model import TrainedModel, of_denoiser
 from sd3_light.core.objective import Objective
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import Preparer
+from sd3_light.cost.compile_choice import is_compiled_per_shape
 from sd3_light.cost.graph_choice import why_no_graphs
 from sd3_light.data.prepare import with_columns
 from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Engine, deepspeed
-from sd3_light.engines.blocks import Blocks, choose_blocks
+from sd3_light.engines.blocks import choose_blocks
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.of_run import Saver
@@ -33,13 +35,23 @@ MakeObjective = Callable[[nn.Module], Objective]
 
 @dataclass(frozen=True)
 class TrainState:
-    """The parts of a run that hold or use weights. ``saver`` exports them, ``preparer`` makes the batches."""
+    """The parts of a run that hold or use weights. ``saver`` exports them, ``preparer`` makes the batches.
+
+    ``compile_time`` is that of compiled blocks.
+    """
 
     preparer: Preparer
     model: TrainedModel
     engine: Engine
     averages: Averages
     saver: Saver
+    compile_time: CompileTime | None = None
+
+    def begin_step(self, step: int) -> None:
+        """Start the step after ``step`` ones."""
+        self.model.begin(step)
+        if self.compile_time is not None:
+            self.compile_time.report()
 
 
 def make_train_state(context: RunContext, objective: MakeObjective | None = None) -> TrainState:
@@ -51,26 +63,31 @@ def make_train_state(context: RunContext, objective: MakeObjective | None = None
     family = family_of(config.model)
     denoiser = load_what_trains(config, start, device)
     saver = Saver.of(config, denoiser, context.folder.path / "exports", start, context.model_facts)
-    blocks = choose_blocks(config, context.cost, denoiser, launch, device, context.groups, context.by_deepspeed)
+    layout = Layout(launch.world, context.by_deepspeed)
+    steps = config.length(context.order.steps_per_epoch)
+    blocks = choose_blocks(config, context.cost, denoiser, layout, device, context.groups, steps)
     module = family.training.model(denoiser, config, blocks.kind == "fast")
     if objective is not None:
         module.use(objective(denoiser))
     load_teacher(module, config, device)
+    compile_time = None
     if blocks.kind == "compiled":
-        compile_blocks(denoiser)
+        compile_time = CompileTime()
+        per_shape = is_compiled_per_shape(config, context.cost, len(context.order.buckets), steps)
+        compile_blocks(denoiser, per_shape, lenient=config.compile == "auto")
     if config.adapter is not None and config.adapter.dropout > 0:
         module.dropout = AdapterDropout(denoiser, config.seed, launch.rank)
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
     engine: Engine = make(module, config, launch, device, context.groups.writers)
     if isinstance(engine, TorchEngine) and device.type == "cuda":
-        _choose_graphs(engine, context, blocks)
+        _choose_graphs(engine, context)
     apply_timeout(context.groups, config.dist_timeout_sec)
     saver.live = lambda: engine.gather(of_denoiser(engine.weights))
     require_columns(context.data, module.objective.reads)
     preparer = family.training.preparer(config, start, context.data.empty_text())
     averages = Averages(of_denoiser(engine.weights), config.ema)
     teach_by_average(module, engine, averages)
-    return TrainState(with_columns(preparer, module.objective.reads), module, engine, averages, saver)
+    return TrainState(with_columns(preparer, module.objective.reads), module, engine, averages, saver, compile_time)
 
 
 def require_columns(data: CachedDataset, reads: Sequence[str]) -> None:
@@ -86,13 +103,11 @@ def require_columns(data: CachedDataset, reads: Sequence[str]) -> None:
             )
 
 
-def _choose_graphs(engine: TorchEngine, context: RunContext, blocks: Blocks) -> None:
+def _choose_graphs(engine: TorchEngine, context: RunContext) -> None:
     """Let the engine replay CUDA graphs if the config allows it and they may help; print it."""
     config = context.config
     layout = Layout(context.launch.world, context.by_deepspeed)
     reason = why_no_graphs(config, context.cost, context.largest_flops, layout)
-    if blocks.kind == "compiled":
-        reason = reason or "the blocks are compiled"
     if reason is None:
         engine.use_graphs()
         info("CUDA graphs: forward and backward passes are recorded once per bucket shape, then replayed")

@@ -195,7 +195,7 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         max_nonfinite_steps=config.max_nonfinite_steps,
         logging_steps=config.logging_steps,
         steps_per_print=config.steps_per_print,
-        begin_step=state.model.begin,
+        begin_step=state.begin_step,
         idle_advice=advice,
     )
 

@@ -1,6 +1,7 @@
 """Steps that replay CUDA graphs compute the same bits as steps that launch their kernels one by one."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,25 @@ def batch(seed: int, sides: tuple[int, int], poison: float = 0.0) -> Batch:
     values = {"noisy": noisy, "t": times.sigmoid(), "prompt": prompt.bfloat16(), "pooled": pooled.bfloat16()}
     mask = torch.rand(6, *sides, generator=generator).to(CUDA) if seed % 3 else None
     return Batch(6, values).with_values({"target": target + poison, "mask": mask})
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["stock", "fast"])
+def test_real_text_is_recorded_in_few_graphs(tmp_path: Path, fast: bool) -> None:
+    """Lengths differ in every batch. The fillers change only the rounding."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = [torch.randint(1, 13, (6,), generator=generator) for _ in range(8)]
+    losses = []
+    for graphs in (False, True):
+        engine = _engine(tmp_path, fast, graphs, {}, {"text_tokens": "real"})
+        steps = []
+        for seed, counts in enumerate(lengths):
+            some = batch(3 * seed, SIDES[0])
+            cut = some.with_values({"prompt": some["prompt"][:, : int(counts.max())]})
+            steps.append(engine.train_step([replace(cut, host={"prompt.length": counts})], 1e-4).read().losses["loss"])
+        losses.append(steps)
+    assert engine.graphs is not None
+    assert 1 <= engine.graphs.count <= 4
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
 
 
 def train(engine: TorchEngine, averages: Averages, first: int, last: int) -> list[StepNumbers]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sd3_light.config import SIZES
-from sd3_light.core.model import compile_blocks
+from sd3_light.core.compiling import compile_blocks
 from sd3_light.families.sd3.layers import build_layers, run_layers
 from sd3_light.families.sd3.random_weights import new_transformer
 from tests.project import Project

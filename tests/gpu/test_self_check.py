@@ -7,7 +7,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from sd3_light.core.model import why_not_compiled
+from sd3_light.core.compiling import why_not_compiled
 from sd3_light.families.sd3.fast import kernels, reference
 from sd3_light.families.sd3.fast.self_check import KernelShape, check_kernels, kernel_problem
 

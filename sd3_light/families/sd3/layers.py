@@ -127,8 +127,9 @@ def run_layers(
     inputs: Sequence[Tensor],
     checkpointing: Checkpointing = False,
     between: BetweenBlocks | None = None,
+    draws: bool = False,
 ) -> LayerState:
-    """Run the layers in order and return the last state.
+    """Run the layers in order and return the last state; ``draws``: they draw random numbers.
 
     With ``checkpointing`` the backward pass recomputes the blocks' activations: all, or with ``"selective"`` all except
     the outputs of matrix products and attention. ``between``, for the whole list of layers, gets the image tokens
@@ -138,7 +139,7 @@ def run_layers(
     state: Any = tuple(inputs)
     for number, layer in enumerate(layers):
         if checkpointing and isinstance(layer, JointBlock) and torch.is_grad_enabled():
-            state = checkpoint(layer, state, use_reentrant=False, **context)
+            state = checkpoint(layer, state, use_reentrant=False, preserve_rng_state=draws, **context)
         else:
             state = layer(state)
         if between is not None and between.acts_after(number):

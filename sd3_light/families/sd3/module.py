@@ -8,7 +8,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
-from sd3_light.core.batch import Batch
+from sd3_light.core.batch import LENGTH, Batch
 from sd3_light.core.model import Losses, TrainedModel
 from sd3_light.core.objective import Prediction
 from sd3_light.core.start import WeightsStart
@@ -17,11 +17,16 @@ from sd3_light.data.shards import CaptionFeatures
 from sd3_light.families.sd3.between_blocks import BetweenBlocks, BetweenPlan
 from sd3_light.families.sd3.fast.block import BlockOptions, Keep, Products
 from sd3_light.families.sd3.fast.forward import FastDenoiser
+from sd3_light.families.sd3.fast.row_plan import FixedText, fill_rows
 from sd3_light.families.sd3.layers import Embed, LayerState, build_layers, run_layers, unpatchify
 from sd3_light.families.sd3.prepare import InputPreparer
 from sd3_light.flow.objective import alignment_loss
 from sd3_light.flow.objectives import configured_objective
+from sd3_light.model.device_copy import to_device
 
+_LENGTHS = f"prompt{LENGTH}"
+_ROWS = "prompt.rows"
+_TEXT_STEP = 32  # recorded text is padded to a multiple of this
 _KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
 
 
@@ -96,7 +101,8 @@ class SD3TrainingModule(TrainedModel):
             self.dropout.forward(batch["noisy"].device)
         drawn = [name for name in ("kept", "corners") if name in batch.values]
         assert drawn in ([], self.image_draws), f"a batch with {drawn} instead of {self.image_draws}"
-        assert (batch.lengths("prompt") is not None) == self.real_text, "exactly real text has lengths"
+        is_real = batch.lengths("prompt") is not None or _LENGTHS in batch.values
+        assert is_real == self.real_text, "exactly real text has lengths"
         run = self._run_fast if self.fast else self._run_stock
         outputs = run(batch, between)
         return outputs if between is None or between.compared is None else (*outputs, between.compared)
@@ -107,7 +113,7 @@ class SD3TrainingModule(TrainedModel):
     def inputs(self, batch: Batch) -> LayerState:
         """Return the input of the first layer."""
         noisy = batch["noisy"]
-        lengths = batch.lengths("prompt")
+        lengths = batch.get(_LENGTHS) if _LENGTHS in batch.values else batch.lengths("prompt")
         counts = () if lengths is None else (lengths.to(noisy.device, non_blocking=True),)
         times = (1000 * batch["t"]).float()
         features = (noisy.float(), times, batch["prompt"].float(), batch["pooled"].float())
@@ -121,13 +127,30 @@ class SD3TrainingModule(TrainedModel):
         times = (1000 * batch["t"]).float()
         corners = batch.select(("corners",)).tensors()
         inputs = (noisy.float(), times, batch["prompt"].to(fast.dtype), batch["pooled"], *corners)
-        counts = None if lengths is None else lengths.tolist()
+        counts: list[int] | FixedText | None = None if lengths is None else lengths.tolist()
+        if (fixed := batch.get(_LENGTHS)) is not None:
+            counts = FixedText(fixed, batch.host[_ROWS])
         patches, *texts = fast.with_text(inputs, counts, self.target_layer, between)
         if not texts:
             return (patches, patches.new_empty(0))
         text, target = texts
         on_device = () if lengths is None else (lengths.to(noisy.device, non_blocking=True),)
         return (patches, text, *on_device, target)
+
+    def recordable(self, batch: Batch) -> Batch:
+        """See `TrainedModel.recordable`: the lengths of real text go to the device.
+
+        Stock blocks mask what the prompt is padded with, and fast ones pack its rows and fill them up.
+        """
+        lengths = batch.lengths("prompt")
+        if lengths is None:
+            return batch
+        longest = -(-int(lengths.max()) // _TEXT_STEP) * _TEXT_STEP
+        host: dict[str, int] = {}
+        if self.fast:
+            lengths, host[_ROWS] = fill_rows(lengths, longest)
+        padded = batch.padded_to("prompt", longest).with_values({_LENGTHS: to_device(lengths, batch["noisy"].device)})
+        return replace(padded, host=host)
 
     def _fast_denoiser(self, device: torch.device) -> FastDenoiser:
         """Return the fast denoiser, built at first use, when the weights are on their device."""
@@ -144,7 +167,7 @@ class SD3TrainingModule(TrainedModel):
         device = state[0].device
         autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
-            return run_layers(layers, state, self.checkpointing, between)
+            return run_layers(layers, state, self.checkpointing, between, self.dropout is not None)
 
 
 class PipelineLayer(nn.Module):

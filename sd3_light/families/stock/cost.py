@@ -120,6 +120,11 @@ class StockCost(CountedCost):
         return self._text
 
     @property
+    def why_no_graphs(self) -> str | None:
+        """See `Cost.why_no_graphs`."""
+        return None if self.text.is_padded else "captions are not padded, so every batch has another shape"
+
+    @property
     def token_side(self) -> int:
         """See `Cost.token_side`."""
         return self._side

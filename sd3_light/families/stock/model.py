@@ -55,10 +55,9 @@ class StockModel(TrainedModel):
         # its backward pass fails on Flux (an illegal address on an H200, torch 2.11); flash attention takes its place
         torch.backends.cuda.enable_cudnn_sdp(False)
         stock: Any = denoiser
-        if config.activation_checkpointing == "selective":
-            stock.enable_gradient_checkpointing(_checkpoint_but_products)
-        elif config.activation_checkpointing:
-            stock.enable_gradient_checkpointing()
+        if config.activation_checkpointing:
+            context = {"context_fn": save_products} if config.activation_checkpointing == "selective" else {}
+            stock.enable_gradient_checkpointing(partial(self._checkpoint, context))
         stock.train()  # without it diffusers keeps all activations
 
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
@@ -74,14 +73,13 @@ class StockModel(TrainedModel):
             velocity = self._call(self.denoiser, batch.map_tensors(_in_float32))
         return Prediction(velocity, features)
 
+    def _checkpoint(self, context: dict[str, Any], block: nn.Module, *inputs: Any) -> Any:
+        """Run a block whose backward pass computes it again; only an adapter's dropout draws numbers in it."""
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=self.dropout is not None, **context)
+
 
 def _in_float32(value: Tensor) -> Tensor:
     return value.float() if value.is_floating_point() else value
-
-
-def _checkpoint_but_products(block: nn.Module, *inputs: Any) -> Any:
-    """Run a block; the backward pass computes it again, except for the results of matrix products and attention."""
-    return checkpoint(block, *inputs, use_reentrant=False, context_fn=save_products)
 
 
 class StockTraining(TrainingParts):

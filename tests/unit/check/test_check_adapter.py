@@ -48,7 +48,6 @@ def test_an_adapter_on_random_weights_is_a_fault(files: Any, only_fault: Callabl
         ("", 'type = "loha"\nbase_bits = 8', "adapter.base_bits"),
         ('parallel = "fsdp2"', "base_bits = 4", "adapter.base_bits"),
         ("pipeline_stages = 2", "base_bits = 4", "adapter.base_bits"),
-        ("compile = true", "base_bits = 4", "adapter.base_bits"),
         ("", 'base_bits = "4"', "adapter.base_bits"),
         ("", "base_bits = 2", "adapter.base_bits"),
     ],

@@ -18,7 +18,7 @@ from sd3_light.config import SIZES, ConfigFaults, Fault, ModelConfig, TrainConfi
 from sd3_light.core import registry
 from sd3_light.core.checks import ModelChecks, ModelFact
 from sd3_light.core.columns import Bucket, Column
-from sd3_light.core.cost import Cost, Tokens
+from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.family import Family
 from sd3_light.core.start import WeightsStart
 from sd3_light.engines import Launch
@@ -121,12 +121,13 @@ def test_kernels_that_a_family_lacks_are_one_fault_each(flux: None, files: Any) 
 
 
 def test_a_family_without_kernels_runs_stock_blocks(flux: None, files: Any) -> None:
-    def kind(top: str) -> tuple[str, str | None]:
+    def kind(top: str) -> tuple[str, str | None, str | None]:
         denoiser: Any = nn.Linear(1, 1)
-        return choose_blocks(files.load(top=top).train, COST, denoiser, Launch(), CPU, ProcessGroups())
+        return choose_blocks(files.load(top=top).train, COST, denoiser, Layout(), CPU, ProcessGroups())
 
-    assert kind("") == ("stock", "Flux has no fast blocks")
-    assert kind("compile = true") == ("compiled", "Flux has no fast blocks")
+    assert kind("") == ("stock", "Flux has no fast blocks", "there is no GPU")
+    assert kind("compile = true") == ("compiled", "Flux has no fast blocks", None)
+    assert kind("compile = false") == ("stock", "Flux has no fast blocks", "compile = false")
     with pytest.raises(
         UserError, match=r'^fast = true is not available: Flux has no fast blocks; write fast = "auto"$'
     ):

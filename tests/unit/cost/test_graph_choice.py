@@ -40,14 +40,20 @@ def test_small_steps_are_recorded_and_large_ones_only_on_request() -> None:
     assert why_no_graphs(config(cuda_graphs=True), LIGHT, large, Layout()) is None
 
 
+def test_real_text_is_judged_by_its_longest_captions() -> None:
+    """A usual batch has a fraction of their FLOPs."""
+    real = config({"text_tokens": "real"})
+    assert why_no_graphs(real, DEMO, 4e12 * DEMO.num_blocks, Layout()) is None
+    assert why_no_graphs(config(), DEMO, 4e12 * DEMO.num_blocks, Layout()) is not None
+    assert why_no_graphs(real, DEMO, 6e12 * DEMO.num_blocks, Layout()) == "its kernels take longer than their launches"
+
+
 @pytest.mark.parametrize("cuda_graphs", ["auto", True])
 @pytest.mark.parametrize(
     ("model", "keys", "layout", "expected"),
     [
-        ({"text_tokens": "real"}, {}, {}, "real"),
-        ({}, {"compile": True}, {}, "compile = true"),
-        ({}, {"adapter": {"type": "lora", "rank": 4}}, {}, "adapter"),
-        ({}, {"activation_checkpointing": True, "fast": False}, {}, "activation_checkpointing"),
+        ({"text_tokens": "real", "text_recon_gamma": 0.1, "text_recon_target_layer": 0}, {}, {}, "text_recon"),
+        ({}, {"adapter": {"type": "lora", "rank": 4, "dropout": 0.1}}, {}, "an adapter with dropout"),
         ({}, {}, {"world": 2}, "one process"),
         ({}, {}, {"by_deepspeed": True}, "torch engine"),
     ],
@@ -64,8 +70,19 @@ def test_graphs_can_be_switched_off() -> None:
     assert reason(config(cuda_graphs=False)) == "cuda_graphs = false"
 
 
-def test_fast_blocks_recompute_activations_in_graphs() -> None:
-    assert reason(config(activation_checkpointing=True)) is None
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": True, "fast": False},
+        {"compile": True},
+        {"model": {"text_tokens": "real"}},
+        {"adapter": {"type": "lora", "rank": 4}},
+        {"adapter": {"type": "lora", "rank": 4}, "compile": True, "activation_checkpointing": True},
+    ],
+)
+def test_adapters_real_text_compiled_and_recomputed_blocks_are_recorded(keys: dict[str, Any]) -> None:
+    assert reason(config(keys.pop("model", None), **keys)) is None
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -90,7 +90,7 @@ def test_training_takes_what_check_estimates(cached_project: Project, gpu: dict[
     loaded = cached_project.load()
     data = open_cache(loaded.dataset, loaded.train, Launch())
     process = TrainingProcess(Launch(), CUDA, ProcessGroups())
-    room = room_for_cache(data, loaded.train, cost_of(loaded), process)
+    room = room_for_cache(data, loaded.train, cost_of(loaded), process, loaded.train.max_steps)
     assert room == (20 * GIB, check.run(loaded).gpu.total, 64 * GIB, 1)
     gpu["free"] = 5 * GIB
     room = room_for_cache(data, loaded.train, cost_of(loaded), process)

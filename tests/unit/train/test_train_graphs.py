@@ -8,12 +8,11 @@ import pytest
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
-from sd3_light.engines.blocks import Blocks
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.train.state import _choose_graphs
 from sd3_light.train.verb import memory_hint
 
-FAST = Blocks("fast")
+DROPPED = {"type": "lora", "rank": 4, "dropout": 0.1}
 
 
 class Engine:
@@ -23,7 +22,7 @@ class Engine:
         self.records = True
 
 
-def choose(blocks: Blocks = FAST, flops: float = 1e12, **keys: Any) -> bool:
+def choose(flops: float = 1e12, **keys: Any) -> bool:
     """Return whether the engine records graphs."""
     model = {"diffusers_path": "folder", "train_type": "sd3_light_pretrain", "size": "demo"}
     table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
@@ -31,24 +30,26 @@ def choose(blocks: Blocks = FAST, flops: float = 1e12, **keys: Any) -> bool:
     cost = SD3Cost(SIZES["demo"])
     context: Any = SimpleNamespace(config=config, cost=cost, launch=Launch(), by_deepspeed=False, largest_flops=flops)
     engine: Any = Engine()
-    _choose_graphs(engine, context, blocks)
+    _choose_graphs(engine, context)
     return bool(engine.records)
 
 
 def test_a_run_of_small_steps_says_that_it_records_graphs(capsys: pytest.CaptureFixture[str]) -> None:
     assert choose()
+    assert choose(compile=True), "compiled blocks, too"
     assert "CUDA graphs: forward and backward passes are recorded once per bucket shape" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("keys", [{"cuda_graphs": False}, {"compile": True}, {"flops": 1e15}])
+@pytest.mark.parametrize("keys", [{"cuda_graphs": False}, {"adapter": DROPPED}, {"flops": 1e15}])
 def test_other_runs_say_nothing(keys: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert not choose(**keys)
     assert capsys.readouterr().err == ""
 
 
 def test_a_request_that_cannot_be_met_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not choose(Blocks("compiled", "a kernel does not fit"), cuda_graphs=True)
-    line = "cuda_graphs = true is not available: the blocks are compiled; kernels are launched one by one\n"
+    assert not choose(adapter=DROPPED, cuda_graphs=True)
+    reason = "an adapter with dropout draws numbers in each pass"
+    line = f"cuda_graphs = true is not available: {reason}; kernels are launched one by one\n"
     assert capsys.readouterr().err.endswith(line)
 
 

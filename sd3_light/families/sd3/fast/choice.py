@@ -14,7 +14,7 @@ def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by
     """Return why this config runs the stock blocks, or None if it allows the fast ones."""
     if config.fast is False:
         return "fast = false"
-    if config.compile:
+    if config.compile is True:
         return "compile = true"
     if config.adapter is not None:
         return "an adapter is trained"

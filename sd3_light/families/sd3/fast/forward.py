@@ -13,7 +13,7 @@ from sd3_light.config import size_from_transformer_config
 from sd3_light.families.sd3.between_blocks import BetweenBlocks
 from sd3_light.families.sd3.fast import reference
 from sd3_light.families.sd3.fast.block import BlockOptions, FastBlock, FinalNorm, modulate
-from sd3_light.families.sd3.fast.row_plan import RowPlan, Rows, make_plan
+from sd3_light.families.sd3.fast.row_plan import FixedText, RowPlan, Rows, make_plan
 from sd3_light.families.sd3.fast.weights import StreamWeights, WeightCopies
 from sd3_light.families.sd3.layers import embed_patches
 
@@ -41,8 +41,8 @@ class FastDenoiser:
     """``denoiser(features, lengths)`` returns the patches [B, N, P] of `families/sd3/layers.py`, up to rounding.
 
     ``features`` are (noisy_BCHW, timestep_B, prompt_BTE, pooled_BP); ``lengths`` are the number of real text tokens of
-    each sample, on the host, or None if all are real. The transformer must already be on its device. ``dtype`` is the
-    compute dtype; the weights stay float32.
+    each sample, on the host or as `FixedText`, or None if all are real. The transformer must already be on its device.
+    ``dtype`` is the compute dtype; the weights stay float32.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class FastDenoiser:
         self.heads = int(transformer.config.num_attention_heads)
         self.weights = WeightCopies(transformer, dtype, self.options.products == "fp8")
 
-    def __call__(self, features: Sequence[Tensor], lengths: Sequence[int] | None = None) -> Tensor:
+    def __call__(self, features: Sequence[Tensor], lengths: Sequence[int] | FixedText | None = None) -> Tensor:
         """Return the predicted patches."""
         return self.with_text(features, lengths, None)[0]
 
     def with_text(
         self,
         features: Sequence[Tensor],
-        lengths: Sequence[int] | None,
+        lengths: Sequence[int] | FixedText | None,
         target_layer: int | None,
         between: BetweenBlocks | None = None,
     ) -> tuple[Tensor, ...]:
@@ -69,6 +69,7 @@ class FastDenoiser:
         Text rows after a sample's real tokens are zeros. ``features`` may end with the corners of the position crops.
         ``between`` gets the image tokens between blocks.
         """
+        assert target_layer is None or not isinstance(lengths, FixedText), "fillers have no place in a text"
         noisy, timestep, prompt, pooled, *corners = features
         self.weights.refresh()
         with torch.autocast(noisy.device.type, self.dtype, enabled=self.dtype != torch.float32):
@@ -82,13 +83,15 @@ class FastDenoiser:
         return (patches, *(_by_sample(rows, plans[num_image], prompt.shape[1]) for rows in texts))
 
     def _embed(self, timestep: Tensor, prompt: Tensor, pooled: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return the text rows, and the activated embedding of time and pooled text."""
+        """Return the text rows, and the activated embedding of time and pooled text, for fillers any."""
         transformer: Any = self.transformer
         rows = prompt.flatten(0, 1)
         if plan.text_index is not None:
             rows = rows[plan.text_index]
         # times up to 1000 need float32, and the embedding takes its dtype from the pooled text
         time = F.silu(transformer.time_text_embed(timestep, pooled.float()))
+        if fillers := plan.samples - len(time):
+            time = torch.cat([time, time[-1:].expand(fillers, -1)])
         return transformer.context_embedder(rows), time.to(self.dtype)
 
     def _run(
@@ -101,7 +104,7 @@ class FastDenoiser:
         between: BetweenBlocks | None,
     ) -> tuple[Tensor, ...]:
         """Run the blocks; ``plans`` has one per number of image tokens that a block may get."""
-        width, samples = image.shape[1], len(time)
+        width, samples = image.shape[1], len(image) // max(plans)
         blocks = self.weights.blocks
         # per block and stream: five parts, then the gate of the pending update; the last text has two parts
         sizes = [5 * width, width] * (2 * len(blocks) - 1) + [2 * width, 2 * width]
@@ -144,7 +147,12 @@ class FastDenoiser:
 
 
 def _plans(
-    samples: int, num_image: int, num_text: int, lengths: Sequence[int] | None, device: torch.device, between: Any
+    samples: int,
+    num_image: int,
+    num_text: int,
+    lengths: Sequence[int] | FixedText | None,
+    device: torch.device,
+    between: BetweenBlocks | None,
 ) -> dict[int, RowPlan]:
     """Return the row layouts by number of image tokens: all, and those in routed blocks."""
     counts = {num_image, num_image if between is None or between.num_kept is None else between.num_kept}

@@ -8,6 +8,7 @@ does not synchronize with the device.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,21 @@ from sd3_light.model.device_copy import to_device
 
 ROUND = 2048
 """On a GPU the number of joined rows of real text is a multiple of this."""
+
+
+FILLED = 32
+"""Samples with fixed rows per further one that only fills them up: there are this many numbers of rows, at most."""
+
+
+class FixedText(NamedTuple):
+    """Real text in a fixed number of ``rows``, for recorded work: ``lengths`` are on the device.
+
+    The lengths of the samples come first, then those of fillers. A filler has no image, and nothing attends to it but
+    itself, so no loss depends on it and its gradients are zeros.
+    """
+
+    lengths: Tensor
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -60,16 +76,29 @@ class RowPlan:
 
     @property
     def samples(self) -> int:
-        """The number of samples, B."""
+        """The number of samples, B, and of fillers."""
         return len(self.starts) - 1
 
 
+def fill_rows(lengths: Tensor, num_text: int) -> FixedText:
+    """Return the lengths of samples with up to ``num_text`` tokens, on the host, and of fillers up to a round number of
+    rows."""
+    fillers = -(-len(lengths) // FILLED)
+    total = int(lengths.sum())
+    rows = -(-total // (fillers * num_text)) * fillers * num_text
+    full, rest = divmod(rows - total, num_text)
+    added = [num_text] * full + [rest] + [0] * (fillers - full - 1)
+    return FixedText(torch.cat([lengths, lengths.new_tensor(added)]), rows)
+
+
 def make_plan(
-    samples: int, num_image: int, num_text: int, lengths: Sequence[int] | None, device: torch.device
+    samples: int, num_image: int, num_text: int, lengths: Sequence[int] | FixedText | None, device: torch.device
 ) -> RowPlan:
     """Return the plan for ``num_image`` image and ``num_text`` text tokens per sample, or ``lengths`` text tokens."""
     if lengths is None:
         return _padded_plan(samples, num_image, num_text, device)
+    if isinstance(lengths, FixedText):
+        return _fixed_plan(samples, num_image, num_text, lengths)
     return _plan(samples, num_image, num_text, torch.as_tensor(lengths, dtype=torch.int64), device)
 
 
@@ -99,6 +128,24 @@ def _plan(samples: int, num_image: int, num_text: int, lengths: Tensor | None, d
         None if length is None else num_image + longest,
         text_index,
         -(-total // ROUND) * ROUND if is_rounded else total,
+    )
+
+
+def _fixed_plan(samples: int, num_image: int, num_text: int, fixed: FixedText) -> RowPlan:
+    """Return the plan of text with fillers; the host reads no length, so its kernels can be recorded."""
+    text = fixed.lengths
+    number = torch.arange(len(text), device=text.device)
+    image = num_image * (number < samples)
+    joined = _starts(image + text)
+    first = (number % samples) * num_text - _starts(text)[:-1]  # fillers repeat the tokens of some samples
+    return RowPlan(
+        _rows(image, joined[:-1], samples * num_image, num_image, None),
+        _rows(text, joined[:-1] + image, fixed.rows, num_text, None),
+        joined.int(),
+        num_image + num_text,
+        None,
+        torch.arange(fixed.rows, device=text.device) + _repeat(first, text, fixed.rows),
+        samples * num_image + fixed.rows,
     )
 
 

@@ -6,7 +6,6 @@ folder, under everything that it depends on; without a readable one the kernels 
 """
 
 import json
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -29,6 +28,7 @@ from sd3_light.families.sd3.fast.sample_attention import attend, attend_masked
 from sd3_light.files import atomic_unsynced_file
 from sd3_light.inputs import read_json_file
 from sd3_light.runlog import info
+from sd3_light.system import cache_folder
 
 LIMITS = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 2e-2}
 """Largest accepted difference of an element, relative to the sum of its magnitude and its row's mean square root."""
@@ -96,9 +96,8 @@ class _NoVerdict(Exception):
 
 def verdict_path(facts: dict[str, Any]) -> Path:
     """Return the file that remembers the verdict under these facts."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     name = blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=12).hexdigest()
-    return folder / "sd3_light" / "kernels" / f"{name}.json"
+    return cache_folder() / "kernels" / f"{name}.json"
 
 
 def _facts(shape: KernelShape, device: torch.device) -> dict[str, Any]:

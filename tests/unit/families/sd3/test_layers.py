@@ -10,7 +10,7 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor, nn
 
 from sd3_light.config import SIZES
-from sd3_light.core.model import compile_blocks
+from sd3_light.core.compiling import compile_blocks
 from sd3_light.families.sd3.layers import build_layers, run_layers, unpatchify
 from sd3_light.families.sd3.random_weights import new_transformer
 

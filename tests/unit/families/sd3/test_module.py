@@ -11,9 +11,12 @@ from torch import Tensor
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
+from sd3_light.engines import Launch
+from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.layers import build_layers, run_layers
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
+from tests.unit.engines.test_cuda_graphs import Recorder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -245,6 +248,57 @@ def test_checkpointing_changes_no_gradient_of_real_text(config: Config) -> None:
     for name, gradient in grads[0].items():
         assert gradient is not None
         assert torch.equal(gradient, grads[1][name]), name
+
+
+@pytest.mark.parametrize("keys", [{}, {"routing": {"share": 0.5, "first_block": 1, "last_block": 1}}])
+@pytest.mark.parametrize("fast", [False, True], ids=["stock", "fast"])
+def test_recordable_batches_of_any_lengths_have_one_shape_and_the_same_losses(
+    config: Config, fast: bool, keys: dict[str, Any]
+) -> None:
+    shapes = set()
+    for lengths in ([9, 1], [3, 7], [4, 4]):
+        batch = real_prepared(lengths, padding_scale=50.0)
+        if keys:
+            kept = torch.tensor([[0, 3, 5], [1, 2, 4]], dtype=torch.int32)
+            batch = batch.with_values({"kept": kept})
+        results = []
+        for recorded in (False, True):
+            model = transformer()
+            module = SD3TrainingModule(model, config(model={"text_tokens": "real", **keys}), fast)
+            used = module.recordable(batch) if recorded else batch
+            losses = module(used)
+            losses["loss"].backward()
+            results.append((losses, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        assert all(isinstance(value, int) for value in used.host.values())
+        shapes.add(used.shapes())
+        (losses, grads), (same, same_grads) = results
+        torch.testing.assert_close(same["each"], losses["each"], rtol=1e-5, atol=1e-6)
+        assert grads.keys() == same_grads.keys()
+        for name, grad in grads.items():
+            torch.testing.assert_close(same_grads[name], grad, rtol=1e-4, atol=1e-5, msg=name)
+    assert len(shapes) == 1
+
+
+def test_padded_batches_are_recordable_as_they_are(config: Config) -> None:
+    batch = prepared()
+    assert SD3TrainingModule(transformer(), config()).recordable(batch) is batch
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["stock", "fast"])
+def test_an_engine_records_one_graph_for_real_text(config: Config, fast: bool) -> None:
+    """The batches of a run differ in their lengths; the steps are those without graphs."""
+    runs = []
+    for graphs in (False, True):
+        module = SD3TrainingModule(transformer(), config(model={"text_tokens": "real"}), fast)
+        engine = TorchEngine(module, config(model={"text_tokens": "real"}), Launch(), torch.device("cpu"))
+        recorder = Recorder(engine)
+        if graphs:
+            engine.use_graphs(recorder)
+        steps = [engine.train_step([real_prepared(lengths)], 1e-3).read() for lengths in ([9, 1], [3, 7], [4, 4])]
+        assert len(recorder.recordings) == graphs
+        runs.append([(step.losses["loss"], step.grad_norm) for step in steps])
+    for plain, recorded in zip(*runs, strict=True):
+        assert recorded == pytest.approx(plain, rel=1e-3)
 
 
 # --- LayerSync, routing, position crops ------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.config.cross_checks import run_cross_checks
 from sd3_light.config.faults import UserError
+from sd3_light.core.cost import Layout
 from sd3_light.engines import Launch
 from sd3_light.engines import blocks as chosen
 from sd3_light.engines.blocks import Blocks, choose_blocks, require_blocks
@@ -57,6 +58,7 @@ def test_a_cpu_uses_the_stock_blocks_unless_fast_is_true() -> None:
 
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FAST = Blocks("fast")
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +66,21 @@ def transformer() -> Any:
     return new_transformer(SIZE.transformer_config(), 0)
 
 
-def choose(config: TrainConfig, transformer: Any, device: torch.device = CPU, by_deepspeed: bool = False) -> Blocks:
-    return choose_blocks(config, COST, transformer, Launch(), device, ProcessGroups(), by_deepspeed)
+def choose(
+    config: TrainConfig,
+    transformer: Any,
+    device: torch.device = CPU,
+    by_deepspeed: bool = False,
+    steps: int | None = 1000,
+) -> Blocks:
+    return choose_blocks(config, COST, transformer, Layout(by_deepspeed=by_deepspeed), device, ProcessGroups(), steps)
 
 
 def test_unavailable_fast_blocks_are_an_error(transformer: Any) -> None:
-    assert choose(train_config(fast=True), transformer) == ("fast", None)
-    assert choose(train_config(), transformer) == ("stock", "there is no GPU")
-    assert choose(train_config(fast=False), transformer) == ("stock", "fast = false")
-    assert choose(train_config(compile=True), transformer) == ("compiled", "compile = true")
+    assert choose(train_config(fast=True), transformer) == FAST
+    assert choose(train_config(), transformer) == ("stock", "there is no GPU", "there is no GPU")
+    assert choose(train_config(fast=False), transformer) == ("stock", "fast = false", "there is no GPU")
+    assert choose(train_config(compile=True), transformer) == ("compiled", "compile = true", None)
     with pytest.raises(UserError, match=r'fast = true is not available: ZeRO-3.*write fast = "auto"'):
         choose(train_config(fast=True, zero_stage=3), transformer, by_deepspeed=True)
     require_blocks(train_config(fast=True), COST, Launch(), CPU, by_deepspeed=True)
@@ -92,27 +100,58 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, str | None]:
     return problems
 
 
+PRICE = "; the first steps take longer, while they compile"
 BROKEN = "the kernel join differs from its reference by 0.4, more than 0.02"
 
 
 def test_a_broken_kernel_means_compiled_stock_blocks(
     gpu: dict[str, str | None], transformer: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert choose(train_config(), transformer, CUDA) == ("fast", None)
+    assert choose(train_config(), transformer, CUDA) == FAST
     assert capfd.readouterr().err == "blocks: fast kernels\n"
     gpu["plain"] = BROKEN
-    assert choose(train_config(), transformer, CUDA) == ("compiled", BROKEN)
-    assert capfd.readouterr().err == f"blocks: stock, compiled ({BROKEN})\n"
+    assert choose(train_config(), transformer, CUDA) == ("compiled", BROKEN, None)
+    assert capfd.readouterr().err == f"blocks: stock, compiled ({BROKEN}){PRICE}\n"
     selective = train_config(activation_checkpointing="selective")
-    assert choose(selective, transformer, CUDA) == ("stock", BROKEN), "compiled blocks hide their operations"
-    gpu["compile"] = "torch.compile does not work here"
-    assert choose(train_config(), transformer, CUDA) == ("stock", BROKEN)
-    assert choose(train_config(fast=False), transformer, CUDA) == ("stock", "fast = false")
+    assert choose(selective, transformer, CUDA)[:2] == ("stock", BROKEN), "compiled blocks hide their operations"
+    gpu["compile"] = "torch.compile does not work here (InductorError)"
+    assert choose(train_config(), transformer, CUDA) == ("stock", BROKEN, gpu["compile"])
+    capfd.readouterr()
+    assert choose(train_config(fast=False), transformer, CUDA) == ("stock", "fast = false", gpu["compile"])
+    assert capfd.readouterr().err == f"blocks: stock (fast = false; {gpu['compile']})\n"
+
+
+@pytest.mark.parametrize(
+    ("keys", "why_stock"),
+    [
+        ({"adapter": {"type": "lora", "rank": 4}}, "an adapter is trained"),
+        ({"fast": False}, "fast = false"),
+        ({"model": {"transformer_dtype": "float32"}}, 'transformer_dtype = "float32"'),
+    ],
+)
+def test_other_stock_blocks_are_compiled_on_a_gpu(
+    gpu: dict[str, str | None],
+    transformer: Any,
+    keys: dict[str, Any],
+    why_stock: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    config = train_config(**keys)
+    assert choose(config, transformer, CUDA).kind == "compiled"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("blocks: stock, compiled (")
+    assert why_stock in line
+    assert line.endswith(PRICE)
+    assert choose(config, transformer, CUDA, by_deepspeed=True).why_uncompiled == "DeepSpeed wraps the layers"
+    assert choose(config, transformer, CUDA, steps=None).kind == "compiled", "of a run of unknown length"
+    assert choose(config, transformer, CUDA, steps=12).kind == "stock"
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.endswith("; compiling pays from about 400 micro-batches on, and this run has 12)")
 
 
 def test_a_broken_kernel_is_an_error_where_the_config_requires_it(gpu: dict[str, str | None], transformer: Any) -> None:
     gpu["fp8"] = BROKEN
-    assert choose(train_config(fast=True), transformer, CUDA) == ("fast", None)
+    assert choose(train_config(fast=True), transformer, CUDA) == FAST
     with pytest.raises(UserError, match=f"^fp8 = true is not available: {BROKEN}; write fp8 = false$"):
         choose(train_config(fast=True, fp8=True), transformer, CUDA)
     gpu |= {"fp8": None, "plain": BROKEN}
@@ -128,7 +167,7 @@ def test_a_problem_of_another_rank_counts_for_all(
     """Rank 1 has another kind of GPU, whose kernels are broken."""
     others: list[str | None] = [None, BROKEN, None]  # of the config, of the kernels, of torch.compile
     monkeypatch.setattr(ProcessGroups, "first_problem", lambda self, problem: problem or others.pop(0))
-    assert choose(train_config(), transformer, CUDA) == ("compiled", BROKEN)
+    assert choose(train_config(), transformer, CUDA) == ("compiled", BROKEN, None)
     assert others == [], "every rank takes part in every exchange"
 
 
@@ -143,7 +182,7 @@ def test_conflicting_keys_are_reported() -> None:
 
 
 def test_fp8_needs_the_fast_blocks_and_a_gpu_with_fp8(transformer: Any) -> None:
-    assert choose(train_config(fp8=True, fast=True), transformer) == ("fast", None)
+    assert choose(train_config(fp8=True, fast=True), transformer) == FAST
     with pytest.raises(UserError, match=r"fp8 = true is not available: there is no GPU; write fp8 = false"):
         choose(train_config(fp8=True), transformer)
     assert why_no_fp8(SIZE, (9, 0)) is None

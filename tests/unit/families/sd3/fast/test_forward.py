@@ -12,6 +12,7 @@ from sd3_light.config import SIZES
 from sd3_light.families.sd3.fast import forward
 from sd3_light.families.sd3.fast.block import BlockOptions, Keep
 from sd3_light.families.sd3.fast.forward import FastDenoiser, why_stock
+from sd3_light.families.sd3.fast.row_plan import fill_rows
 from sd3_light.families.sd3.layers import build_layers, run_layers
 from sd3_light.families.sd3.random_weights import new_transformer
 
@@ -127,3 +128,34 @@ def test_rows_after_the_last_sample_change_no_result(monkeypatch: pytest.MonkeyP
     patches = FastDenoiser(transformer, torch.float32)(features(), LENGTHS)
     torch.testing.assert_close(patches, expected)
     torch.testing.assert_close(gradients(transformer, patches), expected_grads)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [9, 9, 9], [1, 1, 1]], ids=["mixed", "full", "short"])
+def test_text_with_fillers_has_the_same_results(lengths: list[int]) -> None:
+    transformer = perturbed_transformer(CONFIGS["three-blocks"])
+    expected = FastDenoiser(transformer, torch.float32)(features(), lengths)
+    expected_grads = gradients(transformer, expected)
+    for keep in get_args(Keep):
+        fixed = fill_rows(torch.tensor(lengths), 9)
+        assert fixed.rows % 9 == 0
+        patches = FastDenoiser(transformer, torch.float32, BlockOptions(keep=keep))(features(), fixed)
+        torch.testing.assert_close(patches, expected, rtol=1e-5, atol=1e-5)
+        for name, gradient in gradients(transformer, patches).items():
+            torch.testing.assert_close(gradient, expected_grads[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_fillers_round_the_rows_up() -> None:
+    """Few numbers of rows recur, whatever the lengths are."""
+    generator = torch.Generator().manual_seed(0)
+    seen = set()
+    for _ in range(200):
+        lengths = torch.randint(1, 65, (100,), generator=generator)
+        fixed = fill_rows(lengths, 64)
+        assert torch.equal(fixed.lengths[:100], lengths)
+        assert len(fixed.lengths) == 104, "four fillers"
+        assert int(fixed.lengths.sum()) == fixed.rows
+        assert 0 <= int(fixed.lengths[100:].min()) <= int(fixed.lengths.max()) <= 64
+        assert 0 <= fixed.rows - int(lengths.sum()) < 4 * 64
+        seen.add(fixed.rows)
+    assert 1 < len(seen) < 8
+    assert fill_rows(torch.full((100,), 64), 64).rows == 26 * 4 * 64 - 4 * 64

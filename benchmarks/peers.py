@@ -1,0 +1,281 @@
+"""Fine-tuning steps of this package beside those of diffusers' own example scripts, on the same machine and model.
+
+    python benchmarks/peers.py OUT --scripts FOLDER [--row NAME ...] [--steps 60] [--ours-steps 120] [--toy]
+
+FOLDER has diffusers' scripts of `examples/dreambooth`, as they are published (`train_dreambooth_lora_sd3.py`,
+`train_dreambooth_sd3.py`, ...; the reader downloads them); they need their version of diffusers, and torchvision. The
+model is that of `real_size.py`: SD3.5 medium's shape, random weights, 20 images of 1024 px; with a row of another
+family that of `real_families.py`. Both sides train the same layers at the same resolution, batch, rank, text length and
+dtype, from latents and texts that were encoded before (`train_dreambooth_sd3.py` encodes images in every step), without
+validation and averages. Each row runs the script, then `sd3-light train`; a time is the median of the steps after the
+first third. On a GPU our blocks are compiled, as in a run of usual length; the time to the first step contains that.
+Memory is PyTorch's peak of allocated bytes. Prints a table and writes OUT/peers.json.
+"""
+
+import argparse
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from real_size import GIB, MEDIUM, PROMPT, ROOT, TOY, make_model, write_images
+
+from sd3_light.runlog import read_log
+
+LORA = ("--rank", "16", "--lora_alpha", "16")
+SD3_TEXT = ("--max_sequence_length", "256")
+ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
+BOTH_STREAMS = (*(f"attn.{name}" for name in ATTENTION), "attn.add_[kqv]_proj", "attn.to_add_out")
+FLUX_LAYERS = (*BOTH_STREAMS, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Work that both sides do. ``flags`` are the script's own, ``keys`` those of the train TOML.
+
+    ``targets`` are the layers to which the script adds a LoRA.
+    """
+
+    script: str
+    resolution: int
+    batch: int
+    family: str = "sd3"
+    targets: tuple[str, ...] = BOTH_STREAMS
+    flags: tuple[str, ...] = LORA
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+ROWS = {
+    "lora-512-4": Row("train_dreambooth_lora_sd3.py", 512, 4, flags=(*LORA, *SD3_TEXT)),
+    "lora-1024-1": Row("train_dreambooth_lora_sd3.py", 1024, 1, flags=(*LORA, *SD3_TEXT)),
+    "lora-1024-4-checkpointing": Row(
+        "train_dreambooth_lora_sd3.py",
+        1024,
+        4,
+        flags=(*LORA, *SD3_TEXT, "--gradient_checkpointing"),
+        keys={"activation_checkpointing": True},
+    ),
+    "all-512-4": Row("train_dreambooth_sd3.py", 512, 4, targets=(), flags=SD3_TEXT),
+    "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS),
+    "qwen-1024-1": Row("train_dreambooth_lora_qwen_image.py", 1024, 1, "qwen_image", ATTENTION),
+    "z-image-1024-1": Row("train_dreambooth_lora_z_image.py", 1024, 1, "z_image", ATTENTION),
+}
+TRAIN = """
+output_dir = "{work}/runs/{name}"
+dataset = "{work}/{name}_data.toml"
+seed = 1
+max_steps = {steps}
+micro_batch_size_per_gpu = {batch}
+logging_steps = {logging}
+gradient_clipping = 1.0
+checkpoint_every_n_steps = {steps}
+{keys}
+[model]
+diffusers_path = "{model}"
+dtype = "bfloat16"
+transformer_dtype = "bfloat16"
+
+[optimizer]
+type = "adamw"
+lr = 1e-4
+{adapter}
+[ema]
+enable = false
+"""
+DATA = """
+resolutions = [{resolution}]
+[[directory]]
+path = "{images}"
+"""
+ADAPTER = """
+[adapter]
+type = "lora"
+rank = 16
+alpha = 16
+target_modules = {targets}
+"""
+
+
+@dataclass
+class Side:
+    """What one side needed."""
+
+    seconds: float | None = None
+    gib: float | None = None
+    first_step: float | None = None
+    failure: str = ""
+
+
+# --- the script, in another process --------------------------------------------------------
+
+
+def run_script(script: str, results: Path, arguments: list[str]) -> None:
+    """Run a script as it is; record when its progress bar moves."""
+    from tqdm.auto import tqdm
+
+    times: list[float] = []
+    update = tqdm.update
+
+    def recorded(bar: Any, n: float | None = 1) -> Any:
+        if bar.desc == "Steps":
+            times.append(time.perf_counter())
+        return update(bar, n)
+
+    tqdm.update = recorded
+    started = time.perf_counter()
+    sys.argv = [script, *arguments]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        content = {"started": started, "times": times, "peak": peak}
+        results.write_text(json.dumps(content), encoding="utf-8")
+
+
+def peer(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -> Side:
+    """Run the script of a row."""
+    results = work / f"{name}_peer.json"
+    arguments = [
+        "--pretrained_model_name_or_path", str(work / "model"), "--instance_data_dir", str(work / "only_images"),
+        "--instance_prompt", PROMPT, "--output_dir", str(work / f"{name}_peer"), "--resolution", str(row.resolution),
+        "--train_batch_size", str(row.batch), "--max_train_steps", str(args.steps), "--mixed_precision", "bf16",
+        "--learning_rate", "1e-4", "--lr_scheduler", "constant", "--lr_warmup_steps", "0", "--report_to", "none",
+        "--checkpointing_steps", str(10 * args.steps), "--seed", "0", "--gradient_accumulation_steps", "1",
+        "--cache_latents", "--allow_tf32", "--skip_final_inference", *row.flags,
+    ]  # fmt: skip
+    script = args.scripts / row.script
+    if not script.is_file():
+        return Side(failure=f"there is no {row.script} in {args.scripts}")
+    arguments = known_flags(arguments, script.read_text(encoding="utf-8"))
+    command = [sys.executable, __file__, "--script", str(script), str(results), "--", *arguments]
+    _run(command, out / f"{name}_peer.txt", args.timeout)
+    if not results.is_file():
+        return Side(failure="it did not end; see its output")
+    record = json.loads(results.read_text(encoding="utf-8"))
+    return _side(record["times"], record["started"], record["peak"] / GIB, args.steps)
+
+
+def known_flags(arguments: list[str], script: str) -> list[str]:
+    """Return the flags, with their values, that a script's text names."""
+    kept: list[str] = []
+    known = True
+    for word in arguments:
+        if word.startswith("--"):
+            known = f'"{word}"' in script
+        if known:
+            kept.append(word)
+    return kept
+
+
+def ours(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -> Side:
+    """Run the training stage of a row."""
+    settings = {**row.keys, **({"compile": True} if torch.cuda.is_available() else {})}
+    keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
+    steps = args.ours_steps
+    adapter = ADAPTER.format(targets=json.dumps(row.targets)) if row.targets else ""
+    text = TRAIN.format(
+        work=work,
+        name=name,
+        steps=steps,
+        batch=row.batch,
+        keys=keys,
+        model=work / "model",
+        adapter=adapter,
+        logging=max(1, min(5, steps // 6)),
+    )
+    toml = work / f"{name}.toml"
+    toml.write_text(text, encoding="utf-8")
+    data = DATA.format(resolution=row.resolution, images=work / "images")
+    (work / f"{name}_data.toml").write_text(data, encoding="utf-8")
+    command = [sys.executable, "-P", "-m", "sd3_light"]
+    _run([*command, "cache", str(toml)], out / f"{name}_cache.txt", args.timeout)
+    started = time.time()
+    overrides = [word for setting in args.set for word in ("--set", setting)]
+    _run([*command, "train", str(toml), *overrides], out / f"{name}_ours.txt", args.timeout)
+    log = work / "runs" / name / "log.jsonl"
+    events = [event for event in read_log(log) if event["event"] == "step"] if log.is_file() else []
+    if not events:
+        return Side(failure="no step was logged; see its output")
+    times = [(event["step"], event["time"]) for event in events]
+    warm = [pair for pair in times if pair[0] > steps // 3]
+    spans = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(warm)]
+    peak = max(event.get("gpu_memory_gib", 0.0) for event in events)
+    idle = [event["data_wait"] for event in events if "data_wait" in event and event["step"] > steps // 3]
+    print(f"{name}: idle {statistics.median(idle) if idle else 'unknown'}", flush=True)
+    return Side(round(statistics.median(spans), 4), round(peak, 2), round(times[0][1] - started, 1))
+
+
+def _side(times: list[float], started: float, gib: float, steps: int) -> Side:
+    warm = times[steps // 3 :]
+    if len(warm) < 3:
+        return Side(failure=f"{len(times)} steps")
+    spans = [b - a for a, b in pairwise(warm)]
+    return Side(round(statistics.median(spans), 4), round(gib, 2), round(times[0] - started, 1))
+
+
+def _run(command: list[str], output: Path, timeout: int) -> None:
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    with output.open("wb") as file:
+        try:
+            subprocess.run(
+                command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            file.write(f"{error}\n".encode())
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the benchmark."""
+    if sys.argv[1:2] == ["--script"]:
+        run_script(sys.argv[2], Path(sys.argv[3]), sys.argv[5:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of the results")
+    parser.add_argument("--scripts", type=Path, required=True, help="folder of diffusers' scripts")
+    parser.add_argument("--row", nargs="+", choices=ROWS, default=["lora-512-4", "lora-1024-1"])
+    parser.add_argument("--steps", type=int, default=60, help="of a script")
+    parser.add_argument("--ours-steps", type=int, default=120)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for `sd3-light train`")
+    parser.add_argument("--only", choices=("ours", "peer"), help="one side")
+    parser.add_argument("--timeout", type=int, default=300, help="of a command, in seconds")
+    parser.add_argument("--toy", action="store_true", help="a tiny model")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    args.out, args.scripts = args.out.absolute(), args.scripts.absolute()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = TOY if args.toy else MEDIUM
+    table: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "rows": {}}
+    for family in dict.fromkeys(ROWS[name].family for name in args.row):
+        with tempfile.TemporaryDirectory() as temporary:
+            work = Path(temporary)
+            write_images(work / "images", shape.side)
+            (work / "only_images").mkdir()
+            for image in (work / "images").glob("*.jpg"):
+                (work / "only_images" / image.name).hardlink_to(image)
+            table[f"parameters of {family}"] = make_model(family, work / "model", shape, device)
+            torch.cuda.empty_cache()
+            for name in (name for name in args.row if ROWS[name].family == family):
+                row = replace(ROWS[name], resolution=min(ROWS[name].resolution, shape.side))
+                theirs = Side() if args.only == "ours" else peer(name, row, work, args.out, args)
+                own = Side() if args.only == "peer" else ours(name, row, work, args.out, args)
+                ratio = round(theirs.seconds / own.seconds, 2) if theirs.seconds and own.seconds else None
+                table["rows"][name] = {"script": asdict(theirs), "ours": asdict(own), "ratio": ratio}
+                print(f"{name}: script {theirs}, ours {own}, ratio {ratio}", flush=True)
+                (args.out / "peers.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Decide whether a run compiles its stock blocks; `check` and training share these rules."""
+
+from sd3_light.config import TrainConfig
+from sd3_light.core.cost import Cost, Layout
+
+ENOUGH_PASSES = 400
+"""Micro-batches from which compiling pays: it takes about as long as it saves in that many."""
+MAX_SHAPES = 8
+"""Shapes of micro-batches that blocks are compiled for one by one; code for any shape serves where there are more."""
+
+
+def why_uncompiled(config: TrainConfig, layout: Layout, steps: int | None) -> str | None:
+    """Return why blocks without hand-written kernels run as they are on a GPU, or None if they are compiled.
+
+    ``steps`` are those of the whole run, None if they are unknown: a resumed run computes as it did before.
+    """
+    if config.compile is False:
+        return "compile = false"
+    if config.compile is True:
+        return None
+    if layout.by_deepspeed:
+        return "DeepSpeed wraps the layers"
+    if config.activation_checkpointing == "selective":
+        return 'activation_checkpointing = "selective" needs the single operations of a block'
+    passes = None if steps is None else steps * config.gradient_accumulation_steps
+    if passes is not None and passes < ENOUGH_PASSES:
+        return f"compiling pays from about {ENOUGH_PASSES} micro-batches on, and this run has {passes}"
+    return None
+
+
+def is_compiled_per_shape(config: TrainConfig, cost: Cost, shapes: int, steps: int) -> bool:
+    """Return whether blocks are compiled for each of a run's ``shapes``: they are few, and each pays for itself.
+
+    Otherwise they are compiled for the first shape, then for any. Text that is not padded has ever new shapes.
+    """
+    passes = steps * config.gradient_accumulation_steps
+    return cost.text.is_padded and shapes <= min(MAX_SHAPES, passes // ENOUGH_PASSES)

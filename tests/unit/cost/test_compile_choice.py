@@ -1,0 +1,76 @@
+"""Which runs compile their stock blocks."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from sd3_light.config import TrainConfig
+from sd3_light.core.cost import Cost, Layout, TextTokens
+from sd3_light.cost.compile_choice import ENOUGH_PASSES, MAX_SHAPES, is_compiled_per_shape, why_uncompiled
+
+LONG = ENOUGH_PASSES
+
+
+def config(**keys: Any) -> TrainConfig:
+    table = {"output_dir": "out", "dataset": "data.toml", "model": {"diffusers_path": "folder"}, **keys}
+    return TrainConfig.model_validate(table, context={"base": Path()})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"adapter": {"type": "lora", "rank": 4}},
+        {"adapter": {"type": "lora", "rank": 4, "base_bits": 4}},
+        {"activation_checkpointing": True},
+        {"parallel": "fsdp2"},
+    ],
+)
+def test_long_runs_are_compiled(keys: dict[str, Any]) -> None:
+    assert why_uncompiled(config(**keys), Layout(), LONG) is None
+    assert why_uncompiled(config(**keys), Layout(world=2), LONG) is None
+    assert why_uncompiled(config(**keys), Layout(), None) is None, "a run of unknown length"
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout", "steps", "words"),
+    [
+        ({"compile": False}, Layout(), LONG, "compile = false"),
+        ({}, Layout(by_deepspeed=True), LONG, "DeepSpeed"),
+        ({"activation_checkpointing": "selective"}, Layout(), LONG, "selective"),
+        ({}, Layout(), LONG - 1, f"this run has {LONG - 1}"),
+        ({"gradient_accumulation_steps": 2}, Layout(), LONG // 2 - 1, f"this run has {LONG - 2}"),
+    ],
+)
+def test_others_are_not_and_say_why(keys: dict[str, Any], layout: Layout, steps: int, words: str) -> None:
+    reason = why_uncompiled(config(**keys), layout, steps)
+    assert reason is not None
+    assert words in reason
+
+
+def test_every_micro_batch_of_a_step_counts() -> None:
+    assert why_uncompiled(config(gradient_accumulation_steps=2), Layout(), LONG // 2) is None
+
+
+def test_a_request_is_met_in_any_run() -> None:
+    assert why_uncompiled(config(compile=True), Layout(by_deepspeed=True), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "steps"), [({"max_steps": 7}, 7), ({"epochs": 2}, 10), ({"epochs": 2, "max_steps": 11}, 10)]
+)
+def test_the_length_of_a_run(keys: dict[str, int], steps: int) -> None:
+    assert config(**keys).length(steps_per_epoch=5) == steps
+
+
+def test_few_shapes_are_compiled_one_by_one_if_each_pays() -> None:
+    train = config()
+    padded, real = (cast(Cost, SimpleNamespace(text=TextTokens(77, is_padded, "77"))) for is_padded in (True, False))
+    assert is_compiled_per_shape(train, padded, 3, 3 * LONG)
+    assert not is_compiled_per_shape(train, padded, 4, 3 * LONG)
+    assert is_compiled_per_shape(train, padded, MAX_SHAPES, MAX_SHAPES * LONG)
+    assert not is_compiled_per_shape(train, padded, MAX_SHAPES + 1, 100 * LONG)
+    assert is_compiled_per_shape(config(gradient_accumulation_steps=4), padded, 2, LONG // 2)
+    assert not is_compiled_per_shape(train, real, 1, 100 * LONG), "captions have ever new lengths"
