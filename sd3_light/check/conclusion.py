@@ -154,9 +154,14 @@ def _disk(train: TrainConfig, estimate: RunEstimate, target: Target) -> Iterator
         yield "disk, cache", _fits(missing, Path(caches[0].cache_dir), text, target, CACHE_REMEDY)
     elif caches:
         yield "disk, cache", "the cache exists"
-    samples = max((row.global_batch for row in estimate.data.rows), default=1)
-    total, text = run_disk(train, estimate.setup, RunSteps(estimate.total_steps, estimate.data.steps, samples))
+    total, text = run_space(train, estimate)
     yield "disk, run", _fits(total, train.output_dir, text, target, RUN_REMEDY)
+
+
+def run_space(train: TrainConfig, estimate: RunEstimate) -> tuple[int, str]:
+    """Return the most bytes that the run's checkpoints and exports take at a time, and a text with their numbers."""
+    samples = max((row.global_batch for row in estimate.data.rows), default=1)
+    return run_disk(train, estimate.setup, RunSteps(estimate.total_steps, estimate.data.steps, samples))
 
 
 def _fits(needed: int, folder: Path, text: str, target: Target, remedy: str) -> str:
@@ -207,9 +212,7 @@ def _auto(estimate: RunEstimate, target: Target) -> str:
 
 def _sample(train: TrainConfig, estimate: RunEstimate, target: Target) -> str:
     """Say whether `sample`, `evaluate` and `ui` keep all parts of the model loaded, or work in phases."""
-    weights = {**count_weights(train.model.diffusers_path), TRANSFORMER.name: estimate.setup.cost.parameters}
-    whole = sum(estimate.setup.cost.float32_parameters)
-    needed = {name: drawing_bytes(weights, size, not target.on_cpu, whole) for name, size in _SAMPLE_BYTES.items()}
+    needed = drawing_memory(train, estimate, target)
     text = ", ".join(f"{format_bytes(count)} in {name}" for name, count in needed.items())
     available = None if target.gpu is None else target.gpu.total_bytes
     if target.on_cpu:
@@ -223,6 +226,13 @@ def _sample(train: TrainConfig, estimate: RunEstimate, target: Target) -> str:
     kept = f"keeps all parts loaded in {loaded[0]}, and " if loaded else ""
     parts = f"all parts take {text}, of {format_bytes(available)}"
     return f"{kept}works in phases in {others}: text encoders, denoiser, VAE ({parts})"
+
+
+def drawing_memory(train: TrainConfig, estimate: RunEstimate, target: Target) -> dict[str, int]:
+    """Return the bytes in which `sample` keeps all parts of the model loaded, by --dtype."""
+    weights = {**count_weights(train.model.diffusers_path), TRANSFORMER.name: estimate.setup.cost.parameters}
+    whole = sum(estimate.setup.cost.float32_parameters)
+    return {name: drawing_bytes(weights, size, not target.on_cpu, whole) for name, size in _SAMPLE_BYTES.items()}
 
 
 def _verdict(needed: int, available: int) -> str:
