@@ -9,16 +9,18 @@ from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.core.caption_lengths import cut_prompts
 from sd3_light.core.registry import family_of
-from sd3_light.cost.amount import format_bytes
+from sd3_light.cost.amount import Amount, format_bytes
 from sd3_light.cost.disk_space import (
     CACHE_REMEDY,
     DOES_NOT_FIT,
+    DTYPE_BYTES,
     RUN_REMEDY,
     RunSteps,
     compare_with_free,
     run_disk,
 )
 from sd3_light.cost.drawing_memory import drawing_bytes
+from sd3_light.cost.host_memory import MEASURED_CORES, export_host, export_seconds
 from sd3_light.cost.residence import FROM_HOST, LARGEST_SHARE, Room, choose_residence
 from sd3_light.cost.throughput import cpu_assumption, cpu_seconds, measured_speed, training_seconds
 from sd3_light.data.manifest import MANIFEST
@@ -46,8 +48,9 @@ class Target:
 
 def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
     """Return the conclusion, one line per subject."""
+    export = ("export", _export(train, estimate))
     sample = ("sample", _sample(train, estimate, target))
-    return [*resources(train, estimate, target), sample, *_warnings(train, estimate)]
+    return [*resources(train, estimate, target), export, sample, *_warnings(train, estimate)]
 
 
 def resources(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
@@ -208,6 +211,19 @@ def _auto(estimate: RunEstimate, target: Target) -> str:
     why_not_device = FROM_HOST if setup.stages > 1 else None
     choice = choose_residence(data.cache.value, [room], epochs, not isinstance(data.cache_dir, Path), why_not_device)
     return f"auto picks {choice.residence} ({choice.reason})"
+
+
+def _export(train: TrainConfig, estimate: RunEstimate) -> str:
+    """Say how long an export takes, beside training, and how much host memory."""
+    setup = estimate.setup
+    subject = "all weights and their proof" if setup.adapter is None else "the adapter and its proof"
+    seconds = f"about {duration(export_seconds(setup))} on {MEASURED_CORES} cores"
+    return f"{subject} take {seconds}, and {format_bytes(export_memory(train, estimate).value)} of host memory"
+
+
+def export_memory(train: TrainConfig, estimate: RunEstimate) -> Amount:
+    """Return the host memory that an export and its proof add to a process."""
+    return export_host(estimate.setup, DTYPE_BYTES[train.save_dtype])
 
 
 def _sample(train: TrainConfig, estimate: RunEstimate, target: Target) -> str:

@@ -35,6 +35,9 @@ class WeightsOnDemand(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._readers[name]()
 
+    def __contains__(self, name: object) -> bool:  # the inherited one reads
+        return name in self._readers
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._readers)
 
@@ -86,6 +89,7 @@ def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec, owned: bool = Fa
             dtype = torch.float32 if whole(name) else spec.save_dtype
             copies[name] = tensor.detach().to("cpu", dtype, copy=not owned).contiguous()
             not_finite += _not_finite(name, tensor, copies[name])
+        del tensor  # before the next one is read
     if messages := wrong or not_finite:
         raise ExportError(f"nothing was saved: {first_few(messages, 5, '; ')}")
     return copies
