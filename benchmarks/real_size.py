@@ -9,7 +9,8 @@ width: with two layers, or with `--encoders deep` with all of them. There are 20
 The journeys are `new`, `check`, `cache`, `train` with adapters and with all weights (each with its export and proof), a
 stop by SIGTERM and the resume, the same run without a stop, `export`, `sample`, `lora merge`, and for SD3 `convert` to
 a single file and back. Above 10 B parameters merge, convert and all weights run with `--depth third`, a third of the
-blocks. Text encoders of the real depth are deleted there after `cache` and `sample`: the disk cannot hold more.
+blocks. The weights of text encoders of the real depth are deleted there after `cache` and `sample`, since the disk
+cannot hold more: their files keep header and size.
 
 Prints one table and writes it to OUT/table.json and OUT/table.md after every journey: seconds, GPU memory, host memory
 and disk, each beside the estimate of `check` where it has one. `!` marks what differs by more than 8% (GPU memory) or
@@ -106,7 +107,8 @@ class Journey:
     """One command of the table: its words, the journeys it needs, and the paths that it must leave behind.
 
     ``checked`` are the words of the `check` that estimates it, ``part`` the command in that estimate. ``written`` is a
-    folder or file whose bytes count. ``frees`` is deleted afterwards. Without words the journey only deletes.
+    folder or file whose bytes count. ``frees`` is deleted afterwards; the files of ``forgets`` lose their values. A
+    journey without words only deletes.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Journey:
     part: str = ""
     written: Path | None = None
     frees: tuple[str, ...] = ()  # patterns below the working folder
+    forgets: tuple[str, ...] = ()  # patterns of safetensors files below it
 
 
 @dataclass(frozen=True)
@@ -200,7 +203,7 @@ class Plan:
         )
         if self.forgets_encoders:
             yield sample
-            yield Journey("forget encoders", ("cache", "sample"), frees=("model/text_encoder*/*.safetensors",))
+            yield Journey("forget encoders", ("cache", "sample"), forgets=("model/text_encoder*/*.safetensors",))
         yield self._train(toml, "lora", (*few, *ADAPTERS["lora"]))
         after = () if self.model.family in SD3 else ("merged",)
         merge = ("lora", "merge", model, work / "merged", lora)
@@ -307,14 +310,29 @@ def travel(journey: Journey, work: Path, out: Path, timeout: float) -> Result:
     if journey.words:
         _run(journey, work, out, timeout, result)
         figures = estimate.get(journey.part, {})
-        result.estimated = {
-            kind: round(figures[f"{kind}_bytes"] / GIB, 3) for kind in TOLERANCES if figures.get(f"{kind}_bytes")
-        }
+        bytes_by_kind = {kind: figures.get(f"{kind}_bytes") for kind in TOLERANCES}
+        result.estimated = {kind: count / GIB for kind, count in bytes_by_kind.items() if count}
         _add_proof(journey, work, result, figures if journey.part == "export" else estimate.get("export", {}))
     for pattern in journey.frees if not result.failure else ():
         for path in work.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for pattern in journey.forgets if not result.failure else ():
+        for path in work.glob(pattern):
+            forget_values(path)
     return result
+
+
+def forget_values(path: Path) -> None:
+    """Free the disk space of a safetensors file: its values become zeros, which take none; the rest stays as it is."""
+    before = path.stat()
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        file.seek(0)
+        header = file.read(8 + length)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # the cache knows the file by size and time
 
 
 def _estimate(journey: Journey, out: Path, timeout: float) -> dict[str, Any]:
@@ -341,7 +359,7 @@ def _run(journey: Journey, work: Path, out: Path, timeout: float, result: Result
         result.failure = f"it left no {', '.join(missing)}"
     if result.failure:
         result.last_lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
-    result.measured = {kind: round(value, 3) for kind, value in _measured(journey, ran).items() if value}
+    result.measured = {kind: value for kind, value in _measured(journey, ran).items() if value}
 
 
 def _measured(journey: Journey, ran: Ran) -> dict[str, float]:
@@ -419,9 +437,14 @@ def _line(row: Result) -> str:
     cells: list[Any] = [row.journey, row.seconds]
     for kind in TOLERANCES:
         mark = " !" if row.deviates(kind) else ""
-        cells += [row.measured.get(kind), f"{row.estimated[kind]}{mark}" if kind in row.estimated else None]
+        cells.append(_digits(row.measured.get(kind)))
+        cells.append(_digits(row.estimated.get(kind)) + mark)
     cells += [row.proof_seconds, row.estimated_proof_seconds, row.failure or row.left_out or "passed"]
     return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
+
+
+def _digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def run_all(todo: list[Journey], plan: Plan, table: Table, timeout: float, deadline: float) -> None:
