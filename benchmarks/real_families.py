@@ -1,89 +1,356 @@
-"""Models of other families for `real_size.py`: real widths and VAEs, fewer blocks, random weights in bf16."""
+"""Models of published shapes for `real_size.py`: every part has its real width, weights are random and in bf16.
 
+A part is built without memory. Its weights are made on the GPU and written shard by shard, so that a denoiser of 20 B
+parameters needs one shard of host memory, and the time that the disk takes.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from tests.families import make_pipeline
+from sd3_light.model.loading import empty_model
+from sd3_light.parts.text_encoders import build_clip, build_t5, num_heads
+from sd3_light.parts.tokenizers import learn_tokenizers, save_tokenizers
+
+SHARD_BYTES = 5_000_000_000
+_DEPTHS = ("num_layers", "num_single_layers", "n_layers")
+_CLIP_TOKENS = 77
+_T5_TOKENS = 512
+
+Entries = dict[str, Any]
+"""Entries of a config that differ from those of the tiny model; inner tables are merged."""
 
 _T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 2, "num_heads": 64}
+_T5_DEEP = {"num_layers": 24, "vocab_size": 32128}
 _CLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 2}
-_QWEN = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 2, "num_attention_heads": 28}
-_QWEN |= {"num_key_value_heads": 4, "head_dim": 128}
-_FLUX_VAE = {
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "norm_num_groups": 32,
-    "latent_channels": 16,
-}
-_BLOCK = {"attention_head_dim": 128, "num_attention_heads": 24, "axes_dims_rope": (16, 56, 56)}
+_QWEN3 = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 2, "num_attention_heads": 32}
+_QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128}
+_QWEN3_DEEP = {"num_hidden_layers": 36, "vocab_size": 151936}
+_QWEN_VL = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 2, "num_attention_heads": 28}
+_QWEN_VL |= {"num_key_value_heads": 4, "head_dim": 128}
+_GEMMA = {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 2, "num_attention_heads": 8}
+_GEMMA |= {"num_key_value_heads": 4, "head_dim": 256}
+_LEVELS = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "norm_num_groups": 32}
+_VIDEO_VAE = {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
+_DC_BLOCKS = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+_DC_SCALES = ((), (), (), (5,), (5,), (5,))
+_DC_VAE = {"latent_channels": 32, "attention_head_dim": 32, "upsample_block_type": "interpolate"}
+_DC_VAE |= {"downsample_block_type": "conv", "encoder_layers_per_block": (2, 2, 2, 3, 3, 3)}
+_DC_VAE |= {"decoder_layers_per_block": (3,) * 6}
+for _side in ("encoder", "decoder"):
+    _DC_VAE |= {f"{_side}_block_types": _DC_BLOCKS, f"{_side}_qkv_multiscales": _DC_SCALES}
+    _DC_VAE |= {f"{_side}_block_out_channels": (128, 256, 512, 512, 1024, 1024)}
+_FLUX = {"attention_head_dim": 128, "num_attention_heads": 24, "axes_dims_rope": (16, 56, 56), "in_channels": 64}
 
 
 @dataclass(frozen=True)
-class RealFamily:
-    """The entries of configs that give a family its published widths, by part."""
+class Family:
+    """The published shape of a stock family: entries of configs by part. ``deep``: those of encoders of real depth."""
 
-    denoiser: dict[str, Any]
-    vae: dict[str, Any]
-    encoders: dict[str, dict[str, Any]] = field(default_factory=dict)
+    name: str
+    denoiser: Entries
+    vae: Entries
+    encoders: dict[str, Entries]
+    deep: dict[str, Entries] = field(default_factory=dict)
 
 
-FAMILIES = {
-    "flux": RealFamily(
-        {**_BLOCK, "in_channels": 64, "num_layers": 2, "num_single_layers": 4, "joint_attention_dim": 4096}
-        | {"pooled_projection_dim": 768},
-        _FLUX_VAE,
-        {"text_encoder": _CLIP, "text_encoder_2": _T5},
-    ),
-    "qwen_image": RealFamily(
-        {**_BLOCK, "in_channels": 64, "out_channels": 16, "num_layers": 3, "joint_attention_dim": 3584},
-        {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2},
-        {"text_encoder": {"text_config": _QWEN}},
-    ),
-    "wan": RealFamily(
-        {"num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "in_channels": 16, "out_channels": 16}
-        | {"text_dim": 4096, "freq_dim": 256, "ffn_dim": 8960, "rope_max_seq_len": 1024},
-        {"base_dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2},
-        {"text_encoder": _T5},
-    ),
+@dataclass(frozen=True)
+class SD3Shape:
+    """The published shape of an SD3.5. A toy has other widths."""
+
+    layers: int
+    heads: int
+    dual: int
+    positions: int
+    clip_l: int = 768
+    clip_g: int = 1280
+    t5: int = 4096
+    t5_inner: int = 10240
+    vae: tuple[int, ...] = (128, 256, 512, 512)
+    side: int = 1024
+
+
+SD3 = {"sd3": SD3Shape(24, 24, 13, 384), "sd3_large": SD3Shape(38, 38, 0, 192)}
+TOY_SD3 = SD3Shape(3, 2, 1, 24, 64, 64, 128, 256, (8, 8, 8, 8), 128)
+STOCK = {
+    family.name: family
+    for family in (
+        Family(
+            "flux",
+            {**_FLUX, "num_layers": 19, "num_single_layers": 38, "joint_attention_dim": 4096}
+            | {"pooled_projection_dim": 768},
+            {**_LEVELS, "latent_channels": 16},
+            {"text_encoder": _CLIP, "text_encoder_2": _T5},
+            {"text_encoder": {"num_hidden_layers": 12, "vocab_size": 49408}, "text_encoder_2": _T5_DEEP},
+        ),
+        Family(
+            "flux2",
+            {"attention_head_dim": 128, "num_attention_heads": 24, "num_layers": 5, "num_single_layers": 20}
+            | {"in_channels": 128, "joint_attention_dim": 7680, "axes_dims_rope": (32, 32, 32, 32)}
+            | {"timestep_guidance_channels": 256},
+            {**_LEVELS, "latent_channels": 32},
+            {"text_encoder": {**_QWEN3, "num_hidden_layers": 28}},  # the pipeline reads the hidden states of layer 27
+            {"text_encoder": _QWEN3_DEEP},
+        ),
+        Family(
+            "qwen_image",
+            {**_FLUX, "out_channels": 16, "num_layers": 60, "joint_attention_dim": 3584},
+            _VIDEO_VAE,
+            {"text_encoder": {"text_config": _QWEN_VL}},
+            {"text_encoder": {"text_config": {"num_hidden_layers": 28, "vocab_size": 152064}}},
+        ),
+        Family(
+            "z_image",
+            {"in_channels": 16, "dim": 3840, "n_layers": 30, "n_refiner_layers": 2, "n_heads": 30, "n_kv_heads": 30}
+            | {"cap_feat_dim": 2560, "axes_dims": [32, 48, 48], "axes_lens": [1024, 512, 512]},
+            {**_LEVELS, "latent_channels": 16},
+            {"text_encoder": _QWEN3},
+            {"text_encoder": _QWEN3_DEEP},
+        ),
+        Family(
+            "sana",
+            {"in_channels": 32, "out_channels": 32, "num_attention_heads": 70, "attention_head_dim": 32}
+            | {"num_layers": 20, "num_cross_attention_heads": 20, "cross_attention_head_dim": 112}
+            | {"cross_attention_dim": 2240, "caption_channels": 2304, "sample_size": 32},
+            _DC_VAE,
+            {"text_encoder": _GEMMA},
+            {"text_encoder": {"num_hidden_layers": 26, "vocab_size": 256000}},
+        ),
+        Family(
+            "wan",
+            {"num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "in_channels": 16}
+            | {"out_channels": 16, "text_dim": 4096, "freq_dim": 256, "ffn_dim": 8960, "rope_max_seq_len": 1024},
+            _VIDEO_VAE,
+            {"text_encoder": _T5},
+            {"text_encoder": {"num_layers": 24, "vocab_size": 256384}},
+        ),
+    )
 }
+FAMILIES = (*SD3, *STOCK)
 
 
-def write_family(name: str, folder: Path, device: torch.device, toy: bool) -> int:
-    """Write a whole model folder; return the denoiser's parameters."""
-    pipe = make_pipeline(name)
-    if not toy:
-        _enlarge(pipe, FAMILIES[name], device)
-    pipe.to(dtype=torch.bfloat16).save_pretrained(folder)
-    return sum(parameter.numel() for parameter in pipe.transformer.parameters())
+@dataclass(frozen=True)
+class Model:
+    """What is written: a family with all, a third or some of its blocks, and encoders of real width or depth."""
+
+    family: str
+    depth: str = "full"
+    encoders: str = "wide"
+    toy: bool = False
+
+    @property
+    def blocks(self) -> Callable[[int], int]:
+        """Return the number of blocks for the published one."""
+        if self.depth == "third":
+            return lambda count: max(1, round(count / 3))
+        return (lambda count: count) if self.depth == "full" else (lambda count: int(self.depth))
 
 
-def _enlarge(pipe: Any, real: RealFamily, device: torch.device) -> None:
-    """Replace the tiny parts of a pipeline by wide ones, made on the device."""
-    statistics = {key: [0.0, 1.0][key.endswith("std")] for key in ("latents_mean", "latents_std")}
-    with torch.device(device):
-        denoiser = type(pipe.transformer)(**{**pipe.transformer.config, **real.denoiser})
-        vae_config = {**pipe.vae.config, **real.vae}
-        for key, value in statistics.items():
-            if key in vae_config:
-                vae_config[key] = [value] * 16
-        vae = getattr(diffusers, type(pipe.vae).__name__)(**vae_config)
-        parts = {"transformer": denoiser, "vae": vae}
-        for name, entries in real.encoders.items():
-            tiny = getattr(pipe, name)
-            parts[name] = type(tiny)(_widened(tiny.config, entries))
-    pipe.register_modules(**parts)
+def write_model(model: Model, folder: Path, captions: list[str], device: torch.device) -> int:
+    """Write a complete model folder; return the denoiser's parameters. Tokenizers of SD3 learn the captions."""
+    if model.family in SD3:
+        return _write_sd3(model, folder, captions, device)
+    return _write_stock(model, folder, device)
 
 
-def _widened(config: Any, entries: dict[str, Any]) -> Any:
-    """Return a config of transformers with other entries; those of an inner config are a dictionary."""
+def denoiser_parameters(model: Model) -> int:
+    """Return the parameters of a model's denoiser, without writing anything."""
+    denoiser = _sd3_denoiser(model) if model.family in SD3 else _stock_denoiser(model, _tiny(model.family))
+    return sum(parameter.numel() for parameter in denoiser.parameters())
+
+
+# --- SD3 ----------------------------------------------------------------------------------------
+
+
+def _sd3_shape(model: Model) -> SD3Shape:
+    return TOY_SD3 if model.toy else SD3[model.family]
+
+
+def _sd3_denoiser(model: Model) -> Any:
+    shape = _sd3_shape(model)
+    config = {
+        "sample_size": shape.side // 8, "patch_size": 2, "in_channels": 16, "out_channels": 16,
+        "num_layers": model.blocks(shape.layers), "attention_head_dim": 64, "num_attention_heads": shape.heads,
+        "joint_attention_dim": shape.t5, "caption_projection_dim": 64 * shape.heads,
+        "pooled_projection_dim": shape.clip_l + shape.clip_g, "pos_embed_max_size": shape.positions,
+        "dual_attention_layers": tuple(range(model.blocks(shape.dual) if shape.dual else 0)), "qk_norm": "rms_norm",
+    }  # fmt: skip
+    return empty_model(diffusers.SD3Transformer2DModel, config)
+
+
+def _write_sd3(model: Model, folder: Path, captions: list[str], device: torch.device) -> int:
+    shape = _sd3_shape(model)
+    deep = model.encoders == "deep" and not model.toy
+    tokenizers = learn_tokenizers(captions, 1000)
+    for name, tokenizer in tokenizers.items():
+        tokenizer.model_max_length = _T5_TOKENS if name == "tokenizer_3" else _CLIP_TOKENS
+    save_tokenizers(tokenizers, folder)
+    first, second, third = tokenizers.values()
+    with torch.device("meta"):
+        encoders = {
+            "text_encoder": build_clip(first, shape.clip_l, 12 if deep else 2, num_heads(shape.clip_l), "quick_gelu"),
+            "text_encoder_2": build_clip(second, shape.clip_g, 32 if deep else 2, num_heads(shape.clip_g), "gelu"),
+            "text_encoder_3": build_t5(third, shape.t5, 24 if deep else 2, shape.t5 // 64, shape.t5_inner),
+        }
+    vae = {
+        "in_channels": 3, "out_channels": 3, "latent_channels": 16, "layers_per_block": 2,
+        "block_out_channels": shape.vae, "down_block_types": ["DownEncoderBlock2D"] * 4,
+        "up_block_types": ["UpDecoderBlock2D"] * 4, "norm_num_groups": min(32, shape.vae[0]),
+        "scaling_factor": 1.5305, "shift_factor": 0.0609, "use_quant_conv": False, "use_post_quant_conv": False,
+        "sample_size": shape.side,
+    }  # fmt: skip
+    denoiser = _sd3_denoiser(model)
+    parts = {"transformer": denoiser, "vae": empty_model(diffusers.AutoencoderKL, vae), **encoders}
+    for name, part in parts.items():
+        write_part(part, folder / name, device)
+    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(folder / "scheduler")
+    index: Entries = {
+        "_class_name": "StableDiffusion3Pipeline",
+        **{name: ["transformers", type(part).__name__] for name, part in encoders.items()},
+        "tokenizer": ["transformers", "CLIPTokenizerFast"],
+        "tokenizer_2": ["transformers", "CLIPTokenizerFast"],
+        "tokenizer_3": ["transformers", "T5TokenizerFast"],
+        "transformer": ["diffusers", "SD3Transformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    }
+    (folder / "model_index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return sum(parameter.numel() for parameter in denoiser.parameters())
+
+
+# --- stock families -----------------------------------------------------------------------------
+
+
+def _tiny(family: str) -> Any:
+    """Return the tiny pipeline of the tests, which has the tokenizers, the scheduler and the other entries."""
+    from tests.families import make_pipeline
+
+    return make_pipeline(family)
+
+
+def _stock_denoiser(model: Model, tiny: Any) -> Any:
+    entries = {} if model.toy else STOCK[model.family].denoiser
+    config = {**_public(tiny.transformer.config), **entries}
+    config |= {key: model.blocks(config[key]) for key in _DEPTHS if key in config}
+    return empty_model(type(tiny.transformer), config)
+
+
+def _public(config: Mapping[str, Any], *without: str) -> Entries:
+    """Return the entries of a config of diffusers; a private one lists keys whose values would be ignored."""
+    return {key: value for key, value in config.items() if not key.startswith("_") and key not in without}
+
+
+def _write_stock(model: Model, folder: Path, device: torch.device) -> int:
+    tiny = _tiny(model.family)
+    real = STOCK[model.family]
+    denoiser = _stock_denoiser(model, tiny)
+    parts: dict[str, Any] = {"transformer": denoiser, "vae": tiny.vae}
+    if not model.toy:
+        # without statistics of four channels: the class has those of the published VAE
+        parts["vae"] = empty_model(
+            type(tiny.vae), {**_public(tiny.vae.config, "latents_mean", "latents_std"), **real.vae}
+        )
+    for name, entries in real.encoders.items():
+        encoder = getattr(tiny, name)
+        if not model.toy:
+            deep = real.deep[name] if model.encoders == "deep" else {}
+            with torch.device("meta"):
+                encoder = type(encoder)(_config(encoder.config, merged(entries, deep)))
+        parts[name] = encoder
+    tiny.save_pretrained(folder)  # tokenizers, scheduler and model_index.json; the other parts are replaced
+    for name, part in parts.items():
+        for file in (folder / name).iterdir():
+            file.unlink()
+        write_part(part, folder / name, device)
+    return sum(parameter.numel() for parameter in denoiser.parameters())
+
+
+def merged(table: Mapping[str, Any], more: Mapping[str, Any]) -> Entries:
+    """Return a table with other entries; inner tables are merged."""
+    result = dict(table)
+    for key, value in more.items():
+        result[key] = merged(result.get(key) or {}, value) if isinstance(value, dict) else value
+    return result
+
+
+def _config(config: Any, entries: Entries) -> Any:
+    """Return a config of transformers with other entries."""
     table = config.to_dict()
-    for key, value in entries.items():
-        table[key] = {**table[key], **value} if isinstance(value, dict) else value
+    for inner in (table, table.get("text_config") or {}):
+        inner.pop("layer_types", None)  # one per layer of the tiny model
+    table = merged(table, entries)
     inner = table.get("text_config")
     if inner is not None and "rope_parameters" in inner:
         inner["rope_parameters"] = {**inner["rope_parameters"], "mrope_section": [16, 24, 24]}
     return type(config).from_dict(table)
+
+
+# --- weights ------------------------------------------------------------------------------------
+
+
+def write_part(part: Any, folder: Path, device: torch.device) -> None:
+    """Write a model of diffusers or transformers: its config, and weights in bf16, shard by shard.
+
+    Weights without memory are made on the device; others keep their values.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    is_stock = hasattr(part, "save_config")
+    if is_stock:
+        part.save_config(folder)
+    else:
+        part.config.dtype = torch.bfloat16
+        part.config.architectures = [type(part).__name__]
+        part.config.save_pretrained(folder)
+    stem = "diffusion_pytorch_model" if is_stock else "model"
+    torch.manual_seed(0)
+    shards = list(_shards(part))
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        suffix = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+        name = f"{stem}{suffix}.safetensors"
+        save_file({key: _value(key, tensor, device) for key, tensor in shard.items()}, folder / name, {"format": "pt"})
+        places |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": 2 * sum(map(_count, shards))}, "weight_map": places}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def _shards(part: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of a part in groups that a file holds; of a tied weight, the first name."""
+    shard: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in part.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        if shard and 2 * (_count(shard) + tensor.numel()) > SHARD_BYTES:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard
+
+
+def _count(shard: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() for tensor in shard.values())
+
+
+@torch.no_grad()
+def _value(name: str, tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a weight on the host: matrices that keep the scale of their input, norms of one, biases of zero."""
+    if not tensor.is_meta:
+        value = tensor.detach()
+        return (value.bfloat16() if value.is_floating_point() else value).contiguous()
+    options: Any = {"dtype": torch.bfloat16, "device": device}
+    if tensor.ndim >= 2 and not name.endswith("gamma"):
+        fan_in = tensor.numel() // tensor.shape[0]
+        return torch.randn(tensor.shape, **options).mul_(fan_in**-0.5).cpu()
+    fill = 0.0 if name.endswith(("bias", "running_mean")) else 1.0
+    return torch.full(tensor.shape, fill, **options).cpu()

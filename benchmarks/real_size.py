@@ -1,115 +1,94 @@
-"""Every command of a LoRA project at the size of SD3.5 medium: does it work, how long does it take, how large is it?
+"""Every command of a project at a model's published size: does it work, how long does it take, how large is it?
 
-    python benchmarks/real_size.py OUT [--family flux] [--journey NAME ...] [--lanes 2] [--minutes 7.5] [--toy]
+    python benchmarks/real_size.py FAMILY OUT [--depth third] [--encoders deep] [--journey NAME ...] [--lanes 2] [--toy]
 
-Makes a model of SD3.5 medium's published shape from random weights on the GPU (2.24 B parameters in bf16, SD3's VAE,
-text encoders of the real widths with two layers) and 20 captioned images of 1024 px. Then runs `new lora`, `check`,
-`cache`, `train` with LoRA, DoRA, LoKr and LoHa (each with its export and proof), a stop by SIGTERM and the resume,
-`export`, `sample --lora`, `lora merge`, and `convert` to a single file and back. Prints one table and writes it to
-OUT/table.json and OUT/table.md after every journey; the output of each command is in OUT/NAME.txt. Exits with 1 if a
-journey failed.
+FAMILY is one of sd3 (SD3.5 medium), sd3_large, flux, flux2 (klein 4B), qwen_image, z_image, sana and wan (1.3B). The
+model has its published shape and random weights, made on the GPU and written in bf16, and text encoders of their real
+width: with two layers, or with `--encoders deep` with all of them. There are 20 captioned images of 1024 px.
 
-With `--family` the model is one of `real_families.py`: its published widths and VAE, fewer blocks. The journeys are
-then `new`, `check`, `cache`, `train`, a stop and the resume, the same run without a stop, whose LoRA is compared,
-`export`, `sample` and `lora merge`; `PYTHONPATH` must name the root of the repository.
+The journeys are `new`, `check`, `cache`, `train` with adapters and with all weights (each with its export and proof), a
+stop by SIGTERM and the resume, the same run without a stop, `export`, `sample`, `lora merge`, and for SD3 `convert` to
+a single file and back. Above 10 B parameters merge, convert and all weights run with `--depth third`, a third of the
+blocks. The weights of text encoders of the real depth are deleted there after `cache` and `sample`, since the disk
+cannot hold more: their files keep header and size.
+
+Prints one table and writes it to OUT/table.json and OUT/table.md after every journey: seconds, GPU memory, host memory
+and disk, each beside the estimate of `check` where it has one. `!` marks what differs by more than 8% (GPU memory) or
+15% (host memory and disk). The output of each command is in OUT/NAME.txt. Exits with 1 if a journey failed. Journeys
+that the model or the machine is too large for are listed with the reason.
 
 `--journey` runs these and what they need. Up to `--lanes` journeys run at the same time, which makes each of them a
 little slower; use `--lanes 1` to time them. Journeys that have not started after `--minutes` are left out and listed.
 `--toy` does the same with a tiny model, on a CPU too. Peak host memory is that of the process and its children, without
-mapped files; peak GPU memory is the driver's, or else what the run logged. Model, cache, runs and results of the
-commands take 30 GB in `--work` (default: a temporary folder, which is removed).
+mapped files. Peak GPU memory of `train` is what torch reserved by the run's log, otherwise the driver's. Model, cache,
+runs and results of the commands are in `--work` (default: a temporary folder, which is removed).
 """
 
 import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from PIL import Image, ImageDraw
 from safetensors.torch import load_file
 
-from sd3_light.config.faults import RESUMABLE
-from sd3_light.parts.text_encoders import build_clip, build_t5, num_heads
-from sd3_light.parts.tokenizers import learn_tokenizers, save_tokenizers
-from sd3_light.runlog import read_log
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]  # the tiny pipelines of the tests
+
+from command_peaks import Ran, run_command  # noqa: E402
+from real_families import FAMILIES, SD3, Model, denoiser_parameters, write_model  # noqa: E402
+
+from sd3_light.config.faults import RESUMABLE  # noqa: E402
+from sd3_light.runlog import read_log  # noqa: E402
+
 GIB = 1 << 30
 NUM_IMAGES = 20
 WORD = "sks"
 PROMPT = f"a photo of a red {WORD} toy on a table"
 COLOURS = ("red", "green", "blue", "yellow", "purple", "orange", "white", "black", "pink", "brown")
 SHAPES = ("ellipse", "rectangle")
-TRAIN_STEPS, STOPPED_STEPS = 6, 80
-CLIP_TOKENS, T5_TOKENS = 77, 512
+TRAIN_STEPS = 6
+STOPPED_STEPS = 80
+LARGE = 10_000_000_000
+"""Parameters above which a model of all blocks is neither merged nor trained as a whole."""
+TOLERANCES = {"gpu": 0.08, "host": 0.15, "disk": 0.15}
 ADAPTERS = {
-    "lora": ['adapter.type="lora"'],
-    "dora": ['adapter.type="lora"', "adapter.use_dora=true"],
-    "lokr": ['adapter.type="lokr"'],
-    "loha": ['adapter.type="loha"'],
+    "lora": ('adapter.type="lora"',),
+    "dora": ('adapter.type="lora"', "adapter.use_dora=true"),
+    "lokr": ('adapter.type="lokr"',),
+    "loha": ('adapter.type="loha"',),
 }
+_OF_SD3 = ("train dora", "train loha", "to file", "from file")
+_OF_SMALL = ("merge", "to file", "from file", "new all", "cache all", "train all", "export all")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The widths of a model's parts, the size of the images, and the options that fit them."""
-
-    layers: int
-    heads: int
-    dual: int
-    clip_l: int
-    clip_g: int
-    t5: int
-    t5_inner: int
-    vae: tuple[int, ...]
-    positions: int
-    side: int  # of an image, in pixels
-    timeout: int  # of a command, in seconds
-    new: tuple[str, ...] = ()
-    sample: tuple[str, ...] = ()
-
-    @property
-    def width(self) -> int:
-        """The width of the denoiser."""
-        return 64 * self.heads
+# --- images -------------------------------------------------------------------------------------
 
 
-MEDIUM = Shape(24, 24, 13, 768, 1280, 4096, 10240, (128, 256, 512, 512), 384, 1024, 240, sample=("--dtype", "bfloat16"))
-TOY = Shape(
-    2, 2, 1, 64, 64, 128, 256, (8, 8, 8, 8), 24, 128, 1800, ("--resolution", "64"), ("--width", "64", "--height", "64")
-)
-
-
-# --- the model and its images -----------------------------------------------------------------
-
-
-def captions() -> list[str]:
+def captions(count: int = NUM_IMAGES) -> list[str]:
     """Return a caption per image."""
     return [
         f"a photo of a {COLOURS[n % len(COLOURS)]} {WORD} toy on a table, {SHAPES[n % 2]} number {n}"
-        for n in range(NUM_IMAGES)
+        for n in range(count)
     ]
 
 
-def write_images(folder: Path, side: int) -> None:
+def write_images(folder: Path, side: int, count: int = NUM_IMAGES) -> None:
     """Draw images of two aspect ratios, each with its caption."""
     folder.mkdir()
     random = np.random.default_rng(0)
-    for number, caption in enumerate(captions()):
+    for number, caption in enumerate(captions(count)):
         size = (side, side) if number % 2 else (side * 5 // 4, side * 4 // 5)
         coarse = random.integers(0, 255, (6, 6, 3), dtype=np.uint8)
         image = Image.fromarray(coarse).resize(size, Image.Resampling.BICUBIC)
@@ -120,215 +99,283 @@ def write_images(folder: Path, side: int) -> None:
         (folder / f"{number:02}.txt").write_text(caption, encoding="utf-8")
 
 
-def write_model(folder: Path, shape: Shape, device: torch.device) -> int:
-    """Write a complete diffusers folder of random weights in bf16; return the denoiser's parameters."""
-    torch.manual_seed(0)
-    tokenizers = learn_tokenizers([*captions(), PROMPT], 1000)
-    for name, tokenizer in tokenizers.items():
-        tokenizer.model_max_length = T5_TOKENS if name == "tokenizer_3" else CLIP_TOKENS
-    save_tokenizers(tokenizers, folder)
-    first, second, third = tokenizers.values()
-    side = shape.side // 8
-    with torch.device(device):
-        denoiser = SD3Transformer2DModel(
-            sample_size=side, patch_size=2, in_channels=16, out_channels=16, num_layers=shape.layers,
-            attention_head_dim=64, num_attention_heads=shape.heads, joint_attention_dim=shape.t5,
-            caption_projection_dim=shape.width, pooled_projection_dim=shape.clip_l + shape.clip_g,
-            pos_embed_max_size=shape.positions, dual_attention_layers=tuple(range(shape.dual)), qk_norm="rms_norm",
-        )  # fmt: skip
-        vae = AutoencoderKL(
-            in_channels=3, out_channels=3, latent_channels=16, layers_per_block=2, block_out_channels=shape.vae,
-            down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4,
-            norm_num_groups=min(32, shape.vae[0]), scaling_factor=1.5305, shift_factor=0.0609, use_quant_conv=False,
-            use_post_quant_conv=False, sample_size=shape.side,
-        )  # fmt: skip
-        encoders = {
-            "text_encoder": build_clip(first, shape.clip_l, 2, num_heads(shape.clip_l), "quick_gelu"),
-            "text_encoder_2": build_clip(second, shape.clip_g, 2, num_heads(shape.clip_g), "gelu"),
-            "text_encoder_3": build_t5(third, shape.t5, 2, shape.t5 // 64, shape.t5_inner),
-        }
-    for name, part in {"transformer": denoiser, "vae": vae, **encoders}.items():
-        part.to(torch.bfloat16).save_pretrained(folder / name)
-    FlowMatchEulerDiscreteScheduler(shift=3.0).save_pretrained(folder / "scheduler")
-    index: dict[str, Any] = {
-        "_class_name": "StableDiffusion3Pipeline",
-        **{name: ["transformers", type(part).__name__] for name, part in encoders.items()},
-        "tokenizer": ["transformers", "CLIPTokenizerFast"],
-        "tokenizer_2": ["transformers", "CLIPTokenizerFast"],
-        "tokenizer_3": ["transformers", "T5TokenizerFast"],
-        "transformer": ["diffusers", "SD3Transformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-    }
-    (folder / "model_index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-    return sum(parameter.numel() for parameter in denoiser.parameters())
-
-
-# --- one command ------------------------------------------------------------------------------
-
-
-@dataclass
-class Peaks:
-    """The most host and GPU memory that a process and its children held, in bytes."""
-
-    host: int = 0
-    gpu: int = 0
-    looks: int = 0
-
-    def look(self, process: int) -> None:
-        """Look once; at the GPU, which takes longer, every tenth time."""
-        tree = list(_tree(process))
-        self.host = max(self.host, sum(map(_anonymous, tree)))
-        if self.looks % 10 == 0 and shutil.which("nvidia-smi"):
-            self.gpu = max(self.gpu, sum(used for owner, used in _gpu_users() if owner in tree))
-        self.looks += 1
-
-
-def _tree(root: int) -> Iterator[int]:
-    """Yield a process and all its descendants."""
-    yield root
-    for tasks in Path(f"/proc/{root}/task").glob("*/children"):
-        for child in _read(tasks).split():
-            yield from _tree(int(child))
-
-
-def _anonymous(process: int) -> int:
-    lines = _read(Path(f"/proc/{process}/status")).splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (FileNotFoundError, ProcessLookupError):  # the process has just ended
-        return ""
-
-
-def _gpu_users() -> Iterator[tuple[int, int]]:
-    """Yield (process, bytes) of all processes on the GPU; in a container their numbers may be the host's."""
-    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    for line in subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines():
-        process, _, mebibytes = line.partition(",")
-        if process.strip().isdecimal() and mebibytes.strip().isdecimal():
-            yield int(process), int(mebibytes) << 20
-
-
-@dataclass
-class Result:
-    """A journey's row of the table."""
-
-    journey: str
-    command: str = ""
-    seconds: float = 0.0
-    exit_code: int | None = None
-    gpu_gib: float | None = None
-    host_gib: float | None = None
-    failure: str = ""
-    last_lines: list[str] = field(default_factory=list)
-
-
-def run_command(
-    words: Sequence[object], output: Path, timeout: int, stop_when: Callable[[], bool] = lambda: False
-) -> Result:
-    """Run ``sd3-light WORDS`` and return its row; send SIGTERM once ``stop_when`` returns True."""
-    arguments = [str(word) for word in words]
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
-    command = [sys.executable, "-P", "-m", "sd3_light", *arguments]
-    started, peaks, stopped = time.monotonic(), Peaks(), False
-    with output.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-        while process.poll() is None:
-            peaks.look(process.pid)
-            if not stopped and stop_when():
-                process.send_signal(signal.SIGTERM)
-                stopped = True
-            if time.monotonic() - started > timeout:
-                for owned in _tree(process.pid):
-                    os.kill(owned, signal.SIGKILL)
-            time.sleep(0.1)
-    result = Result("", " ".join(map(_short, arguments)), round(time.monotonic() - started, 1), process.returncode)
-    result.gpu_gib = round(peaks.gpu / GIB, 1) if peaks.gpu else None
-    result.host_gib = round(peaks.host / GIB, 1)
-    result.last_lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
-    return result
-
-
-def _short(argument: str) -> str:
-    return Path(argument).name if argument.startswith(os.sep) else argument
-
-
 # --- the journeys -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Journey:
-    """One command of the table: its words, the journeys it needs, and the paths that it must leave behind."""
+    """One command of the table: its words, the journeys it needs, and the paths that it must leave behind.
+
+    ``checked`` are the words of the `check` that estimates it, ``part`` the command in that estimate. ``written`` is a
+    folder or file whose bytes count. ``frees`` is deleted afterwards; the files of ``forgets`` lose their values. A
+    journey without words only deletes.
+    """
 
     name: str
     needs: tuple[str, ...]
-    words: tuple[object, ...]
+    words: tuple[object, ...] = ()
     leaves: tuple[str, ...] = ()  # patterns below the working folder
     run: Path | None = None  # whose log has the GPU memory
     exit_code: int = 0
     stop: bool = False
+    checked: tuple[object, ...] = ()
+    part: str = ""
+    written: Path | None = None
+    frees: tuple[str, ...] = ()  # patterns below the working folder
+    forgets: tuple[str, ...] = ()  # patterns of safetensors files below it
 
 
-_OF_SD3 = ("train dora", "train lokr", "train loha", "to file", "from file")
+@dataclass(frozen=True)
+class Plan:
+    """The working folder, the model in it, and the size of its denoiser."""
 
+    work: Path
+    model: Model
+    parameters: int
 
-def journeys(work: Path, shape: Shape, family: str = "sd3") -> list[Journey]:
-    """Return the journeys in the order in which they start."""
-    model, project, toml = work / "model", work / "project", work / "project" / "lora.toml"
-    lora, merged, file = work / "runs" / "lora", work / "merged", work / "merged.safetensors"
+    @property
+    def forgets_encoders(self) -> bool:
+        """Whether the text encoders are deleted before training."""
+        return self.model.encoders == "deep" and self.parameters > LARGE
 
-    def train(name: str, *settings: str, more: Sequence[str] = ()) -> tuple[object, ...]:
-        run = f'output_dir="{work / "runs" / name}"'
-        return ("train", toml, *more, *(word for setting in (run, *settings) for word in ("--set", setting)))
+    def left_out(self, name: str) -> str:
+        """Return why a journey is not made with this model; "" if it is."""
+        if name in _OF_SMALL and self.parameters > LARGE:
+            return f"left out: {self.parameters / 1e9:.1f} B parameters; see --depth third"
+        return ""
 
-    def adapter(name: str) -> Journey:
-        leaves = (f"runs/{name}/exports/step-*/proof.json", f"runs/{name}/checkpoints/step-*")
-        words = train(name, f"max_steps={TRAIN_STEPS}", "warmup_steps=0", "logging_steps=1", *ADAPTERS[name])
-        return Journey(f"train {name}", ("cache",), words, leaves, work / "runs" / name)
+    def journeys(self) -> list[Journey]:
+        """Return the journeys in the order in which they start."""
+        journeys = [*self._adapter_journeys(), *self._all_weights()]
+        if self.model.family not in SD3:
+            journeys = [journey for journey in journeys if journey.name not in _OF_SD3]
+        return journeys
 
-    stopped = [f"max_steps={STOPPED_STEPS}", "logging_steps=1"]
-    proven = ("runs/stopped/exports/step-*/proof.json",)
-    every = [
-        Journey("new", (), ("new", "lora", "--data", work / "images", "--model", model, "--out", project, *shape.new)),
-        Journey("check", ("new",), ("check", toml)),
-        Journey("cache", ("new",), ("cache", toml), ("project/**/manifest.json",)),
-        adapter("lora"),
-        Journey("merge", ("train lora",), ("lora", "merge", model, merged, lora), ("merged/proof.json",)),
-        adapter("dora"),
-        Journey("to file", ("merge",), ("convert", merged, file), ("merged.safetensors",)),
-        Journey(
-            "from file",
-            ("to file",),
-            ("convert", file, work / "back", "--base", model),
-            ("back/transformer/config.json",),
-        ),
-        adapter("lokr"),
-        Journey("export", ("train lora",), ("export", lora, work / "again"), ("again/proof.json",)),
-        adapter("loha"),
-        Journey(
-            "sample",
+    def _sizes(self, *names: str) -> tuple[object, ...]:
+        """Return the options for the size of a toy's images."""
+        return tuple(word for name in names for word in (name, 64)) if self.model.toy else ()
+
+    def _new(self, kind: str, project: Path) -> tuple[object, ...]:
+        words = ("new", kind, "--data", self.work / "images", "--model", self.work / "model", "--out", project)
+        return (*words, *(self._sizes("--resolution") or (("--resolution", 512) if kind == "finetune" else ())))
+
+    def _train(self, toml: Path, folder: str, settings: Sequence[str], **fields: Any) -> Journey:
+        run = self.work / "runs" / folder
+        words = [word for setting in (f'output_dir="{run}"', *settings) for word in ("--set", setting)]
+        more = ("--resume",) if folder == "stopped" and not fields.get("stop") else ()
+        journey = Journey(
+            f"train {folder}",
+            ("forget encoders" if self.forgets_encoders else "cache",),
+            ("train", toml, *more, *words),
+            (f"runs/{folder}/exports/step-*/proof.json", f"runs/{folder}/checkpoints/step-*"),
+            run,
+            checked=("check", toml, "--json", *words),
+            part="train",
+            written=run,
+        )
+        return replace(journey, **fields)
+
+    def _adapter_journeys(self) -> Iterator[Journey]:
+        work = self.work
+        model = work / "model"
+        toml = work / "project" / "lora.toml"
+        lora = work / "runs" / "lora"
+        file = work / "merged.safetensors"
+        checked = ("check", toml, "--json")
+        few = (f"max_steps={TRAIN_STEPS}", "warmup_steps=0", "logging_steps=1")
+        long = (f"max_steps={STOPPED_STEPS}", "logging_steps=1")
+        sizes = self._sizes("--width", "--height") or ("--dtype", "bfloat16")
+        drawn = ("sample", model, PROMPT, "--steps", 8, *sizes, "--out", work / "samples")
+        with_lora = () if self.forgets_encoders else ("--lora", lora)
+        needs = ("new",) if self.forgets_encoders else ("train lora",)
+        sample = Journey("sample", needs, (*drawn, *with_lora), ("samples/00000.png",), checked=checked, part="sample")
+        yield Journey("new", (), self._new("lora", work / "project"))
+        yield Journey("check", ("new",), ("check", toml))
+        cache = work / "project" / "lora_data.cache"
+        yield Journey(
+            "cache",
+            ("new",),
+            ("cache", toml),
+            ("project/**/manifest.json",),
+            checked=checked,
+            part="cache",
+            written=cache,
+        )
+        if self.forgets_encoders:
+            yield sample
+            yield Journey("forget encoders", ("cache", "sample"), forgets=("model/text_encoder*/*.safetensors",))
+        yield self._train(toml, "lora", (*few, *ADAPTERS["lora"]))
+        after = () if self.model.family in SD3 else ("merged",)
+        merge = ("lora", "merge", model, work / "merged", lora)
+        yield Journey("merge", ("train lora",), merge, ("merged/proof.json",), written=work / "merged", frees=after)
+        yield self._train(toml, "dora", (*few, *ADAPTERS["dora"]))
+        to_file = ("convert", work / "merged", file)
+        yield Journey("to file", ("merge",), to_file, ("merged.safetensors",), written=file, frees=("merged",))
+        back = ("convert", file, work / "back", "--base", model)
+        leaves = ("back/transformer/config.json",)
+        yield Journey("from file", ("to file",), back, leaves, written=work / "back", frees=("merged.*", "back"))
+        yield self._train(toml, "lokr", (*few, *ADAPTERS["lokr"]))
+        again = ("export", lora, work / "again")
+        yield Journey(
+            "export",
             ("train lora",),
-            ("sample", model, PROMPT, "--lora", lora, "--steps", 8, *shape.sample, "--out", work / "samples"),
-            ("samples/00000.png",),
-        ),
-        Journey(
-            "stop",
-            ("cache",),
-            train("stopped", *stopped),
-            ("runs/stopped/checkpoints/step-*",),
-            work / "runs" / "stopped",
-            exit_code=RESUMABLE,
-            stop=True,
-        ),
-        Journey("resume", ("stop",), train("stopped", *stopped, more=["--resume"]), proven, work / "runs" / "stopped"),
-        Journey("whole", ("cache",), train("whole", *stopped), (), work / "runs" / "whole"),
-    ]
-    return every if family == "sd3" else [journey for journey in every if journey.name not in _OF_SD3]
+            again,
+            ("again/proof.json",),
+            checked=checked,
+            part="export",
+            written=work / "again",
+        )
+        yield self._train(toml, "loha", (*few, *ADAPTERS["loha"]))
+        if not self.forgets_encoders:
+            yield sample
+        stopped = ("runs/stopped/checkpoints/step-*",)
+        yield self._train(
+            toml, "stopped", long, name="stop", leaves=stopped, exit_code=RESUMABLE, stop=True, checked=(), written=None
+        )
+        yield self._train(toml, "stopped", long, name="resume", needs=("stop",))
+        yield self._train(toml, "whole", long, name="whole")
+
+    def _all_weights(self) -> Iterator[Journey]:
+        work = self.work
+        toml = work / "all" / "finetune.toml"
+        settings = ("epochs=1000", "save_every_n_epochs=1000", f"max_steps={TRAIN_STEPS}", "warmup_steps=0")
+        settings += ("logging_steps=1", "micro_batch_size_per_gpu=4", "gradient_accumulation_steps=1")
+        settings += ("ema.enable=false",)
+        train = self._train(toml, "all", settings, needs=("cache all",))
+        yield Journey("new all", (), self._new("finetune", work / "all"))
+        yield Journey("cache all", ("new all",), ("cache", toml))
+        yield train
+        words = ("export", work / "runs" / "all", work / "again_all")
+        leaves = ("again_all/proof.json",)
+        frees = ("runs/all/checkpoints", "again_all")
+        yield Journey(
+            "export all",
+            ("train all",),
+            words,
+            leaves,
+            checked=train.checked,
+            part="export",
+            written=work / "again_all",
+            frees=frees,
+        )
+
+
+def selected(every: Sequence[Journey], names: Sequence[str]) -> list[Journey]:
+    """Return the journeys of these names and those that they need."""
+    by_name = {journey.name: journey for journey in every}
+    chosen = set[str]()
+    todo = list(names or by_name)
+    while todo:
+        name = todo.pop()
+        chosen.add(name)
+        todo += [need for need in by_name[name].needs if need not in chosen]
+    return [journey for journey in every if journey.name in chosen]
+
+
+# --- one journey --------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """A journey's row of the table. Measured numbers and estimates are GiB, by "gpu", "host" and "disk"."""
+
+    journey: str
+    command: str = ""
+    seconds: float = 0.0
+    exit_code: int | None = None
+    measured: dict[str, float] = field(default_factory=dict)
+    estimated: dict[str, float] = field(default_factory=dict)
+    proof_seconds: float | None = None
+    estimated_proof_seconds: float | None = None
+    left_out: str = ""
+    failure: str = ""
+    last_lines: list[str] = field(default_factory=list)
+
+    def deviates(self, kind: str) -> bool:
+        """Return whether a number is farther from its estimate than is allowed."""
+        if kind not in self.measured or kind not in self.estimated:
+            return False
+        return abs(self.estimated[kind] / self.measured[kind] - 1) > TOLERANCES[kind] if self.measured[kind] else True
+
+
+def travel(journey: Journey, work: Path, out: Path, timeout: float) -> Result:
+    """Run a journey's command beside the estimate of `check`, and look at its exit code and at what it left."""
+    result = Result(journey.name, " ".join(map(_short, journey.words)))
+    estimate: dict[str, Any] = {}
+    if journey.checked:
+        estimate = _estimate(journey, out, timeout)
+        if estimate["does_not_fit"] and journey.part == "train":
+            result.left_out = f"left out: {', '.join(estimate['does_not_fit'])} does not fit, by check"
+            return result
+    if journey.words:
+        _run(journey, work, out, timeout, result)
+        figures = estimate.get(journey.part, {})
+        bytes_by_kind = {kind: figures.get(f"{kind}_bytes") for kind in TOLERANCES}
+        result.estimated = {kind: count / GIB for kind, count in bytes_by_kind.items() if count}
+        _add_proof(journey, work, result, figures if journey.part == "export" else estimate.get("export", {}))
+    for pattern in journey.frees if not result.failure else ():
+        for path in work.glob(pattern):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for pattern in journey.forgets if not result.failure else ():
+        for path in work.glob(pattern):
+            forget_values(path)
+    return result
+
+
+def forget_values(path: Path) -> None:
+    """Free the disk space of a safetensors file: its values become zeros, which take none; the rest stays as it is."""
+    before = path.stat()
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        file.seek(0)
+        header = file.read(8 + length)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(before.st_size)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # the cache knows the file by size and time
+
+
+def _estimate(journey: Journey, out: Path, timeout: float) -> dict[str, Any]:
+    """Return what `check` estimates; one that does not fit ends with an error after its numbers."""
+    output = out / f"{_file(journey)}_check.txt"
+    run_command([str(word) for word in journey.checked], output, timeout)
+    text = output.read_text(encoding="utf-8", errors="replace")
+    assert "{" in text, f"check failed: {text}"
+    figures: dict[str, Any] = json.loads(text[text.index("{") : text.rindex("}") + 1])
+    return figures
+
+
+def _run(journey: Journey, work: Path, out: Path, timeout: float, result: Result) -> None:
+    run = journey.run
+    output = out / f"{_file(journey)}.txt"
+    stop_when = (lambda: journey.stop and bool(logged(run, "loss"))) if run is not None else (lambda: False)
+    ran = run_command([str(word) for word in journey.words], output, timeout, stop_when)
+    result.seconds = ran.seconds
+    result.exit_code = ran.exit_code
+    missing = [pattern for pattern in journey.leaves if not any(work.glob(pattern))]
+    if ran.exit_code != journey.exit_code:
+        result.failure = f"exit code {ran.exit_code} instead of {journey.exit_code} after {ran.seconds:.0f} s"
+    elif missing:
+        result.failure = f"it left no {', '.join(missing)}"
+    if result.failure:
+        result.last_lines = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
+    result.measured = {kind: value for kind, value in _measured(journey, ran).items() if value}
+
+
+def _measured(journey: Journey, ran: Ran) -> dict[str, float]:
+    gpu = ran.gpu / GIB
+    if journey.run is not None and (reserved := logged(journey.run, "gpu_reserved_gib")):
+        gpu = max(reserved)
+    disk = 0 if journey.written is None else bytes_of(journey.written)
+    return {"gpu": gpu, "host": ran.host / GIB, "disk": disk / GIB}
+
+
+def _add_proof(journey: Journey, work: Path, result: Result, figures: dict[str, Any]) -> None:
+    """Add how long the proof of the last export took, and was estimated to take."""
+    proofs = [path for pattern in journey.leaves if "proof" in pattern for path in sorted(work.glob(pattern))]
+    if proofs and not result.failure:
+        result.proof_seconds = json.loads(proofs[-1].read_text(encoding="utf-8"))["seconds"]
+        result.estimated_proof_seconds = figures.get("seconds")
 
 
 def logged(run: Path, key: str) -> list[Any]:
@@ -337,40 +384,30 @@ def logged(run: Path, key: str) -> list[Any]:
     return [event[key] for event in read_log(log) if key in event] if log.is_file() else []
 
 
-def travel(journey: Journey, work: Path, out: Path, timeout: int) -> Result:
-    """Run a journey's command, and check its exit code and what it left."""
-    run, output = journey.run, out / f"{journey.name.replace(' ', '_')}.txt"
-    stop_when = (lambda: journey.stop and bool(logged(run, "loss"))) if run is not None else (lambda: False)
-    result = run_command(journey.words, output, timeout, stop_when)
-    result.journey = journey.name
-    missing = [pattern for pattern in journey.leaves if not any(work.glob(pattern))]
-    if result.exit_code != journey.exit_code:
-        result.failure = f"exit code {result.exit_code} instead of {journey.exit_code} after {result.seconds:.0f} s"
-    elif missing:
-        result.failure = f"it left no {', '.join(missing)}"
-    else:
-        result.last_lines = []
-    if run is not None and result.gpu_gib is None:
-        result.gpu_gib = round(max(logged(run, "gpu_reserved_gib"), default=0), 1) or None
-    return result
+def bytes_of(path: Path) -> int:
+    """Return the bytes of a file, or of the files of a folder without links to others."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files if file.stat().st_nlink == 1)
 
 
-def selected(all_journeys: Sequence[Journey], names: Sequence[str]) -> list[Journey]:
-    """Return the journeys of these names and those that they need."""
-    by_name = {journey.name: journey for journey in all_journeys}
-    chosen, todo = set[str](), list(names or by_name)
-    while todo:
-        name = todo.pop()
-        chosen.add(name)
-        todo += [need for need in by_name[name].needs if need not in chosen]
-    return [journey for journey in all_journeys if journey.name in chosen]
+def _file(journey: Journey) -> str:
+    return journey.name.replace(" ", "_")
+
+
+def _short(word: object) -> str:
+    text = str(word)
+    return Path(text).name if text.startswith(os.sep) else text
+
+
+# --- all of them --------------------------------------------------------------------------------
 
 
 class Table:
     """The results so far, printed and written after every journey."""
 
     def __init__(self, out: Path, facts: dict[str, Any]) -> None:
-        self.out, self.facts = out, facts
+        self.out = out
+        self.facts = facts
         self.results: list[Result] = []
         self._lock = threading.Lock()
 
@@ -381,54 +418,67 @@ class Table:
             content = {**self.facts, "journeys": [asdict(row) for row in self.results]}
             (self.out / "table.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
             (self.out / "table.md").write_text(self.text() + "\n", encoding="utf-8")
-        print(f"{result.journey}: {result.failure or 'passed'} ({result.seconds:.0f} s)", flush=True)
+        outcome = result.failure or result.left_out or "passed"
+        print(f"{result.journey}: {outcome} ({result.seconds:.0f} s)", flush=True)
 
     def text(self) -> str:
         """Return the table as Markdown, and the last lines of failed commands."""
-        lines = ["| journey | seconds | exit code | GPU GiB | host GiB | result |", "|---|---:|---:|---:|---:|---|"]
-        for row in self.results:
-            cells = [row.journey, row.seconds, row.exit_code, row.gpu_gib, row.host_gib, row.failure or "passed"]
-            lines.append("| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |")
+        names = [name for kind in TOLERANCES for name in (f"{kind} GiB", "check")]
+        lines = [f"| journey | seconds | {' | '.join(names)} | proof s | check | result |"]
+        lines.append("|---|---:|" + "---:|" * (len(names) + 2) + "---|")
+        lines += [_line(row) for row in self.results]
         for row in self.results:
             if row.last_lines:
                 lines += ["", f"{row.journey}: sd3-light {row.command}", *(f"    {line}" for line in row.last_lines)]
         return "\n".join(lines)
 
 
-def run_all(todo: list[Journey], work: Path, table: Table, timeout: int, deadline: float) -> None:
+def _line(row: Result) -> str:
+    cells: list[Any] = [row.journey, row.seconds]
+    for kind in TOLERANCES:
+        mark = " !" if row.deviates(kind) else ""
+        cells.append(_digits(row.measured.get(kind)))
+        cells.append(_digits(row.estimated.get(kind)) + mark)
+    cells += [row.proof_seconds, row.estimated_proof_seconds, row.failure or row.left_out or "passed"]
+    return "| " + " | ".join("" if cell is None else str(cell) for cell in cells) + " |"
+
+
+def _digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
+def run_all(todo: list[Journey], plan: Plan, table: Table, timeout: float, deadline: float) -> None:
     """Run the journeys, each when those that it needs have passed."""
-    passed, failed = set[str](), set[str]()
+    passed = set[str]()
+    missed: dict[str, str] = {}
     running: dict[Future[Result], Journey] = {}
     lanes: int = table.facts["lanes"]
     with ThreadPoolExecutor(lanes) as pool:
         while todo or running:
             for journey in list(todo):
-                reason = ""
-                if lost := failed & set(journey.needs):
-                    reason = f"not run: {', '.join(sorted(lost))} failed"
-                elif time.monotonic() > deadline:
-                    reason = "not run: out of time"
-                if reason:
+                row = Result(journey.name, left_out=plan.left_out(journey.name))
+                lost = sorted(missed.keys() & set(journey.needs))
+                if lost and not row.left_out:
+                    row.left_out = missed[lost[0]] if missed[lost[0]].startswith("left out") else ""
+                    row.failure = "" if row.left_out else f"not run: {', '.join(lost)} failed"
+                elif time.monotonic() > deadline and not row.left_out:
+                    row.failure = "not run: out of time"
+                if row.failure or row.left_out:
                     todo.remove(journey)
-                    failed.add(journey.name)
-                    table.add(Result(journey.name, failure=reason))
+                    missed[journey.name] = row.left_out
+                    table.add(row)
                 elif len(running) < lanes and passed >= set(journey.needs):
                     todo.remove(journey)
-                    running[pool.submit(travel, journey, work, table.out, timeout)] = journey
+                    running[pool.submit(travel, journey, plan.work, table.out, timeout)] = journey
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                journey, result = running.pop(future), future.result()
-                (failed if result.failure else passed).add(journey.name)
+                journey = running.pop(future)
+                result = future.result()
+                if result.failure or result.left_out:
+                    missed[journey.name] = result.left_out
+                else:
+                    passed.add(journey.name)
                 table.add(result)
-
-
-def make_model(family: str, folder: Path, shape: Shape, device: torch.device) -> int:
-    """Write the model of a family; return the denoiser's parameters."""
-    if family == "sd3":
-        return write_model(folder, shape, device)
-    from real_families import write_family
-
-    return write_family(family, folder, device, shape is TOY)
 
 
 def compared(stopped: Path, whole: Path) -> str:
@@ -441,47 +491,53 @@ def compared(stopped: Path, whole: Path) -> str:
     return f"resumed and whole runs: {len(one)} tensors, largest difference {largest:.1e}"
 
 
+def rehearse(args: argparse.Namespace, model: Model, device: torch.device, work: Path) -> Table:
+    """Make the model and its images in ``work``, and run the chosen journeys; return their table."""
+    started = time.monotonic()
+    work.mkdir(parents=True)
+    write_images(work / "images", 128 if model.toy else 1024, args.images)
+    parameters = write_model(model, work / "model", [*captions(), PROMPT], device)
+    seconds = time.monotonic() - started
+    torch.cuda.empty_cache()
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    facts = {**asdict(model), "parameters": parameters, "device": name, "torch": torch.__version__, "lanes": args.lanes}
+    print(f"{parameters:,} parameters on {name}: model and images written in {seconds:.0f} s", flush=True)
+    table = Table(args.out.absolute(), facts)
+    plan = Plan(work, model, parameters)
+    timeout = 1800 if model.toy else args.timeout
+    run_all(selected(plan.journeys(), args.journey), plan, table, timeout, started + 60 * args.minutes)
+    print(compared(work / "runs" / "stopped", work / "runs" / "whole"))
+    return table
+
+
 def main() -> None:
     """Run the benchmark."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("family", choices=FAMILIES, metavar="FAMILY", help=", ".join(FAMILIES))
     parser.add_argument("out", type=Path, help="folder of the results")
+    parser.add_argument("--depth", default="full", help="blocks of the denoiser: full, third, or their number")
+    parser.add_argument("--encoders", choices=("wide", "deep"), default="wide", help="two layers, or all of them")
     parser.add_argument("--journey", nargs="+", metavar="NAME", default=[], help="only these, and what they need")
+    parser.add_argument("--images", type=int, default=NUM_IMAGES, help="number of images")
     parser.add_argument("--lanes", type=int, default=2, help="journeys at the same time")
     parser.add_argument("--minutes", type=float, default=7.5, help="start no journey after this time")
+    parser.add_argument("--timeout", type=float, default=240, help="seconds of a command")
     parser.add_argument("--work", type=Path, help="new folder of the model, caches and runs")
-    parser.add_argument("--family", default="sd3", help="sd3, or a family of real_families.py")
     parser.add_argument("--toy", action="store_true", help="a tiny model")
     args = parser.parse_args()
-    names = [journey.name for journey in journeys(Path("work"), TOY, args.family)]
+    if args.depth not in ("full", "third") and not args.depth.isdecimal():
+        parser.error(f"--depth {args.depth}: choose full, third or a number of blocks")
+    model = Model(args.family, args.depth, args.encoders, args.toy)
+    names = [journey.name for journey in Plan(Path("work"), model, denoiser_parameters(model)).journeys()]
     if unknown := sorted(set(args.journey) - set(names)):
         parser.error(f"unknown journey {unknown[0]}; choose from: {', '.join(names)}")
-    shape, device = TOY if args.toy else MEDIUM, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.toy:
         parser.error("the real size needs a GPU; try --toy")
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
-        work = (args.work or Path(temporary) / "work").absolute()
-        work.mkdir(parents=True)
-        write_images(work / "images", shape.side)
-        parameters = make_model(args.family, work / "model", shape, device)
-        seconds = time.monotonic() - started
-        torch.cuda.empty_cache()
-        device_name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        facts = {"parameters": parameters, "device": device_name, "torch": torch.__version__, "lanes": args.lanes}
-        print(f"{parameters:,} parameters on {device_name}: model and images written in {seconds:.0f} s", flush=True)
-        table = Table(args.out.absolute(), facts)
-        run_all(
-            selected(journeys(work, shape, args.family), args.journey),
-            work,
-            table,
-            shape.timeout,
-            started + 60 * args.minutes,
-        )
-        for proof in sorted(work.glob("runs/*/exports/step-*/proof.json")):
-            record = json.loads(proof.read_text(encoding="utf-8"))
-            print(f"proof of {proof.parents[2].name}: {record['seconds']} s, difference {record['max_difference']:.1e}")
-        print(compared(work / "runs" / "stopped", work / "runs" / "whole"))
+        table = rehearse(args, model, device, (args.work or Path(temporary) / "work").absolute())
     print(f"\n{table.text()}\n\n{time.monotonic() - started:.0f} s in all")
     sys.exit(any(result.failure for result in table.results))
 

@@ -9,16 +9,18 @@ from sd3_light.config import TrainConfig
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.core.caption_lengths import cut_prompts
 from sd3_light.core.registry import family_of
-from sd3_light.cost.amount import format_bytes
+from sd3_light.cost.amount import Amount, format_bytes
 from sd3_light.cost.disk_space import (
     CACHE_REMEDY,
     DOES_NOT_FIT,
+    DTYPE_BYTES,
     RUN_REMEDY,
     RunSteps,
     compare_with_free,
     run_disk,
 )
 from sd3_light.cost.drawing_memory import drawing_bytes
+from sd3_light.cost.host_memory import MEASURED_CORES, export_host, export_seconds
 from sd3_light.cost.residence import FROM_HOST, LARGEST_SHARE, Room, choose_residence
 from sd3_light.cost.throughput import cpu_assumption, cpu_seconds, measured_speed, training_seconds
 from sd3_light.cost.traffic import needed_bandwidth, sent_per_step
@@ -47,8 +49,9 @@ class Target:
 
 def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
     """Return the conclusion, one line per subject."""
+    export = ("export", _export(train, estimate))
     sample = ("sample", _sample(train, estimate, target))
-    return [*resources(train, estimate, target), sample, *_warnings(train, estimate)]
+    return [*resources(train, estimate, target), export, sample, *_warnings(train, estimate)]
 
 
 def resources(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
@@ -177,9 +180,14 @@ def _disk(train: TrainConfig, estimate: RunEstimate, target: Target) -> Iterator
         yield "disk, cache", _fits(missing, Path(caches[0].cache_dir), text, target, CACHE_REMEDY)
     elif caches:
         yield "disk, cache", "the cache exists"
-    samples = max((row.global_batch for row in estimate.data.rows), default=1)
-    total, text = run_disk(train, estimate.setup, RunSteps(estimate.total_steps, estimate.data.steps, samples))
+    total, text = run_space(train, estimate)
     yield "disk, run", _fits(total, train.output_dir, text, target, RUN_REMEDY)
+
+
+def run_space(train: TrainConfig, estimate: RunEstimate) -> tuple[int, str]:
+    """Return the most bytes that the run's checkpoints and exports take at a time, and a text with their numbers."""
+    samples = max((row.global_batch for row in estimate.data.rows), default=1)
+    return run_disk(train, estimate.setup, RunSteps(estimate.total_steps, estimate.data.steps, samples))
 
 
 def _fits(needed: int, folder: Path, text: str, target: Target, remedy: str) -> str:
@@ -228,11 +236,22 @@ def _auto(estimate: RunEstimate, target: Target) -> str:
     return f"auto picks {choice.residence} ({choice.reason})"
 
 
+def _export(train: TrainConfig, estimate: RunEstimate) -> str:
+    """Say how long an export takes, beside training, and how much host memory."""
+    setup = estimate.setup
+    subject = "all weights and their proof" if setup.adapter is None else "the adapter and its proof"
+    seconds = f"about {duration(export_seconds(setup))} on {MEASURED_CORES} cores"
+    return f"{subject} take {seconds}, and {format_bytes(export_memory(train, estimate).value)} of host memory"
+
+
+def export_memory(train: TrainConfig, estimate: RunEstimate) -> Amount:
+    """Return the host memory that an export and its proof add to a process."""
+    return export_host(estimate.setup, DTYPE_BYTES[train.save_dtype])
+
+
 def _sample(train: TrainConfig, estimate: RunEstimate, target: Target) -> str:
     """Say whether `sample`, `evaluate` and `ui` keep all parts of the model loaded, or work in phases."""
-    weights = {**count_weights(train.model.diffusers_path), TRANSFORMER.name: estimate.setup.cost.parameters}
-    whole = sum(estimate.setup.cost.float32_parameters)
-    needed = {name: drawing_bytes(weights, size, not target.on_cpu, whole) for name, size in _SAMPLE_BYTES.items()}
+    needed = drawing_memory(train, estimate, target)
     text = ", ".join(f"{format_bytes(count)} in {name}" for name, count in needed.items())
     available = None if target.gpu is None else target.gpu.total_bytes
     if target.on_cpu:
@@ -246,6 +265,13 @@ def _sample(train: TrainConfig, estimate: RunEstimate, target: Target) -> str:
     kept = f"keeps all parts loaded in {loaded[0]}, and " if loaded else ""
     parts = f"all parts take {text}, of {format_bytes(available)}"
     return f"{kept}works in phases in {others}: text encoders, denoiser, VAE ({parts})"
+
+
+def drawing_memory(train: TrainConfig, estimate: RunEstimate, target: Target) -> dict[str, int]:
+    """Return the bytes in which `sample` keeps all parts of the model loaded, by --dtype."""
+    weights = {**count_weights(train.model.diffusers_path), TRANSFORMER.name: estimate.setup.cost.parameters}
+    whole = sum(estimate.setup.cost.float32_parameters)
+    return {name: drawing_bytes(weights, size, not target.on_cpu, whole) for name, size in _SAMPLE_BYTES.items()}
 
 
 def _verdict(needed: int, available: int) -> str:

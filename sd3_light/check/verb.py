@@ -10,6 +10,7 @@ from pathlib import Path
 from sd3_light.check.conclusion import Target, conclude, what_does_not_fit
 from sd3_light.check.disk import PATH_HINT, check_disk, disk_faults
 from sd3_light.check.estimate import RunEstimate, empty_faults, estimate_run
+from sd3_light.check.figures import figures
 from sd3_light.check.hub_paths import hub_keys, with_local_paths
 from sd3_light.check.render import render
 from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_config
@@ -25,6 +26,7 @@ __all__ = [
     "conclude",
     "disk_faults",
     "estimate_run",
+    "figures",
     "load",
     "render",
     "require",

@@ -1,5 +1,6 @@
 """Verbs of a run: demo, init, check, cache, train."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -77,6 +78,7 @@ def check(
         typer.Option(metavar="GIB", min=1, help="Memory of each GPU, for a run on another machine (default: as here)."),
     ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Show all numbers with their formulas.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print bytes and seconds as JSON, for programs.")] = False,
     set_: Overrides = None,
 ) -> None:
     """Report all problems of a config, or whether its run fits, how long it takes and how much disk it needs.
@@ -97,7 +99,10 @@ def check(
     on_cpu = not (gpus or processes or estimate.setup.deepspeed)
     target = stage.Target(gpus[0] if gpus else None, on_cpu, elsewhere=is_other or not (gpus or on_cpu))
     conclusion = stage.conclude(loaded.train, estimate, target)
-    print_table(stage.render(estimate, conclusion, explain, target.on_cpu))
+    if as_json:
+        echo(json.dumps(stage.figures(loaded.train, estimate, target, conclusion), indent=1))
+    else:
+        print_table(stage.render(estimate, conclusion, explain, target.on_cpu))
     if exceeded := stage.what_does_not_fit(conclusion):
         raise UserError(f"{config}: the run does not fit ({'; '.join(exceeded)}); the lines above say what to change")
     suggest(("cache", config, *_set_options(set_)), ("train", config, *_set_options(set_)))

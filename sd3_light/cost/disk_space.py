@@ -16,7 +16,8 @@ from sd3_light.formats import plural
 DOES_NOT_FIT = "does not fit"
 CACHE_REMEDY = "cache_dir"
 RUN_REMEDY = "output_dir, or a lower keep_last_n_checkpoints"
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a weight."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class RunSteps:
 
 def run_disk(train: TrainConfig, setup: TrainingSetup, steps: RunSteps) -> tuple[int, str]:
     """Return the most bytes that a run's checkpoints and exports take at a time, and a text with their numbers."""
-    checkpoint, export = _checkpoint_bytes(setup), _export_bytes(train, setup)
+    checkpoint, export = _checkpoint_bytes(setup), export_bytes(train, setup)
     checkpoints, exports = _num_checkpoints(train, steps), _num_exports(train, steps)
     total = checkpoints * checkpoint + exports * export
     parts = f"{plural(checkpoints, 'checkpoint')} of {format_bytes(checkpoint)}"
@@ -70,10 +71,10 @@ def _checkpoint_bytes(setup: TrainingSetup) -> int:
     return checkpoint_copy_bytes(whole).value
 
 
-def _export_bytes(train: TrainConfig, setup: TrainingSetup) -> int:
+def export_bytes(train: TrainConfig, setup: TrainingSetup) -> int:
     """Return the size of an export without the parts that are links to the base model's."""
     trained = setup.cost.parameters if setup.adapter is None else sum(setup.adapter)
-    return trained * _DTYPE_BYTES[train.save_dtype]
+    return trained * DTYPE_BYTES[train.save_dtype]
 
 
 def _num_checkpoints(train: TrainConfig, steps: RunSteps) -> int:

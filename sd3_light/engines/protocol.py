@@ -1,6 +1,6 @@
 """The protocol between an engine and the training loop and checkpoints."""
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from typing import TYPE_CHECKING, Any, Protocol
@@ -118,6 +118,15 @@ class TensorPiece:
     writes: bool = True
 
 
+ToHost = Callable[[str, Tensor], Tensor]
+"""Returns a copy of a named tensor in host memory."""
+
+
+def to_host(name: str, tensor: Tensor) -> Tensor:
+    """Return a copy in host memory, in the same dtype."""
+    return tensor.to("cpu", copy=True)
+
+
 class Engine(Protocol):
     """Runs steps and exposes its part of the weights and optimizer state by canonical name.
 
@@ -168,10 +177,10 @@ class Engine(Protocol):
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         """Yield the pieces of tensors laid out like the weights, such as their averages; they may be of some only."""
 
-    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor], to_host: ToHost = to_host) -> dict[str, Tensor] | None:
         """Return tensors laid out like the weights, gathered in rank 0's host memory; None on other ranks.
 
-        All ranks must call it.
+        ``to_host(name, tensor)`` makes the copy of each. All ranks must call it.
         """
 
     def denoise(self, batch: Batch) -> Tensor:

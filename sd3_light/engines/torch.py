@@ -19,10 +19,12 @@ from sd3_light.engines.protocol import (
     MicroBatch,
     StepResult,
     TensorPiece,
+    ToHost,
     assign_writers,
     loss_sums,
     require_gradients,
     sum_of_squares,
+    to_host,
 )
 from sd3_light.engines.weight_layouts import Replicas, replicate, shard
 from sd3_light.flow.objective import NUM_BANDS, sum_by_band
@@ -176,7 +178,7 @@ class TorchEngine(Engine):
             name, held.view(-1), start, tuple(weight.shape), self.layout.writes(writer) and held.numel() > 0
         )
 
-    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor], to_host: ToHost = to_host) -> dict[str, Tensor] | None:
         """Gather copies of tensors laid out like the weights in rank 0's host memory."""
         gathered = {}
         for name, weight in self._parameters.items():
@@ -184,7 +186,7 @@ class TorchEngine(Engine):
                 continue
             tensor = self.layout.gather(held[name], weight)
             if self.rank == 0:
-                gathered[name] = tensor.to("cpu", copy=True)
+                gathered[name] = to_host(name, tensor)
         return gathered if self.rank == 0 else None
 
 

@@ -30,7 +30,7 @@ from sd3_light.export.proof import compare_outputs, require_finite, run_clean_pr
 from sd3_light.files import file_sha256, new_folder
 from sd3_light.model.adapter_layers import AdapterModules, LycorisModule, lycoris_modules
 from sd3_light.model.folder import weight_files
-from sd3_light.model.loading import load_diffusers_model
+from sd3_light.model.loading import stand_in_model
 from sd3_light.model.lora_layers import LoraModule, from_peft
 from sd3_light.model.part_configs import WEIGHTS_STEM
 from sd3_light.tensor_file import DTYPES, open_tensors
@@ -120,8 +120,9 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
         request = {"adapter": kind, "base": str(folder), "base_dtype": dtype, "padding": spec.padding, **classes}
         _, reloaded = run_clean_process(file, Path(work), request, inputs)
         updates = {name: _rounded(module, spec.save_dtype).applied for name, module in modules.items()}
-        denoiser = load_diffusers_model(getattr(diffusers, spec.family.denoiser), folder, getattr(torch, dtype))
-        expected = proof_process.denoise(denoiser, inputs, updates)  # without using the file's reader
+        # one layer at a time is in memory, whatever the size of the base
+        denoiser, read = stand_in_model(getattr(diffusers, spec.family.denoiser), folder, getattr(torch, dtype))
+        expected = proof_process.denoise(denoiser, inputs, updates, read)  # without using the file's reader
     require_finite("the denoiser with the adapter", expected)
     difference = compare_outputs("the reloaded adapter's output", reloaded["output"], expected, TOLERANCE)
     return {
@@ -144,7 +145,7 @@ def _as_folder(spec: AdapterSpec, work: Path) -> Path:
 
 
 def _main_dtype(folder: Path) -> str:
-    """Return the dtype of most weights in a folder, in which both sides hold them: they are mapped, not copied."""
+    """Return the dtype of most weights in a folder, in which both sides have them: a mapped file is not copied."""
     values: Counter[str] = Counter()
     for file in weight_files(folder, WEIGHTS_STEM):
         for tensor in open_tensors(file)[0].values():

@@ -5,7 +5,7 @@ import inspect
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,34 @@ from sd3_light.model.loading import kept_in_float32
 from sd3_light.model.part_configs import FACTS_FILE, read_json
 
 
-def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, replace: bool = True) -> Path:
+class WeightsOnDemand(Mapping[str, Tensor]):
+    """Weights by name that are read each time they are asked for: an export holds one of them beside its copies."""
+
+    def __init__(self, readers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._readers[name]()
+
+    def __contains__(self, name: object) -> bool:  # the inherited one reads
+        return name in self._readers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+
+def write_folder(
+    out: Path, state: Mapping[str, Tensor], spec: ExportSpec, replace: bool = True, owned: bool = False
+) -> Path:
     """Write and verify ``out``: it appears only after stock diffusers has loaded it with equal results.
 
-    Live weights are only read. An existing ``out`` is replaced (an error without ``replace``), and kept on failure.
+    Live weights are only read; those that are ``owned`` change no more and are not copied without need. An existing
+    ``out`` is replaced (an error without ``replace``), and kept on failure.
     """
-    weights = checked_copy(state, spec)
+    weights = checked_copy(state, spec, owned)
     missing = spec.family.files.missing(spec.base, denoiser=False)
     if spec.family.files.writes_scheduler:
         missing = tuple(name for name in missing if not name.startswith("scheduler/"))
@@ -46,50 +68,58 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, repla
     return out
 
 
-def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Tensor]:
+def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec, owned: bool = False) -> dict[str, Tensor]:
     """Copy weights, checked, to the CPU in ``save_dtype``; they must be float32 or ``save_dtype``, and finite.
 
-    Those that stock diffusers always loads in float32 stay in it.
+    Those that stock diffusers always loads in float32 stay in it. Weights that are ``owned`` and need no cast are
+    returned as they are. Each one is asked for once.
     """
     model: Any = spec.family.weights.empty(spec.transformer_config)
     expected = model.state_dict()
     whole = kept_in_float32(model)
-    _raise_problems(_mismatches(state, expected, spec.save_dtype))
-    # buffers (the position table) stay in float32 only if the whole folder does: stock loading casts them too
-    dtypes = {name: torch.float32 if whole(name) else spec.save_dtype for name in expected}
-    copies = {name: state[name].detach().to("cpu", dtypes[name], copy=True).contiguous() for name in expected}
-    _raise_problems(_not_finite(state, copies))
+    wrong = [f"missing {name}" for name in expected if name not in state]
+    wrong += [f"unexpected {name}" for name in state if name not in expected]
+    not_finite: list[str] = []
+    copies: dict[str, Tensor] = {}
+    for name in [name for name in expected if name in state]:
+        tensor = state[name]
+        wrong += _mismatches(name, tensor, expected[name], spec.save_dtype)
+        if not wrong:
+            # buffers (the position table) stay in float32 only if the whole folder does: stock loading casts them too
+            dtype = torch.float32 if whole(name) else spec.save_dtype
+            copies[name] = tensor.detach().to("cpu", dtype, copy=not owned).contiguous()
+            not_finite += _not_finite(name, tensor, copies[name])
+        del tensor  # before the next one is read
+    if messages := wrong or not_finite:
+        raise ExportError(f"nothing was saved: {first_few(messages, 5, '; ')}")
     return copies
 
 
-def _raise_problems(problems: Iterator[str]) -> None:
-    messages = list(problems)
-    if messages:
-        raise ExportError(f"nothing was saved: {first_few(messages, 5, '; ')}")
+def _mismatches(name: str, tensor: Tensor, expected: Tensor, dtype: torch.dtype) -> Iterator[str]:
+    """Yield the differences between a weight and that of the model of the config."""
+    if tensor.shape != expected.shape:
+        yield f"{name} has shape {list(tensor.shape)}, not {list(expected.shape)}"
+    if tensor.dtype not in (torch.float32, dtype):
+        yield f"{name} has type {_dtype_name(tensor.dtype)}, not float32 (or {_dtype_name(dtype)}, the saved type)"
+    if tensor.is_meta:
+        yield f"{name} holds no data (meta tensor)"
 
 
-def _mismatches(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype) -> Iterator[str]:
-    """Yield the differences between a state and the model of the config."""
-    yield from (f"missing {name}" for name in expected if name not in state)
-    yield from (f"unexpected {name}" for name in state if name not in expected)
-    for name, tensor in state.items():
-        if name in expected and tensor.shape != expected[name].shape:
-            yield f"{name} has shape {list(tensor.shape)}, not {list(expected[name].shape)}"
-        if tensor.dtype not in (torch.float32, dtype):
-            yield f"{name} has type {_dtype_name(tensor.dtype)}, not float32 (or {_dtype_name(dtype)}, the saved type)"
-        if tensor.is_meta:
-            yield f"{name} holds no data (meta tensor)"
+def _not_finite(name: str, tensor: Tensor, copy: Tensor) -> Iterator[str]:
+    """Yield what is wrong with a tensor with NaN, infinity, or a value that the saved dtype cannot hold."""
+    if is_finite(copy):
+        return
+    if is_finite(tensor):
+        yield f"{name} has values beyond {_dtype_name(copy.dtype)}, choose another save_dtype"
+    else:
+        yield f"{name} contains NaN or infinity"
 
 
-def _not_finite(state: Mapping[str, Tensor], copies: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield the tensors with NaN, infinity, or a value that the saved dtype cannot hold."""
-    for name, copy in copies.items():
-        if is_finite(copy):
-            continue
-        if is_finite(state[name]):
-            yield f"{name} has values beyond {_dtype_name(copy.dtype)}, choose another save_dtype"
-        else:
-            yield f"{name} contains NaN or infinity"
+def host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy in host memory: in ``dtype``, or as it is if that cannot hold its values."""
+    cast = tensor.to(dtype)
+    kept = cast if is_finite(cast) else tensor  # an export then reports the values
+    return kept.to("cpu", copy=kept is tensor)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from sd3_light.core.registry import family_of_file, family_of_folder, single_fil
 from sd3_light.export.diffusers_folder import read_facts, write_folder
 from sd3_light.export.export_spec import DYNAMIC, ExportError, ExportSpec, first_few
 from sd3_light.export.lora_file import LoraLayout, check_new_lora, names_of_file, write_lora
-from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merge_loras, merged_settings
+from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merged_on_demand, merged_settings
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import read_any_adapter, write_lycoris
 from sd3_light.export.proof import ProofError
@@ -88,10 +88,10 @@ def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = Non
     save_dtype = DTYPES[next(iter(stored.values())).dtype].torch if dtype is None else _dtype(dtype)
     spec = _spec(model, family, config, save_dtype, loras)
     updates = [(read_any_adapter(lora.file, names=family.files.adapters).modules, lora.strength) for lora in loras]
-    state = merge_loras(model, updates)
+    state = merged_on_demand(model, updates)
     try:
         with write_errors(out):
-            return write_folder(out, state, spec, replace=False)
+            return write_folder(out, state, spec, replace=False, owned=True)
     except (ExportError, ProofError) as error:
         raise UserError(f"{model} with {', '.join(str(lora.file) for lora in loras)}: {error}") from error
 

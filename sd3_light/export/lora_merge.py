@@ -15,7 +15,7 @@ from sd3_light.core.files import AdapterNames
 from sd3_light.core.registry import family_of_class, family_of_file, family_of_folder
 from sd3_light.core.start import denoiser_folder
 from sd3_light.export.chosen import ChosenModel
-from sd3_light.export.diffusers_folder import is_finite, read_facts
+from sd3_light.export.diffusers_folder import WeightsOnDemand, is_finite, read_facts
 from sd3_light.export.lora_file import diffusers_tensors
 from sd3_light.export.lora_stack import Lora, add_loras
 from sd3_light.export.lycoris_file import is_lycoris, read_any_adapter, read_lycoris
@@ -24,6 +24,7 @@ from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.runlog import info
+from sd3_light.tensor_file import StoredTensor
 
 StateDict = Mapping[str, Tensor]
 
@@ -35,17 +36,38 @@ def merge_loras(model: Path | StateDict, loras: Sequence[tuple[AdapterModules, f
     LoHa count as LoRAs.
     A LoRA layer that does not exist in the model, or has another shape there, is an error that names it.
     """
-    state = dict(denoiser_state(model) if isinstance(model, Path) else model)
+    state = denoiser_state(model) if isinstance(model, Path) else model
+    _require_layers({name: tuple(weight.shape) for name, weight in state.items()}, loras)
+    return {name: _with_updates(name, weight, loras) for name, weight in state.items()}
+
+
+def merged_on_demand(folder: Path, loras: Sequence[tuple[AdapterModules, float]]) -> WeightsOnDemand:
+    """Return the weights of `merge_loras`, each of which is read and merged when it is asked for."""
+    stored = _stored_denoiser(folder)
+    _require_layers({name: tensor.shape for name, tensor in stored.items()}, loras)
+
+    def read(name: str) -> Tensor:
+        return _with_updates(name, _finite(folder, name, stored[name]), loras)
+
+    return WeightsOnDemand({name: partial(read, name) for name in stored})
+
+
+def _with_updates(name: str, weight: Tensor, loras: Sequence[tuple[AdapterModules, float]]) -> Tensor:
+    layer = name.removesuffix(".weight")
     for lora, strength in loras:
-        for name, module in lora.items():
-            weight = state.get(f"{name}.weight")
-            if weight is None:
-                raise UserError(f"the LoRA has {name}, which the model lacks; was it trained on another model?")
-            if module.shape != tuple(weight.shape):
-                shapes = f"{list(module.shape)}, the model's weight {list(weight.shape)}"
-                raise UserError(f"the LoRA's {name} has shape {shapes}")
-            state[f"{name}.weight"] = module.applied(weight, strength)
-    return state
+        if layer != name and layer in lora:
+            weight = lora[layer].applied(weight, strength)
+    return weight
+
+
+def _require_layers(shapes: Mapping[str, tuple[int, ...]], loras: Sequence[tuple[AdapterModules, float]]) -> None:
+    """Raise a UserError that names a layer of a LoRA that does not fit the model."""
+    for name, module in (item for lora, _ in loras for item in lora.items()):
+        shape = shapes.get(f"{name}.weight")
+        if shape is None:
+            raise UserError(f"the LoRA has {name}, which the model lacks; was it trained on another model?")
+        if module.shape != shape:
+            raise UserError(f"the LoRA's {name} has shape {list(module.shape)}, the model's weight {list(shape)}")
 
 
 def text_folder(chosen: ChosenModel, loras: Sequence[Lora]) -> Path:
@@ -141,14 +163,23 @@ def _merge_into(transformer: nn.Module, modules: AdapterModules, strength: float
 
 def denoiser_state(folder: Path) -> dict[str, Tensor]:
     """Load a diffusers folder's denoiser in float32; missing or non-finite tensors are a UserError."""
-    path, family = denoiser_folder(folder), family_of_folder(folder)
+    return {name: _finite(folder, name, tensor) for name, tensor in _stored_denoiser(folder).items()}
+
+
+def _stored_denoiser(folder: Path) -> dict[str, StoredTensor]:
+    path = denoiser_folder(folder)
+    family = family_of_folder(folder)
     family.weights.require(path)
     _, stored = read_denoiser(path, family)
-    state = {name: tensor.load().float() for name, tensor in stored.items()}
-    not_finite = [name for name, tensor in state.items() if not is_finite(tensor)]
-    if not_finite:
-        raise UserError(f"{path}: {not_finite[0]} contains NaN or infinity; pass another model")
-    return state
+    return stored
+
+
+def _finite(folder: Path, name: str, stored: StoredTensor) -> Tensor:
+    """Return a weight in float32, which must be finite."""
+    weight = stored.load().float()
+    if not is_finite(weight):
+        raise UserError(f"{denoiser_folder(folder)}: {name} contains NaN or infinity; pass another model")
+    return weight
 
 
 @dataclass(frozen=True)

@@ -21,14 +21,16 @@ from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConf
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
+from sd3_light.engines.protocol import to_host
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.best import best_name
-from sd3_light.export.diffusers_folder import write_folder
+from sd3_light.export.diffusers_folder import WeightsOnDemand, host_copy, write_folder
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError, ExportSpec
 from sd3_light.export.model_facts import ModelFacts
 from sd3_light.flow.timesteps import constant_shift
 from sd3_light.inputs import open_regular, read_json_file
 from sd3_light.model.base_values import kept_scheduler, other_shift
+from sd3_light.model.loading import kept_in_float32
 from sd3_light.runlog import info, measured, read_log
 
 RAW = "raw"
@@ -187,10 +189,13 @@ def _scores(path: Path) -> dict[str, float]:
 # --- weights -----------------------------------------------------------------------------------
 
 
-def whole_state(transformer: nn.Module, trained: Mapping[str, Tensor], freeze: Sequence[str] = ()) -> dict[str, Tensor]:
+def whole_state(
+    transformer: nn.Module, start: Callable[[str], Tensor], trained: Mapping[str, Tensor], freeze: Sequence[str] = ()
+) -> Mapping[str, Tensor]:
     """Return every parameter and buffer of the denoiser; ``trained`` must hold all that ``freeze`` does not name.
 
-    A missing trained weight is an error; the weight that training started from is never used instead.
+    ``start(name)`` returns the value of another one. A missing trained weight is an error; the weight that training
+    started from is never used instead.
     """
     parameters = [name for name, _ in transformer.named_parameters()]
     names = [name for name in parameters if not any(fnmatchcase(name, pattern) for pattern in freeze)]
@@ -198,7 +203,8 @@ def whole_state(transformer: nn.Module, trained: Mapping[str, Tensor], freeze: S
     problems += [f"unexpected {name}" for name in trained if name not in set(names)]
     if problems:
         raise ExportError(f"not the weights of this config: {'; '.join(problems[:5])} ({len(problems)} in all)")
-    return {**transformer.state_dict(), **trained}
+    readers = {name: partial(start, name) for name in transformer.state_dict()}
+    return WeightsOnDemand(readers | {name: partial(trained.__getitem__, name) for name in trained})
 
 
 def gather_trainable(transformer: nn.Module) -> dict[str, Tensor] | None:
@@ -226,7 +232,8 @@ class Saver:
 
     An export is a complete diffusers folder; if an adapter on ``start`` trains, it is the adapter's file without the
     model under it. ``live()`` returns the current trained weights, whole, or None on ranks that do not write.
-    ``untrained`` are the frozen weights and the buffers of a complete folder.
+    ``untrained`` are the frozen weights and the buffers of a complete folder; ``keeps_float32(name)`` returns whether a
+    weight is always saved in float32.
     """
 
     config: TrainConfig
@@ -235,6 +242,7 @@ class Saver:
     transformer_config: Mapping[str, object]
     untrained: Mapping[str, Tensor]
     start: WeightsStart | None
+    keeps_float32: Callable[[str], bool] = lambda name: False
 
     @staticmethod
     def of(
@@ -252,7 +260,14 @@ class Saver:
             # copies: a thread must be able to export without touching a module that is training
             untrained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
         live = partial(gather_trainable, transformer)
-        return Saver(config, folder, live, model_config(transformer, facts), untrained, start)
+        whole = kept_in_float32(transformer)
+        return Saver(config, folder, live, model_config(transformer, facts), untrained, start, whole)
+
+    def to_host(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a copy of a trained weight for an export: a full model's in the dtype in which it is saved."""
+        if self.config.adapter is not None or self.keeps_float32(name):
+            return to_host(name, tensor)
+        return host_copy(tensor, getattr(torch, self.config.save_dtype))
 
     def save_full_model(
         self,
@@ -263,11 +278,13 @@ class Saver:
     ) -> Path:
         """Write the verified folder ``name`` with these trained weights; return its path.
 
-        ``save_full_model(name)`` takes the live weights; all ranks call it, the main one writes.
+        They are copies of their own. ``save_full_model(name)`` takes the live weights; all ranks call it, the main one
+        writes.
         """
+        owned = trained is not None
         trained = self.live() if trained is None else trained
         path = self.folder / name
-        return path if trained is None else self._write(path, trained, weights, progress or Progress())
+        return path if trained is None else self._write(path, trained, weights, progress or Progress(), owned)
 
     def save_model(
         self, name: str | Mapping[str, Tensor], weights: str = RAW, progress: Progress | None = None
@@ -287,10 +304,10 @@ class Saver:
                     remove(old)
         return path
 
-    def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress) -> Path:
+    def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress, owned: bool) -> Path:
         run = self.folder.parent
         if self.config.adapter is not None:
             assert self.start is not None, "an adapter without a base"
             return write_adapter(path, trained, adapter_spec(self.config, self.start, weights, progress, run))
         spec = export_spec(self.config, self.transformer_config, weights, progress, run)
-        return write_folder(path, {**self.untrained, **trained}, spec)
+        return write_folder(path, {**self.untrained, **trained}, spec, owned=owned)

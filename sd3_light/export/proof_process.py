@@ -34,17 +34,25 @@ _TENSOR = "tensor:"
 
 Update = Callable[[Tensor], Tensor]
 """Returns a layer's float32 weight with an adapter's update."""
+Read = Callable[[str], Tensor | None]
+"""Returns the values of a weight that the model only stands in for; None if it has them."""
 
 
 @contextmanager
-def compute_in_float32(model: nn.Module, updates: Mapping[str, Update] | None = None) -> Iterator[None]:
-    """Compute in float32 inside the block with weights in any dtype: one layer at a time is cast, and updated.
+def compute_in_float32(
+    model: nn.Module, updates: Mapping[str, Update] | None = None, read: Read | None = None
+) -> Iterator[None]:
+    """Compute in float32 inside the block with weights in any dtype: one layer at a time is read, cast and updated.
 
-    ``updates`` are those of an adapter by layer name.
+    ``updates`` are those of an adapter by layer name. ``read(name)`` returns the weights of a layer while it computes.
     """
     updates, modules = updates or {}, dict(model.named_modules())
     assert updates.keys() <= modules.keys(), f"no such layers: {sorted(updates.keys() - modules.keys())[:3]}"
-    hooks = [hook for name, module in modules.items() for hook in _cast_around(module, updates.get(name))]
+    hooks = [
+        hook
+        for name, module in modules.items()
+        for hook in _cast_around(module, updates.get(name), _of_layer(name, read))
+    ]
     try:
         yield
     finally:
@@ -52,15 +60,22 @@ def compute_in_float32(model: nn.Module, updates: Mapping[str, Update] | None = 
             hook.remove()
 
 
-def _cast_around(module: Any, update: Update | None) -> list[Any]:
-    tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+def _of_layer(layer: str, read: Read | None) -> Read | None:
+    """Return ``read`` with the names that weights have in their layer."""
+    return None if read is None else lambda name: read(f"{layer}.{name}" if layer else name)
+
+
+def _cast_around(module: Any, update: Update | None, read: Read | None) -> list[Any]:
+    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    tensors = [tensor for _, tensor in named]
     stored = [tensor.data for tensor in tensors]
-    if update is None and all(tensor.dtype == torch.float32 for tensor in tensors):
+    if update is None and (not tensors or (read is None and all(tensor.dtype == torch.float32 for tensor in tensors))):
         return []
 
     def widen(_: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        for tensor in tensors:
-            tensor.data = tensor.data.float()
+        for name, tensor in named:
+            values = None if read is None else read(name)
+            tensor.data = (tensor.data if values is None else values).float()
         if update is not None:
             module.weight.data = update(module.weight.data)
         # a pipeline may have cast them to the dtype of the weights
@@ -99,9 +114,14 @@ def unpacked(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     return [unpacked(item, tensors) for item in value] if isinstance(value, list) else value
 
 
-def denoise(denoiser: nn.Module, inputs: Mapping[str, Any], updates: Mapping[str, Update] | None = None) -> Tensor:
-    """Return the denoiser's output for the fixed inputs, with the updates of an adapter."""
-    with torch.no_grad(), compute_in_float32(denoiser, updates):
+def denoise(
+    denoiser: nn.Module,
+    inputs: Mapping[str, Any],
+    updates: Mapping[str, Update] | None = None,
+    read: Read | None = None,
+) -> Tensor:
+    """Return the denoiser's output for the fixed inputs; see `compute_in_float32`."""
+    with torch.no_grad(), compute_in_float32(denoiser, updates, read):
         output = denoiser(**inputs, return_dict=False)[0]
     samples: Tensor = output if isinstance(output, Tensor) else torch.stack(list(output))
     return samples.contiguous()

@@ -1,25 +1,29 @@
 """The export stage: a verified diffusers folder, single file or adapter, from a run's checkpoint or snapshots."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from sd3_light.checkpoint.progress import EMA, Progress, track_kind
 from sd3_light.checkpoint.reading import Checkpoint, open_checkpoint
 from sd3_light.checkpoint.store import incomplete_checkpoints
 from sd3_light.config import TrainConfig, load_config
 from sd3_light.config.faults import UserError
+from sd3_light.core.family import Family
 from sd3_light.core.files import Contents, is_single_file
 from sd3_light.core.model import HEADS
 from sd3_light.core.registry import family_of, single_files, starting_weights
+from sd3_light.core.start import WeightsStart
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.background_saves import FOLDERS, SNAPSHOT, newest_usable
 from sd3_light.export.chosen import refuse_script_run
-from sd3_light.export.diffusers_folder import write_folder
+from sd3_light.export.diffusers_folder import WeightsOnDemand, write_folder
 from sd3_light.export.export_spec import ExportError
 from sd3_light.export.hub import check_push, push
 from sd3_light.export.model_facts import ModelFacts
@@ -34,7 +38,7 @@ from sd3_light.runlog import info
 class _Weights:
     """Trained weights, their description, the progress of training, and what was stored about the model."""
 
-    trained: dict[str, Tensor]
+    trained: Mapping[str, Tensor]
     description: str
     progress: Progress
     model: ModelFacts
@@ -101,18 +105,31 @@ def _write(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path, c
         return
     family = family_of(train.model)
     start = weights.model.keep_table(starting_weights(train.model))
-    transformer = family.weights.load(start, train.seed)
+    transformer, read = _starting_model(family, start, train.seed)
     config = model_config(transformer, weights.model)
     spec = export_spec(train, config, weights.description, weights.progress, run_folder)
-    state = whole_state(transformer, weights.trained, train.freeze)
+    state = whole_state(transformer, read, weights.trained, train.freeze)
     with write_errors(out):
         if not is_single_file(out):
-            write_folder(out, state, spec, replace=False)
+            write_folder(out, state, spec, replace=False, owned=True)
             return
         with scratch_folder(out) as scratch:
-            folder = write_folder(scratch / out.stem, state, spec)
+            folder = write_folder(scratch / out.stem, state, spec, owned=True)
             for note in single_files(family, out).write(folder, out, contents or Contents()).notes:
                 info(f"note: {note}")
+
+
+def _starting_model(family: Family, start: WeightsStart, seed: int) -> tuple[nn.Module, Callable[[str], Tensor]]:
+    """Return the denoiser that the run started from, and a function that returns one of its weights.
+
+    Weights of a folder or a file are read when they are asked for.
+    """
+    if start.source is None:
+        transformer = family.weights.load(start, seed)
+        return transformer, transformer.state_dict().__getitem__
+    transformer, stored = family.weights.unread(start)
+    tables = {name: buffer.dtype for name, buffer in transformer.named_buffers()}
+    return transformer, lambda name: stored[name].load().to(tables.get(name, torch.float32))
 
 
 def _write_adapter(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path) -> None:
@@ -121,10 +138,10 @@ def _write_adapter(train: TrainConfig, weights: _Weights, run_folder: Path, out:
     spec = adapter_spec(train, start, weights.description, weights.progress, run_folder)
     with write_errors(out):
         if not is_single_file(out):
-            write_adapter(out, weights.trained, spec)
+            write_adapter(out, dict(weights.trained), spec)
             return
         with scratch_folder(out) as scratch:
-            os.replace(write_adapter(scratch / out.stem, weights.trained, spec) / spec.file, out)
+            os.replace(write_adapter(scratch / out.stem, dict(weights.trained), spec) / spec.file, out)
 
 
 # --- from a checkpoint ------------------------------------------------------------------------
@@ -144,7 +161,7 @@ def _from_checkpoint(saved: Checkpoint, weights: str | None) -> _Weights:
         raise UserError(f"--weights: {saved.path} has no {name!r}; it has {', '.join(available)}")
     kind = PARAM_KIND if name == RAW else track_kind(name)
     names = (tensor for tensor in saved.names(kind) if not tensor.startswith(HEADS))
-    trained = {tensor: saved.tensor(f"{kind}/{tensor}") for tensor in names}
+    trained = WeightsOnDemand({tensor: partial(saved.tensor, f"{kind}/{tensor}") for tensor in names})
     return _Weights(trained, name, saved.progress, ModelFacts.of(saved))
 
 

@@ -34,6 +34,22 @@ def load_diffusers_model(model_class: Any, folder: Path, dtype: torch.dtype, dev
     return model.to(device)
 
 
+def stand_in_model(model_class: Any, folder: Path, dtype: torch.dtype) -> tuple[Any, Callable[[str], Tensor | None]]:
+    """Return a diffusers model whose weights take no memory, and a function that reads one of them.
+
+    Dtypes are those of `load_diffusers_model`. The function returns None for a table that the model computes itself.
+    """
+    model, stored = open_diffusers_model(model_class, folder)
+    whole = kept_in_float32(model)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return torch.float32 if whole(name) else dtype
+
+    assign_weights(model, lambda name, weight: torch.zeros((), dtype=dtype_of(name)).expand(weight.shape))
+    saved = set(model.state_dict())
+    return model, lambda name: stored[name].load().to(dtype_of(name)) if name in saved else None
+
+
 def open_diffusers_model(model_class: Any, folder: Path) -> tuple[Any, StoredWeights]:
     """Return a diffusers model without memory for its weights, and the weights in its own folder.
 

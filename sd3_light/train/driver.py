@@ -19,7 +19,7 @@ from sd3_light.core.model import of_denoiser
 from sd3_light.engines import Launch
 from sd3_light.engines.errors import COMMON_ERRORS, explain_runtime_errors
 from sd3_light.engines.processes import ProcessGroups
-from sd3_light.engines.protocol import TensorPiece
+from sd3_light.engines.protocol import TensorPiece, ToHost, to_host
 from sd3_light.export.background_saves import CHECKPOINT, EXPORT, FOLDERS, SNAPSHOT, BackgroundSaves
 from sd3_light.export.best import METRICS_EVENT, mark_best
 from sd3_light.export.of_run import RAW
@@ -41,10 +41,10 @@ class RunHooks:
     ``evaluate()`` yields (name, losses) of each evaluation set for the weights in the model: of all averages and the
     raw weights with ``evaluate_all``, otherwise of the weights to save. ``sample(progress, weights)`` draws with the
     weights in the model and returns the path of the image that it wrote, if any. ``measure(step)`` compares images of
-    the weights to save with true ones. ``save(progress)`` saves in the loop,
-    with the weights to save in the model. ``export(trained, weights, progress)`` writes an export in a background
-    thread. ``finish(progress)`` runs after the last step, with the weights to save in the model. ``autocast`` makes
-    the model compute as in a training step.
+    the weights to save with true ones. ``save(progress)`` saves in the loop, with the weights to save in the model.
+    ``export(trained, weights, progress)`` writes an export in a background thread; ``to_host(name, tensor)`` copies a
+    weight for it. ``finish(progress)`` runs after the last step, with the weights to save in the model. ``autocast``
+    makes the model compute as in a training step.
     """
 
     evaluate: Callable[[], Iterable[tuple[str, Mapping[str, float]]]] | None = None
@@ -53,6 +53,7 @@ class RunHooks:
     measure: Callable[[int], "Measurement | None"] | None = None
     save: Callable[[Progress], None] | None = None
     export: Callable[[Mapping[str, Tensor], str, Progress], Path] | None = None
+    to_host: ToHost = to_host
     finish: Callable[[Progress], None] = lambda progress: None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -318,7 +319,8 @@ class Driver:
         self._exported_at, is_best = progress.step, self._best_at == progress.step
         self.groups.wait_for_all(self.saves.exports.is_idle)  # an export holds a copy of all weights: one at a time
         raw = of_denoiser(engine.weights)
-        trained = engine.gather(raw if weights == RAW else self.run.averages.tracks[weights].shadow)
+        held = raw if weights == RAW else self.run.averages.tracks[weights].shadow
+        trained = engine.gather(held, self.hooks.to_host)
         if trained is None:
             return
 

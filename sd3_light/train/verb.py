@@ -267,6 +267,7 @@ def _make_hooks(
         sample=sample,
         measure=None if measurer is None else partial(measurer.measure, state.engine.denoise),
         export=None if on_sample else state.saver.save_model,
+        to_host=state.saver.to_host,
     )
 
 

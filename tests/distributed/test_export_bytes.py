@@ -105,7 +105,7 @@ mesh = init_device_mesh("cpu", (2,))
 for block in transformer.transformer_blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(transformer, mesh=mesh)
-module.write_folder = lambda path, state, spec: save_file(dict(state), out / f"rank-{dist.get_rank()}.safetensors")
+module.write_folder = lambda path, state, spec, **_: save_file(dict(state), out / f"rank-{dist.get_rank()}.safetensors")
 saver.save_full_model("x")
 dist.destroy_process_group()
 """

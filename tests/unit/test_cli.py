@@ -701,6 +701,14 @@ def test_check_describes_a_run(verb: Callable[..., Result], raw_project: Project
     assert "tiny2" in result.out
 
 
+def test_check_prints_numbers_for_programs(verb: Callable[..., Result], raw_project: Project) -> None:
+    result = verb("check", raw_project.train_toml, "--json")
+    assert result.code == 0, result.err
+    numbers = json.loads(result.out)
+    assert numbers["train"]["disk_bytes"] > 0
+    assert numbers["does_not_fit"] == []
+
+
 def test_inspect_shows_a_cache(verb: Callable[..., Result], cached_project: Project) -> None:
     result = verb("inspect", cached_project.cache)
     assert result.code == 0, result.err

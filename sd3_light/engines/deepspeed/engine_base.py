@@ -13,7 +13,7 @@ from sd3_light.core.model import TrainedModel
 from sd3_light.engines.deepspeed.runtime import quiet, settings
 from sd3_light.engines.deepspeed.shard_state import ShardState
 from sd3_light.engines.deepspeed.stage_state import StageState
-from sd3_light.engines.protocol import Engine, TensorPiece, sum_of_squares
+from sd3_light.engines.protocol import Engine, TensorPiece, ToHost, sum_of_squares, to_host
 from sd3_light.launch import Launch
 from sd3_light.optim.build import make_optimizer
 
@@ -66,6 +66,6 @@ class DeepSpeedBase(Engine):
         """Yield the pieces of tensors laid out like the weights."""
         return self.state.like_weights(kind, held)
 
-    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor], to_host: ToHost = to_host) -> dict[str, Tensor] | None:
         """Gather tensors laid out like the weights, of all stages, in rank 0's host memory."""
-        return self.state.gather(held)
+        return self.state.gather(held, to_host)

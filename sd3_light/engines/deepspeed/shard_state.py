@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sd3_light.engines.protocol import PARAM_KIND, TensorPiece
+from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, ToHost
 from sd3_light.launch import Launch
 from sd3_light.optim.build import create_adamw_state
 
@@ -72,7 +72,7 @@ class ShardState:
             full_name, values, part.start if part.length else 0, self.shapes[name], writes=part.length > 0
         )
 
-    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor], to_host: ToHost) -> dict[str, Tensor] | None:
         """Gather copies of tensors laid out like the weights in rank 0's host memory, one tensor at a time."""
         gathered = {}
         for name, part in self._parts.items():
@@ -83,7 +83,7 @@ class ShardState:
             dist.gather(padded, received, dst=0)
             if received is not None:
                 shape = self.shapes[name]
-                gathered[name] = torch.cat(received)[: torch.Size(shape).numel()].view(shape).to("cpu", copy=True)
+                gathered[name] = to_host(name, torch.cat(received)[: torch.Size(shape).numel()].view(shape))
         return gathered if self.launch.rank == 0 else None
 
 

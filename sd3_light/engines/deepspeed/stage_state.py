@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sd3_light.core.model import HEADS
-from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, assign_writers
+from sd3_light.engines.protocol import PARAM_KIND, TensorPiece, ToHost, assign_writers
 from sd3_light.launch import Launch
 from sd3_light.optim.build import create_adamw_state
 
@@ -79,7 +79,7 @@ class StageState:
             else:  # a counter of the whole group, written by the process with the weight's first element
                 yield TensorPiece(f"{kind}/{name}", value.view(-1), 0, (), writes=start == 0)
 
-    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor], to_host: ToHost) -> dict[str, Tensor] | None:
         """Gather copies of tensors laid out like the weights, of all stages, in rank 0's host memory, one at a time."""
         gathered = {}
         for name, stage in self.stage_of.items():
@@ -88,7 +88,7 @@ class StageState:
             owner = stage * self.replicas  # its rank in the first pipeline
             if self.rank == 0:
                 tensor = held[name] if stage == 0 else self._receive(name, owner)
-                gathered[name] = tensor.to("cpu", copy=True)
+                gathered[name] = to_host(name, tensor)
             elif self.rank == owner:
                 dist.send(held[name].contiguous(), 0)
         return gathered if self.rank == 0 else None

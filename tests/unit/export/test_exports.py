@@ -31,7 +31,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
     states: list[dict[str, torch.Tensor]] = []
     specs.clear()
 
-    def write_folder(out: Path, state: dict[str, torch.Tensor], spec: Any) -> Path:
+    def write_folder(out: Path, state: dict[str, torch.Tensor], spec: Any, owned: bool = False) -> Path:
         out.mkdir(parents=True)
         states.append(dict(state))
         specs.append(spec)

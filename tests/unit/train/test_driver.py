@@ -81,7 +81,7 @@ class OneWeight:
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         yield TensorPiece(f"{kind}/w", held["w"], 0, (1,))
 
-    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, held: Mapping[str, Tensor], to_host: Any = None) -> dict[str, Tensor]:
         return {"w": held["w"].clone()}
 
 

@@ -77,7 +77,7 @@ class CountingEngine:
     def like_weights(self, kind: str, held: Mapping[str, Tensor]) -> Iterator[TensorPiece]:
         raise NotImplementedError
 
-    def gather(self, held: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    def gather(self, held: Mapping[str, Tensor], to_host: Any = None) -> dict[str, Tensor] | None:
         raise NotImplementedError
 
     def denoise(self, batch: Batch) -> Tensor:

@@ -1,0 +1,107 @@
+"""Run one command of the package, and measure it: seconds, exit code, and the most host and GPU memory that it held."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Peaks:
+    """The most host and GPU memory that a process and its children held, in bytes.
+
+    Host memory is without mapped files, and pages that processes share count once.
+    """
+
+    host: int = 0
+    gpu: int = 0
+    looks: int = 0
+
+    def look(self, process: int) -> None:
+        """Look once; at what takes longer, shared pages and the GPU, every fifth and tenth time."""
+        tree = list(process_tree(process))
+        # an upper bound, which is read faster
+        if self.looks % 5 == 0 and sum(map(resident_bytes, tree)) > self.host:
+            self.host = max(self.host, sum(map(own_bytes, tree)))
+        if self.looks % 10 == 0 and shutil.which("nvidia-smi"):
+            self.gpu = max(self.gpu, sum(used for owner, used in _gpu_users() if owner in tree))
+        self.looks += 1
+
+
+def process_tree(root: int) -> Iterator[int]:
+    """Yield a process and all its descendants."""
+    yield root
+    for tasks in Path(f"/proc/{root}/task").glob("*/children"):
+        for child in _read(tasks).split():
+            yield from process_tree(int(child))
+
+
+def resident_bytes(process: int) -> int:
+    """Return the resident memory of a process without mapped files."""
+    return _sum_of(Path(f"/proc/{process}/status"), ("RssAnon", "RssShmem"))
+
+
+def own_bytes(process: int) -> int:
+    """Return the resident memory of a process without mapped files, and with its part of the pages that it shares."""
+    return _sum_of(Path(f"/proc/{process}/smaps_rollup"), ("Pss_Anon", "Pss_Shmem"))
+
+
+def _sum_of(path: Path, names: tuple[str, ...]) -> int:
+    return sum(int(line.split()[1]) * 1024 for line in _read(path).splitlines() if line.startswith(names))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):  # the process has just ended
+        return ""
+
+
+def _gpu_users() -> Iterator[tuple[int, int]]:
+    """Yield (process, bytes) of all processes on the GPU; in a container their numbers may be the host's."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    for line in subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines():
+        process, _, mebibytes = line.partition(",")
+        if process.strip().isdecimal() and mebibytes.strip().isdecimal():
+            yield int(process), int(mebibytes) << 20
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A command that has ended; memory in bytes, 0 if it is not known."""
+
+    seconds: float
+    exit_code: int
+    host: int
+    gpu: int
+
+
+def run_command(
+    words: Sequence[str], output: Path, timeout: float, stop_when: Callable[[], bool] = lambda: False
+) -> Ran:
+    """Run ``sd3-light WORDS``, with its output in a file; send SIGTERM once ``stop_when`` returns True."""
+    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    command = [sys.executable, "-P", "-m", "sd3_light", *words]
+    started = time.monotonic()
+    peaks = Peaks()
+    is_stopped = False
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        while process.poll() is None:
+            peaks.look(process.pid)
+            if not is_stopped and stop_when():
+                process.send_signal(signal.SIGTERM)
+                is_stopped = True
+            if time.monotonic() - started > timeout:
+                for owned in process_tree(process.pid):
+                    os.kill(owned, signal.SIGKILL)
+            time.sleep(0.1)
+    return Ran(round(time.monotonic() - started, 1), process.returncode, peaks.host, peaks.gpu)

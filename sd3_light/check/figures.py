@@ -1,0 +1,45 @@
+"""The numbers of a check for programs: bytes and seconds by command."""
+
+from typing import Any
+
+from sd3_light.check.conclusion import Line, Target, drawing_memory, export_memory, run_space, what_does_not_fit
+from sd3_light.check.estimate import RunEstimate
+from sd3_light.config import TrainConfig
+from sd3_light.cost.disk_space import DTYPE_BYTES, export_bytes
+from sd3_light.cost.host_memory import INTERPRETER_BYTES, cache_host, export_seconds, train_host
+from sd3_light.model.folder import TRANSFORMER, count_weights
+
+
+def figures(train: TrainConfig, estimate: RunEstimate, target: Target, conclusion: list[Line]) -> dict[str, Any]:
+    """Return what `cache`, `train`, `export` and `sample` need, and the resources that the run exceeds.
+
+    GPU memory of training is what torch allocates; the context of CUDA is beside it. Host memory is that of a process
+    and its children, without mapped files; there is none for `cache` and `train` on a CPU.
+    """
+    setup = estimate.setup
+    export = export_memory(train, estimate)
+    caches = sum(data.cache.value for data in (estimate.data, *estimate.evals))
+    disk, _ = run_space(train, estimate)
+    commands: dict[str, dict[str, float]] = {
+        "cache": {"disk_bytes": caches},
+        "train": {"disk_bytes": disk},
+        "export": {"host_bytes": INTERPRETER_BYTES + export.value, "disk_bytes": export_bytes(train, setup)},
+        "sample": {},
+    }
+    commands["export"]["seconds"] = round(export_seconds(setup), 1)
+    if not target.on_cpu:
+        memory = estimate.gpu
+        workers = train.num_dataloader_workers
+        commands["cache"]["host_bytes"] = cache_host(_text_encoders(train), train.caching_num_workers).value
+        commands["train"]["host_bytes"] = train_host(setup, estimate.host, workers, export).value
+        commands["train"]["gpu_bytes"] = memory.state.value + memory.step.value
+        commands["train"]["gpu_context_bytes"] = memory.context.value
+        commands["sample"]["gpu_bytes"] = drawing_memory(train, estimate, target)["bfloat16"]
+    return {**commands, "does_not_fit": what_does_not_fit(conclusion)}
+
+
+def _text_encoders(train: TrainConfig) -> int:
+    """Return the bytes of the text encoders in the dtype in which they compute."""
+    weights = count_weights(train.model.diffusers_path)
+    texts = sum(count for name, count in weights.items() if name not in (TRANSFORMER.name, "vae"))
+    return DTYPE_BYTES[train.model.dtype] * texts

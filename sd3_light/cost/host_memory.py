@@ -1,0 +1,61 @@
+"""Host memory of whole commands, and the time of an export: interpreters, what they load, and what a proof adds. Pure.
+
+Mapped files do not count: the kernel drops their pages when it needs them.
+"""
+
+from sd3_light.cost.amount import GIB, MIB, Amount, format_bytes
+from sd3_light.cost.training_setup import TrainingSetup
+
+INTERPRETER_BYTES = 3 * GIB // 10
+"""A process with torch, diffusers and transformers: an export of a tiny adapter and its clean process take 0.61 GiB."""
+CUDA_BYTES = 3 * GIB
+"""What CUDA adds to the host memory of a process. Assumed: what the first table of real sizes leaves unexplained."""
+WORKER_BYTES = 32 * MIB
+"""What a worker process does not share with the one that it was forked from; four of them took 70 MiB at 128 px."""
+MEASURED_CORES = 16
+"""The cores behind the seconds below: proofs of 2.24 B parameters took 20 to 31 s for adapters, 72 s for a merge."""
+_START_SECONDS = 12.0
+_PASS_SECONDS = 2e-9  # per weight: read, cast to float32, multiplied
+_ADAPTER_PASSES = 3  # the base and the adapter in the clean process, the adapter here
+_MODEL_PASSES = 10  # writing, hashes, an output and the steps of an image, in both processes
+
+
+def export_seconds(setup: TrainingSetup) -> float:
+    """Return the duration of an export with its proof, of an adapter or of all weights."""
+    passes = _MODEL_PASSES if setup.adapter is None else _ADAPTER_PASSES
+    return _START_SECONDS + passes * _PASS_SECONDS * setup.cost.parameters
+
+
+def export_host(setup: TrainingSetup, save_bytes: int) -> Amount:
+    """Return the host memory that an export and its proof add to a process; ``save_bytes`` are those of a saved weight.
+
+    The clean process maps the weights. Both sides hold one layer at a time in float32.
+    """
+    layer = 60 * setup.cost.width**2  # six matrices in one, as they are stored, in float32 and with their update
+    if setup.adapter is None:
+        copies = save_bytes * setup.cost.parameters
+        formula = f"P·{save_bytes} B"
+    else:
+        copies = 12 * sum(setup.adapter)
+        formula = "A·12 B"
+    formula += f" + 2·{format_bytes(layer)} layer + {format_bytes(INTERPRETER_BYTES)} clean process"
+    return Amount(copies + 2 * layer + INTERPRETER_BYTES, formula)
+
+
+def train_host(setup: TrainingSetup, loaders: Amount, workers: int, export: Amount) -> Amount:
+    """Return the host memory of a process that trains on a GPU, with its workers and while an export is proven.
+
+    ``loaders`` are batches and the copies for checkpoints. All weights are loaded in float32 before they go to the GPU.
+    """
+    loading = 4 * setup.cost.parameters if setup.adapter is None else 0
+    held = max(loading, loaders.value + export.value)
+    formula = f"{format_bytes(INTERPRETER_BYTES + CUDA_BYTES)} process + {workers} workers·{format_bytes(WORKER_BYTES)}"
+    formula += f" + {format_bytes(loaders.value)} loaders and checkpoints + {format_bytes(export.value)} export"
+    return Amount(INTERPRETER_BYTES + CUDA_BYTES + workers * WORKER_BYTES + held, formula)
+
+
+def cache_host(encoders: int, workers: int) -> Amount:
+    """Return the host memory of `cache` on a GPU: text encoders are loaded on the host, all those of a part at once."""
+    formula = f"{format_bytes(INTERPRETER_BYTES + CUDA_BYTES)} process + {format_bytes(encoders)} text encoders"
+    formula += f" + {workers} workers·{format_bytes(WORKER_BYTES)}"
+    return Amount(INTERPRETER_BYTES + CUDA_BYTES + encoders + workers * WORKER_BYTES, formula)

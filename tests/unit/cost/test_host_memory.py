@@ -1,0 +1,53 @@
+"""The host memory of commands, at real sizes."""
+
+from dataclasses import replace
+
+import pytest
+
+from sd3_light.config import SIZES
+from sd3_light.core.cost import Tokens
+from sd3_light.cost.amount import GIB, Amount
+from sd3_light.cost.host_memory import (
+    CUDA_BYTES,
+    INTERPRETER_BYTES,
+    WORKER_BYTES,
+    cache_host,
+    export_host,
+    export_seconds,
+    train_host,
+)
+from sd3_light.cost.training_setup import TrainingSetup
+from sd3_light.families.sd3.cost import SD3Cost
+
+LIGHT = TrainingSetup(SD3Cost(SIZES["sd3_light"]), Tokens(256, 333), 64)
+P = LIGHT.cost.parameters
+ADAPTER = replace(LIGHT, adapter=(0, *[1_000_000] * LIGHT.cost.num_blocks, 0))
+
+
+def test_an_export_of_all_weights_needs_little_more_than_its_copy() -> None:
+    assert export_host(LIGHT, 2).value < 1.2 * 2 * P + INTERPRETER_BYTES
+    assert export_host(LIGHT, 4).value - export_host(LIGHT, 2).value == 2 * P
+
+
+def test_an_adapter_needs_nothing_for_its_base() -> None:
+    assert export_host(ADAPTER, 2).value < GIB < 2 * P
+    assert export_host(ADAPTER, 2).formula.startswith("A·12 B + 2·")
+
+
+def test_the_proof_of_more_weights_takes_longer() -> None:
+    seconds = {setup.adapter is None: export_seconds(setup) for setup in (LIGHT, ADAPTER)}
+    assert seconds[False] == pytest.approx(12 + 6e-9 * P)
+    assert seconds[True] > seconds[False]
+
+
+def test_training_holds_copies_or_loads_the_weights() -> None:
+    loaders = Amount(GIB, "")
+    export = export_host(ADAPTER, 2)
+    process = INTERPRETER_BYTES + CUDA_BYTES
+    assert train_host(ADAPTER, loaders, 2, export).value == process + 2 * WORKER_BYTES + GIB + export.value
+    few = train_host(LIGHT, Amount(0, ""), 0, Amount(0, ""))
+    assert few.value == process + 4 * P, "while they are loaded in float32"
+
+
+def test_caching_loads_the_text_encoders_on_the_host() -> None:
+    assert cache_host(5 * GIB, 4).value == INTERPRETER_BYTES + CUDA_BYTES + 5 * GIB + 4 * WORKER_BYTES

@@ -1,0 +1,169 @@
+"""Exports of large models: what is in memory beside the copies of their weights, and what the proof holds of a base."""
+
+import json
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from sd3_light.assets import DEMO
+from sd3_light.config import SIZES, TrainConfig
+from sd3_light.core.registry import family_named
+from sd3_light.export import proof_process
+from sd3_light.export.diffusers_folder import WeightsOnDemand, checked_copy, host_copy
+from sd3_light.export.export_spec import ExportError, ExportSpec
+from sd3_light.export.lora_merge import denoiser_state, merge_loras, merged_on_demand
+from sd3_light.export.of_run import Saver
+from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.model.loading import load_diffusers_model, stand_in_model
+from sd3_light.model.lora_layers import LoraModule
+from tests.families import make_denoiser
+
+SD3 = family_named("sd3")
+TINY = SIZES["tiny2"].transformer_config()
+KIND = diffusers.SD3Transformer2DModel
+LAYER = "transformer_blocks.0.attn.to_q"
+FILE = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(params=["float32", "bfloat16", "mixed"])
+def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A denoiser's folder in one dtype, or with some weights in another."""
+    folder = tmp_path / "transformer"
+    denoiser = new_transformer(TINY, 0)
+    denoiser.proj_out.weight.data.normal_(0, 0.05)
+    denoiser.to(torch.float32 if request.param == "float32" else torch.bfloat16).save_pretrained(folder)
+    if request.param == "mixed":
+        weights = {name: value.float() if "norm" in name else value for name, value in load_file(folder / FILE).items()}
+        save_file(weights, folder / FILE, {"format": "pt"})
+    return folder
+
+
+def spec(**fields: Any) -> ExportSpec:
+    return ExportSpec(**{"family": SD3, "base": DEMO, "transformer_config": TINY, **fields})
+
+
+# --- the proof of an adapter -------------------------------------------------------------------
+
+
+def test_a_base_that_is_read_layer_by_layer_computes_the_same_bits(base: Path) -> None:
+    inputs = SD3.files.denoiser_inputs(TINY, base)
+    for dtype in (torch.float32, torch.bfloat16):
+        model, read = stand_in_model(KIND, base, dtype)
+        loaded = load_diffusers_model(KIND, base, dtype)
+        updates: dict[str, Callable[[Tensor], Tensor]] = {LAYER: lambda weight: 2 * weight}
+        for more in ({}, updates):
+            expected = proof_process.denoise(loaded, inputs, more)
+            assert expected.abs().max() > 0
+            assert torch.equal(proof_process.denoise(model, inputs, more, read), expected)
+
+
+def test_only_the_layer_that_computes_has_its_weights_in_memory(base: Path) -> None:
+    model, read = stand_in_model(KIND, base, torch.bfloat16)
+    parameters = dict(model.named_parameters())
+    held: list[set[str]] = []
+
+    def in_memory() -> set[str]:
+        return {name for name, value in parameters.items() if value.untyped_storage().nbytes() > 4}
+
+    def look(weight: Tensor) -> Tensor:
+        held.append(in_memory())
+        return weight
+
+    proof_process.denoise(model, SD3.files.denoiser_inputs(TINY, base), {LAYER: look}, read)
+    assert held == [{f"{LAYER}.weight", f"{LAYER}.bias"}]
+    assert in_memory() == set()
+
+
+# --- full models --------------------------------------------------------------------------------
+
+
+def test_weights_on_demand_are_asked_for_once_and_not_kept() -> None:
+    state = new_transformer(TINY, 0).state_dict()
+    asked: list[str] = []
+    alive: list[weakref.ref[Tensor]] = []
+
+    def read(name: str) -> Tensor:
+        assert all(tensor() is None for tensor in alive), "an earlier weight is still in memory"
+        asked.append(name)
+        tensor = state[name].clone()
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    lazy = WeightsOnDemand({name: lambda name=name: read(name) for name in state})
+    copies = checked_copy(lazy, spec(), owned=True)
+    assert asked == list(state)
+    assert len(lazy) == len(state)
+    assert all(torch.equal(copies[name], state[name].bfloat16()) for name in state)
+
+
+def test_owned_weights_in_the_saved_dtype_are_not_copied() -> None:
+    state = {name: tensor.bfloat16() for name, tensor in new_transformer(TINY, 0).state_dict().items()}
+    owned = checked_copy(state, spec(), owned=True)
+    assert all(owned[name].data_ptr() == state[name].data_ptr() for name in state)
+    copied = checked_copy(state, spec())
+    assert all(copied[name].data_ptr() != state[name].data_ptr() for name in state)
+
+
+def test_a_copy_on_the_host_is_cast_unless_that_loses_values() -> None:
+    live = torch.tensor([1.0, 1e5])
+    assert torch.equal(host_copy(live, torch.bfloat16), live.bfloat16())
+    for dtype in (torch.float32, torch.float16):  # 1e5 is too large for float16
+        copy = host_copy(live, dtype)
+        assert torch.equal(copy, live)
+        assert copy.data_ptr() != live.data_ptr()
+
+
+def test_a_run_copies_weights_in_the_dtype_in_which_it_saves_them(tmp_path: Path) -> None:
+    model = {"type": "wan", "diffusers_path": str(DEMO), "dtype": "bfloat16", "transformer_dtype": "bfloat16"}
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model, "save_dtype": "float16"}
+    config = TrainConfig.model_validate(table, context={"base": tmp_path})
+    denoiser = make_denoiser("wan")
+    saver = Saver.of(config, denoiser, tmp_path / "exports")
+    dtypes = {name: saver.to_host(name, weight).dtype for name, weight in denoiser.named_parameters()}
+    kept = [name for name, dtype in dtypes.items() if dtype == torch.float32]
+    assert {dtypes[name] for name in dtypes if name not in kept} == {torch.float16}
+    assert kept
+    assert all(any(part in name for part in denoiser._keep_in_fp32_modules) for name in kept)
+
+
+def test_values_beyond_the_saved_dtype_are_still_reported() -> None:
+    state = {name: host_copy(weight, torch.float16) for name, weight in new_transformer(TINY, 0).state_dict().items()}
+    state[f"{LAYER}.weight"] = host_copy(torch.full_like(state[f"{LAYER}.weight"].float(), 1e5), torch.float16)
+    with pytest.raises(ExportError, match=rf"{LAYER}.weight has values beyond float16, choose another save_dtype"):
+        checked_copy(state, spec(save_dtype=torch.float16), owned=True)
+
+
+def test_a_merge_on_demand_has_the_weights_of_a_merge() -> None:
+    width = denoiser_state(DEMO)[f"{LAYER}.weight"].shape[0]
+    loras = [({LAYER: LoraModule(torch.randn(2, width), torch.randn(width, 2))}, strength) for strength in (0.5, 2.0)]
+    lazy = merged_on_demand(DEMO, loras)
+    whole = merge_loras(DEMO, loras)
+    assert list(lazy) == list(whole)
+    assert all(torch.equal(lazy[name], whole[name]) for name in whole)
+    assert not torch.equal(whole[f"{LAYER}.weight"], merge_loras(DEMO, [])[f"{LAYER}.weight"])
+
+
+# --- measured -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_memory_of_a_merge_and_of_its_adapter(tmp_path: Path) -> None:
+    """128 M parameters: the process holds little more than the merged weights, and nothing of an adapter's base."""
+    script = Path(__file__).with_name("export_peaks.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    peaks = json.loads(done.stdout.splitlines()[-1])
+    assert peaks["adapter"] < 0.5 * peaks["weights"]
+    assert peaks["merge"] < 1.2 * peaks["weights"] + 100 * 2**20
