@@ -6,6 +6,9 @@ from sd3_light.core.cost import Cost, Layout
 LAUNCH_BOUND_FLOPS = 1e12
 """FLOPs per block and micro-batch up to which a step is bound by launches: an H200 needs 2 to 3 ms for them, and the
 host 8 ms to queue the kernels of a block (docs/LOG.md). Larger steps gain little, and graphs need memory."""
+ADAPTER_FLOPS = 3e12
+"""The same of an adapter's blocks, which have more and smaller products: compiled, the host queues one in 5.7 ms, and an
+H200 computes 1.2e12 in 2.5 ms (docs/LOG.md)."""
 REAL_TEXT_FLOPS = 5e12
 """The same with real text: these are the FLOPs of the longest captions, a multiple of those of a usual batch."""
 MAX_GRAPHS = 16
@@ -29,7 +32,13 @@ def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout)
         return "text_recon compares texts of all lengths"
     if config.adapter is not None and config.adapter.dropout > 0:
         return "an adapter with dropout draws numbers in each pass"
-    bound = LAUNCH_BOUND_FLOPS if config.model.text_tokens == "padded" else REAL_TEXT_FLOPS
-    if config.cuda_graphs == "auto" and flops > bound * cost.num_blocks:
+    if config.cuda_graphs == "auto" and flops > _launch_bound(config) * cost.num_blocks:
         return "its kernels take longer than their launches"
     return None
+
+
+def _launch_bound(config: TrainConfig) -> float:
+    """Return the FLOPs per block up to which a run is bound by launches."""
+    if config.model.text_tokens == "real":
+        return REAL_TEXT_FLOPS
+    return LAUNCH_BOUND_FLOPS if config.adapter is None else ADAPTER_FLOPS

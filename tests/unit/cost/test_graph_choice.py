@@ -48,6 +48,15 @@ def test_real_text_is_judged_by_its_longest_captions() -> None:
     assert why_no_graphs(real, DEMO, 6e12 * DEMO.num_blocks, Layout()) == "its kernels take longer than their launches"
 
 
+def test_adapters_are_recorded_up_to_larger_steps() -> None:
+    """A LoRA on SD3.5 medium gains at 512 px with batch 4 and at 1024 px with batch 1, not at 1024 px with batch 4."""
+    cost = SD3Cost(SIZES["sd3.5_medium"])
+    lora = config(adapter={"type": "lora", "rank": 16})
+    for tokens, batch in ((Tokens(1024, 333), 4), (Tokens(4096, 333), 1)):
+        assert why_no_graphs(lora, cost, flops(cost, tokens, batch), Layout()) is None
+    assert why_no_graphs(lora, cost, flops(cost, Tokens(4096, 333), 4), Layout()) is not None
+
+
 @pytest.mark.parametrize("cuda_graphs", ["auto", True])
 @pytest.mark.parametrize(
     ("model", "keys", "layout", "expected"),
