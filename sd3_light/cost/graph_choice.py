@@ -7,8 +7,8 @@ LAUNCH_BOUND_FLOPS = 1e12
 """FLOPs per block and micro-batch up to which a step is bound by launches: an H200 needs 2 to 3 ms for them, and the
 host 8 ms to queue the kernels of a block (docs/LOG.md). Larger steps gain little, and graphs need memory."""
 ADAPTER_FLOPS = 3e12
-"""The same of an adapter's blocks, which have more and smaller products: compiled, the host queues one in 5.7 ms, and an
-H200 computes 1.2e12 in 2.5 ms (docs/LOG.md)."""
+"""The same of an adapter's blocks, which have more and smaller products: compiled, the host queues one in 5.7 ms, and
+an H200 computes 1.2e12 in 2.5 ms (docs/LOG.md)."""
 REAL_TEXT_FLOPS = 5e12
 """The same with real text: these are the FLOPs of the longest captions, a multiple of those of a usual batch."""
 MAX_GRAPHS = 16
