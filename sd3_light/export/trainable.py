@@ -20,13 +20,13 @@ from sd3_light.model.quantized import quantize_base
 
 
 def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.device) -> nn.Module:
-    """Return the denoiser of a run: in float32, less what `freeze` names, or frozen with the config's adapter on it.
+    """Return the denoiser of a run: in `weight_dtype`, less what `freeze` names, or frozen with the config's adapter.
 
     Frozen weights are read one by one to the device, in the dtype in which they compute.
     """
     weights = family_of(config.model).weights
     if config.adapter is None:
-        denoiser = weights.load(start, config.seed)
+        denoiser = _load_all(config, start, device)
         freeze(denoiser, config.freeze)
         return denoiser
     denoiser, stored = weights.unread(start)
@@ -40,6 +40,20 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
     put_adapter(denoiser, config.adapter, config.seed, read)
     # the processes of a pipeline hold only some of the layers on their devices
     read_weights(denoiser, stored, frozen_dtype(config, device), device if config.pipeline_stages == 1 else CPU)
+    return denoiser
+
+
+def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) -> nn.Module:
+    """Return the denoiser in float32, or with its matrices in bfloat16, read one by one to the device."""
+    weights = family_of(config.model).weights
+    if config.optimizer.weight_dtype == "float32":
+        return weights.load(start, config.seed)
+    if start.source is not None:
+        return read_weights(*weights.unread(start), torch.bfloat16, device, whole_vectors=True)
+    denoiser = weights.load(start, config.seed)
+    for parameter in denoiser.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.data.bfloat16()
     return denoiser
 
 

@@ -142,8 +142,7 @@ class SD3TrainingModule(TrainedModel):
     ) -> LayerState:
         """Run these layers in the config's compute dtype."""
         device = state[0].device
-        autocast = device.type == "cuda" and self.compute_dtype != torch.float32
-        with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
+        with torch.autocast(device.type, self.compute_dtype, enabled=self.autocasts(device)):
             return run_layers(layers, state, self.checkpointing, between)
 
 
