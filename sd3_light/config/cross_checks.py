@@ -451,7 +451,10 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     partition: (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split"),
     residence: ("cache_residence", "pipeline_stages"),
     blocks: ("fast", "compile", "activation_checkpointing"),
-    fp8: ("fp8", "gradient_release", "optimizer", "optimizer.weight_dtype", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
+    fp8: (
+        *("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
+        *("gradient_release", "optimizer", "optimizer.weight_dtype"),
+    ),
     optimizer: ("optimizer", "optimizer.type", "parallel", "pipeline_stages"),
     release: (
         *("gradient_release", "gradient_clipping", "gradient_accumulation_steps", "adapter", "parallel"),

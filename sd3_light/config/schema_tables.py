@@ -102,8 +102,8 @@ class ModelConfig(Table):
         default_factory=lambda data: "float32" if data.get("dtype") == "float32" else "bfloat16",
         json_schema_extra={"default": "float32 if `dtype` is float32, otherwise bfloat16"},
     )
-    """Compute dtype of the denoiser; `optimizer.weight_dtype` is that of the trained weights. float16 is not supported because it needs loss
-    scaling."""
+    """Compute dtype of the denoiser; trained weights are stored in `optimizer.weight_dtype`. float16 is not supported
+    because it needs loss scaling."""
     t5_max_length: Annotated[
         int, Strict(), Gt(0), Le(512), KnownTo("it is the length of SD3's T5 input", "write text_max_length", _SD3)
     ] = 256

@@ -42,7 +42,9 @@ _CLIP_START = "a clip is the start of its video"
 _ONE_BATCH = "images and clips have the same key"
 _CONTROL = "training on image pairs is not supported"
 _ADAMW = 'write type = "adamw"'
-_FP32 = "master weights are float32, or bfloat16 with stochastic rounding, so compensation for bf16 rounding is not needed"
+_FP32 = (
+    "master weights are float32, or bfloat16 with stochastic rounding, so compensation for bf16 rounding is not needed"
+)
 _ADAPTIVE = "it sets its own learning rate; here the learning rate is a function of the step"
 _KOHYA = "it has this name in sd-scripts"
 _OTHER_FAMILY = "it belongs to none of the model families that are trained here"

@@ -12,8 +12,8 @@ from sd3_light.optim.build import Optimizer
 class GradientRelease:
     """Takes the step of each unit of an optimizer's weights as soon as the last of their gradients is known.
 
-    After a loss that is not finite no weight changes. After a gradient that is not finite no further unit changes; those
-    whose gradients were known before have taken their step.
+    After a loss that is not finite no weight changes. After a gradient that is not finite no further unit changes;
+    those whose gradients were known before have taken their step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -47,9 +47,10 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, repla
 
 
 def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Tensor]:
-    """Copy weights, checked, to the CPU in ``save_dtype``; they must be float32, bfloat16 or ``save_dtype``, and finite.
+    """Copy weights, checked, to the CPU in ``save_dtype``.
 
-    Those that stock diffusers always loads in float32 stay in it.
+    They must be finite, in float32, in ``save_dtype``, or in bfloat16 as some are trained. Those that stock diffusers
+    always loads in float32 stay in it.
     """
     model: Any = spec.family.weights.empty(spec.transformer_config)
     expected = model.state_dict()

@@ -64,8 +64,8 @@ def read_weights(
 ) -> nn.Module:
     """Read a model's weights, tensor by tensor, to the device: parameters in ``dtype``, tables as the model has them.
 
-    Weights that stock diffusers keeps in float32 are read in it, and with ``whole_vectors`` norms and biases too. Weights below an adapter have the names of a model
-    without one. What an adapter added and what is quantized stays.
+    Weights that stock diffusers keeps in float32 are read in it, and with ``whole_vectors`` norms and biases too.
+    Weights below an adapter have the names of a model without one. What an adapter added and what is quantized stays.
     """
     whole = kept_in_float32(model)
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from sd3_light.config.optimizers import PART_ELEMENTS
+
 BLOCK = 256
 """Values per scale."""
 FEWEST = 4096
 """Weights with fewer elements are not worth 8 bits: their moments stay in float32."""
-_PART = 2**23  # elements that are updated together: bounds the temporary memory
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 _ROOTS = {torch.int8: 2, torch.uint8: 3}  # square roots that are taken one after another
 
@@ -59,8 +60,8 @@ class AdamW8bit(torch.optim.Optimizer):
         corrections = [1 - beta**count for beta in group["betas"]]
         values = weight.view(-1)
         gradient = weight.grad.reshape(-1)  # type: ignore[union-attr]
-        for start in range(0, len(values), _PART):
-            part = slice(start, min(start + _PART, len(values)))
+        for start in range(0, len(values), PART_ELEMENTS):
+            part = slice(start, min(start + PART_ELEMENTS, len(values)))
             moments = [_Moment(state, kind, part) for kind in ("exp_avg", "exp_avg_sq")]
             update = _advance(moments, _blocks(gradient[part].float()), group, corrections, generator)
             for moment in moments:

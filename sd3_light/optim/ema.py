@@ -62,14 +62,12 @@ class Averages:
 
     def _advance(self, track: str, weights: Mapping[str, Tensor], share: float) -> None:
         """Move a track towards the weights; those in bfloat16 one by one, so that they are not all copied at once."""
+        shadows = self._shadows[track]
         current = [weights[name].detach() for name in self._names]
-        pairs = [*zip(self._shadows[track], current, strict=True)]
-        wide = [pair for pair in pairs if pair[1].dtype == torch.float32]
-        if wide:
-            torch._foreach_lerp_(*map(list, zip(*wide, strict=True)), share)
-        for shadow, weight in pairs:
-            if weight.dtype != torch.float32:
-                shadow.lerp_(weight.float(), share)
+        wide = [number for number, weight in enumerate(current) if weight.dtype == torch.float32]
+        torch._foreach_lerp_([shadows[number] for number in wide], [current[number] for number in wide], share)
+        for number in sorted(set(range(len(current))) - set(wide)):
+            shadows[number].lerp_(current[number].float(), share)
 
     def decays(self, step: int) -> dict[str, float]:
         """Return the decay of each track's update at ``step``, for the log."""

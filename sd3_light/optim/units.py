@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sd3_light.config.optimizers import UNIT_ELEMENTS
 from sd3_light.optim.draws import StepDraws, round_stochastically
 
-MAX_ELEMENTS = 2**25
-"""Elements of a unit, except that one weight may have more; bounds the temporary memory and the gradients that wait."""
 Named = Mapping[str, nn.Parameter]
 
 
@@ -76,7 +75,7 @@ def _without_memory(weight: Tensor) -> Tensor:
     return torch.zeros((), device=weight.device).expand(weight.shape)
 
 
-def split_into_units(named: Named, most: int = MAX_ELEMENTS) -> Iterator[dict[str, nn.Parameter]]:
+def split_into_units(named: Named, most: int = UNIT_ELEMENTS) -> Iterator[dict[str, nn.Parameter]]:
     """Yield the weights in their order, as many at a time as have at most ``most`` elements, at least one."""
     unit: dict[str, nn.Parameter] = {}
     for name, weight in named.items():
