@@ -54,17 +54,12 @@ class TrainedModel(nn.Module):
         self.teacher: Callable[[Batch, Sequence[int]], Prediction] | None = None
         self.release: Callable[[], None] = lambda: None
         self.step = 0
-        self._stored_in_half = any(weight.dtype == torch.bfloat16 for weight in denoiser.parameters())
         self.use(objective)
 
     def use(self, objective: Objective) -> None:
         """Train for this objective; call it before an engine takes the model."""
         self.objective = objective
         self.heads = nn.ModuleDict(dict(objective.heads))
-
-    def autocasts(self, device: torch.device) -> bool:
-        """Return whether autocast to the compute dtype is needed: on GPUs, and for weights that are stored in it."""
-        return self.compute_dtype != torch.float32 and (device.type == "cuda" or self._stored_in_half)
 
     @abstractmethod
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:

@@ -17,6 +17,7 @@ from sd3_light.model.adapter_layers import ReadWeight, add_adapter, load_lycoris
 from sd3_light.model.loading import CPU, assign_weights, read_weights
 from sd3_light.model.lora_layers import load_lora
 from sd3_light.model.quantized import quantize_base
+from sd3_light.model.wide_products import compute_in_float32
 
 
 def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.device) -> nn.Module:
@@ -49,11 +50,13 @@ def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) ->
     if config.optimizer.weight_dtype == "float32":
         return weights.load(start, config.seed)
     if start.source is not None:
-        return read_weights(*weights.unread(start), torch.bfloat16, device, whole_vectors=True)
-    denoiser = weights.load(start, config.seed)
-    for parameter in denoiser.parameters():
-        if parameter.dim() > 1:
-            parameter.data = parameter.data.bfloat16()
+        denoiser = read_weights(*weights.unread(start), torch.bfloat16, device, whole_vectors=True)
+    else:
+        denoiser = weights.load(start, config.seed)
+        for parameter in denoiser.parameters():
+            parameter.data = parameter.data.bfloat16() if parameter.dim() > 1 else parameter.data
+    if device.type == "cpu":
+        compute_in_float32(denoiser)
     return denoiser
 
 

@@ -142,7 +142,8 @@ class SD3TrainingModule(TrainedModel):
     ) -> LayerState:
         """Run these layers in the config's compute dtype."""
         device = state[0].device
-        with torch.autocast(device.type, self.compute_dtype, enabled=self.autocasts(device)):
+        autocast = device.type == "cuda" and self.compute_dtype != torch.float32
+        with torch.autocast(device.type, self.compute_dtype, enabled=autocast):
             return run_layers(layers, state, self.checkpointing, between)
 
 

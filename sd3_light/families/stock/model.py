@@ -66,8 +66,9 @@ class StockModel(TrainedModel):
         device = batch["noisy"].device
         if self.dropout is not None:
             self.dropout.forward(device)
+        autocast = device.type == "cuda" and self.compute_dtype != torch.float32
         with (
-            torch.autocast(device.type, self.compute_dtype, enabled=self.autocasts(device)),
+            torch.autocast(device.type, self.compute_dtype, enabled=autocast),
             tapped(self.blocks(), taps, lambda output: self._image_part(output, batch)) as features,
         ):
             velocity = self._call(self.denoiser, batch.map_tensors(_in_float32))

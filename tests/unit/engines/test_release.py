@@ -14,6 +14,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.model.wide_products import compute_in_float32
 from sd3_light.optim import units
 from sd3_light.optim.ema import Averages
 
@@ -44,6 +45,8 @@ def make(folder: Path, kind: str = "adamw", narrow: bool = False, **keys: Any) -
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
             if narrow and parameter.dim() > 1:
                 parameter.data = parameter.data.bfloat16()
+    if narrow:
+        compute_in_float32(transformer)
     return TorchEngine(SD3TrainingModule(transformer, config), config, Launch(), CPU)
 
 
