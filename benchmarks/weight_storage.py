@@ -1,7 +1,7 @@
 """Compares float32 master weights with weights in bfloat16, 8-bit moments and released gradients, over several seeds.
 
     python benchmarks/world_prepare.py FOLDER --scenes simple --side 256 --images 16384 --caches padded
-    python benchmarks/weight_storage.py FOLDER [--blocks 24] [--heads 24] [--steps 500] [--seeds 3] [--batch 16]
+    python benchmarks/weight_storage.py FOLDER [--blocks 24] [--heads 24] [--steps 500] [--seeds 1 2 3] [--batch 16]
                                         [--rows float32 8bit bfloat16 adafactor] [--set KEY=VALUE ...] [--out FILE]
     python benchmarks/weight_storage.py TRAIN.toml ...
 
@@ -125,8 +125,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", type=Path, help="folder of world_prepare.py, or a train TOML")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=["float32", "8bit", "bfloat16"])
-    for name, value in {"blocks": 24, "heads": 24, "steps": 500, "seeds": 3, "batch": 16}.items():
+    for name, value in {"blocks": 24, "heads": 24, "steps": 500, "batch": 16}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--set", action="append", default=[], help="KEY=VALUE for all rows")
     parser.add_argument("--work", type=Path, default=Path("weight_storage_runs"))
     parser.add_argument("--out", type=Path, default=Path("weight_storage.jsonl"))
@@ -135,7 +136,7 @@ def main() -> None:
     if args.tiny:
         vars(args).update(TINY)
     results = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.is_file() else []
-    for seed in range(1, args.seeds + 1):
+    for seed in args.seeds:
         for row in args.rows:
             if any((entry["row"], entry["seed"]) == (row, seed) for entry in results):
                 continue
