@@ -105,7 +105,11 @@ def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
         return f"{format_bytes(needed)} per GPU, estimated; --gpu-memory GIB says whether it fits"
     if needed <= gpu.total_bytes:
         return f"fits: {format_bytes(needed)} of the {format_bytes(gpu.total_bytes)} of {gpu.name}, estimated"
-    remedy = "lower micro_batch_size_per_gpu, write activation_checkpointing = true, or shard with parallel = 'fsdp2'"
+    setup = estimate.setup
+    can_release = setup.adapter is None and setup.world == 1 and not setup.release
+    release = " and gradient_release = true (docs/training.md, section 5)" if can_release else ""
+    remedy = f"lower micro_batch_size_per_gpu, write activation_checkpointing = true{release}"
+    remedy += ", or shard with parallel = 'fsdp2'"
     return f"{DOES_NOT_FIT}: {format_bytes(needed)}, {gpu.name} has {format_bytes(gpu.total_bytes)}; {remedy}"
 
 

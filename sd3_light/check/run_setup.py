@@ -55,6 +55,8 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         other_models=4 * sum(count for _, count in vae) + teacher_bytes(train, cost),
         cache=cache,
         adapter=adapter,
+        weight_bytes=2 if train.optimizer.weight_dtype == "bfloat16" else 4,
+        release=train.gradient_release,
         deepspeed=layout.by_deepspeed,
         zero=train.zero_stage,
         stages=train.pipeline_stages,

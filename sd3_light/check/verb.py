@@ -14,7 +14,7 @@ from sd3_light.check.figures import figures
 from sd3_light.check.hub_paths import hub_keys, with_local_paths
 from sd3_light.check.render import render
 from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_config
-from sd3_light.config.cross_checks import deepspeed_problem
+from sd3_light.config.cross_checks import deepspeed_problem, one_process_problem
 from sd3_light.core.cost import Layout
 from sd3_light.core.registry import with_family_values
 from sd3_light.core.start import WeightsStart
@@ -95,6 +95,8 @@ def run(loaded: LoadedConfig, world: int | None = None, by_deepspeed: bool = Fal
     world = world or stages
     by_deepspeed = by_deepspeed or stages > 1
     if by_deepspeed and (problem := deepspeed_problem(loaded.train, world)):
+        raise UserError(problem)
+    if problem := one_process_problem(loaded.train, world, by_deepspeed):
         raise UserError(problem)
     estimate = estimate_run(loaded, start, Layout(world, by_deepspeed))
     if loaded.train.fp8 and (reason := estimate.why_stock or estimate.setup.cost.why_no_fp8(None)):

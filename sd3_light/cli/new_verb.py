@@ -121,6 +121,11 @@ def _report(project: "NewProject") -> None:
     if plan.needed is None or plan.available is None:
         info("no GPU is visible: the batch size is for a CPU; --gpu-memory 24 plans for a GPU of 24 GiB elsewhere")
         return
+    if plan.needed_by_adamw is not None:
+        adamw = f"AdamW with float32 weights and moments needs {format_bytes(plan.needed_by_adamw)}, estimated"
+        weights = ", weights are stored in bfloat16" if plan.narrow else ""
+        averages = "" if plan.averages else ", and there is no running average"
+        info(f"{adamw}: so moments have 8 bits, gradients are released{weights}{averages}")
     memory = f"{format_bytes(plan.needed)} of {format_bytes(plan.available)} of GPU memory, estimated"
     if plan.fits:
         level = str(plan.checkpointing).lower()

@@ -242,6 +242,8 @@ def fp8(train: TrainConfig) -> Iterator[Fault]:
         "compile = true": train.compile is True,
         "an adapter": train.adapter is not None,
         f"pipeline_stages = {train.pipeline_stages}": train.pipeline_stages > 1,
+        "gradient_release = true": train.gradient_release,
+        'optimizer.weight_dtype = "bfloat16"': train.optimizer.weight_dtype == "bfloat16",
         'transformer_dtype = "float32"': train.model.transformer_dtype != "bfloat16",
     }
     for name, is_present in conflicts.items():
@@ -260,6 +262,59 @@ def optimizer(train: TrainConfig) -> Iterator[Fault]:
     if train.pipeline_stages > 1 and not record.deepspeed:
         value = f'"{name}" with pipeline_stages = {train.pipeline_stages}'
         yield _fault("optimizer.type", problem, value, hint=f"{hint} or pipeline_stages = 1")
+
+
+def release(train: TrainConfig) -> Iterator[Fault]:
+    """A gradient that is released is used once, alone."""
+    if not train.gradient_release:
+        return
+    if train.gradient_clipping:
+        problem = "clipping by the global norm needs all gradients at once, which gradient_release frees one by one"
+        value = f"{train.gradient_clipping:g}"
+        yield _fault("gradient_clipping", problem, value, "0", "or write gradient_release = false")
+    if train.gradient_accumulation_steps > 1:
+        problem = "gradient_release uses the gradients of a micro-batch at once"
+        hint = "write a larger micro_batch_size_per_gpu, or gradient_release = false"
+        yield _fault("gradient_accumulation_steps", problem, str(train.gradient_accumulation_steps), "1", hint)
+    yield from _in_units(train, "gradient_release", "true")
+
+
+def weight_dtype(train: TrainConfig) -> Iterator[Fault]:
+    """Weights in bfloat16 compute in it."""
+    if train.optimizer.weight_dtype == "float32":
+        return
+    key = "optimizer.weight_dtype"
+    if train.model.transformer_dtype != "bfloat16":
+        hint = 'write model.transformer_dtype = "bfloat16"'
+        yield _fault(key, "weights in bfloat16 do not compute in float32", '"bfloat16"', hint=hint)
+    yield from _in_units(train, key, '"bfloat16"')
+
+
+def _in_units(train: TrainConfig, key: str, value: str) -> Iterator[Fault]:
+    """Yield why weights cannot be updated one after another, as a key requires."""
+    name = train.optimizer.type
+    for conflicts, problem in (
+        (train.adapter is not None, "an adapter is small: its weights stay float32 and its gradients together"),
+        (train.parallel == "fsdp2", 'parallel = "fsdp2" shards weights, and this needs one process'),
+        (train.pipeline_stages > 1, "pipeline stages are several processes, and this needs one"),
+        (not OPTIMIZERS[name].in_units, f'optimizer.type = "{name}" updates all weights together'),
+    ):
+        if conflicts:
+            yield _fault(key, problem, value, hint="remove one of them")
+
+
+def one_process_problem(config: TrainConfig, world: int, by_deepspeed: bool) -> str | None:
+    """Return why this launch cannot train a config whose weights are updated one after another, or None if it can."""
+    keys = {
+        "gradient_release = true": config.gradient_release,
+        'optimizer.weight_dtype = "bfloat16"': config.optimizer.weight_dtype == "bfloat16",
+    }
+    for key, is_set in keys.items():
+        if is_set and by_deepspeed:
+            return f"{key} needs the torch engine; start without --deepspeed, or remove it"
+        if is_set and world > 1:
+            return f'{key} needs one process, not {world}; remove it and write parallel = "fsdp2", or start one'
+    return None
 
 
 def ema(train: TrainConfig) -> Iterator[Fault]:
@@ -395,8 +450,19 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     partition: (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split"),
     residence: ("cache_residence", "pipeline_stages"),
     blocks: ("fast", "compile", "activation_checkpointing"),
-    fp8: ("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
+    fp8: (
+        *("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
+        *("gradient_release", "optimizer", "optimizer.weight_dtype"),
+    ),
     optimizer: ("optimizer", "optimizer.type", "parallel", "pipeline_stages"),
+    release: (
+        *("gradient_release", "gradient_clipping", "gradient_accumulation_steps", "adapter", "parallel"),
+        *("pipeline_stages", "optimizer", "optimizer.type"),
+    ),
+    weight_dtype: (
+        *("optimizer", "optimizer.type", "optimizer.weight_dtype", "model", "model.dtype", "model.transformer_dtype"),
+        *("adapter", "parallel", "pipeline_stages"),
+    ),
     ema: ("ema", "ema.enable", "ema.track", "ema.snapshot_every_n_steps"),
     sampling: (*_SAMPLING_KEYS, "model", "model.uncond_text", "model.train_type", "model.init"),
     eval_names: ("eval_datasets",),

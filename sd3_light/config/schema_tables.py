@@ -102,8 +102,8 @@ class ModelConfig(Table):
         default_factory=lambda data: "float32" if data.get("dtype") == "float32" else "bfloat16",
         json_schema_extra={"default": "float32 if `dtype` is float32, otherwise bfloat16"},
     )
-    """Compute dtype of the denoiser; master weights are always float32. float16 is not supported because it needs loss
-    scaling."""
+    """Compute dtype of the denoiser; trained weights are stored in `optimizer.weight_dtype`. float16 is not supported
+    because it needs loss scaling."""
     t5_max_length: Annotated[
         int, Strict(), Gt(0), Le(512), KnownTo("it is the length of SD3's T5 input", "write text_max_length", _SD3)
     ] = 256
@@ -197,6 +197,11 @@ class OptimizerConfig(Table):
     """Decoupled weight decay; not applied to norms, biases and embeddings."""
     eps: Positive = 1e-8
     """Term added to the denominator."""
+    weight_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which trained weights are stored. `float32`: master weights, the default. `bfloat16`: half of their
+    memory; updates are computed in float32 and rounded stochastically, so that small ones are not lost. Vectors, such
+    as norms and biases, moments (`adamw`) and averages stay float32. For all weights of a model in one process, with
+    `transformer_dtype = "bfloat16"`."""
 
 
 class EmaTrack(Table):

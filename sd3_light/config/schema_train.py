@@ -119,6 +119,11 @@ class TrainConfig(Table):
     """Micro-batches per evaluation step (pipelines only)."""
     gradient_clipping: NotNegative = 1.0
     """Maximum gradient norm; 0 disables clipping."""
+    gradient_release: Flag = False
+    """Update weights during the backward pass, as soon as their gradients are known, and free these: all gradients
+    never exist at once. Needs `gradient_clipping = 0` (clipping by the global norm needs all of them), one micro-batch
+    per step, and one process. After a gradient that is not finite the rest of the step is skipped; layers whose
+    gradients were known before keep their update."""
     max_nonfinite_steps: CountOrZero = 10
     """Number of consecutive steps with a non-finite loss or gradient to skip; one more stops the run. 0: the first such
     step stops it."""

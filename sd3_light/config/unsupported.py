@@ -42,7 +42,9 @@ _CLIP_START = "a clip is the start of its video"
 _ONE_BATCH = "images and clips have the same key"
 _CONTROL = "training on image pairs is not supported"
 _ADAMW = 'write type = "adamw"'
-_FP32 = "master weights and moments are float32, so compensation for bf16 rounding is not needed"
+_FP32 = (
+    "master weights are float32, or bfloat16 with stochastic rounding, so compensation for bf16 rounding is not needed"
+)
 _ADAPTIVE = "it sets its own learning rate; here the learning rate is a function of the step"
 _KOHYA = "it has this name in sd-scripts"
 _OTHER_FAMILY = "it belongs to none of the model families that are trained here"
@@ -150,7 +152,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
         ("type", "it is not available", _ADAMW, "sgd"),
         ("stabilize", "only AdamW8bitKahan has it", "remove the key"),
         ("beta2_half_life", "betas are written as numbers", "write betas; the second is 0.5 ** (samples per step / beta2_half_life)"),
-        ("gradient_release", "clipping by the global norm needs all gradients at once", "remove the key"),
+        ("gradient_release", "it is a key of the top level", "write gradient_release = true before the first table, and gradient_clipping = 0"),
     ),
     *_in_table("train", "adapter",
         ("fuse_adapters", "adapters are not merged before training", "run `sd3-light lora merge` and give the new folder as model.diffusers_path"),

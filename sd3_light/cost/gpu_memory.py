@@ -5,15 +5,15 @@ describe the stage that needs most.
 
 Some memory is held for the whole run: weights, optimizer state, averages. The rest changes within a step and peaks at
 one of these moments: the end of the forward pass (all activations are saved), the start of the backward pass (with
-checkpointing, one block is recomputed) or its end (all gradients exist), the optimizer step, or an evaluation of an
-average. The estimate uses the costliest moment.
+checkpointing, one block is recomputed; released gradients are used) or its end (all other gradients exist), the
+optimizer step, or an evaluation of an average. The estimate uses the costliest moment.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from sd3_light.config.optimizers import OPTIMIZERS
+from sd3_light.config.optimizers import OPTIMIZERS, PART_ELEMENTS
 from sd3_light.cost.amount import GIB, Amount, format_bytes
 from sd3_light.cost.training_setup import TrainingSetup
 
@@ -99,7 +99,7 @@ class _Term(NamedTuple):
 def _state_terms(setup: TrainingSetup) -> list[_Term]:
     copies = 4.0 if setup.compute_dtype == "float32" else 2.0
     terms = [
-        _Term("weights", 4.0, setup.shards),
+        _Term("weights", setup.weight_bytes, setup.shards),
         *(_Term(name, width, setup.moment_shards) for name, width in _optimizer_terms(setup).items()),
         _Term("EMA", 4.0 * setup.ema_tracks, setup.shards),
         _Term("gradient buckets", 4.0 * setup.uses_ddp, 1),  # gradients are views of them
@@ -135,7 +135,7 @@ def _optimizer_terms(setup: TrainingSetup) -> dict[str, float]:
 
 def checkpoint_copy_bytes(setup: TrainingSetup) -> Amount:
     """Return the host memory of the copies from which a process writes its part of a checkpoint (the largest part)."""
-    terms = {"weights": 4.0, **_optimizer_terms(setup), "EMA": 4.0 * setup.ema_tracks}
+    terms = {"weights": float(setup.weight_bytes), **_optimizer_terms(setup), "EMA": 4.0 * setup.ema_tracks}
     joined = " + ".join(f"{name} {width:.4g}" for name, width in terms.items() if width)
     all_write = setup.shards > 1 or setup.stages > 1 or bool(setup.zero_stage)
     writers = setup.replicas if all_write else min(setup.world, _GPUS_PER_MACHINE)
@@ -212,6 +212,8 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
         "start of backward": {
             name: saved,
             "one block": recomputed,
+            "released gradients": setup.weight_bytes * setup.block_parameters if setup.release else 0,
+            "optimizer work": _unit_work(setup) if setup.release else 0,
             "copies of weights": block_copies if setup.checkpointing else all_copies,
             "accumulated gradients": accumulated,
             "sent and received": exchanged,
@@ -242,19 +244,19 @@ def _evaluation(setup: TrainingSetup, one_block: int, copies: int) -> dict[str, 
     """Return the terms while an average replaces the weights; torch's last gradients still exist then."""
     if not setup.evaluates:
         return {}
-    backup = 4 * setup.trained_parameters // setup.shards if setup.ema_tracks else 0
+    backup = setup.weight_bytes * setup.trained_parameters // setup.shards if setup.ema_tracks else 0
     gradients = _all_gradients(setup) if setup.zero_stage is None else 0
     return {"gradients": gradients, "backup of weights": backup, "one block": one_block, "copies of weights": copies}
 
 
 def _all_gradients(setup: TrainingSetup) -> int:
     """Return the bytes of this process's gradients once all exist; 0 if they are part of the state."""
-    if setup.uses_ddp or setup.zero_stage == 3:
+    if setup.uses_ddp or setup.zero_stage == 3 or setup.release:
         return 0
     # FSDP2 shards them when processes communicate, after the last micro-batch
     unsharded = setup.zero_stage is None and setup.accumulation > 1
     shards = setup.replicas if setup.zero_stage == 2 else 1 if unsharded else setup.shards
-    return 4 * setup.trained_parameters // shards
+    return setup.weight_bytes * setup.trained_parameters // shards
 
 
 def _gradients(setup: TrainingSetup) -> int:
@@ -266,7 +268,7 @@ def _gradients(setup: TrainingSetup) -> int:
     if setup.adapter or not gradients:
         return gradients
     # gradients of the first block appear while its activations are freed
-    return max(0, gradients - 4 * setup.block_parameters // setup.shards)
+    return max(0, gradients - setup.weight_bytes * setup.block_parameters // setup.shards)
 
 
 def _weight_copies(setup: TrainingSetup) -> tuple[int, int]:
@@ -281,7 +283,7 @@ def _weight_copies(setup: TrainingSetup) -> tuple[int, int]:
         gathered = 2 * block * (4 if setup.compute_dtype == "float32" else 2)
         return gathered, gathered + 4 * block
     gathered = min(ZERO3_LIVE_BYTES, 4 * setup.parameters) if setup.zero_stage == 3 else 0
-    if setup.compute_dtype == "float32" or setup.fast:  # the fast blocks' copies are part of the state
+    if setup.compute_dtype == "float32" or setup.weight_bytes == 2 or setup.fast:  # fast blocks: part of the state
         return gathered, gathered
     if setup.adapter is not None:  # frozen weights are bf16 already
         return gathered + 2 * setup.trained_parameters, gathered + 2 * setup.trained_parameters
@@ -294,7 +296,7 @@ def _weight_copies(setup: TrainingSetup) -> tuple[int, int]:
 def _optimizer_step(setup: TrainingSetup) -> dict[str, int]:
     """Return the terms of the optimizer step: gradients and working memory. Fused AdamW works in place."""
     gradients = _all_gradients(setup)
-    work = OPTIMIZERS[setup.optimizer].step_bytes * setup.cost.width**2
+    work = _unit_work(setup)
     if setup.uses_ddp:
         work = 4 * setup.trained_parameters  # after its first step DDP allocates new buckets beside the old ones
     elif setup.zero_stage == 0:  # flattened for the all-reduce
@@ -307,3 +309,11 @@ def _optimizer_step(setup: TrainingSetup) -> dict[str, int]:
     elif setup.zero_stage == 3:
         work = 4 * setup.trained_parameters // setup.world
     return {"gradients": gradients, "optimizer work": work}
+
+
+def _unit_work(setup: TrainingSetup) -> int:
+    """Return the working memory of an update in one process: weights in bfloat16 and their gradients become float32."""
+    record = OPTIMIZERS[setup.optimizer]
+    work = record.step_bytes * setup.cost.width**2
+    work += record.part_bytes * min(PART_ELEMENTS, setup.trained_parameters)
+    return work + (8 * setup.unit_parameters if setup.weight_bytes == 2 else 0)

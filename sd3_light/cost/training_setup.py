@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from sd3_light.config.base import Checkpointing
+from sd3_light.config.optimizers import UNIT_ELEMENTS
 from sd3_light.core.cost import BlockKind, Compute, Cost, SampleBytes, Tokens
 from sd3_light.cost.partition import stage_bounds
 
@@ -34,6 +35,8 @@ class TrainingSetup:
     other_models: int = 0  # bytes of other models that stay on the GPU, such as the VAE that decodes samples
     cache: int = 0  # bytes of the training cache, if it is in GPU memory
     adapter: tuple[int, ...] | None = None  # trained parameters per layer; the denoiser's own are frozen then
+    weight_bytes: int = 4  # of a trained weight and its gradient: 2 in bfloat16
+    release: bool = False  # gradients are freed in the backward pass
     base_bits: int = 16  # bits of a frozen weight in the matrices of the blocks; under 16, one GPU holds all of them
     deepspeed: bool = False
     zero: int = 1
@@ -130,6 +133,11 @@ class TrainingSetup:
         width = 4 if self.compute_dtype == "float32" else 2
         kept = (4 - width) * sum(self.cost.float32_parameters[self.layers.start : self.layers.stop])
         return round((self.parameters - quantized) * width + kept + quantized * self.base_bits / 8 + scales)
+
+    @property
+    def unit_parameters(self) -> int:
+        """Parameters that are updated together, if not all of them are."""
+        return min(self.trained_parameters, max(UNIT_ELEMENTS, 9 * self.cost.width**2))  # the largest matrix, of SD3.5
 
     @property
     def block_parameters(self) -> int:

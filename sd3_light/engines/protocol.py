@@ -130,7 +130,7 @@ def to_host(name: str, tensor: Tensor) -> Tensor:
 class Engine(Protocol):
     """Runs steps and exposes its part of the weights and optimizer state by canonical name.
 
-    ``weights`` are this rank's part of the trainable float32 weights, live, by the stock denoiser's parameter names;
+    ``weights`` are this rank's part of the trainable weights, live, by the stock denoiser's parameter names;
     ``shapes`` are the full shapes of all trainable weights of the model. Ranks 0 to ``writers`` - 1 write their pieces
     of a checkpoint. ``sequential_micro_batches``: the engine takes a step's micro-batches one after another and needs
     at most two of them on the device at a time. ``networks`` is None if the objective does nothing before a pass.
@@ -204,7 +204,9 @@ def require_gradients(missing: Iterable[str]) -> None:
 
 def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
     """Return the sum of the squares of all elements."""
-    return torch.stack(torch._foreach_norm(list(tensors))).square().sum()
+    parts = list(tensors)
+    dtype = None if all(part.dtype == torch.float32 for part in parts) else torch.float32
+    return torch.stack(torch._foreach_norm(parts, dtype=dtype)).square().sum()
 
 
 def assign_writers(sizes: Sequence[int], writers: int) -> list[int]:

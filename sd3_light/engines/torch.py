@@ -26,16 +26,19 @@ from sd3_light.engines.protocol import (
     sum_of_squares,
     to_host,
 )
+from sd3_light.engines.release import GradientRelease
 from sd3_light.engines.weight_layouts import Replicas, replicate, shard
 from sd3_light.flow.objective import NUM_BANDS, sum_by_band
 from sd3_light.launch import Launch
 from sd3_light.optim.build import make_optimizer
+from sd3_light.optim.draws import StepDraws
 
 
 class TorchEngine(Engine):
-    """Trains float32 weights.
+    """Trains float32 weights, or those that the config stores in bfloat16.
 
     A step with a non-finite loss or gradient is skipped; the device decides that without a synchronization. With
+    `gradient_release` a gradient that is not finite skips what is left of the step. With
     replicated weights ranks 0 to ``writers`` - 1 share the writing of checkpoints. ``lay_out`` distributes the module
     over the processes in place of the config's ``parallel``.
     """
@@ -64,9 +67,15 @@ class TorchEngine(Engine):
             self.layout = replicate(self.module, launch, writers)
         self.writers = self.layout.writers
         parameters = self._parameters = self.module.trainable()
-        assert all(weight.dtype == torch.float32 for weight in parameters.values()), "weights must be float32"
+        dtypes = {weight.dtype for weight in parameters.values()}
+        assert dtypes <= {torch.float32, getattr(torch, config.optimizer.weight_dtype)}, dtypes
+        self._draws = StepDraws(config.seed)
+        in_units = config.gradient_release or torch.bfloat16 in dtypes
         # heads train by AdamW: their lists of layers are no blocks
-        self.optimizer = make_optimizer(self.module.denoiser, parameters, config.optimizer, device)
+        self.optimizer = make_optimizer(
+            self.module.denoiser, parameters, config.optimizer, device, self._draws, in_units
+        )
+        self._release = GradientRelease(self.optimizer) if config.gradient_release else None
         self.weights = {name: self.layout.held(weight) for name, weight in parameters.items()}
         self.shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
 
@@ -78,6 +87,7 @@ class TorchEngine(Engine):
     def train_step(self, batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Run forward and backward over the micro-batches, clip by the global norm, and step."""
         self.optimizer.set_rate(lr)
+        self._draws.step = self.module.step
         self._clear_gradients()
         numbers = torch.zeros((), device=self.device)
         names: tuple[str, ...] = ()
@@ -108,13 +118,17 @@ class TorchEngine(Engine):
         """Queue forward and backward pass of one of ``count`` micro-batches."""
         losses, bands = micro_losses(self.layout.run, batch, self.device)
         loss = losses["loss"] / count
+        if self._release is not None:
+            assert count == 1, "a gradient is used once"
+            self._release.begin(loss)
         loss.backward()
         return tuple(losses), StepResult.pack(losses, bands) / count
 
     def _finish_step(self, names: tuple[str, ...], numbers: Tensor) -> StepResult:
-        norm = self._clipped_norm()
+        norm = self._clipped_norm() if self._release is None else self._release.finish()
         finite = torch.isfinite(numbers[: len(names)]).all() & torch.isfinite(norm)
-        self.optimizer.step(skip=(~finite).float())
+        if self._release is None:
+            self.optimizer.step(skip=(~finite).float())
         if self.networks is not None:
             self.networks.step()
         return StepResult(names, torch.cat([numbers, norm.float().view(1), finite.float().view(1)]))

@@ -17,16 +17,17 @@ from sd3_light.model.adapter_layers import ReadWeight, add_adapter, load_lycoris
 from sd3_light.model.loading import CPU, assign_weights, read_weights
 from sd3_light.model.lora_layers import load_lora
 from sd3_light.model.quantized import quantize_base
+from sd3_light.model.wide_products import compute_in_float32
 
 
 def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.device) -> nn.Module:
-    """Return the denoiser of a run: in float32, less what `freeze` names, or frozen with the config's adapter on it.
+    """Return the denoiser of a run: in `weight_dtype`, less what `freeze` names, or frozen with the config's adapter.
 
     Frozen weights are read one by one to the device, in the dtype in which they compute.
     """
     weights = family_of(config.model).weights
     if config.adapter is None:
-        denoiser = weights.load(start, config.seed)
+        denoiser = _load_all(config, start, device)
         freeze(denoiser, config.freeze)
         return denoiser
     denoiser, stored = weights.unread(start)
@@ -40,6 +41,22 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
     put_adapter(denoiser, config.adapter, config.seed, read)
     # the processes of a pipeline hold only some of the layers on their devices
     read_weights(denoiser, stored, frozen_dtype(config, device), device if config.pipeline_stages == 1 else CPU)
+    return denoiser
+
+
+def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) -> nn.Module:
+    """Return the denoiser in float32, or with its matrices in bfloat16, read one by one to the device."""
+    weights = family_of(config.model).weights
+    if config.optimizer.weight_dtype == "float32":
+        return weights.load(start, config.seed)
+    if start.source is not None:
+        denoiser = read_weights(*weights.unread(start), torch.bfloat16, device, whole_vectors=True)
+    else:
+        denoiser = weights.load(start, config.seed)
+        for parameter in denoiser.parameters():
+            parameter.data = parameter.data.bfloat16() if parameter.dim() > 1 else parameter.data
+    if device.type == "cpu":
+        compute_in_float32(denoiser)
     return denoiser
 
 

@@ -72,12 +72,16 @@ def open_diffusers_model(model_class: Any, folder: Path) -> tuple[Any, StoredWei
 
 
 def read_weights(
-    model: nn.Module, stored: StoredWeights, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+    model: nn.Module,
+    stored: StoredWeights,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    whole_vectors: bool = False,
 ) -> nn.Module:
     """Read a model's weights, tensor by tensor, to the device: parameters in ``dtype``, tables as the model has them.
 
-    Weights that stock diffusers keeps in float32 are read in it. Weights below an adapter have the names of a model
-    without one. What an adapter added and what is quantized stays.
+    Weights that stock diffusers keeps in float32 are read in it, and with ``whole_vectors`` norms and biases too.
+    Weights below an adapter have the names of a model without one. What an adapter added and what is quantized stays.
     """
     whole = kept_in_float32(model)
 
@@ -86,7 +90,7 @@ def read_weights(
         is_parameter = isinstance(tensor, nn.Parameter)
         if weight is None or (is_parameter and not tensor.is_floating_point()):
             return tensor
-        wanted = torch.float32 if whole(name) else dtype
+        wanted = torch.float32 if whole(name) or (whole_vectors and tensor.dim() < 2) else dtype
         return weight.load().to(wanted if is_parameter else tensor.dtype).to(device)
 
     assign_weights(model, read)

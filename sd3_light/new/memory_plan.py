@@ -1,4 +1,8 @@
-"""Choose batch size and activation checkpointing by the memory of a GPU, with the formula of `check`."""
+"""Choose batch size, activation checkpointing and the storage of weights by the memory of a GPU.
+
+All weights of a model train with AdamW if that fits. Otherwise, on one GPU, moments have 8 bits and gradients are
+released; then weights are stored in bfloat16, then there is no running average.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +20,7 @@ from sd3_light.system import Gpu
 
 CPU_MICRO_BATCH = 4
 _LEVELS: tuple[Checkpointing, ...] = (False, "selective", True)  # from the fastest to the smallest
+_STORED = ((4, 1), (2, 1), (4, 0), (2, 0))  # bytes per weight, and averages, from the most memory to the least
 _ENOUGH = 4  # a quarter of the largest micro-batch is nearly as fast: no need to recompute activations for more
 
 
@@ -29,6 +34,14 @@ class MemoryPlan:
     processes: int = 1
     needed: int | None = None
     available: int | None = None
+    release: bool = False
+    """Whether gradients are released and moments have 8 bits."""
+    narrow: bool = False
+    """Whether weights are stored in bfloat16."""
+    averages: bool = True
+    """Whether there is room for the recipe's running average."""
+    needed_by_adamw: int | None = None
+    """Bytes that AdamW would need, if it does not fit and gradients are released instead."""
 
     @property
     def samples_per_step(self) -> int:
@@ -51,7 +64,32 @@ def plan_memory(estimate: RunEstimate, train: TrainConfig, kind: Kind, gpus: Seq
             return MemoryPlan(kind.cpu.batch, 1, False, processes)
         micro_batch = min(CPU_MICRO_BATCH, largest)
         return MemoryPlan(micro_batch, max(1, kind.batch // (micro_batch * processes)), False, processes)
-    levels = [_fitting(estimate, train, kind.batch, largest, level, processes, min(sizes)) for level in _LEVELS]
+    plan = _best(estimate, train, kind.batch, largest, processes, min(sizes))
+    if plan.fits or processes > 1 or train.adapter is not None or not kind.continues:
+        return plan
+    needed = plan.needed
+    for weight_bytes, tracks in _STORED:
+        setup = replace(
+            estimate.setup,
+            weight_bytes=weight_bytes,
+            release=True,
+            optimizer="adamw8bit",
+            fast=False,
+            ema_tracks=tracks * estimate.setup.ema_tracks,
+        )
+        released = train.model_copy(update={"gradient_release": True})
+        plan = _best(replace(estimate, setup=setup), released, 1, largest, 1, min(sizes))
+        plan = replace(plan, release=True, narrow=weight_bytes == 2, averages=bool(tracks), needed_by_adamw=needed)
+        if plan.fits:
+            break
+    return plan
+
+
+def _best(
+    estimate: RunEstimate, train: TrainConfig, batch: int, largest: int, processes: int, available: int
+) -> MemoryPlan:
+    """Return the fastest plan that fits, with micro-batches of at most ``largest``, or the smallest one."""
+    levels = [_fitting(estimate, train, batch, largest, level, processes, available) for level in _LEVELS]
     fitting = [plan for plan in levels if plan.fits]
     enough = [plan for plan in fitting if plan.micro_batch * _ENOUGH >= largest]
     return enough[0] if enough else max(fitting, key=lambda plan: plan.micro_batch, default=levels[-1])

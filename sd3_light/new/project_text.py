@@ -26,6 +26,11 @@ _COMMENTS = {
     "model.text_max_length": "tokens",
     "model.guidance": "of the distilled denoiser, as is usual; not measured",
 }
+_RELEASE: dict[str, tuple[Any, str]] = {
+    "gradient_clipping": (0.0, "gradient_release frees gradients one by one"),
+    "gradient_release": (True, "update weights in the backward pass"),
+    "optimizer.type": ("adamw8bit", "moments in 8 bits"),
+}  # see `MemoryPlan.release`
 _CLIP_KEYS = {
     "frames": "of the longest clip; a shorter video gives a shorter one, an image one frame",
     "fps": "frames per second, as the model was trained with",
@@ -104,6 +109,11 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
         changes |= {f"model.shape.num_{part}": (values.layers, "few, for a CPU") for part in ("layers", "heads")}
     if kind.continues and "shift" in tomllib.loads(text)["model"]:
         changes["model.shift"] = (values.shift, "as in the model's scheduler")
+    changes |= _RELEASE if plan.release else {}
+    if plan.narrow:
+        changes["optimizer.weight_dtype"] = ("bfloat16", "float32 does not fit; rounded stochastically")
+    if not plan.averages:
+        changes["ema.enable"] = (False, "the average does not fit")
     if "parallel" in _keys(text) and plan.processes == 1:
         changes["parallel"] = ("ddp", 'several GPUs: "fsdp2" shards the weights')
     return changes

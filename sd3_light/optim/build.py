@@ -7,15 +7,15 @@ A checkpoint stores whatever `Optimizer.state` lists, by kind and dtype:
     adafactor   row_var, col_var (float32) for matrices, variance for vectors, step (float32 scalar on the CPU)
     prodigy     exp_avg, exp_avg_sq, s and p0 (float32; the last two flat), step (int64 scalar), and the estimate of all
                 weights together: d, d_max, d_numerator, k (float64 scalars on the CPU)
-    adamw8bit   state1, state2 (uint8; float32 for weights under 4096 elements), absmax1, absmax2 (float32, one per
-                block of 256 values, if state1 is uint8), step (int64 scalar on the CPU)
+    adamw8bit   exp_avg (int8), exp_avg_sq (uint8), their scales exp_avg_scale, exp_avg_sq_scale (float32, one per block
+                of 256 values), step (float32 scalar on the weight's device); adamw's three for weights under 4096
+                elements
 
 To add an optimizer, write its record in `config/optimizers.py` and its maker here.
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,45 +25,39 @@ from torch.distributed.tensor import DTensor
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.optimizers import OPTIMIZERS
+from sd3_light.optim.adamw_8bit import FEWEST, AdamW8bit, create_8bit_state
 from sd3_light.optim.batched_muon import BatchedMuon
 from sd3_light.optim.customized import CustomizedOptimizer, create_customized_state, make_customized
+from sd3_light.optim.draws import StepDraws
 from sd3_light.optim.groups import WeightKinds
 from sd3_light.optim.sharded_muon import ShardedMuon
+from sd3_light.optim.units import Named, OptimizerPart, OptimizerUnit, split_into_units, stand_in
 from sd3_light.runlog import info
 
-# code books of the 8-bit numbers: constants of the library, equal for every weight and run
-_CONSTANTS = ("qmap1", "qmap2")
 _PRODIGY_ESTIMATE = ("d", "d_max", "d_numerator", "k")
-Named = Mapping[str, nn.Parameter]
-
-
-@dataclass(frozen=True)
-class OptimizerPart:
-    """A torch optimizer for some of the weights, and a function that creates a weight's state of step 0.
-
-    ``skips_on_device``: it reads `found_inf`, so a step is skipped without synchronizing with the host.
-    """
-
-    optimizer: torch.optim.Optimizer
-    create_state: Callable[[Any, nn.Parameter], None]
-    skips_on_device: bool
 
 
 class Optimizer:
-    """The interface that engines use. Weights are float32; under FSDP2 they and their state are DTensors."""
+    """The interface that engines use. Under FSDP2 weights and their state are DTensors.
 
-    def __init__(self, named: Mapping[str, nn.Parameter], parts: Sequence[OptimizerPart]) -> None:
-        self._parts = parts
-        members = {id(p): part for part in parts for group in part.optimizer.param_groups for p in group["params"]}
-        self._owners = {name: (parameter, members[id(parameter)]) for name, parameter in named.items()}
+    ``units`` are updated one after another: usually there is one of all weights.
+    """
+
+    def __init__(self, units: Sequence[OptimizerUnit]) -> None:
+        self.units = units
+        self._parts = [part for unit in units for part in unit.parts]
+        members = {
+            id(p): part for part in self._parts for group in part.optimizer.param_groups for p in group["params"]
+        }
+        self._owners = {name: (held, members[id(held)]) for unit in units for name, held in unit.held.items()}
         self._prepared = False
         self.updates_started = 0
         """Number of updates started, including those of an optimizer that a library drives."""
         self.before_update: Callable[[], None] = lambda: None
         """Called before each update is queued."""
-        for part in parts:
+        for part in self._parts:
             part.optimizer.register_step_pre_hook(self._count_update)
-        self.skips_on_device = all(part.skips_on_device for part in parts)
+        self.skips_on_device = all(part.skips_on_device for part in self._parts)
         """Whether the host queues an update without waiting for the gradients."""
 
     def _count_update(self, *_: Any) -> None:
@@ -76,8 +70,8 @@ class Optimizer:
             for group in part.optimizer.param_groups:
                 group["lr"] = lr
 
-    def step(self, skip: Tensor | None = None) -> None:
-        """Take one step, or change nothing if ``skip`` (a float32 scalar on the weights' device) is 1.0.
+    def step(self, skip: Tensor | None = None, unit: OptimizerUnit | None = None) -> None:
+        """Take one step, of all units or of one, or change nothing if ``skip`` (a float32 scalar on the device) is 1.0.
 
         AdamW and Muon of whole matrices decide this on the device. The others wait for the host to read ``skip``.
         """
@@ -87,11 +81,8 @@ class Optimizer:
             if bool(skip):
                 return
             skip = None
-        for part in self._parts:
-            if part.skips_on_device:
-                # attributes that torch's GradScaler sets, too; a skipped step is not counted
-                part.optimizer.grad_scale, part.optimizer.found_inf = None, skip  # type: ignore[attr-defined]
-            part.optimizer.step()
+        for chosen in self.units if unit is None else (unit,):
+            chosen.step(skip)
 
     @property
     def torch_optimizer(self) -> torch.optim.Optimizer:
@@ -109,27 +100,43 @@ class Optimizer:
     def state(self, name: str) -> dict[str, Tensor]:
         """Return KIND -> live tensor of a weight's state; empty before `prepare_state` or the first step."""
         parameter, part = self._owners[name]
-        return {
-            kind: value
-            for kind, value in part.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor) and kind not in _CONSTANTS
-        }
+        state = part.optimizer.state.get(parameter, {})
+        return {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
 
 
-def make_optimizer(model: nn.Module, named: Named, config: OptimizerConfig, device: torch.device) -> Optimizer:
-    """Return the optimizer of ``[optimizer]`` for trainable weights of ``model``, by name, all on ``device``."""
+def make_optimizer(
+    model: nn.Module,
+    named: Named,
+    config: OptimizerConfig,
+    device: torch.device,
+    draws: StepDraws | None = None,
+    in_units: bool = False,
+) -> Optimizer:
+    """Return the optimizer of ``[optimizer]`` for trainable weights of ``model``, by name, all on ``device``.
+
+    ``in_units`` updates a bounded number of weights at a time, as weights in bfloat16 need.
+    """
     assert named, "nothing to train"
     assert all(parameter.device.type == device.type for parameter in named.values()), f"weights must be on {device}"
+    draws = draws or StepDraws()
+    kinds = WeightKinds(model)
     if isinstance(config, CustomizedOptimizer):
-        customized = make_customized(WeightKinds(model).groups(named, config.weight_decay), config)
-        return Optimizer(named, [OptimizerPart(customized, create_customized_state, skips_on_device=False)])
+        customized = make_customized(kinds.groups(named, config.weight_decay), config)
+        parts = [OptimizerPart(customized, create_customized_state, skips_on_device=False)]
+        return Optimizer([OptimizerUnit(named, named, parts, draws)])
     record = OPTIMIZERS[config.type]
     if record.package is not None and importlib.util.find_spec(record.package) is None:
         raise UserError(f'optimizer.type = "{config.type}" needs {record.package}; run `{record.install}`')
-    return Optimizer(named, MAKERS[config.type](named, WeightKinds(model), config))
+    units = []
+    for weights in split_into_units(named) if in_units else [named]:
+        held = {name: stand_in(weight) for name, weight in weights.items()}
+        for name, weight in weights.items():
+            kinds.add_alias(held[name], weight)
+        units.append(OptimizerUnit(weights, held, MAKERS[config.type](held, kinds, config, draws), draws))
+    return Optimizer(units)
 
 
-def _make_adamw(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> list[OptimizerPart]:
+def _make_adamw(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
     """Use the fused kernel on every device: it skips steps without the host and accepts DTensors."""
     groups = kinds.groups(named, config.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
@@ -146,11 +153,11 @@ def create_adamw_state(optimizer: Any, parameter: nn.Parameter) -> None:
     }
 
 
-def _make_muon(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> list[OptimizerPart]:
+def _make_muon(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
     """Use Muon for the matrices of the blocks, its updates scaled to AdamW's size so that both share one `lr`."""
     matrices = {name: parameter for name, parameter in named.items() if kinds.is_block_matrix(parameter)}
     rest = {name: parameter for name, parameter in named.items() if name not in matrices}
-    parts = _make_adamw(rest, kinds, config) if rest else []
+    parts = _make_adamw(rest, kinds, config, draws) if rest else []
     if matrices:
         sharded = any(isinstance(matrix, DTensor) for matrix in matrices.values())
         optimizer = (ShardedMuon if sharded else BatchedMuon)(
@@ -167,25 +174,24 @@ def _create_muon_state(optimizer: Any, parameter: nn.Parameter) -> None:
     optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, memory_format=torch.preserve_format)}
 
 
-def _make_adamw8bit(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> list[OptimizerPart]:
-    """Use bitsandbytes' kernels, on GPUs and CPUs."""
-    library: Any = importlib.import_module("bitsandbytes.optim")
-    groups = kinds.groups(named, config.weight_decay)
-    optimizer = library.AdamW8bit(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-    return [OptimizerPart(optimizer, _create_8bit_state, skips_on_device=False)]
+def _make_adamw8bit(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
+    """Use 8 bits for the moments of large weights, float32 for the rest, which are few."""
+    large = {name: weight for name, weight in named.items() if weight.numel() >= FEWEST}
+    rest = {name: weight for name, weight in named.items() if name not in large}
+    parts = _make_adamw(rest, kinds, config, draws) if rest else []
+    if large:
+        names = {id(weight): name for name, weight in large.items()}
+
+        def generator_of(weight: nn.Parameter) -> torch.Generator:
+            return draws.generator("second moment", names[id(weight)], weight.device)
+
+        groups = kinds.groups(large, config.weight_decay)
+        optimizer = AdamW8bit(groups, generator_of, config.lr, config.betas, config.eps)
+        parts.append(OptimizerPart(optimizer, create_8bit_state, skips_on_device=True))
+    return parts
 
 
-@torch.no_grad()
-def _create_8bit_state(optimizer: Any, parameter: nn.Parameter) -> None:
-    for g, group in enumerate(optimizer.param_groups):
-        for p, member in enumerate(group["params"]):
-            if member is parameter:
-                optimizer.init_state(group, parameter, g, p)
-    # a tensor instead of the library's int, so that a checkpoint can store it and load into it
-    optimizer.state[parameter]["step"] = torch.zeros((), dtype=torch.int64)
-
-
-def _make_adafactor(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> list[OptimizerPart]:
+def _make_adafactor(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
     optimizer = torch.optim.Adafactor(kinds.groups(named, config.weight_decay), lr=config.lr)
     return [OptimizerPart(optimizer, _create_adafactor_state, skips_on_device=False)]
 
@@ -201,7 +207,7 @@ def _create_adafactor_state(optimizer: Any, parameter: nn.Parameter) -> None:
     optimizer.state[parameter] = state
 
 
-def _make_prodigy(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> list[OptimizerPart]:
+def _make_prodigy(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
     """Use the authors' library, with the settings that they recommend for diffusion."""
     library: Any = importlib.import_module("prodigyopt")
     optimizer = library.Prodigy(
@@ -240,7 +246,7 @@ def _make_prodigy(named: Named, kinds: WeightKinds, config: OptimizerConfig) -> 
     return [OptimizerPart(optimizer, create_state, skips_on_device=False)]
 
 
-MAKERS: dict[str, Callable[[Named, WeightKinds, OptimizerConfig], list[OptimizerPart]]] = {
+MAKERS: dict[str, Callable[[Named, WeightKinds, OptimizerConfig, StepDraws], list[OptimizerPart]]] = {
     "adamw": _make_adamw,
     "adamw8bit": _make_adamw8bit,
     "muon": _make_muon,

@@ -57,9 +57,17 @@ class Averages:
         due = [name for name, track in self.tracks.items() if step % track.update_every == 0]
         if not due:
             return
-        current = [weights[name].detach().float() for name in self._names]
         for name in due:
-            torch._foreach_lerp_(self._shadows[name], current, 1 - self.tracks[name].decay_at(step))
+            self._advance(name, weights, 1 - self.tracks[name].decay_at(step))
+
+    def _advance(self, track: str, weights: Mapping[str, Tensor], share: float) -> None:
+        """Move a track towards the weights; those in bfloat16 one by one, so that they are not all copied at once."""
+        shadows = self._shadows[track]
+        current = [weights[name].detach() for name in self._names]
+        wide = [number for number, weight in enumerate(current) if weight.dtype == torch.float32]
+        torch._foreach_lerp_([shadows[number] for number in wide], [current[number] for number in wide], share)
+        for number in sorted(set(range(len(current))) - set(wide)):
+            shadows[number].lerp_(current[number].float(), share)
 
     def decays(self, step: int) -> dict[str, float]:
         """Return the decay of each track's update at ``step``, for the log."""

@@ -28,6 +28,12 @@ class WeightKinds:
                 members |= {id(weight) for weight in child.parameters()}
         self._free, self._in_blocks = tables | embeddings, blocks - tables
 
+    def add_alias(self, stand_in: nn.Parameter, weight: nn.Parameter) -> None:
+        """Treat a parameter like the weight of the model that it stands for."""
+        for members in (self._free, self._in_blocks):
+            if id(weight) in members:
+                members.add(id(stand_in))
+
     def decays(self, weight: nn.Parameter) -> bool:
         """Return whether weight decay applies: to weights of products, not to norms, biases, tables and embeddings."""
         return weight.dim() >= 2 and id(weight) not in self._free

@@ -122,8 +122,8 @@ def is_own_checkpoint(checkpoint: Path, output_dir: Path) -> bool:
 
 
 def rate_settings(config: TrainConfig) -> dict[str, Any]:
-    """Return the optimizer's settings as checkpoints store them."""
-    table = config.optimizer.model_dump(mode="json")
+    """Return the optimizer's settings as checkpoints store them; the dtype of weights is the config's on resume."""
+    table = config.optimizer.model_dump(mode="json", exclude={"weight_dtype"})
     return {"optimizer": table, **{key: getattr(config, key) for key in _RATE_KEYS}}
 
 
@@ -150,7 +150,7 @@ def _with_settings(config: TrainConfig, resumed: Checkpoint, resume: Resume, old
     table = old["optimizer"]
     differing += [f"optimizer.{key} = {table[key]!r}" for key in table if table[key] != new["optimizer"].get(key)]
     info(f"using the checkpoint's {', '.join(differing)}; --reset-optimizer-params takes the config's")
-    optimizer = type(config.optimizer).model_validate({**new["optimizer"], **table})
+    optimizer = type(config.optimizer).model_validate({**config.optimizer.model_dump(mode="json"), **table})
     return config.model_copy(update={"optimizer": optimizer, **{key: old[key] for key in _RATE_KEYS}})
 
 

@@ -8,7 +8,7 @@ import importlib.util
 import torch
 
 from sd3_light.config import TrainConfig
-from sd3_light.config.cross_checks import deepspeed_problem
+from sd3_light.config.cross_checks import deepspeed_problem, one_process_problem
 from sd3_light.config.faults import UserError
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.protocol import Engine
@@ -18,6 +18,8 @@ from sd3_light.launch import Launch
 def require(config: TrainConfig, launch: Launch, wanted: bool) -> None:
     """Raise a one-line `UserError` if the config does not fit the engine; ``wanted``: ``--deepspeed`` was given."""
     stages = config.pipeline_stages
+    if problem := one_process_problem(config, launch.world, wanted):
+        raise UserError(problem)
     if not wanted:
         if stages > 1:
             raise UserError(f"pipeline_stages = {stages} needs the DeepSpeed engine; add --deepspeed, or set it to 1")

@@ -9,25 +9,25 @@ from sd3_light.check import disk
 from sd3_light.check.disk import disk_faults
 from sd3_light.config import Fault
 
-EIGHT_BIT = '[optimizer]\ntype = "adamw8bit"'
+PRODIGY = '[optimizer]\ntype = "prodigy"'
 
 
-def test_8_bit_adamw_without_its_library(
+def test_prodigy_without_its_library(
     monkeypatch: pytest.MonkeyPatch, files: Any, only_fault: Callable[..., Fault]
 ) -> None:
     monkeypatch.setattr(disk, "find_spec", lambda name: None)
-    fault = only_fault(tables=EIGHT_BIT)
+    fault = only_fault(tables=PRODIGY)
     assert fault.key == "optimizer.type"
-    assert "bitsandbytes" in fault.problem
+    assert "prodigyopt" in fault.problem
     assert fault.hint is not None
-    assert "`pip install 'sd3-light[bnb]'`" in fault.hint
-    assert disk_faults(files.load(tables=EIGHT_BIT), caching=True) == [], "a cache needs no optimizer"
+    assert "`pip install 'sd3-light[prodigy]'`" in fault.hint
+    assert disk_faults(files.load(tables=PRODIGY), caching=True) == [], "a cache needs no optimizer"
     assert disk_faults(files.load(tables='[optimizer]\ntype = "muon"')) == []
 
 
-def test_8_bit_adamw_with_its_library(monkeypatch: pytest.MonkeyPatch, files: Any) -> None:
+def test_prodigy_with_its_library(monkeypatch: pytest.MonkeyPatch, files: Any) -> None:
     monkeypatch.setattr(disk, "find_spec", lambda name: object())
-    assert disk_faults(files.load(tables=EIGHT_BIT)) == []
+    assert disk_faults(files.load(tables=PRODIGY)) == []
 
 
 def test_few_bits_without_their_library(

@@ -6,12 +6,15 @@ from typing import Any
 import pytest
 
 from sd3_light.config import ConfigFaults, Fault, load_config
+from sd3_light.config.cross_checks import one_process_problem
 from sd3_light.config.schema_blocks import LayerSyncConfig, RoutingConfig, layer_sync_problem, routing_problem
 
 OnlyFault = Callable[..., Fault]
 RECON = "text_recon_gamma = 0.1\n"
 AR = "enable_ar_bucket = true\n"
 MANUAL = 'partition_method = "manual"\npipeline_stages = 3\n'
+RELEASE = "gradient_release = true\ngradient_clipping = 0.0\n"
+NARROW = '[optimizer]\nweight_dtype = "bfloat16"\n'
 FSDP = 'parallel = "fsdp2"'
 EMA = "[ema]\nenable = true\n"
 ROUTING, SYNC = "[model.routing]\n", "[model.layer_sync]\n"
@@ -59,6 +62,16 @@ FLOW = "[objective.flow]\n"
         (FSDP, "", '[optimizer]\ntype = "prodigy"', "optimizer.type"),
         (FSDP, "", '[optimizer]\ntype = "adamw8bit"', "optimizer.type"),
         ("pipeline_stages = 2", "", '[optimizer]\ntype = "muon"', "optimizer.type"),
+        ("gradient_release = true", "", "", "gradient_clipping"),
+        (RELEASE + "gradient_accumulation_steps = 2", "", "", "gradient_accumulation_steps"),
+        (RELEASE + FSDP, "", "", "gradient_release"),
+        (RELEASE + "pipeline_stages = 2", "", "", "gradient_release"),
+        (RELEASE, "", '[optimizer]\ntype = "muon"', "gradient_release"),
+        (RELEASE, "", '[optimizer]\ntype = "prodigy"', "gradient_release"),
+        (RELEASE + "fp8 = true", "", "", "fp8"),
+        (FSDP, "", NARROW, "optimizer.weight_dtype"),
+        ("", 'transformer_dtype = "float32"', NARROW, "optimizer.weight_dtype"),
+        ("", "", NARROW + 'type = "muon"', "optimizer.weight_dtype"),
         ("", "sqrt_shift = true\nflux_shift = true", "", "model.flux_shift"),
         ("", "sqrt_shift = true\nshift = 3.0", "", "model.shift"),
         ("", 'timestep_sample_method = "uniform"\nlogit_mean = 0.5', "", "model.logit_mean"),
@@ -154,6 +167,9 @@ def test_train_faults(only_fault: OnlyFault, top: str, model: str, tables: str, 
         ("", "position_crop_side = 192", ROUTING + "first_block = 14\nlast_block = 14\n" + SYNC + "late_block = 14"),
         ("pipeline_stages = 2", "position_crop_side = 64", ""),
         ('eval_datasets = ["data.toml", {name = "b", config = "data.toml"}]', "", ""),
+        (RELEASE, "", ""),
+        (RELEASE, "", NARROW + 'type = "adafactor"'),
+        ("gradient_accumulation_steps = 2", "", NARROW),
     ],
 )
 def test_valid_neighbours_of_those_faults(files: Any, top: str, model: str, tables: str) -> None:
@@ -272,3 +288,12 @@ def test_default_blocks_follow_the_depth() -> None:
     assert LayerSyncConfig().pair(15) == (4, 9)
     assert all(routing_problem(RoutingConfig(), depth) is None for depth in range(2, 40))
     assert all(layer_sync_problem(LayerSyncConfig(), depth) is None for depth in range(3, 40))
+
+
+@pytest.mark.parametrize(("top", "tables"), [(RELEASE, ""), ("", NARROW)])
+def test_weights_that_are_updated_one_after_another_need_one_process(files: Any, top: str, tables: str) -> None:
+    train = files.load(top, tables=tables).train
+    assert one_process_problem(train, 1, False) is None
+    assert "needs one process, not 2" in str(one_process_problem(train, 2, False))
+    assert "start without --deepspeed" in str(one_process_problem(train, 1, True))
+    assert one_process_problem(files.load().train, 8, True) is None

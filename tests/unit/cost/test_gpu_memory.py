@@ -370,3 +370,20 @@ def test_checkpoint_copies_are_divided_among_writers() -> None:
 
 def test_other_models_are_counted() -> None:
     assert gpu_memory(replace(LIGHT, other_models=123)).total == gpu_memory(LIGHT).total + 123
+
+
+def test_weights_in_bfloat16_and_released_gradients_take_less() -> None:
+    count = LIGHT.parameters
+    stock = replace(LIGHT, fast=False, batch=1, optimizer="adamw8bit", checkpointing=True)
+    narrow = replace(stock, weight_bytes=2)
+    released = replace(narrow, release=True)
+    assert state_bytes(narrow).value == pytest.approx(4.03 * count, rel=0.001)
+    assert state_bytes(narrow).formula == "P·(weights 2 + AdamW in 8 bits 2.031)"
+    assert "copies of weights" not in gpu_memory(narrow).step.formula
+    terms = gpu_memory(released).step.formula
+    assert "released gradients" in terms
+    assert " gradients " not in terms.replace("released gradients", "")
+    totals = [gpu_memory(setup).total for setup in (stock, narrow, released)]
+    assert totals == sorted(totals, reverse=True)
+    assert gpu_memory(replace(stock, release=True)).total < gpu_memory(stock).total
+    assert checkpoint_copy_bytes(narrow).value == state_bytes(narrow).value

@@ -21,6 +21,12 @@ from tests.project import Project
 from tests.stock_project import BUCKETS, LORA, write_project
 
 OTHERS = ["flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
+NARROW = (
+    "gradient_release=true",
+    "gradient_clipping=0.0",
+    'optimizer.weight_dtype="bfloat16"',
+    'model.transformer_dtype="bfloat16"',
+)
 FAMILIES = ["flux", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 
 
@@ -73,6 +79,24 @@ def test_a_resumed_run_equals_the_whole(project: Project, tables: str) -> None:
     assert trained
     assert sum(not torch.equal(whole[name], start[name]) for name in trained) >= len(trained) / 2
     assert all(("lora_" in name) == bool(tables) for name in trained)
+
+
+def test_weights_in_bfloat16_resume_exactly_and_follow_float32(project: Project) -> None:
+    """With 8-bit moments and released gradients, through checkpoints, averages, evaluation and export."""
+    last = checkpoint_name(4)
+    expected = project_losses(project, "float32", "gradient_clipping=0.0")
+    whole = tensors(run(project, "whole", *NARROW) / last)
+    run(project, "parts", "max_steps=2", *NARROW)
+    resumed = tensors(run(project, "parts", *NARROW, resume=Resume()) / last)
+    assert whole.keys() == resumed.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
+    assert project.losses("whole") == pytest.approx(expected, rel=0.05)
+    dtypes = {tensor.dtype for name, tensor in whole.items() if name.startswith("param/") and tensor.dim() > 1}
+    assert torch.bfloat16 in dtypes
+    assert all(tensor.dtype == torch.float32 for name, tensor in whole.items() if name.startswith("ema/"))
+    wide = tensors(run(project, "parts", "max_steps=5", resume=Resume()) / checkpoint_name(5))
+    assert {tensor.dtype for name, tensor in wide.items() if name.startswith("param/")} == {torch.float32}
 
 
 def test_a_cache_in_memory_trains_alike(project: Project) -> None:

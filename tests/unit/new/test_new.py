@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -13,12 +14,14 @@ from typer.testing import CliRunner
 from sd3_light.assets import DEMO
 from sd3_light.check import verb as check
 from sd3_light.cli import app
+from sd3_light.cli.new_verb import _report
 from sd3_light.cli.process import run_guarded
-from sd3_light.config import ConfigFaults, UserError
+from sd3_light.config import SIZES, ConfigFaults, UserError
+from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.formats import duration
 from sd3_light.new import verb as new
 from sd3_light.new.kinds import KINDS
-from sd3_light.new.memory_plan import MemoryPlan
+from sd3_light.new.memory_plan import MemoryPlan, plan_memory
 from sd3_light.new.project_text import TextValues, data_toml, train_toml
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.system import Gpu
@@ -165,6 +168,55 @@ def test_less_memory_gives_smaller_batches_and_then_checkpointing(tmp_path: Path
     assert plans[1][1] is False
     assert plans[-1][1] is True
     assert [size for size, _ in plans] == sorted((size for size, _ in plans), reverse=True)
+
+
+def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, images: str) -> None:
+    """SD3.5 medium in place of the demo model, whose weights always fit."""
+    project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(80))
+    assert not project.plan.release
+    loaded = check.load(project.train_toml)
+    estimate = check.run(loaded)
+    cost = SD3Cost(SIZES["sd3.5_medium"], loaded.train.model)
+    medium = replace(estimate, setup=replace(estimate.setup, cost=cost, bounds=()))
+    chosen = {}
+    for gib in (80, 40, 24, 22, 12):
+        plan = plan_memory(medium, loaded.train, KINDS["finetune"], gpu(gib))
+        assert plan.fits, gib
+        assert (plan.accumulation == 1) or not plan.release
+        chosen[gib] = (plan.release, plan.narrow, plan.averages)
+        text = train_toml(KINDS["finetune"], TextValues("finetune", "images", "owner/model", 64, plan))
+        table = tomllib.loads(text)
+        assert table.get("gradient_release", False) == plan.release
+        assert table["gradient_clipping"] == (0.0 if plan.release else 1.0)
+        assert table["optimizer"].get("weight_dtype") == ("bfloat16" if plan.narrow else None)
+        assert (table["optimizer"]["type"], table["ema"]["enable"]) == (
+            "adamw8bit" if plan.release else "adamw",
+            plan.averages,
+        )
+    assert chosen == {
+        80: (False, False, True),
+        40: (True, False, True),
+        24: (True, True, True),
+        22: (True, False, False),
+        12: (True, True, False),
+    }
+    several = plan_memory(medium, loaded.train, KINDS["finetune"], gpu(12) * 2)
+    assert not several.release, "several GPUs shard the weights"
+
+
+def test_check_agrees_with_a_plan_that_releases_gradients(
+    tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MemoryPlan, "fits", property(lambda plan: plan.narrow))
+    project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(24))
+    monkeypatch.undo()
+    assert (project.plan.release, project.plan.narrow, project.plan.averages) == (True, True, True)
+    estimate = check.run(check.load(project.train_toml))
+    assert estimate.gpu.total == project.plan.needed
+    assert "weights 2 + AdamW in 8 bits 2.031" in estimate.gpu.state.formula
+    _report(project)
+    message = r"AdamW with float32 .* needs .*, estimated: so moments have 8 bits, gradients are released, weights are"
+    assert re.search(message, capfd.readouterr().err)
 
 
 def test_what_does_not_fit_is_written_as_small_as_possible(tmp_path: Path, images: str) -> None:

@@ -18,6 +18,10 @@ def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by
         return "compile = true"
     if config.adapter is not None:
         return "an adapter is trained"
+    if config.gradient_release:
+        return "gradient_release = true"
+    if config.optimizer.weight_dtype == "bfloat16":
+        return 'optimizer.weight_dtype = "bfloat16"'
     if config.pipeline_stages > 1:
         return "pipeline stages run the stock layers"
     if by_deepspeed and config.zero_stage == 3:
