@@ -8,7 +8,7 @@ import torch
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.core.batch import Batch
-from sd3_light.core.model import compile_blocks
+from sd3_light.core.compiling import compile_blocks
 from sd3_light.engines import Launch
 from sd3_light.engines.protocol import StepNumbers
 from sd3_light.engines.torch import TorchEngine
