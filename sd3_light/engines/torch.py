@@ -68,7 +68,8 @@ class TorchEngine(Engine):
         self.writers = self.layout.writers
         parameters = self._parameters = self.module.trainable()
         dtypes = {weight.dtype for weight in parameters.values()}
-        assert dtypes <= {torch.float32, getattr(torch, config.optimizer.weight_dtype)}, dtypes
+        stored = config.optimizer.weight_dtype
+        assert dtypes <= {torch.float32, getattr(torch, stored)}, f"weights must be float32 or {stored}"
         self._draws = StepDraws(config.seed)
         in_units = config.gradient_release or torch.bfloat16 in dtypes
         # heads train by AdamW: their lists of layers are no blocks

@@ -44,8 +44,9 @@ class Sana(StockFamily):
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
-        config: Any = denoiser.config
-        dtype: Any = denoiser.dtype
+        stock: Any = denoiser
+        config = stock.config
+        dtype = stock.caption_norm.weight.dtype  # of a vector: matrices that train may be stored in bfloat16
         velocity: Tensor = denoiser(
             batch["noisy"].to(dtype),
             encoder_hidden_states=batch["text"].to(dtype),

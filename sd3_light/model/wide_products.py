@@ -8,17 +8,19 @@ from torch.nn.functional import linear
 
 class _WideLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight.float(), self.bias)
+        return linear(input.float(), self.weight.float(), self.bias)
 
 
 class _WideConv2d(nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(input, self.weight.float(), self.bias)
+        product: Tensor = self._conv_forward(input.float(), self.weight.float(), self.bias)
+        return product
 
 
 class _WideConv3d(nn.Conv3d):
     def forward(self, input: Tensor) -> Tensor:
-        return self._conv_forward(input, self.weight.float(), self.bias)
+        product: Tensor = self._conv_forward(input.float(), self.weight.float(), self.bias)
+        return product
 
 
 _WIDE: dict[Any, type[nn.Module]] = {nn.Linear: _WideLinear, nn.Conv2d: _WideConv2d, nn.Conv3d: _WideConv3d}

@@ -65,7 +65,8 @@ class Averages:
         shadows = self._shadows[track]
         current = [weights[name].detach() for name in self._names]
         wide = [number for number, weight in enumerate(current) if weight.dtype == torch.float32]
-        torch._foreach_lerp_([shadows[number] for number in wide], [current[number] for number in wide], share)
+        if wide:
+            torch._foreach_lerp_([shadows[number] for number in wide], [current[number] for number in wide], share)
         for number in sorted(set(range(len(current))) - set(wide)):
             shadows[number].lerp_(current[number].float(), share)
 
