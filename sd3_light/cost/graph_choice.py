@@ -27,6 +27,8 @@ def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout)
         return 'text_tokens = "real" gives every batch another shape'
     if config.adapter is not None:
         return "an adapter is trained"
+    if config.swap_blocks:
+        return "blocks are swapped"
     if config.compile:
         return "compile = true"
     if config.activation_checkpointing and cost.why_stock(config, layout) is not None:

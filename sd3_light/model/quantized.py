@@ -20,13 +20,17 @@ from sd3_light.model.adapter_layers import ReadWeight
 
 
 def quantize_base(
-    transformer: nn.Module, bits: int, device: torch.device | None = None, read: ReadWeight | None = None
+    transformer: nn.Module,
+    bits: int,
+    device: torch.device | None = None,
+    read: ReadWeight | None = None,
+    hosted: tuple[str, ...] = (),
 ) -> int:
     """Quantize the linear layers of the model's blocks to ``bits`` bits on ``device``; return their number.
 
     Blocks are modules in a list. Embeddings and the output layer, which are small and affect the image most, keep
     their dtype. Call this before adding the adapter, and train only the adapter afterwards. ``read`` returns the
-    weights of a model that has none yet.
+    weights of a model that has none yet. Weights whose names begin with one of ``hosted`` are then in host memory.
     """
     if bits == 16:
         return 0
@@ -46,7 +50,10 @@ def quantize_base(
         if read is not None:
             for own, _ in list(layer.named_parameters()):
                 setattr(layer, own, nn.Parameter(read(f"{name}.{own}")))
-        setattr(transformer.get_submodule(parent), last, _quantized(layer, bits, device))
+        quantized: Any = _quantized(layer, bits, device)
+        if name.startswith(hosted):
+            quantized.weight.data = quantized.weight.data.cpu()
+        setattr(transformer.get_submodule(parent), last, quantized)
     model: Any = transformer
     setattr(model, f"is_loaded_in_{bits}bit", True)  # peft chooses its layers by this attribute
     return len(names)

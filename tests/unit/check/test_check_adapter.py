@@ -50,6 +50,11 @@ def test_an_adapter_on_random_weights_is_a_fault(files: Any, only_fault: Callabl
         ("pipeline_stages = 2", "base_bits = 4", "adapter.base_bits"),
         ("compile = true", "base_bits = 4", "adapter.base_bits"),
         ("", 'base_bits = "4"', "adapter.base_bits"),
+        ('swap_blocks = "all"\nparallel = "fsdp2"', "", "swap_blocks"),
+        ("swap_blocks = 3\npipeline_stages = 2", "", "swap_blocks"),
+        ('swap_blocks = "most"', "", "swap_blocks"),
+        ("swap_blocks = -1", "", "swap_blocks"),
+        ("swap_blocks = true", "", "swap_blocks"),
         ("", "base_bits = 2", "adapter.base_bits"),
     ],
 )
