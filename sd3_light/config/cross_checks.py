@@ -335,13 +335,13 @@ def adapter_faults(table: AdapterConfig) -> Iterator[Fault]:
 
 
 def base_bits(train: TrainConfig) -> Iterator[Fault]:
-    """Quantized weights are neither sharded nor compiled."""
+    """Quantized weights are not sharded, and those of bitsandbytes are not compiled."""
     if train.adapter is None or train.adapter.base_bits == 16:
         return
     for conflicts, problem, other in (
         (train.parallel == "fsdp2", 'parallel = "fsdp2" cannot shard quantized weights', 'parallel = "ddp"'),
         (train.pipeline_stages > 1, "pipeline stages do not support quantized weights", "pipeline_stages = 1"),
-        (train.compile, "compile = true does not support quantized layers", "compile = false"),
+        (train.compile and train.adapter.base_bits == 4, "compile = true does not support it", "compile = false"),
     ):
         if conflicts:
             value = str(train.adapter.base_bits)

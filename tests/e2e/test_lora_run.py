@@ -180,7 +180,8 @@ def test_a_run_starts_from_an_existing_adapter(
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_run_on_a_quantized_base_exports_for_the_full_model(project: Project, bits: int) -> None:
     """The export is proven on the unquantized model, and a resumed run equals the uninterrupted one."""
-    pytest.importorskip("bitsandbytes")
+    if bits == 4:
+        pytest.importorskip("bitsandbytes")
     use_adapter(project, f"rank = 4\nbase_bits = {bits}").train("max_steps=3")
     proof = json.loads((file_of(project, 3).parent / "proof.json").read_text())
     assert 0 < proof["change_of_output"] < 1

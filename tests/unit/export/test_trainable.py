@@ -187,39 +187,10 @@ def test_a_frozen_denoiser_is_never_held_in_float32(
     assert now.peak <= adapter + 2 * largest + 4096, "one weight, and a copy of it, beside the adapter"
 
 
-class Int8Weight(nn.Parameter):
-    """Quantizes the values that it is made of."""
-
-    def __new__(cls, data: Tensor, requires_grad: bool = False) -> "Int8Weight":
-        return super().__new__(cls, (100 * data).round().to(torch.int8), requires_grad=requires_grad)
+NEEDS_LIBRARY = pytest.mark.skipif(not is_bnb_available(), reason="needs bitsandbytes")
 
 
-class Int8Linear(nn.Linear):
-    """Stands for a layer of bitsandbytes where that is not installed."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool, device: Any) -> None:
-        super().__init__(inputs, outputs, bias, device=device)
-        self.weight = Int8Weight(torch.zeros(1))
-
-    def ready(self) -> "Int8Linear":
-        return self
-
-
-@pytest.fixture
-def bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    if is_bnb_available():
-        return int(request.param)
-    if request.param == 4:
-        pytest.skip("needs bitsandbytes")
-    find = quantized.importlib.util.find_spec
-    monkeypatch.setattr(
-        quantized.importlib.util, "find_spec", lambda name, *more: name if name == "bitsandbytes" else find(name, *more)
-    )
-    monkeypatch.setattr(quantized, "_layer_classes", lambda: {8: Int8Linear})
-    return 8
-
-
-@pytest.mark.parametrize("bits", [8, 4], indirect=True)
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=NEEDS_LIBRARY)])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
 def test_quantized_weights_are_read_one_by_one(

@@ -95,7 +95,9 @@ def test_recomputed_activations_and_accumulation_train_alike(project: Project) -
 
 
 @pytest.mark.parametrize(
-    "keys", [(), ("activation_checkpointing=true",), ('activation_checkpointing="selective"',)], ids=str
+    "keys",
+    [(), ("activation_checkpointing=true",), ('activation_checkpointing="selective"',), ("adapter.base_bits=8",)],
+    ids=str,
 )
 def test_blocks_in_host_memory_train_alike(
     project: Project, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -115,6 +117,14 @@ def test_blocks_in_host_memory_train_alike(
     evals = [[event["flow"] for event in project.events("eval", name)] for name in ("whole", "swapped")]
     assert evals[0]
     assert evals[0] == evals[1]
+
+
+def test_8_bit_weights_train_nearly_alike(project: Project) -> None:
+    project.train_toml.write_text(project.train_toml.read_text() + LORA)
+    plain = project_losses(project, "plain")
+    rounded = project_losses(project, "rounded", "adapter.base_bits=8")
+    assert rounded != plain
+    assert rounded == pytest.approx(plain, rel=0.03)
 
 
 def project_losses(project: Project, name: str, *keys: str) -> dict[int, float]:
