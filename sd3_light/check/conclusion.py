@@ -99,7 +99,8 @@ def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
         return f"{format_bytes(needed)} per GPU, estimated; --gpu-memory GIB says whether it fits"
     if needed <= gpu.total_bytes:
         return f"fits: {format_bytes(needed)} of the {format_bytes(gpu.total_bytes)} of {gpu.name}, estimated"
-    remedy = "lower micro_batch_size_per_gpu, write activation_checkpointing = true, or shard with parallel = 'fsdp2'"
+    last = "shard with parallel = 'fsdp2'" if estimate.setup.adapter is None else "write swap_blocks = 'all'"
+    remedy = f"lower micro_batch_size_per_gpu, write activation_checkpointing = true, or {last}"
     return f"{DOES_NOT_FIT}: {format_bytes(needed)}, {gpu.name} has {format_bytes(gpu.total_bytes)}; {remedy}"
 
 

@@ -14,9 +14,10 @@ from sd3_light.core.model import denoiser_blocks
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.cost.amount import format_bytes
+from sd3_light.cost.training_setup import swapped_blocks
 from sd3_light.export.trained_file import read_trained_adapter
 from sd3_light.model.adapter_layers import ReadWeight, add_adapter, load_lycoris
-from sd3_light.model.block_swap import BlockSwap, spread
+from sd3_light.model.block_swap import BlockSwap
 from sd3_light.model.loading import CPU, StoredWeights, assign_weights, read_weights
 from sd3_light.model.lora_layers import load_lora
 from sd3_light.model.quantized import quantize_base
@@ -56,9 +57,8 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
 def _swapped_blocks(denoiser: nn.Module, config: TrainConfig) -> dict[str, nn.Module]:
     """Return the blocks whose weights are in host memory, by the beginning of the names of their weights."""
     blocks = denoiser_blocks(denoiser)
-    count = len(blocks) if config.swap_blocks == "all" else min(config.swap_blocks, len(blocks))
     names = {module: f"{name}." for name, module in denoiser.named_modules()}
-    return {names[blocks[number]]: blocks[number] for number in spread(len(blocks), count)}
+    return {names[blocks[number]]: blocks[number] for number in swapped_blocks(config.swap_blocks, len(blocks))}
 
 
 def _read_swapped(

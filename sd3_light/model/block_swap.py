@@ -24,15 +24,6 @@ _ALIGNMENT = 512  # that of tensors with memory of their own: products choose th
 _SWAP = "_block_swap"
 
 
-def spread(total: int, count: int) -> list[int]:
-    """Return the numbers of ``count`` of ``total`` blocks, evenly spread.
-
-    A block is copied while those since the previous swapped one compute: the more of them, the likelier it is that the
-    copy ends before it is needed.
-    """
-    return [number for number in range(total) if (number + 1) * count // total > number * count // total]
-
-
 class BlockSwap:
     """The swapped blocks of a model, in the order in which they run. `add` each of them, then call `start`."""
 

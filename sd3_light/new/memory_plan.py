@@ -1,5 +1,9 @@
-"""Choose batch size and activation checkpointing by the memory of a GPU, with the formula of `check`."""
+"""Choose batch size and activation checkpointing by the memory of a GPU, with the formula of `check`.
 
+An adapter whose denoiser does not fit gets frozen weights in 8 bits, and then as many blocks in host memory as needed.
+"""
+
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +15,7 @@ from sd3_light.cost.gpu_memory import gpu_memory
 from sd3_light.cost.graph_choice import why_no_graphs
 from sd3_light.cost.residence import USABLE
 from sd3_light.cost.training_flops import training_flops
+from sd3_light.cost.training_setup import SWAP_BUFFERS
 from sd3_light.new.kinds import Kind
 from sd3_light.system import Gpu
 
@@ -21,7 +26,10 @@ _ENOUGH = 4  # a quarter of the largest micro-batch is nearly as fast: no need t
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Sizes of a run per GPU. ``needed`` and ``available`` are bytes, None on a CPU."""
+    """Sizes of a run per GPU. ``needed`` and ``available`` are bytes, None on a CPU.
+
+    Of an adapter's frozen weights, those of ``swap_blocks`` blocks are in host memory: ``host`` bytes.
+    """
 
     micro_batch: int
     accumulation: int
@@ -29,6 +37,9 @@ class MemoryPlan:
     processes: int = 1
     needed: int | None = None
     available: int | None = None
+    base_bits: int = 16
+    swap_blocks: int = 0
+    host: int = 0
 
     @property
     def samples_per_step(self) -> int:
@@ -51,38 +62,64 @@ def plan_memory(estimate: RunEstimate, train: TrainConfig, kind: Kind, gpus: Seq
             return MemoryPlan(kind.cpu.batch, 1, False, processes)
         micro_batch = min(CPU_MICRO_BATCH, largest)
         return MemoryPlan(micro_batch, max(1, kind.batch // (micro_batch * processes)), False, processes)
-    levels = [_fitting(estimate, train, kind.batch, largest, level, processes, min(sizes)) for level in _LEVELS]
-    fitting = [plan for plan in levels if plan.fits]
-    enough = [plan for plan in fitting if plan.micro_batch * _ENOUGH >= largest]
-    return enough[0] if enough else max(fitting, key=lambda plan: plan.micro_batch, default=levels[-1])
+    search = _Search(estimate, train, kind.batch, processes, min(sizes))
+    plan = search.fastest(largest)
+    if plan.fits or train.adapter is None:
+        return plan
+    search = replace(search, base_bits=8)
+    plan = search.fastest(largest)
+    return plan if plan.fits else search.swapping()
 
 
-def _fitting(
-    estimate: RunEstimate,
-    train: TrainConfig,
-    batch: int,
-    micro_batch: int,
-    level: Checkpointing,
-    processes: int,
-    available: int,
-) -> MemoryPlan:
-    """Return the plan with the largest micro-batch that fits, at most ``micro_batch``, or with one sample."""
-    costliest = max(estimate.data.rows, key=lambda row: row.tokens.image)
-    tokens = costliest.tokens
-    cost = estimate.setup.cost
-    flops = training_flops(cost.unrouted, tokens).value
-    config = train.model_copy(update={"activation_checkpointing": level})
-    while True:
-        accumulation = max(1, batch // (micro_batch * processes))
+@dataclass(frozen=True)
+class _Search:
+    """Looks for plans of ``processes`` GPUs with ``available`` bytes each, for ``batch`` samples per step."""
+
+    estimate: RunEstimate
+    train: TrainConfig
+    batch: int
+    processes: int
+    available: int
+    base_bits: int = 16
+
+    def fastest(self, largest: int) -> MemoryPlan:
+        """Return the fastest plan without swapped blocks that fits, or the smallest one."""
+        levels = [self._fitting(largest, level) for level in _LEVELS]
+        fitting = [plan for plan in levels if plan.fits]
+        enough = [plan for plan in fitting if plan.micro_batch * _ENOUGH >= largest]
+        return enough[0] if enough else max(fitting, key=lambda plan: plan.micro_batch, default=levels[-1])
+
+    def swapping(self) -> MemoryPlan:
+        """Return the plan of one sample with the fewest swapped blocks that fits, or with all of them."""
+        blocks = self.estimate.setup.cost.num_blocks
+        # fewer than the buffers save nothing, and from then on each one saves memory
+        count = bisect_left(range(blocks), True, SWAP_BUFFERS, key=lambda count: self._plan(1, True, count).fits)
+        return self._plan(1, True, count)
+
+    def _fitting(self, micro_batch: int, level: Checkpointing) -> MemoryPlan:
+        """Return the plan with the largest micro-batch that fits, at most ``micro_batch``, or with one sample."""
+        plan = self._plan(micro_batch, level)
+        while not plan.fits and plan.micro_batch > 1:
+            plan = self._plan(plan.micro_batch // 2, level)
+        return plan
+
+    def _plan(self, micro_batch: int, level: Checkpointing, swapped: int = 0) -> MemoryPlan:
+        costliest = max(self.estimate.data.rows, key=lambda row: row.tokens.image)
+        tokens = costliest.tokens
+        cost = self.estimate.setup.cost
+        flops = micro_batch * training_flops(cost.unrouted, tokens).value
+        config = self.train.model_copy(update={"activation_checkpointing": level, "swap_blocks": swapped})
+        accumulation = max(1, self.batch // (micro_batch * self.processes))
         setup = replace(
-            estimate.setup,
+            self.estimate.setup,
             tokens=tokens,
-            graphs=why_no_graphs(config, cost, micro_batch * flops, Layout(processes)) is None,
+            graphs=why_no_graphs(config, cost, flops, Layout(self.processes)) is None,
             batch=micro_batch,
             accumulation=accumulation,
             checkpointing=level,
+            base_bits=self.base_bits,
+            swapped=swapped,
         )
-        plan = MemoryPlan(micro_batch, accumulation, level, processes, gpu_memory(setup).total, available)
-        if plan.fits or micro_batch == 1:
-            return plan
-        micro_batch //= 2
+        needed = gpu_memory(setup).total
+        plan = MemoryPlan(micro_batch, accumulation, level, self.processes, needed, self.available)
+        return replace(plan, base_bits=self.base_bits, swap_blocks=swapped, host=setup.host_bytes)

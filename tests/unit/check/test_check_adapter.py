@@ -77,3 +77,21 @@ def test_the_estimate_counts_trained_parameters(files: Any) -> None:
     console = Console(record=True, width=200)
     console.print(check.render(adapter))
     assert "63,488" in console.export_text()
+
+
+def test_the_estimate_counts_blocks_in_host_memory(files: Any) -> None:
+    files.denoiser("sd3/transformer")
+    for number in range(3):
+        files.image(f"{number}.png", 64, 64)
+    whole, swapped = (
+        check.run(files.load(top=top, model=FROM_FOLDER, tables=tables("rank = 4"))) for top in ("", "swap_blocks = 4")
+    )
+    hosted = swapped.setup.host_bytes
+    assert hosted > 0
+    assert swapped.host.value - whole.host.value == hosted
+    assert swapped.gpu.state.value - whole.gpu.state.value == swapped.setup.frozen_bytes - whole.setup.frozen_bytes < 0
+    console = Console(record=True, width=400)
+    console.print(check.render(swapped))
+    text = console.export_text()
+    assert f"{hosted / 2**20:.0f} MiB pinned for blocks in host memory" in text
+    assert "frozen (with buffers for" in text

@@ -22,6 +22,7 @@ from sd3_light.export import trainable
 from sd3_light.export.trainable import load_what_trains
 from sd3_light.model import quantized
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
+from sd3_light.model.block_swap import BlockSwap
 from tests.cases import combinations
 from tests.families import make_denoiser, make_pipeline
 
@@ -218,3 +219,43 @@ def test_quantized_weights_are_read_one_by_one(
     states = denoiser.state_dict(), expected.state_dict()
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert memory.peak < 0.6 * whole, "NF4 has a table of 1 KiB per layer"
+
+
+@pytest.mark.parametrize("base_bits", [16, 8])
+@pytest.mark.parametrize("swapped", [3, "all"])
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
+def test_swapped_blocks_have_the_bytes_that_check_counts(
+    folder_of: Callable[[str, torch.dtype], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    swapped: int | str,
+    base_bits: int,
+) -> None:
+    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
+    config = config_of(folder_of(family, torch.float32), tmp_path, base_bits=base_bits)
+    config = config.model_copy(update={"swap_blocks": swapped})
+    assert config.adapter is not None
+    swaps: list[BlockSwap] = []
+    start_swap = BlockSwap.start
+
+    def record(swap: BlockSwap) -> None:
+        start_swap(swap)
+        swaps.append(swap)
+
+    monkeypatch.setattr(BlockSwap, "start", record)
+    start = family_of(config.model).weights.start(config.model)
+    denoiser = load_what_trains(config, start, CPU)
+    cost = family_of(config.model).cost(start, config.model)
+    adapter = cost.adapter_parameters(config.adapter)
+    setup = TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter, base_bits=base_bits, swapped=config.swap_blocks)
+    (swap,) = swaps
+    weights = [*denoiser.parameters(), *(buffer for name, buffer in denoiser.named_buffers() if "scale" in name)]
+    alignment = 512 * len(weights)  # it counts in tiny models only
+    assert setup.host_bytes == pytest.approx(swap.host_bytes, abs=alignment, rel=0.1)
+    storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+    held = sum(storages.values()) - 4 * sum(adapter)
+    assert setup.frozen_bytes == pytest.approx(held, abs=alignment, rel=0.1)
+    whole = TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter, base_bits=base_bits)
+    assert whole.host_bytes == 0
+    assert setup.frozen_bytes + setup.host_bytes > whole.frozen_bytes, "and the buffers"

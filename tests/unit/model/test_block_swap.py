@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sd3_light.core.model import save_products
+from sd3_light.cost.training_setup import SWAP_BUFFERS, swapped_blocks
 from sd3_light.model import block_swap
-from sd3_light.model.block_swap import BlockSwap, spread
+from sd3_light.model.block_swap import BUFFERS, BlockSwap
 from tests.poisoned import poison
 
 CPU = torch.device("cpu")
@@ -63,7 +64,7 @@ def selectively(block: nn.Module, *inputs: Tensor) -> Any:
 
 def swapped(model: Stack, count: int) -> BlockSwap:
     swap = BlockSwap(CPU)
-    for number in spread(len(model.blocks), count):
+    for number in swapped_blocks(count, len(model.blocks)):
         swap.add(model.blocks[number])
     swap.start()
     return swap
@@ -197,16 +198,16 @@ def compiled(model: Stack) -> Stack:
 
 
 def test_blocks_are_spread() -> None:
-    assert spread(6, 0) == []
-    assert spread(6, 6) == [0, 1, 2, 3, 4, 5]
-    assert spread(6, 3) == [1, 3, 5]
-    assert spread(57, 1) == [56]
+    assert swapped_blocks(0, 6) == []
+    assert swapped_blocks("all", 6) == swapped_blocks(9, 6) == [0, 1, 2, 3, 4, 5]
+    assert swapped_blocks(3, 6) == [1, 3, 5]
     for total in range(1, 60):
         for count in range(1, total + 1):
-            numbers = spread(total, count)
+            numbers = swapped_blocks(count, total)
             gaps = {later - earlier for earlier, later in pairwise(numbers)}
             assert len(set(numbers)) == count
             assert max(gaps, default=0) - min(gaps, default=0) <= 1
+    assert BUFFERS == SWAP_BUFFERS
 
 
 def test_memory_is_given_back_with_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
