@@ -138,6 +138,17 @@ class BlockSwap:
         return memory
 
 
+def is_swapped(module: nn.Module) -> bool:
+    """Return whether a network has swapped blocks."""
+    return any(hasattr(block, _SWAP) for block in module.modules())
+
+
+def resident_tensors(module: nn.Module) -> list[Tensor]:
+    """Return the parameters and buffers of a network, except for the weights of swapped blocks."""
+    swapped = {id(weight) for block in module.modules() if hasattr(block, _SWAP) for weight in _frozen(block)}
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in swapped]
+
+
 def _unpin(addresses: Sequence[int], device: torch.device) -> None:
     if addresses:
         torch.cuda.synchronize(device)

@@ -40,8 +40,9 @@ class Linear8(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply in autocast's dtype if it is enabled, else in that of the input."""
-        product: Tensor = _Product.apply(autocast_input(x), self.weight, self.scale)
-        return product if self.bias is None else product + self.bias.to(product.dtype)
+        product: Tensor = _Product.apply(autocast_input(x), self.weight, self.scale)  # type: ignore[no-untyped-call]
+        bias: Tensor | None = self.bias
+        return product if bias is None else product + bias.to(product.dtype)
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802

@@ -46,7 +46,7 @@ def quantize_base(
         raise UserError(f"adapter.base_bits = {bits}: the denoiser has no block with a linear layer; write 16")
     for name in names:
         parent, _, last = name.rpartition(".")
-        layer = transformer.get_submodule(name)
+        layer: Any = transformer.get_submodule(name)
         if read is not None:
             for own, _ in list(layer.named_parameters()):
                 setattr(layer, own, nn.Parameter(read(f"{name}.{own}")))
