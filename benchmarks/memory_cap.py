@@ -6,8 +6,8 @@
 Runs every combination of `--gib`, `--swap` and `--bits` in a process of its own, and prints a table: seconds per step
 (the median, without the first two), the peak of allocated and of reserved GPU memory, the bytes of blocks in host
 memory (pinned), the peak of the process's resident memory, and the last loss. Runs with equal bits have equal losses,
-however many blocks are swapped. `--gib` is enforced by `torch.cuda.set_per_process_memory_fraction`; the CUDA context is not
-part of it. `--toy` takes a tiny denoiser, on a CPU too. `PYTHONPATH` must name the root of the repository.
+however many blocks are swapped. `--gib` is enforced by `torch.cuda.set_per_process_memory_fraction`; the CUDA context
+is not part of it. `--toy` takes a tiny denoiser, on a CPU too. `PYTHONPATH` must name the root of the repository.
 """
 
 import argparse

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sd3_light.runlog import info
+from sd3_light.config.faults import UserError
 
 BUFFERS = 2
 """Buffers on the device, each as large as the largest swapped block."""
@@ -130,11 +130,13 @@ class BlockSwap:
         memory = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
         if self._stream is None:
             return memory
-        error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), count, 0)
-        if int(error) == 0:
-            self._pinned.append(memory.data_ptr())
-        elif not self._host:
-            info(f"block swap: host memory cannot be pinned (CUDA error {int(error)}), so copies are slower")
+        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), count, 0))
+        if error:
+            raise UserError(
+                f"{self.host_bytes + count:,} bytes of host memory cannot be pinned for blocks (CUDA error {error}); "
+                "free host memory, or swap fewer blocks"
+            )
+        self._pinned.append(memory.data_ptr())
         return memory
 
 
