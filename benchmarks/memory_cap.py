@@ -3,7 +3,7 @@
     python benchmarks/memory_cap.py [--gib 24 ...] [--swap 0 19 38 all] [--bits 16 8] [--checkpointing true]
         [--compile] [--side 1024] [--batch 1] [--steps 8] [--toy]
 
-Runs every combination of `--gib`, `--swap` and `--bits` in a process of its own, and prints a table: seconds per step
+Runs every combination of `--gib`, `--swap` and `--bits` in its own process, and prints a table: seconds per step
 (the median, without the first two), the peak of allocated and of reserved GPU memory, the bytes of blocks in host
 memory (pinned), the peak of the process's resident memory, and the last loss. Runs with equal bits have equal losses,
 however many blocks are swapped. `--gib` is enforced by `torch.cuda.set_per_process_memory_fraction`; the CUDA context
@@ -148,7 +148,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure each case in a process of its own."""
+    """Measure each case in its own process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gib", type=float, nargs="+", default=[24.0])
     parser.add_argument("--swap", nargs="+", default=["0", "19", "38", "all"])

@@ -20,7 +20,7 @@ from sd3_light.config.faults import UserError
 
 BUFFERS = 2
 """Buffers on the device, each as large as the largest swapped block."""
-_ALIGNMENT = 512  # that of tensors with memory of their own: products choose their kernels by it
+_ALIGNMENT = 512  # that of tensors with their own memory: products choose their kernels by it
 _SWAP = "_block_swap"
 
 

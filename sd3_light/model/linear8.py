@@ -1,7 +1,7 @@
 """Linear layers with frozen weights in 8 bits and one scale per row, which GPUs multiply in 8 bits (W8A8).
 
 Weights are int8, or e4m3 (fp8) on GPUs with units for it. In a product the rows of the input are rounded to the same
-format, each with a scale of its own. Gradients of inputs are products of the compute dtype with the rounded weight.
+format, each with its own scale. Gradients of inputs are products of the compute dtype with the rounded weight.
 Non-finite values stay visible: they make the scale of their row non-finite.
 """
 
