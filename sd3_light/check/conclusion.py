@@ -108,8 +108,8 @@ def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
     setup = estimate.setup
     can_release = setup.adapter is None and setup.world == 1 and not setup.release
     release = " and gradient_release = true (docs/training.md, section 5)" if can_release else ""
-    remedy = f"lower micro_batch_size_per_gpu, write activation_checkpointing = true{release}"
-    remedy += ", or shard with parallel = 'fsdp2'"
+    last = "shard with parallel = 'fsdp2'" if setup.adapter is None else "write swap_blocks = 'all'"
+    remedy = f"lower micro_batch_size_per_gpu, write activation_checkpointing = true{release}, or {last}"
     return f"{DOES_NOT_FIT}: {format_bytes(needed)}, {gpu.name} has {format_bytes(gpu.total_bytes)}; {remedy}"
 
 

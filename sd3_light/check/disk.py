@@ -136,8 +136,8 @@ class _DiskChecks:
         for key, remedy in missing_trackers(self.train.monitoring).items():
             self.add(f"monitoring.{key}", "the package is not installed", "true", remedy)
         adapter, record = self.train.adapter, OPTIMIZERS[self.train.optimizer.type]
-        if adapter is not None and adapter.base_bits < 16 and find_spec("bitsandbytes") is None:
-            hint = f"run `{INSTALL_BITSANDBYTES}`, or write base_bits = 16"
+        if adapter is not None and adapter.base_bits == 4 and find_spec("bitsandbytes") is None:
+            hint = f"run `{INSTALL_BITSANDBYTES}`, or write base_bits = 8"
             self.add("adapter.base_bits", "needs bitsandbytes, which is not installed", adapter.base_bits, hint)
         if record.package is not None and find_spec(record.package) is None:
             hint = f'run `{record.install}`, or write type = "adamw"'

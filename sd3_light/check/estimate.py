@@ -198,7 +198,7 @@ class Estimator:
             evals=tuple(evals),
             total_steps=steps,
             run_flops=Amount(round(epoch * steps / max(1, data.steps)), "FLOPs per epoch·steps / steps per epoch"),
-            host=_host(train, data, evals, checkpoint_copy_bytes(setup)),
+            host=_host(train, data, evals, setup),
             gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(setup)),
             residence=train.residence,
         )
@@ -326,18 +326,21 @@ def _num_shapes(directories: Mapping[int, BucketCount]) -> int:
     return 2 if 0 < masked < samples else 1
 
 
-def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEstimate], copies: Amount) -> Amount:
-    """Return the host memory of the loaders of training and evaluation, and of the copies for checkpoints."""
+def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEstimate], setup: TrainingSetup) -> Amount:
+    """Return the host memory of the loaders, of the copies for checkpoints, and of swapped blocks."""
+    copies = checkpoint_copy_bytes(setup)
     loader, micro_batch = _loader(train, data, train.gradient_accumulation_steps)
     evaluation = max((_loader(train, dataset, 1)[0].value for dataset in evals), default=0)
     formula = f"{loader.formula}; micro-batch {micro_batch.value / MIB:.1f} MiB = {micro_batch.formula}"
     if evaluation:
         formula += f"; + {evaluation / MIB:.0f} MiB by the same formula while evaluating"
     formula += f"; + {copies.value / MIB:.0f} MiB copies for checkpoints = {copies.formula}"
+    if setup.host_bytes:
+        formula += f"; + {setup.host_bytes / MIB:.0f} MiB pinned for blocks in host memory"
     resident = {"host": data.cache.value + data.index, "device": data.index}.get(train.residence, 0)
     if resident:
         formula += f"; + {resident / MIB:.0f} MiB for the cache in memory ({train.residence})"
-    return Amount(loader.value + evaluation + copies.value + resident, formula)
+    return Amount(loader.value + evaluation + copies.value + setup.host_bytes + resident, formula)
 
 
 def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amount, Amount]:

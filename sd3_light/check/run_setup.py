@@ -62,6 +62,7 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         stages=train.pipeline_stages,
         bounds=stage_bounds(weights, train.pipeline_stages, train.partition_method, train.partition_split),
         base_bits=16 if train.adapter is None else train.adapter.base_bits,
+        swapped=train.swap_blocks,
     )
 
 

@@ -128,8 +128,10 @@ def _report(project: "NewProject") -> None:
         info(f"{adamw}: so moments have 8 bits, gradients are released{weights}{averages}")
     memory = f"{format_bytes(plan.needed)} of {format_bytes(plan.available)} of GPU memory, estimated"
     if plan.fits:
-        level = str(plan.checkpointing).lower()
-        info(f"fits: {memory}, with micro-batches of {plan.micro_batch} and activation_checkpointing = {level}")
+        keys = [f"activation_checkpointing = {str(plan.checkpointing).lower()}"]
+        keys += [f"base_bits = {plan.base_bits}"] if plan.base_bits < 16 else []
+        keys += [f"swap_blocks = {plan.swap_blocks} ({format_bytes(plan.host)} of host memory)"] if plan.host else []
+        info(f"fits: {memory}, with micro-batches of {plan.micro_batch} and {', '.join(keys)}")
     else:
         info(
             f"does not fit: {memory}; give a smaller --resolution or --model, or use several GPUs (docs/multi-node.md)"

@@ -170,6 +170,14 @@ def parse_steps_or_share(value: Any) -> int | float:
     raise invalid_value("not a number of steps or a share of them")
 
 
+def parse_count_or_all(value: Any) -> int | str:
+    """Return a number of things, or "all"."""
+    if value == "all" or is_count(value) or (value == 0 and not isinstance(value, bool)):
+        number: int | str = value
+        return number
+    raise invalid_value("not a number")
+
+
 def check_slug(value: Any) -> Any:
     """Return ``value`` if it is safe in a file name."""
     if isinstance(value, str) and not re.fullmatch(r"[\w.\-]+", value):
@@ -191,6 +199,9 @@ Count = Annotated[int, Strict(), Ge(1), Le(LARGEST_INTEGER)]
 CountOrZero = Annotated[int, Strict(), Ge(0), Le(LARGEST_INTEGER)]
 StepsOrShare = Annotated[
     int | float, BeforeValidator(parse_steps_or_share), Allowed("a number of steps, or a share of them between 0 and 1")
+]
+CountOrAll = Annotated[
+    int | Literal["all"], BeforeValidator(parse_count_or_all), Allowed('a whole number from 0, or "all"')
 ]
 TomlPath = Annotated[Path, BeforeValidator(parse_path), Allowed("a path")]
 CacheLocation = Path | str

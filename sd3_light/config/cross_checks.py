@@ -402,6 +402,20 @@ def base_bits(train: TrainConfig) -> Iterator[Fault]:
             yield _fault("adapter.base_bits", problem, value, hint=f"write 16, or {other}")
 
 
+def swapped_blocks(train: TrainConfig) -> Iterator[Fault]:
+    """Only whole, frozen weights are in host memory."""
+    if train.swap_blocks == 0:
+        return
+    value = f'"{train.swap_blocks}"' if train.swap_blocks == "all" else str(train.swap_blocks)
+    for conflicts, problem, other in (
+        (train.adapter is None, "only the frozen weights under an adapter are swapped", "add [adapter]"),
+        (train.parallel == "fsdp2", 'parallel = "fsdp2" shards the blocks', 'write parallel = "ddp"'),
+        (train.pipeline_stages > 1, "pipeline stages hold their own blocks", "write pipeline_stages = 1"),
+    ):
+        if conflicts:
+            yield _fault("swap_blocks", problem, value, hint=f"write 0, or {other}")
+
+
 def _all_keys(table: type[Table], name: str) -> tuple[str, ...]:
     """Return the name of a table, and those of all its keys and tables."""
     return tuple(
@@ -467,6 +481,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     sampling: (*_SAMPLING_KEYS, "model", "model.uncond_text", "model.train_type", "model.init"),
     eval_names: ("eval_datasets",),
     base_bits: ("adapter", "adapter.base_bits", "parallel", "pipeline_stages"),
+    swapped_blocks: ("swap_blocks", "adapter", "parallel", "pipeline_stages"),
     adapter: ("adapter", *_ADAPTER_KEYS, "freeze", "model.init"),
 }
 """Each check and the keys that it reads."""
@@ -505,6 +520,8 @@ def deepspeed_problem(config: TrainConfig, world: int) -> str | None:
         return f"--deepspeed cannot shard the state of optimizer.type = {config.optimizer.type!r}; write 'adamw'"
     if config.adapter is not None and config.adapter.base_bits < 16 and config.zero_stage != 2:
         return "adapter.base_bits under 16 needs whole weights; write zero_stage = 2, or base_bits = 16"
+    if config.swap_blocks != 0:
+        return "swap_blocks needs the torch engine; start without --deepspeed, or write swap_blocks = 0"
     if config.terms.dpo is not None and config.zero_stage == 0:
         return "objective.dpo takes several passes, which ZeRO 0 does not run; write zero_stage = 1"
     if config.parallel != "ddp":

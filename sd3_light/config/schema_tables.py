@@ -268,9 +268,9 @@ class AdapterConfig(Table):
     use_dora: Flag = False
     """Learn magnitude and direction separately (DoRA)."""
     base_bits: Annotated[Literal[16, 8, 4], Allowed("16, 8 or 4")] = 16
-    """Bits per frozen weight under a LoRA. 8 and 4 quantize the linear layers of the blocks with bitsandbytes (`pip
-    install 'sd3-light[bnb]'`); 16 is bfloat16 on GPUs and float32 on CPUs. The saved file works with the unquantized
-    model."""
+    """Bits per frozen weight in the linear layers of the blocks under a LoRA. 8: one scale per row, fp8 (e4m3) on GPUs
+    with FP8 support, else int8; GPUs in bfloat16 also multiply in it. 4: NF4 of bitsandbytes (`pip install
+    'sd3-light[bnb]'`). 16: bfloat16 on GPUs and float32 on CPUs. The saved file works with the unquantized model."""
 
 
 class SampleImage(Table):

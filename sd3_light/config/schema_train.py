@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, Strict
 from sd3_light.config.base import (
     Allowed,
     Count,
+    CountOrAll,
     CountOrZero,
     DtypeName,
     Flag,
@@ -161,6 +162,10 @@ class TrainConfig(Table):
     activation_checkpointing: FlagOrSelective = False
     """Recompute activations in the backward pass to save memory. true: whole blocks, a third more arithmetic.
     selective: everything except matrix products and attention, a few percent more time."""
+    swap_blocks: CountOrAll = 0
+    """Blocks of the denoiser whose frozen weights under an adapter are in host memory, evenly spread; each is copied to
+    the GPU ahead of its use, into one of two buffers. The results do not change. From 3 on it saves memory; more than
+    there are means all of them."""
     fast: FlagOrAuto = "auto"
     """Run the joint blocks with hand-written GPU kernels: same weights and mathematics, faster. auto: on a GPU in
     bfloat16, unless `compile`, an adapter, sharded weights, pipeline stages or SD3.5's second attention rule them out,

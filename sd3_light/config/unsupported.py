@@ -55,8 +55,7 @@ _NO_FLOAT8 = "weights are not stored in float8"
 _BFLOAT16 = (
     'write transformer_dtype = "bfloat16", and base_bits = 8 or 4 in [adapter] to quantize the weights under a LoRA'
 )
-_BLOCK_SWAP = "blocks are not offloaded to host memory"
-_LESS_MEMORY = 'write base_bits = 4 in [adapter] (for a LoRA), activation_checkpointing = true, or with several GPUs parallel = "fsdp2"'
+_BLOCK_SWAP = "blocks are swapped in evaluation and sampling, too"
 _LOSSES = "the loss is the mean squared error or pseudo-Huber"
 _FLAG = "it is an option of the command"
 
@@ -74,7 +73,7 @@ def _of_sd_scripts(file_kind: str, keys: Mapping[str, str]) -> list[UnsupportedK
 # fmt: off
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     *_in_table("train", "",
-        ("blocks_to_swap", _BLOCK_SWAP, _LESS_MEMORY),
+        ("blocks_to_swap", "it has another name here", "write swap_blocks, for a LoRA"),
         ("disable_block_swap_for_eval", _BLOCK_SWAP, "remove the key"),
         ("reentrant_activation_checkpointing", "only non-reentrant checkpointing is used", "use activation_checkpointing = true"),
         ("activation_checkpointing", "activations are recomputed, not offloaded to the host", "write activation_checkpointing = true", "unsloth"),

@@ -145,8 +145,12 @@ def denoiser_blocks(denoiser: nn.Module) -> list[nn.Module]:
 
     A block is a member of a `ModuleList` with two or more linear layers; lists inside blocks do not count.
     """
-    lists = [child for parent in block_parents(denoiser) for child in parent.children() if is_block_list(child)]
-    return [block for modules in lists for block in modules.children()]
+    return [block for modules in block_lists(denoiser) for block in modules.children()]
+
+
+def block_lists(module: nn.Module) -> list[nn.Module]:
+    """Return the lists of blocks of a network, in their order."""
+    return [child for parent in block_parents(module) for child in parent.children() if is_block_list(child)]
 
 
 def block_parents(module: nn.Module) -> Iterator[nn.Module]:

@@ -117,7 +117,8 @@ def _state_formula(setup: TrainingSetup, terms: Sequence[_Term]) -> str:
         groups.append(f"({joined})" + (f" / {shards} GPUs" if shards > 1 else ""))
     formula = ("P·" if setup.adapter is None else "A·") + (groups[0] if len(groups) == 1 else f"({' + '.join(groups)})")
     if setup.adapter is not None:
-        formula = f"{format_bytes(setup.frozen_bytes // setup.shards)} frozen + {formula}"
+        hosted = f" (with buffers for {format_bytes(setup.host_bytes)} in host memory)" if setup.host_bytes else ""
+        formula = f"{format_bytes(setup.frozen_bytes // setup.shards)} frozen{hosted} + {formula}"
     if setup.stages > 1:
         formula = f"stage {setup.stage} (layers {setup.layers.start} to {setup.layers.stop - 1}): {formula}"
     if setup.zero_stage == 3:

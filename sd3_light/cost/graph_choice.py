@@ -32,6 +32,8 @@ def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout)
         return "text_recon compares texts of all lengths"
     if config.adapter is not None and config.adapter.dropout > 0:
         return "an adapter with dropout draws numbers in each pass"
+    if config.swap_blocks:
+        return "blocks are swapped"
     if config.gradient_release:
         return "gradient_release = true"
     if config.cuda_graphs == "auto" and flops > _launch_bound(config) * cost.num_blocks:

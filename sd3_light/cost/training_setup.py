@@ -2,11 +2,25 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from sd3_light.config.base import Checkpointing
 from sd3_light.config.optimizers import UNIT_ELEMENTS
 from sd3_light.core.cost import BlockKind, Compute, Cost, SampleBytes, Tokens
 from sd3_light.cost.partition import stage_bounds
+
+SWAP_BUFFERS = 2
+"""Buffers on the GPU for blocks in host memory. Tests compare it with `model/block_swap.py`."""
+
+
+def swapped_blocks(setting: int | Literal["all"], total: int) -> list[int]:
+    """Return the blocks that `swap_blocks` keeps in host memory, evenly spread over all.
+
+    A block is copied while those since the previous swapped one compute: the more of them, the likelier it is that the
+    copy ends before it is needed.
+    """
+    count = total if setting == "all" else min(setting, total)
+    return [block for block in range(total) if (block + 1) * count // total > block * count // total]
 
 
 @dataclass(frozen=True)
@@ -38,6 +52,7 @@ class TrainingSetup:
     weight_bytes: int = 4  # of a trained weight and its gradient: 2 in bfloat16
     release: bool = False  # gradients are freed in the backward pass
     base_bits: int = 16  # bits of a frozen weight in the matrices of the blocks; under 16, one GPU holds all of them
+    swapped: int | Literal["all"] = 0  # blocks whose frozen weights are in host memory
     deepspeed: bool = False
     zero: int = 1
     stages: int = 1
@@ -124,15 +139,36 @@ class TrainingSetup:
 
     @property
     def frozen_bytes(self) -> int:
-        """Bytes of the frozen weights under an adapter: in their compute dtype, in float32 as in the stock class, or
-        quantized with their scales."""
+        """Bytes of the frozen weights under an adapter on the GPU, with the buffers for those in host memory."""
         if self.adapter is None:
             return 0
-        quantized = self.cost.block_matrices if self.base_bits < 16 else 0
-        scales = quantized / 64 * (1 + 4 / 256) if self.base_bits == 4 else 0  # 8-bit rows' scales are negligible
+        swapped = self._swapped_bytes
+        buffers = min(SWAP_BUFFERS, len(swapped)) * max(swapped, default=0)
+        return round(sum(map(self._frozen_layer_bytes, self.layers)) - sum(swapped) + buffers)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the frozen weights in host memory."""
+        return round(sum(self._swapped_bytes))
+
+    @cached_property
+    def _swapped_bytes(self) -> list[float]:
+        numbers = swapped_blocks(self.swapped, self.cost.num_blocks) if self.adapter is not None else []
+        return [self._frozen_layer_bytes(number + 1) for number in numbers]
+
+    def _frozen_layer_bytes(self, layer: int) -> float:
+        """Return the bytes of a layer's weights: in the compute dtype, in float32 as in the stock class, or quantized.
+
+        All blocks have the same share of matrices, which are quantized with their scales.
+        """
+        parameters = self.cost.layer_parameters[layer]
         width = 4 if self.compute_dtype == "float32" else 2
-        kept = (4 - width) * sum(self.cost.float32_parameters[self.layers.start : self.layers.stop])
-        return round((self.parameters - quantized) * width + kept + quantized * self.base_bits / 8 + scales)
+        quantized = 0.0
+        if self.base_bits < 16 and 0 < layer <= self.cost.num_blocks:
+            quantized = parameters * self.cost.block_matrices / sum(self.cost.layer_parameters[1:-1])
+        scales = quantized / 64 * (1 + 4 / 256) if self.base_bits == 4 else 0  # 8-bit rows' scales are negligible
+        kept = (4 - width) * self.cost.float32_parameters[layer]
+        return (parameters - quantized) * width + kept + quantized * self.base_bits / 8 + scales
 
     @property
     def unit_parameters(self) -> int:

@@ -102,7 +102,7 @@ def encode_prompts_one_by_one(model: ModelConfig, prompts: Sequence[str], device
     encoding = family_of(model).encoding
     results: list[PromptFeatures] = [{} for _ in prompts]
     for name in encoding.text_encoders:
-        with encoding.encoders(model, device, 1, one_at_a_time=False) as encoders:
+        with encoding.encoders(model, device, 1) as encoders:
             for features, encoded in zip(results, encode_prompts(encoders, prompts, [name]), strict=True):
                 features |= encoded
     return results

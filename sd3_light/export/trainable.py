@@ -10,20 +10,26 @@ from torch import Tensor, nn
 
 from sd3_light.config import AdapterConfig, TrainConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.model import denoiser_blocks
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
+from sd3_light.cost.amount import format_bytes
+from sd3_light.cost.training_setup import swapped_blocks
 from sd3_light.export.trained_file import read_trained_adapter
 from sd3_light.model.adapter_layers import ReadWeight, add_adapter, load_lycoris
-from sd3_light.model.loading import CPU, assign_weights, read_weights
+from sd3_light.model.block_swap import BlockSwap
+from sd3_light.model.loading import CPU, StoredWeights, assign_weights, read_weights
 from sd3_light.model.lora_layers import load_lora
 from sd3_light.model.quantized import quantize_base
 from sd3_light.model.wide_products import compute_in_float32
+from sd3_light.runlog import info
 
 
 def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.device) -> nn.Module:
     """Return the denoiser of a run: in `weight_dtype`, less what `freeze` names, or frozen with the config's adapter.
 
-    Frozen weights are read one by one to the device, in the dtype in which they compute.
+    Frozen weights are read one by one to the device, in the dtype in which they compute; those of swapped blocks to
+    host memory.
     """
     weights = family_of(config.model).weights
     if config.adapter is None:
@@ -35,12 +41,17 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
     def read(name: str) -> Tensor:
         return stored[name].load().float()
 
-    quantize_base(denoiser, config.adapter.base_bits, device, read)
+    swapped = _swapped_blocks(denoiser, config)
+    quantize_base(denoiser, config.adapter.base_bits, device, read, tuple(swapped))
     stand_in = torch.zeros(())  # the adapter takes dtype and device of the weights below it
     assign_weights(denoiser, lambda _, weight: stand_in.expand(weight.shape) if weight.is_meta else weight)
     put_adapter(denoiser, config.adapter, config.seed, read)
     # the processes of a pipeline hold only some of the layers on their devices
-    read_weights(denoiser, stored, frozen_dtype(config, device), device if config.pipeline_stages == 1 else CPU)
+    dtype = frozen_dtype(config, device)
+    resident = {name: weight for name, weight in stored.items() if not name.startswith(tuple(swapped))}
+    read_weights(denoiser, resident, dtype, device if config.pipeline_stages == 1 else CPU)
+    if swapped:
+        _read_swapped(denoiser, swapped, stored, dtype, device)
     return denoiser
 
 
@@ -58,6 +69,31 @@ def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) ->
     if device.type == "cpu":
         compute_in_float32(denoiser)
     return denoiser
+
+
+def _swapped_blocks(denoiser: nn.Module, config: TrainConfig) -> dict[str, nn.Module]:
+    """Return the blocks whose weights are in host memory, by the beginning of the names of their weights."""
+    blocks = denoiser_blocks(denoiser)
+    names = {module: f"{name}." for name, module in denoiser.named_modules()}
+    return {names[blocks[number]]: blocks[number] for number in swapped_blocks(config.swap_blocks, len(blocks))}
+
+
+def _read_swapped(
+    denoiser: nn.Module,
+    blocks: dict[str, nn.Module],
+    stored: StoredWeights,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Read the weights of swapped blocks, block by block, to host memory."""
+    swap = BlockSwap(device)
+    for prefix, block in blocks.items():
+        own = {name: weight for name, weight in stored.items() if name.startswith(prefix)}
+        read_weights(denoiser, own, dtype)
+        swap.add(block)
+    swap.start()
+    host, buffers = format_bytes(swap.host_bytes), format_bytes(swap.device_bytes)
+    info(f"blocks in host memory: {len(blocks)} ({host}), with {buffers} of buffers on {device}")
 
 
 def frozen_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

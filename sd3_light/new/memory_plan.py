@@ -2,8 +2,11 @@
 
 All weights of a model train with AdamW if that fits. Otherwise, on one GPU, moments have 8 bits and gradients are
 released; then weights are stored in bfloat16, then there is no running average.
+
+An adapter whose denoiser does not fit gets frozen weights in 8 bits, and then as many blocks in host memory as needed.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,6 +18,7 @@ from sd3_light.cost.gpu_memory import gpu_memory
 from sd3_light.cost.graph_choice import why_no_graphs
 from sd3_light.cost.residence import USABLE
 from sd3_light.cost.training_flops import training_flops
+from sd3_light.cost.training_setup import SWAP_BUFFERS
 from sd3_light.new.kinds import Kind
 from sd3_light.system import Gpu
 
@@ -26,7 +30,10 @@ _ENOUGH = 4  # a quarter of the largest micro-batch is nearly as fast: no need t
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Sizes of a run per GPU. ``needed`` and ``available`` are bytes, None on a CPU."""
+    """Sizes of a run per GPU. ``needed`` and ``available`` are bytes, None on a CPU.
+
+    Of an adapter's frozen weights, those of ``swap_blocks`` blocks are in host memory: ``host`` bytes.
+    """
 
     micro_batch: int
     accumulation: int
@@ -42,6 +49,9 @@ class MemoryPlan:
     """Whether there is room for the recipe's running average."""
     needed_by_adamw: int | None = None
     """Bytes that AdamW would need, if it does not fit and gradients are released instead."""
+    base_bits: int = 16
+    swap_blocks: int = 0
+    host: int = 0
 
     @property
     def samples_per_step(self) -> int:
@@ -64,63 +74,89 @@ def plan_memory(estimate: RunEstimate, train: TrainConfig, kind: Kind, gpus: Seq
             return MemoryPlan(kind.cpu.batch, 1, False, processes)
         micro_batch = min(CPU_MICRO_BATCH, largest)
         return MemoryPlan(micro_batch, max(1, kind.batch // (micro_batch * processes)), False, processes)
-    plan = _best(estimate, train, kind.batch, largest, processes, min(sizes))
-    if plan.fits or processes > 1 or train.adapter is not None or not kind.continues:
+    search = _Search(estimate, train, kind.batch, processes, min(sizes))
+    plan = search.fastest(largest)
+    if plan.fits:
         return plan
-    needed = plan.needed
+    if train.adapter is not None:
+        search = replace(search, base_bits=8)
+        plan = search.fastest(largest)
+        return plan if plan.fits else search.swapping()
+    if processes > 1 or not kind.continues:
+        return plan
+    return _released(replace(search, batch=1), largest, plan.needed)
+
+
+def _released(search: "_Search", largest: int, needed: int | None) -> MemoryPlan:
+    """Return the plan that changes least of those that release gradients and fit; ``needed`` are AdamW's bytes."""
+    plan = MemoryPlan(1, 1, True)
     for weight_bytes, tracks in _STORED:
+        setup = search.estimate.setup
         setup = replace(
-            estimate.setup,
+            setup,
             weight_bytes=weight_bytes,
             release=True,
             optimizer="adamw8bit",
             fast=False,
-            ema_tracks=tracks * estimate.setup.ema_tracks,
+            ema_tracks=tracks * setup.ema_tracks,
         )
-        released = train.model_copy(update={"gradient_release": True})
-        plan = _best(replace(estimate, setup=setup), released, 1, largest, 1, min(sizes))
+        train = search.train.model_copy(update={"gradient_release": True})
+        plan = replace(search, estimate=replace(search.estimate, setup=setup), train=train).fastest(largest)
         plan = replace(plan, release=True, narrow=weight_bytes == 2, averages=bool(tracks), needed_by_adamw=needed)
         if plan.fits:
             break
     return plan
 
 
-def _best(
-    estimate: RunEstimate, train: TrainConfig, batch: int, largest: int, processes: int, available: int
-) -> MemoryPlan:
-    """Return the fastest plan that fits, with micro-batches of at most ``largest``, or the smallest one."""
-    levels = [_fitting(estimate, train, batch, largest, level, processes, available) for level in _LEVELS]
-    fitting = [plan for plan in levels if plan.fits]
-    enough = [plan for plan in fitting if plan.micro_batch * _ENOUGH >= largest]
-    return enough[0] if enough else max(fitting, key=lambda plan: plan.micro_batch, default=levels[-1])
+@dataclass(frozen=True)
+class _Search:
+    """Looks for plans of ``processes`` GPUs with ``available`` bytes each, for ``batch`` samples per step."""
 
+    estimate: RunEstimate
+    train: TrainConfig
+    batch: int
+    processes: int
+    available: int
+    base_bits: int = 16
 
-def _fitting(
-    estimate: RunEstimate,
-    train: TrainConfig,
-    batch: int,
-    micro_batch: int,
-    level: Checkpointing,
-    processes: int,
-    available: int,
-) -> MemoryPlan:
-    """Return the plan with the largest micro-batch that fits, at most ``micro_batch``, or with one sample."""
-    costliest = max(estimate.data.rows, key=lambda row: row.tokens.image)
-    tokens = costliest.tokens
-    cost = estimate.setup.cost
-    flops = training_flops(cost.unrouted, tokens).value
-    config = train.model_copy(update={"activation_checkpointing": level})
-    while True:
-        accumulation = max(1, batch // (micro_batch * processes))
+    def fastest(self, largest: int) -> MemoryPlan:
+        """Return the fastest plan without swapped blocks that fits, or the smallest one."""
+        levels = [self._fitting(largest, level) for level in _LEVELS]
+        fitting = [plan for plan in levels if plan.fits]
+        enough = [plan for plan in fitting if plan.micro_batch * _ENOUGH >= largest]
+        return enough[0] if enough else max(fitting, key=lambda plan: plan.micro_batch, default=levels[-1])
+
+    def swapping(self) -> MemoryPlan:
+        """Return the plan of one sample with the fewest swapped blocks that fits, or with all of them."""
+        blocks = self.estimate.setup.cost.num_blocks
+        # fewer than the buffers save nothing, and from then on each one saves memory
+        count = bisect_left(range(blocks), True, SWAP_BUFFERS, key=lambda count: self._plan(1, True, count).fits)
+        return self._plan(1, True, count)
+
+    def _fitting(self, micro_batch: int, level: Checkpointing) -> MemoryPlan:
+        """Return the plan with the largest micro-batch that fits, at most ``micro_batch``, or with one sample."""
+        plan = self._plan(micro_batch, level)
+        while not plan.fits and plan.micro_batch > 1:
+            plan = self._plan(plan.micro_batch // 2, level)
+        return plan
+
+    def _plan(self, micro_batch: int, level: Checkpointing, swapped: int = 0) -> MemoryPlan:
+        costliest = max(self.estimate.data.rows, key=lambda row: row.tokens.image)
+        tokens = costliest.tokens
+        cost = self.estimate.setup.cost
+        flops = micro_batch * training_flops(cost.unrouted, tokens).value
+        config = self.train.model_copy(update={"activation_checkpointing": level, "swap_blocks": swapped})
+        accumulation = max(1, self.batch // (micro_batch * self.processes))
         setup = replace(
-            estimate.setup,
+            self.estimate.setup,
             tokens=tokens,
-            graphs=why_no_graphs(config, cost, micro_batch * flops, Layout(processes)) is None,
+            graphs=why_no_graphs(config, cost, flops, Layout(self.processes)) is None,
             batch=micro_batch,
             accumulation=accumulation,
             checkpointing=level,
+            base_bits=self.base_bits,
+            swapped=swapped,
         )
-        plan = MemoryPlan(micro_batch, accumulation, level, processes, gpu_memory(setup).total, available)
-        if plan.fits or micro_batch == 1:
-            return plan
-        micro_batch //= 2
+        needed = gpu_memory(setup).total
+        plan = MemoryPlan(micro_batch, accumulation, level, self.processes, needed, self.available)
+        return replace(plan, base_bits=self.base_bits, swap_blocks=swapped, host=setup.host_bytes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import tomli_w
 
+from sd3_light.cost.amount import format_bytes
 from sd3_light.new.kinds import Kind
 from sd3_light.new.memory_plan import MemoryPlan
 from sd3_light.recipes import FOLDER
@@ -105,6 +106,10 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
         "model.diffusers_path": (values.model, ""),
         "model.t5_max_length": (values.t5_length, "tokens"),
     }
+    if plan.base_bits < 16:
+        changes["adapter.base_bits"] = (plan.base_bits, "of a frozen weight, so that the denoiser fits; 16 is exact")
+    if plan.swap_blocks:
+        changes["swap_blocks"] = (plan.swap_blocks, f"{format_bytes(plan.host)} of host memory")
     if values.layers is not None:
         changes |= {f"model.shape.num_{part}": (values.layers, "few, for a CPU") for part in ("layers", "heads")}
     if kind.continues and "shift" in tomllib.loads(text)["model"]:

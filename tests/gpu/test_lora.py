@@ -54,7 +54,8 @@ def test_an_adapter_trains_over_bf16_weights(tmp_path: Path, keys: dict[str, Any
 @pytest.mark.parametrize("bits", [8, 4])
 def test_an_adapter_trains_over_quantized_weights(tmp_path: Path, bits: int, keys: dict[str, Any]) -> None:
     """The blocks' frozen matrices are quantized, outputs stay close, and the model can be moved between devices."""
-    pytest.importorskip("bitsandbytes")
+    if bits == 4:
+        pytest.importorskip("bitsandbytes")
     engine, unquantized = (make_engine(tmp_path, base_bits=count, **keys) for count in (bits, 16))
     frozen = {n: p for n, p in engine.module.denoiser.named_parameters() if not is_adapter_name(n)}
     quantized = {name for name, weight in frozen.items() if not weight.is_floating_point()}
@@ -63,7 +64,7 @@ def test_an_adapter_trains_over_quantized_weights(tmp_path: Path, bits: int, key
     assert all(weight.dtype == torch.bfloat16 for name, weight in frozen.items() if name not in quantized)
     inputs = batch(0)
     output, exact = engine.denoise(inputs), unquantized.denoise(inputs)
-    assert ((output - exact).norm() / exact.norm()).item() < (0.05 if bits == 8 else 0.3)
+    assert ((output - exact).norm() / exact.norm()).item() < (0.08 if bits == 8 else 0.3)
     losses = [engine.train_step([batch(0)], 1e-2).read().losses["loss"] for _ in range(20)]
     assert losses[-1] < losses[0]
     after = engine.denoise(inputs)

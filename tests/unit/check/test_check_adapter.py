@@ -49,6 +49,11 @@ def test_an_adapter_on_random_weights_is_a_fault(files: Any, only_fault: Callabl
         ('parallel = "fsdp2"', "base_bits = 4", "adapter.base_bits"),
         ("pipeline_stages = 2", "base_bits = 4", "adapter.base_bits"),
         ("", 'base_bits = "4"', "adapter.base_bits"),
+        ('swap_blocks = "all"\nparallel = "fsdp2"', "", "swap_blocks"),
+        ("swap_blocks = 3\npipeline_stages = 2", "", "swap_blocks"),
+        ('swap_blocks = "most"', "", "swap_blocks"),
+        ("swap_blocks = -1", "", "swap_blocks"),
+        ("swap_blocks = true", "", "swap_blocks"),
         ("", "base_bits = 2", "adapter.base_bits"),
     ],
 )
@@ -71,3 +76,21 @@ def test_the_estimate_counts_trained_parameters(files: Any) -> None:
     console = Console(record=True, width=200)
     console.print(check.render(adapter))
     assert "63,488" in console.export_text()
+
+
+def test_the_estimate_counts_blocks_in_host_memory(files: Any) -> None:
+    files.denoiser("sd3/transformer")
+    for number in range(3):
+        files.image(f"{number}.png", 64, 64)
+    whole, swapped = (
+        check.run(files.load(top=top, model=FROM_FOLDER, tables=tables("rank = 4"))) for top in ("", "swap_blocks = 4")
+    )
+    hosted = swapped.setup.host_bytes
+    assert hosted > 0
+    assert swapped.host.value - whole.host.value == hosted
+    assert swapped.gpu.state.value - whole.gpu.state.value == swapped.setup.frozen_bytes - whole.setup.frozen_bytes < 0
+    console = Console(record=True, width=400)
+    console.print(check.render(swapped))
+    text = console.export_text()
+    assert f"{hosted / 2**20:.0f} MiB pinned for blocks in host memory" in text
+    assert "frozen (with buffers for" in text

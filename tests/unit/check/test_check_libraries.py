@@ -37,4 +37,4 @@ def test_few_bits_without_their_library(
     monkeypatch.setattr(disk, "find_spec", lambda name: None)
     fault = only_fault(model="", tables="[adapter]\nbase_bits = 4")
     assert (fault.key, fault.value) == ("adapter.base_bits", "4")
-    assert fault.hint == "run `pip install 'sd3-light[bnb]'`, or write base_bits = 16"
+    assert fault.hint == "run `pip install 'sd3-light[bnb]'`, or write base_bits = 8"

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 
 from sd3_light.cost.amount import GIB
+from sd3_light.encoding import residence
 from sd3_light.encoding.residence import ResidentModules, all_fit, free_memory, weight_bytes
+from sd3_light.model.block_swap import is_swapped
+from tests.poisoned import poison
 
 # SD3's encoders: VAE in float32, CLIP-L, CLIP-G and T5-XXL in bfloat16
 SD3 = [int(size * GIB) for size in (0.31, 0.23, 1.29, 8.87)]
@@ -137,6 +141,67 @@ def test_one_at_a_time_on_a_gpu_moves_between_the_host_and_the_device() -> None:
     assert one.weight.data_ptr() not in on_host
     assert modules.get("two") is two
     assert len(loads.record) == 2
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("free", [None, 1 << 40, 1 << 30])
+def test_a_module_that_does_not_fit_alone_runs_layer_by_layer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: int | None
+) -> None:
+    monkeypatch.setattr(residence, "free_memory", lambda device: free)
+    loaders = {"text": lambda device: Layers(), "vae": lambda device: Layers()}
+    modules = ResidentModules(loaders, torch.device("cpu"), one_at_a_time=True, by_layer=["text"])
+    modules.keeps_host_copy = True
+    x = torch.randn(3, 8)
+    expected = Layers()(x)
+    for _ in range(2):
+        for name in ("text", "vae"):
+            assert torch.equal(modules.get(name)(x), expected)
+            assert is_swapped(modules.get(name)) == (name == "text" and free == 1 << 30)
+    assert modules.get("text").first.weight.requires_grad == (free != 1 << 30)
+    assert ("layers are copied one by one" in capsys.readouterr().err) == (free == 1 << 30)
+
+
+def text_encoder(name: str) -> Any:
+    """Return a text encoder of five layers."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 50, "num_hidden_layers": 5, "hidden_size": 16, "intermediate_size": 32}
+    if name == "CLIPTextModel":
+        return transformers.CLIPTextModel(transformers.CLIPTextConfig(**sizes, num_attention_heads=2)).eval()
+    config = getattr(transformers, name.replace("EncoderModel", "Config"))
+    sizes = {"vocab_size": 50, "num_layers": 5, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2}
+    return getattr(transformers, name)(config(**sizes)).eval()
+
+
+@pytest.mark.parametrize("name", ["T5EncoderModel", "UMT5EncoderModel", "CLIPTextModel"])
+def test_text_encoders_run_layer_by_layer(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        expected = text_encoder(name)(ids).last_hidden_state
+    needed = poison(monkeypatch)
+    monkeypatch.setattr(residence, "free_memory", lambda device: 0)
+    modules = ResidentModules({"text": lambda device: text_encoder(name)}, torch.device("cpu"), True, ["text"])
+    modules.keeps_host_copy = True
+    values = []
+    for _ in range(2):
+        encoder = modules.get("text")
+        with torch.inference_mode():
+            values.append(encoder(ids).last_hidden_state)
+    assert needed == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4]
+    assert all(torch.equal(value, expected) for value in values)
 
 
 def test_clear_frees_everything() -> None:

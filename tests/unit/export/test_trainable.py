@@ -22,6 +22,7 @@ from sd3_light.export import trainable
 from sd3_light.export.trainable import load_what_trains
 from sd3_light.model import quantized
 from sd3_light.model.adapter_layers import add_adapter, is_adapter_name
+from sd3_light.model.block_swap import BlockSwap
 from tests.cases import combinations
 from tests.families import make_denoiser, make_pipeline
 
@@ -187,39 +188,10 @@ def test_a_frozen_denoiser_is_never_held_in_float32(
     assert now.peak <= adapter + 2 * largest + 4096, "one weight, and a copy of it, beside the adapter"
 
 
-class Int8Weight(nn.Parameter):
-    """Quantizes the values that it is made of."""
-
-    def __new__(cls, data: Tensor, requires_grad: bool = False) -> "Int8Weight":
-        return super().__new__(cls, (100 * data).round().to(torch.int8), requires_grad=requires_grad)
+NEEDS_LIBRARY = pytest.mark.skipif(not is_bnb_available(), reason="needs bitsandbytes")
 
 
-class Int8Linear(nn.Linear):
-    """Stands for a layer of bitsandbytes where that is not installed."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool, device: Any) -> None:
-        super().__init__(inputs, outputs, bias, device=device)
-        self.weight = Int8Weight(torch.zeros(1))
-
-    def ready(self) -> "Int8Linear":
-        return self
-
-
-@pytest.fixture
-def bits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    if is_bnb_available():
-        return int(request.param)
-    if request.param == 4:
-        pytest.skip("needs bitsandbytes")
-    find = quantized.importlib.util.find_spec
-    monkeypatch.setattr(
-        quantized.importlib.util, "find_spec", lambda name, *more: name if name == "bitsandbytes" else find(name, *more)
-    )
-    monkeypatch.setattr(quantized, "_layer_classes", lambda: {8: Int8Linear})
-    return 8
-
-
-@pytest.mark.parametrize("bits", [8, 4], indirect=True)
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=NEEDS_LIBRARY)])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
 def test_quantized_weights_are_read_one_by_one(
@@ -247,3 +219,43 @@ def test_quantized_weights_are_read_one_by_one(
     states = denoiser.state_dict(), expected.state_dict()
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert memory.peak < 0.6 * whole, "NF4 has a table of 1 KiB per layer"
+
+
+@pytest.mark.parametrize("base_bits", [16, 8])
+@pytest.mark.parametrize("swapped", [3, "all"])
+@pytest.mark.parametrize("family", ["sd3", "flux", "wan"])
+def test_swapped_blocks_have_the_bytes_that_check_counts(
+    folder_of: Callable[[str, torch.dtype], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    swapped: int | str,
+    base_bits: int,
+) -> None:
+    monkeypatch.setattr(trainable, "frozen_dtype", lambda *_: torch.bfloat16)
+    config = config_of(folder_of(family, torch.float32), tmp_path, base_bits=base_bits)
+    config = config.model_copy(update={"swap_blocks": swapped})
+    assert config.adapter is not None
+    swaps: list[BlockSwap] = []
+    start_swap = BlockSwap.start
+
+    def record(swap: BlockSwap) -> None:
+        start_swap(swap)
+        swaps.append(swap)
+
+    monkeypatch.setattr(BlockSwap, "start", record)
+    start = family_of(config.model).weights.start(config.model)
+    denoiser = load_what_trains(config, start, CPU)
+    cost = family_of(config.model).cost(start, config.model)
+    adapter = cost.adapter_parameters(config.adapter)
+    setup = TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter, base_bits=base_bits, swapped=config.swap_blocks)
+    (swap,) = swaps
+    weights = [*denoiser.parameters(), *(buffer for name, buffer in denoiser.named_buffers() if "scale" in name)]
+    alignment = 512 * len(weights)  # it counts in tiny models only
+    assert setup.host_bytes == pytest.approx(swap.host_bytes, abs=alignment, rel=0.1)
+    storages = {weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes() for weight in weights}
+    held = sum(storages.values()) - 4 * sum(adapter)
+    assert setup.frozen_bytes == pytest.approx(held, abs=alignment, rel=0.1)
+    whole = TrainingSetup(cost, Tokens(64, 64), 1, adapter=adapter, base_bits=base_bits)
+    assert whole.host_bytes == 0
+    assert setup.frozen_bytes + setup.host_bytes > whole.frozen_bytes, "and the buffers"

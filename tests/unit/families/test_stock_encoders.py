@@ -13,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from sd3_light.config import UserError
 from sd3_light.core.columns import Bucket
 from sd3_light.core.registry import family_named
+from sd3_light.encoding import residence
 from sd3_light.encoding.vae import LatentScale, load_vae
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.encoders import StockEncoders, caption_batches
+from tests.poisoned import poison
 from tests.stock import model_table, save_stock
 
 CPU = torch.device("cpu")
@@ -75,6 +77,33 @@ def test_bytes_depend_on_the_captions_alone(folder: tuple[StockFamily, Path]) ->
         two = second.encode_captions(second.tokenize(CAPTIONS))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_layers_copied_one_by_one_encode_the_same_bytes(
+    folder: tuple[StockFamily, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a GPU with little memory: the VAE and the text encoders take turns, and so do the layers of the latter."""
+    family, path = folder
+    with open_encoders(family, path) as encoders:
+        expected = encoders.encode_captions(CAPTIONS)
+        empty = encoders.encode_empty()
+    needed = poison(monkeypatch)
+    monkeypatch.setattr(residence, "BUFFERS", 0)  # tiny encoders have one layer or two
+    monkeypatch.setattr(residence, "free_memory", lambda device: 1 << 20)
+    pixels = np.zeros((1, *SIZE, 3), np.uint8)
+    with open_encoders(family, path, one_at_a_time=True) as encoders:
+        encoders.encode_images(pixels, flip=False)
+        assert encoders._modules is not None
+        encoders._modules.keeps_host_copy = True
+        first = encoders.encode_captions(CAPTIONS)
+        encoders.encode_images(pixels, flip=False)
+        second = encoders.encode_captions(CAPTIONS)
+        assert all(torch.equal(encoders.encode_empty()[name], empty[name]) for name in empty)
+    assert needed
+    for tensors in (first, second):
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    lines = capsys.readouterr().err.splitlines()
+    assert sum("layers are copied one by one from host memory" in line for line in lines) == 1
 
 
 def test_only_the_encoders_of_missing_columns_run(folder: tuple[StockFamily, Path]) -> None:

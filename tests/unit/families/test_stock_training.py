@@ -17,6 +17,7 @@ from sd3_light.core.registry import family_named, family_of
 from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
 from tests.made_up_cache import write_cache
+from tests.poisoned import poison
 from tests.project import Project
 from tests.stock_project import BUCKETS, LORA, write_project
 
@@ -115,6 +116,39 @@ def test_recomputed_activations_and_accumulation_train_alike(project: Project) -
     ):
         losses = project_losses(project, f"other{len(keys[0])}", *keys)
         assert losses == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(), ("activation_checkpointing=true",), ('activation_checkpointing="selective"',), ("adapter.base_bits=8",)],
+    ids=str,
+)
+def test_blocks_in_host_memory_train_alike(
+    project: Project, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, weights, moments and averages, with accumulation and evaluation, resumed."""
+    project.train_toml.write_text(project.train_toml.read_text() + LORA)
+    keys = ("micro_batch_size_per_gpu=2", "gradient_accumulation_steps=2", *keys)
+    whole = tensors(run(project, "whole", *keys) / checkpoint_name(4))
+    needed = poison(monkeypatch)
+    run(project, "swapped", *keys, 'swap_blocks="all"', "max_steps=2")
+    resumed = tensors(run(project, "swapped", *keys, "swap_blocks=3", resume=Resume()) / checkpoint_name(4))
+    assert len(set(needed)) >= 2
+    assert whole.keys() == resumed.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
+    assert project.losses("swapped") == project.losses("whole")
+    evals = [[event["flow"] for event in project.events("eval", name)] for name in ("whole", "swapped")]
+    assert evals[0]
+    assert evals[0] == evals[1]
+
+
+def test_8_bit_weights_train_nearly_alike(project: Project) -> None:
+    project.train_toml.write_text(project.train_toml.read_text() + LORA)
+    plain = project_losses(project, "plain")
+    rounded = project_losses(project, "rounded", "adapter.base_bits=8")
+    assert rounded != plain
+    assert rounded == pytest.approx(plain, rel=0.03)
 
 
 def project_losses(project: Project, name: str, *keys: str) -> dict[int, float]:

@@ -17,6 +17,8 @@ from sd3_light.cli import app
 from sd3_light.cli.new_verb import _report
 from sd3_light.cli.process import run_guarded
 from sd3_light.config import SIZES, ConfigFaults, UserError
+from sd3_light.cost.amount import format_bytes
+from sd3_light.cost.gpu_memory import gpu_memory
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.formats import duration
 from sd3_light.new import verb as new
@@ -222,6 +224,35 @@ def test_check_agrees_with_a_plan_that_releases_gradients(
 def test_what_does_not_fit_is_written_as_small_as_possible(tmp_path: Path, images: str) -> None:
     plan = new.run("icons", images, str(DEMO), tmp_path, gpus=gpu(1)).plan
     assert (plan.micro_batch, plan.checkpointing, plan.fits) == (1, True, False)
+
+
+def test_an_adapter_that_does_not_fit_gets_8_bits_and_then_swapped_blocks(tmp_path: Path, images: str) -> None:
+    """The denoiser in the estimate is a large one: 38 blocks of 8 B parameters in all, as in SD3.5 large."""
+    project = new.run("lora", images, str(DEMO), tmp_path / "small", gpus=gpu(24))
+    assert (project.plan.base_bits, project.plan.swap_blocks, project.plan.host) == (16, 0, 0)
+    train = check.load(project.train_toml).train
+    assert train.adapter is not None
+    estimate = check.run(check.load(project.train_toml), 1)
+    cost = SD3Cost(replace(SIZES["demo"], num_layers=38, num_heads=38, head_dim=64))
+    setup = replace(estimate.setup, cost=cost, adapter=cost.adapter_parameters(train.adapter), bounds=())
+    large = replace(estimate, setup=setup)
+    plans = [plan_memory(large, train, KINDS["lora"], gpu(gib)) for gib in (80, 24, 16, 8, 6, 5, 1.5)]
+    assert [plan.fits for plan in plans] == [True] * 6 + [False]
+    chosen = [(plan.base_bits, plan.swap_blocks) for plan in plans]
+    assert chosen[:2] == [(16, 0), (16, 0)]
+    assert chosen[2] == (8, 0)
+    assert [bits for bits, _ in chosen[3:]] == [8] * 4
+    counts = [count for _, count in chosen[3:]]
+    assert 2 < counts[0] < counts[1] < counts[2] < counts[3] == 38
+    for plan in plans[3:6]:
+        assert plan.needed is not None
+        fewer = gpu_memory(replace(setup, batch=1, checkpointing=True, base_bits=8, swapped=plan.swap_blocks - 1))
+        assert plan.needed < fewer.total, "fewer blocks need more"
+        assert plan.host == pytest.approx(plan.swap_blocks * plans[-1].host / 38, rel=0.05)
+    text = train_toml(KINDS["lora"], TextValues("lora", images, str(DEMO), 64, plans[3]))
+    table = tomllib.loads(text)
+    assert (table["swap_blocks"], table["adapter"]["base_bits"]) == (plans[3].swap_blocks, 8)
+    assert f"# {format_bytes(plans[3].host)} of host memory" in text
 
 
 def test_several_gpus_share_the_batch_and_the_weights(tmp_path: Path, images: str) -> None:

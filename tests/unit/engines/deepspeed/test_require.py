@@ -25,6 +25,7 @@ def config(folder: Path, **keys: Any) -> TrainConfig:
         ({"parallel": "fsdp2"}, 2, True, "zero_stage = 3 instead"),
         ({"pipeline_stages": 2}, 3, True, "a multiple of pipeline_stages"),
         ({"adapter": {"base_bits": 4}}, 1, True, "write zero_stage = 2, or base_bits = 16"),
+        ({"adapter": {}, "swap_blocks": "all"}, 1, True, "start without --deepspeed, or write swap_blocks = 0"),
         ({"adapter": {"base_bits": 8}, "zero_stage": 3}, 1, True, "write zero_stage = 2, or base_bits = 16"),
     ],
 )
