@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sd3_light.config import SIZES, TrainConfig
-from sd3_light.core.model import compile_blocks
+from sd3_light.core.compiling import compile_blocks
 from sd3_light.core.registry import family_named
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
