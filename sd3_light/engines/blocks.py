@@ -77,8 +77,10 @@ def decide_blocks(
     if why_stock is None:
         return Blocks("fast")
     why_not = why_uncompiled(config, layout, steps)
-    if why_not is None and config.compile == "auto":
-        why_not = why_not_compiled(device) if device.type == "cuda" else "there is no GPU"
+    if config.compile == "auto" and device.type != "cuda":
+        why_not = "there is no GPU"
+    elif config.compile == "auto" and why_not is None:
+        why_not = why_not_compiled(device)
     why_not = groups.first_problem(why_not)
     return Blocks("compiled" if why_not is None else "stock", why_stock, why_not)
 

@@ -60,9 +60,8 @@ def test_all_ranks_distribute_samples_in_the_same_way(
     monkeypatch.setattr("sd3_light.train.context.start_process_group", lambda *_: ProcessGroups())
     loaded = cached_project.load("pipeline_stages=2")
     start = starting_weights(loaded.train.model)
-    model = SimpleNamespace(begin=None)
     preparer = SimpleNamespace(prepare_into=None)
-    state: Any = SimpleNamespace(engine=None, averages=None, dropout=None, preparer=preparer, model=model)
+    state: Any = SimpleNamespace(engine=None, averages=None, dropout=None, preparer=preparer, begin_step=None)
     locations = [(size, local_rank) for size in nodes for local_rank in range(size)]
     for rank, (size, local_rank) in enumerate(locations):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(size))

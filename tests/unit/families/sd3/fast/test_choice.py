@@ -80,6 +80,7 @@ def test_unavailable_fast_blocks_are_an_error(transformer: Any) -> None:
     assert choose(train_config(fast=True), transformer) == FAST
     assert choose(train_config(), transformer) == ("stock", "there is no GPU", "there is no GPU")
     assert choose(train_config(fast=False), transformer) == ("stock", "fast = false", "there is no GPU")
+    assert choose(train_config(), transformer, steps=1).why_uncompiled == "there is no GPU", "not that the run is short"
     assert choose(train_config(compile=True), transformer) == ("compiled", "compile = true", None)
     with pytest.raises(UserError, match=r'fast = true is not available: ZeRO-3.*write fast = "auto"'):
         choose(train_config(fast=True, zero_stage=3), transformer, by_deepspeed=True)
