@@ -516,7 +516,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=FAMILIES, metavar="FAMILY", help=", ".join(FAMILIES))
     parser.add_argument("out", type=Path, help="folder of the results")
-    parser.add_argument("--depth", default="full", help="blocks of the denoiser: full, third, or their number")
+    parser.add_argument(
+        "--depth", default="full", help="blocks of the denoiser: full, third, or their number (SD3: 2 or more)"
+    )
     parser.add_argument("--encoders", choices=("wide", "deep"), default="wide", help="two layers, or all of them")
     parser.add_argument("--journey", nargs="+", metavar="NAME", default=[], help="only these, and what they need")
     parser.add_argument("--images", type=int, default=NUM_IMAGES, help="number of images")

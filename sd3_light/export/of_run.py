@@ -278,7 +278,7 @@ class Saver:
     ) -> Path:
         """Write the verified folder ``name`` with these trained weights; return its path.
 
-        They are copies of their own. ``save_full_model(name)`` takes the live weights; all ranks call it, the main one
+        Nothing else changes them. ``save_full_model(name)`` takes the live weights; all ranks call it, the main one
         writes.
         """
         owned = trained is not None

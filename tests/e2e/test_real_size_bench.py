@@ -30,7 +30,7 @@ def script() -> Any:
 @pytest.mark.parametrize("family", ["sd3", "flux"])
 def test_a_journey_runs_with_those_that_it_needs(family: str, tmp_path: Path) -> None:
     """The same as on a GPU, at real width: `tests/gpu/test_real_size.py`."""
-    rows = short_form(family, tmp_path / "out", "--toy", "--depth", "1")
+    rows = short_form(family, tmp_path / "out", "--toy", "--depth", "2")
     assert not rows["train lora"]["left_out"]
 
 

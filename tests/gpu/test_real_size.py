@@ -1,4 +1,4 @@
-"""A LoRA project at real width with one block of each kind: every command works, and its memory is measured."""
+"""A LoRA project at real width with two blocks of each kind: every command works, and its memory is measured."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("family", ["sd3", "flux"])
-def test_a_lora_of_one_block_at_real_width(family: str, tmp_path: Path) -> None:
-    rows = short_form(family, tmp_path / "out", "--depth", "1")
+def test_a_lora_of_two_blocks_at_real_width(family: str, tmp_path: Path) -> None:
+    rows = short_form(family, tmp_path / "out", "--depth", "2")
     assert rows["train lora"]["measured"]["gpu"] > 0
     assert rows["train lora"]["estimated"]["gpu"] > 0
     assert rows["train lora"]["estimated"]["host"] > 0

@@ -55,7 +55,7 @@ def test_an_adapter_is_proven_without_memory_for_its_base(numbers: Callable[...,
 
 
 @pytest.mark.parametrize("command", ["cache", "train"])
-def test_a_cpu_has_no_memory_of_its_own(numbers: Callable[..., Any], command: str) -> None:
+def test_a_cpu_has_no_gpu_memory(numbers: Callable[..., Any], command: str) -> None:
     found, _, _ = numbers(Target(on_cpu=True))
     assert found[command].keys() == {"disk_bytes"}
     assert found["sample"] == {}
