@@ -51,7 +51,7 @@ _OTHER_FAMILY = "it belongs to none of the model families that are trained here"
 _NOISE_LOSS = "it is for models that predict noise; those that are trained here predict a velocity"
 _ONE_RATE = "all trained weights have one learning rate"
 _ENCODERS = "the text encoders are part of the model folder"
-_NO_FLOAT8 = "weights are not stored in float8"
+_NO_FLOAT8 = "quantized weights have another key"
 _BFLOAT16 = (
     'write transformer_dtype = "bfloat16", and base_bits = 8 or 4 in [adapter] to quantize the weights under a LoRA'
 )

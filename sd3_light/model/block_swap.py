@@ -126,7 +126,10 @@ class BlockSwap:
             self._copied[number].record(self._stream)
 
     def _host_memory(self, count: int) -> Tensor:
-        """Return host memory, pinned for a GPU. torch's own pinned memory is rounded up to a power of two."""
+        """Return host memory, pinned for a GPU. torch's own pinned memory is rounded up to a power of two.
+
+        It is shared: a process that forks would otherwise copy pinned memory for its child.
+        """
         memory = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
         if self._stream is None:
             return memory
