@@ -128,6 +128,10 @@ class Family(ABC):
         """
         return None
 
+    def scheduler_fault(self, folder: Path) -> str | None:
+        """Return why the stock pipeline cannot draw with the scheduler of a model folder, and what to do."""
+        return None
+
     def no_guidance(self, start: WeightsStart) -> float | None:
         """Return the largest guidance that needs no other text; None: the denoiser takes it as a number."""
         return 1.0

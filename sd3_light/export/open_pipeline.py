@@ -72,6 +72,8 @@ def open_policy(folder: Path, text_facts: Path | None = None) -> tuple[Family, P
     policy = read_text_policy(text_facts or folder, family).for_folder(folder)
     check_configs(folder)
     family.weights.require(folder / "transformer")
+    if reason := family.scheduler_fault(folder):
+        raise UserError(f"{folder}: {reason}")
     return family, policy
 
 

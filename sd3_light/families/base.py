@@ -48,7 +48,8 @@ class StockFamily(Family):
     ``joins_guidance``, and takes one prompt at a time if it has ``single_prompts``. ``trained_side`` is that of a
     square with as many pixels as the images that its models were trained on. A family of videos has latents with
     frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second. ``samplers`` are
-    those that the stock pipeline can draw with in place of Euler, ``dynamic_samplers`` if the shift is by resolution.
+    those that the stock pipeline can draw with in place of Euler, ``dynamic_samplers`` if the shift is by resolution,
+    which it computes if it ``sets_dynamic_shift``.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
@@ -67,6 +68,7 @@ class StockFamily(Family):
     usual_clip: ClassVar[tuple[int, float]] = (1, 1.0)
     samplers: ClassVar[tuple[str, ...]] = ("heun", "dpm++")
     dynamic_samplers: ClassVar[tuple[str, ...]] = ("heun", "dpm++")
+    sets_dynamic_shift: ClassVar[bool] = True
 
     # --- what a family's file says ---------------------------------------------------------------
 
@@ -239,6 +241,17 @@ class StockFamily(Family):
             frozen = (pattern for pattern in self.frozen(denoiser) if pattern not in config.freeze)
             tables["freeze"] = (*config.freeze, *frozen)
         return config.model_copy(update=tables)
+
+    def scheduler_fault(self, folder: Path) -> str | None:
+        """See `Family.scheduler_fault`."""
+        if self.sets_dynamic_shift or not (folder / "scheduler" / "scheduler_config.json").is_file():
+            return None
+        if not read_config(folder / "scheduler", "scheduler").get("use_dynamic_shifting"):
+            return None
+        return (
+            f"its scheduler shifts by resolution, and {self.pipeline} computes no such shift; write "
+            '"use_dynamic_shifting": false in scheduler/scheduler_config.json'
+        )
 
     def no_guidance(self, start: WeightsStart) -> float | None:
         """See `Family.no_guidance`."""

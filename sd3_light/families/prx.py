@@ -39,6 +39,7 @@ class PRX(StockFamily):
     single_prompts = True  # the pipeline fails with guidance for several
     loads_adapters = False  # the pipeline's loader is that of a UNet, and the denoiser has none of peft's methods
     packages = ("ftfy",)  # cleans captions
+    sets_dynamic_shift = False
 
     def refusal(self, folder: Path) -> str | None:
         """See `Family.refusal`."""

@@ -32,6 +32,7 @@ class Sana(StockFamily):
     text_inputs = MappingProxyType({"text": "caption_channels"})
     usual_guidance = 4.5
     joins_guidance = True
+    sets_dynamic_shift = False
 
     def refusal(self, folder: Path) -> str | None:
         """See `Family.refusal`."""

@@ -39,6 +39,7 @@ class Wan(StockFamily):
     trained_side = 624  # the area of 832 x 480
     comfyui = True
     text_tokens = ("padded",)
+    sets_dynamic_shift = False
 
     def refusal(self, folder: Path) -> str | None:
         """See `Family.refusal`."""

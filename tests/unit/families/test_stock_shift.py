@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler as Euler
 from safetensors.torch import save_file
 
-from sd3_light.config import ModelConfig
+from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.registry import family_named
 from sd3_light.export import lora
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.lora_merge import denoiser_state
 from sd3_light.export.of_run import model_spec
+from sd3_light.export.open_pipeline import open_policy
 from sd3_light.families.base import StockFamily
 from sd3_light.flow.scheduler import folder_scheduler, shift_of
 from sd3_light.model.base_values import other_shift, with_base_values
@@ -96,6 +98,32 @@ def test_the_folders_own_shift_keeps_its_file(name: str, tmp_path: Path) -> None
         assert (out / file).read_bytes() == (folder / file).read_bytes()
         row = "shift 3" if name == "sana" else "shift by resolution"
         assert f"| schedule | {row} |" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_a_shift_by_resolution_that_the_pipeline_does_not_compute_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sd3_light.families.stock.checks.find_spec", lambda _: True)  # ftfy
+    monkeypatch.setattr("sd3_light.export.open_pipeline.find_spec", lambda _: True)
+    folder = save_stock(name, tmp_path / "model", scheduler=Euler(use_dynamic_shifting=True))
+    family = family_named(name)
+    assert isinstance(family, StockFamily)
+    faults = [fault.problem for fault in family.checks.folder_faults(model_table(name, folder))]
+    if name not in ("prx", "sana", "wan"):
+        assert not faults
+        assert open_policy(folder)
+        return
+    reason = f"its scheduler shifts by resolution, and {family.pipeline} computes no such shift; write "
+    reason += '"use_dynamic_shifting": false in scheduler/scheduler_config.json'
+    assert faults == [reason]
+    with pytest.raises(UserError) as error:
+        open_policy(folder)
+    assert str(error.value) == f"{folder}: {reason}"
+    file = folder / "scheduler" / "scheduler_config.json"
+    file.write_text(json.dumps({**stored(folder), "use_dynamic_shifting": False}))
+    assert not list(family.checks.folder_faults(model_table(name, folder)))
+    assert open_policy(folder)
 
 
 def test_a_square_root_shift_follows_the_size(tmp_path: Path) -> None:
