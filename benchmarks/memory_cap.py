@@ -29,7 +29,7 @@ from torch import Tensor
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
-from sd3_light.core.model import compile_blocks
+from sd3_light.core.compiling import compile_blocks
 from sd3_light.core.registry import family_named
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
