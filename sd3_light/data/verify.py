@@ -79,10 +79,6 @@ class Verifier:
         with suppress(UserError):
             self._check(shard, wait=False)
 
-    def is_verified(self, entry: ShardEntry) -> bool:
-        """Return whether the shard was verified in this launch."""
-        return entry.file in self._verified or self._marked(entry) is not None
-
     def _marked(self, entry: ShardEntry) -> Identity | None:
         """Return the identity in a shard's marker, and keep it; None without one."""
         if self._markers is not None:

@@ -190,24 +190,3 @@ class LightSD3Pipeline:
         """
         spec = model_spec(self.model, model_config(self.transformer))
         return write_folder(Path(folder), state_dict, spec)
-
-
-def split_batch(prepared: Pair, pieces: int) -> list[Pair]:
-    """Split (features, label) of `LightSD3Pipeline.prepare_inputs` into ``pieces`` equal pairs.
-
-    Real text is cut to each one's longest sample.
-    """
-    features, (target, mask) = prepared
-    assert target is not None and len(target) % pieces == 0, pieces
-    parts = [_shortened(part) for part in zip(*(tensor.chunk(pieces) for tensor in features), strict=True)]
-    masks = [None] * pieces if mask is None else mask.chunk(pieces)
-    return list(zip(parts, zip(target.chunk(pieces), masks, strict=True), strict=True))
-
-
-def _shortened(features: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # lengths are the only int64 among the features
-    lengths = next((feature for feature in features[4:] if feature.dtype == torch.int64), None)
-    if lengths is None:
-        return features
-    noisy, times, prompt, *rest = features
-    return noisy, times, prompt[:, : int(lengths.max())], *rest

@@ -20,7 +20,6 @@ from sd3_light.families.sd3.image_draws import draw_corners, draw_kept
 from sd3_light.families.sd3.prepare import (
     InputPreparer,
     LightSD3Pipeline,
-    split_batch,
 )
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.families.sd3.text_dropout import draw_drops
@@ -402,12 +401,6 @@ def test_evaluation_has_its_own_noise_at_all_quantiles(model: Model, batch: Make
 # --- (features, label), for training loops outside the package ---------------------------------
 
 
-def pairs(prepared: tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]], at: int) -> list[Tensor]:
-    """Return the tensors of one sample."""
-    features, label = prepared
-    return [part[at] for part in (*features, *label) if part is not None]
-
-
 @pytest.mark.parametrize("text", ["padded", "real"])
 def test_the_pipeline_returns_features_and_label(
     model: Model, batch: MakeBatch, real_batch: MakeBatch, text: str
@@ -422,38 +415,6 @@ def test_the_pipeline_returns_features_and_label(
     assert torch.equal(times, 1000 * prepared["t"])
     assert same(rest, [*lengths, prepared["kept"], prepared["corners"]])
     assert mask is None
-
-
-@pytest.mark.parametrize("pieces", [2, 3])
-def test_split_pairs_of_real_text_are_cut_to_their_longest_sample(
-    model: Model, real_batch: MakeBatch, pieces: int
-) -> None:
-    features, label = LightSD3Pipeline(model(text_tokens="real"), 0, None).prepare_inputs(real_batch(range(6)))
-    for number, (part, _) in enumerate(split_batch((features, label), pieces)):
-        rows = slice(number * 6 // pieces, (number + 1) * 6 // pieces)
-        assert torch.equal(part[2], features[2][rows, : int(part[4].max())])
-        assert torch.equal(part[4], features[4][rows])
-
-
-@pytest.mark.parametrize("pieces", [1, 2, 3, 6])
-@pytest.mark.parametrize("masked", [False, True])
-def test_split_batch_splits_every_tensor(model: Model, batch: MakeBatch, pieces: int, masked: bool) -> None:
-    cached = batch(range(6))
-    if masked:
-        cached["mask"] = torch.arange(6, dtype=torch.uint8).view(6, 1, 1).expand(6, 4, 6)
-    prepared = LightSD3Pipeline(model(), 0, None).prepare_inputs(cached)
-    parts = split_batch(prepared, pieces)
-    assert len(parts) == pieces
-    size = 6 // pieces
-    for number, part in enumerate(parts):
-        assert len(part[0][0]) == size
-        assert (part[1][1] is not None) == masked
-        assert all(same(pairs(part, at), pairs(prepared, number * size + at)) for at in range(size))
-
-
-def test_split_batch_rejects_unequal_pieces(model: Model, batch: MakeBatch) -> None:
-    with pytest.raises(AssertionError):
-        split_batch(LightSD3Pipeline(model(), 0, None).prepare_inputs(batch(range(6))), 4)
 
 
 # --- the pipeline ------------------------------------------------------------------------------
