@@ -199,7 +199,7 @@ class TorchEngine(Engine):
                 continue
             tensor = self.layout.gather(held[name], weight)
             if self.rank == 0:
-                gathered[name] = tensor.to("cpu", copy=True)
+                gathered[name] = tensor.to("cpu", torch.float32, copy=True)
         return gathered if self.rank == 0 else None
 
 

@@ -47,10 +47,9 @@ def write_folder(out: Path, state: Mapping[str, Tensor], spec: ExportSpec, repla
 
 
 def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec) -> dict[str, Tensor]:
-    """Copy weights, checked, to the CPU in ``save_dtype``.
+    """Copy weights, checked, to the CPU in ``save_dtype``; they must be float32 or ``save_dtype``, and finite.
 
-    They must be finite, in float32, in ``save_dtype``, or in bfloat16 as some are trained. Those that stock diffusers
-    always loads in float32 stay in it.
+    Those that stock diffusers always loads in float32 stay in it.
     """
     model: Any = spec.family.weights.empty(spec.transformer_config)
     expected = model.state_dict()
@@ -76,7 +75,7 @@ def _mismatches(state: Mapping[str, Tensor], expected: Mapping[str, Tensor], dty
     for name, tensor in state.items():
         if name in expected and tensor.shape != expected[name].shape:
             yield f"{name} has shape {list(tensor.shape)}, not {list(expected[name].shape)}"
-        if tensor.dtype not in (torch.float32, torch.bfloat16, dtype):
+        if tensor.dtype not in (torch.float32, dtype):
             yield f"{name} has type {_dtype_name(tensor.dtype)}, not float32 (or {_dtype_name(dtype)}, the saved type)"
         if tensor.is_meta:
             yield f"{name} holds no data (meta tensor)"

@@ -144,7 +144,7 @@ def _from_checkpoint(saved: Checkpoint, weights: str | None) -> _Weights:
         raise UserError(f"--weights: {saved.path} has no {name!r}; it has {', '.join(available)}")
     kind = PARAM_KIND if name == RAW else track_kind(name)
     names = (tensor for tensor in saved.names(kind) if not tensor.startswith(HEADS))
-    trained = {tensor: saved.tensor(f"{kind}/{tensor}") for tensor in names}
+    trained = {tensor: saved.tensor(f"{kind}/{tensor}").float() for tensor in names}
     return _Weights(trained, name, saved.progress, ModelFacts.of(saved))
 
 
@@ -197,4 +197,4 @@ def _require_reachable(snapshots: list[Snapshot], time: int, length: float) -> N
 
 def _reader(snapshot: Snapshot, saved: Checkpoint) -> Callable[[str], Tensor]:
     kind = track_kind(snapshot.track)
-    return lambda name: saved.tensor(f"{kind}/{name}")
+    return lambda name: saved.tensor(f"{kind}/{name}").float()
