@@ -69,10 +69,9 @@ def write_folder(
 
 
 def checked_copy(state: Mapping[str, Tensor], spec: ExportSpec, owned: bool = False) -> dict[str, Tensor]:
-    """Copy weights, checked, to the CPU in ``save_dtype``.
+    """Copy weights, checked, to the CPU in ``save_dtype``; they must be float32 or ``save_dtype``, and finite.
 
-    They must be finite, in float32, in ``save_dtype``, or in bfloat16 as some are trained. Those that stock diffusers
-    always loads in float32 stay in it. Weights that are ``owned`` and need no cast are
+    Those that stock diffusers always loads in float32 stay in it. Weights that are ``owned`` and need no cast are
     returned as they are. Each one is asked for once.
     """
     model: Any = spec.family.weights.empty(spec.transformer_config)
@@ -100,7 +99,7 @@ def _mismatches(name: str, tensor: Tensor, expected: Tensor, dtype: torch.dtype)
     """Yield the differences between a weight and that of the model of the config."""
     if tensor.shape != expected.shape:
         yield f"{name} has shape {list(tensor.shape)}, not {list(expected.shape)}"
-    if tensor.dtype not in (torch.float32, torch.bfloat16, dtype):
+    if tensor.dtype not in (torch.float32, dtype):
         yield f"{name} has type {_dtype_name(tensor.dtype)}, not float32 (or {_dtype_name(dtype)}, the saved type)"
     if tensor.is_meta:
         yield f"{name} holds no data (meta tensor)"
@@ -117,9 +116,9 @@ def _not_finite(name: str, tensor: Tensor, copy: Tensor) -> Iterator[str]:
 
 
 def host_copy(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy in host memory: in ``dtype``, or as it is if that cannot hold its values."""
+    """Return a copy in host memory: in ``dtype``, or in float32 if that cannot hold its values."""
     cast = tensor.to(dtype)
-    kept = cast if is_finite(cast) else tensor  # an export then reports the values
+    kept = cast if is_finite(cast) else tensor.float()  # an export then reports the values
     return kept.to("cpu", copy=kept is tensor)
 
 

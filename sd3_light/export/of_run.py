@@ -256,7 +256,7 @@ class Saver:
         untrained = {}
         if config.adapter is None:
             trained = {name for name, parameter in transformer.named_parameters() if parameter.requires_grad}
-            rest = {name: tensor for name, tensor in transformer.state_dict().items() if name not in trained}
+            rest = {name: _wide(tensor) for name, tensor in transformer.state_dict().items() if name not in trained}
             # copies: a thread must be able to export without touching a module that is training
             untrained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
         live = partial(gather_trainable, transformer)
@@ -311,3 +311,8 @@ class Saver:
             return write_adapter(path, trained, adapter_spec(self.config, self.start, weights, progress, run))
         spec = export_spec(self.config, self.transformer_config, weights, progress, run)
         return write_folder(path, {**self.untrained, **trained}, spec, owned=owned)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a weight in float32: it may be stored in bfloat16."""
+    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

@@ -161,7 +161,7 @@ def _from_checkpoint(saved: Checkpoint, weights: str | None) -> _Weights:
         raise UserError(f"--weights: {saved.path} has no {name!r}; it has {', '.join(available)}")
     kind = PARAM_KIND if name == RAW else track_kind(name)
     names = (tensor for tensor in saved.names(kind) if not tensor.startswith(HEADS))
-    trained = WeightsOnDemand({tensor: partial(saved.tensor, f"{kind}/{tensor}") for tensor in names})
+    trained = WeightsOnDemand({tensor: partial(_in_float32, saved, f"{kind}/{tensor}") for tensor in names})
     return _Weights(trained, name, saved.progress, ModelFacts.of(saved))
 
 
@@ -214,4 +214,9 @@ def _require_reachable(snapshots: list[Snapshot], time: int, length: float) -> N
 
 def _reader(snapshot: Snapshot, saved: Checkpoint) -> Callable[[str], Tensor]:
     kind = track_kind(snapshot.track)
-    return lambda name: saved.tensor(f"{kind}/{name}")
+    return lambda name: _in_float32(saved, f"{kind}/{name}")
+
+
+def _in_float32(saved: Checkpoint, name: str) -> Tensor:
+    """Read a weight that may be stored in bfloat16."""
+    return saved.tensor(name).float()
