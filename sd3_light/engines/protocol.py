@@ -123,8 +123,8 @@ ToHost = Callable[[str, Tensor], Tensor]
 
 
 def to_host(name: str, tensor: Tensor) -> Tensor:
-    """Return a copy in host memory, in the same dtype."""
-    return tensor.to("cpu", copy=True)
+    """Return a copy in host memory, in float32."""
+    return tensor.to("cpu", torch.float32, copy=True)
 
 
 class Engine(Protocol):
