@@ -47,7 +47,8 @@ class Sana(StockFamily):
         """See `StockFamily.denoise`."""
         stock: Any = denoiser
         config = stock.config
-        dtype = stock.caption_norm.weight.dtype  # of a vector: matrices that train may be stored in bfloat16
+        # that of a vector: matrices that train may be stored in bfloat16
+        dtype = next((weight.dtype for weight in denoiser.parameters() if weight.dim() == 1), stock.dtype)
         velocity: Tensor = denoiser(
             batch["noisy"].to(dtype),
             encoder_hidden_states=batch["text"].to(dtype),

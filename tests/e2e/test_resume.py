@@ -94,9 +94,9 @@ def test_noise_added_after_the_copy_to_the_device_gives_the_same_run(
     """GPUs get moments and add noise themselves; here the CPU is that device."""
     sent = []
 
-    def steps(source: Any, engine: Any, preparer: Any, prefetch_to: Any, times: Any) -> Any:
+    def steps(source: Any, engine: Any, preparer: Any, prefetch_to: Any, *rest: Any) -> Any:
         monkeypatch.setattr(CleanPreparer, "prepare_inputs", lambda self, batch: sent.append(1) or clean(self, batch))
-        return training_steps(source, engine, preparer, torch.device("cpu"), times)
+        return training_steps(source, engine, preparer, torch.device("cpu"), *rest)
 
     clean = CleanPreparer.prepare_inputs
     monkeypatch.setattr("sd3_light.train.verb.training_steps", steps)
@@ -112,11 +112,11 @@ def test_a_cache_in_memory_gives_the_same_run(
 ) -> None:
     """Gathered by the workers, or on the device that adds noise; here the CPU is that device."""
 
-    def steps(source: Any, engine: Any, preparer: Any, prefetch_to: Any, times: Any) -> Any:
+    def steps(source: Any, engine: Any, preparer: Any, prefetch_to: Any, *rest: Any) -> Any:
         assert isinstance(source.resident, ResidentCache)
         if residence == "device":
             source.resident.device = torch.device("meta")  # anything but the host
-        return training_steps(source, engine, preparer, torch.device("cpu") if residence == "device" else None, times)
+        return training_steps(source, engine, preparer, torch.device("cpu") if residence == "device" else None, *rest)
 
     monkeypatch.setattr("sd3_light.train.verb.training_steps", steps)
     require_same_steps(whole, project, f'cache_residence="{residence}"', num_dataloader_workers=workers)
