@@ -1,6 +1,5 @@
 """A cache in GPU memory: the same inputs as from shards and from host memory, and no host memory for samples."""
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +15,7 @@ from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset
 from sd3_light.encoding.vae import LatentScale
 from sd3_light.engines import Launch
-from sd3_light.engines.feed import training_steps
+from sd3_light.engines.feed import TrainingData, training_steps
 from sd3_light.families.sd3.prepare import InputPreparer
 from tests.unit.data.conftest import toy_content, toy_shard
 
@@ -52,8 +51,8 @@ def inputs_of(data: CachedDataset, workers: int, resident: ResidentCache | None)
         dataloader_prefetch_per_worker=2,
     )
     order = data.order(0, {"toy#0": 1.0}, lambda resolution: 8)
-    make: Callable[..., Any] = training_steps
-    steps = make(config, data, order, Launch(), None, preparer, CUDA, True, None, resident)(0)
+    source = TrainingData(config, data, order, Launch(), resident, by_segment=True)
+    steps = training_steps(source, None, preparer, CUDA)(0)
     inputs = []
     for _, step in zip(range(STEPS), steps, strict=False):
         for batch in step:

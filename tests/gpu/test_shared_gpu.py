@@ -1,7 +1,6 @@
 """Two processes on one GPU, over gloo: they train, checkpoint and export like one."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,13 +8,15 @@ import torch
 
 from sd3_light.checkpoint.reading import open_checkpoint
 from tests.project import Project
+from tests.warm import REAL_PYTHON
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_two_processes_on_one_gpu_train_like_one(project: Project) -> None:
     project.train('output_dir="alone"', 'model.transformer_dtype="float32"')
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    # a new interpreter: what imports DeepSpeed has initialised CUDA, which a fork cannot use
+    command = [REAL_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(ROOT / "train.py"), "--config", str(project.train_toml), "--set", 'output_dir="shared"']
     command += ["--set", "micro_batch_size_per_gpu=2", "--set", 'model.transformer_dtype="float32"']
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
