@@ -10,7 +10,7 @@ from sd3_light.config.hub_ids import HubId
 from sd3_light.runlog import info, is_main_process
 
 _LOG_IN = "run `hf auth login` or set HF_TOKEN"
-_FOLDER = "connect, or give a folder that was copied from another machine"
+_FOLDER = "connect, or give a folder that exists, such as one copied from another machine"
 
 
 def download(hub_id: HubId, only: Sequence[str] | None = None, without: Sequence[str] | None = None) -> Path:

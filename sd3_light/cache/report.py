@@ -104,7 +104,9 @@ def log_report(title: str, report: CacheReport, policy: str, folder: str) -> Non
         info(f"{title}: {counts[UNMATCHED]:,} samples do not match `where` and are left out")
     if rejected:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
-        info(f"{title}: {sum(rejected.values()):,} inputs were rejected: {reasons}; see {folder}/{REJECTS_FILE}")
+        total = sum(rejected.values())
+        were = "was" if total == 1 else "were"
+        info(f"{title}: {plural(total, 'input')} {were} rejected: {reasons}; see {folder}/{REJECTS_FILE}")
     for bucket, count in report.small_buckets.items():
         result = "dropped" if policy == "drop" else "repeated to fill one"
         verb = "it is" if count == 1 else "they are"

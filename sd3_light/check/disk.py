@@ -76,8 +76,8 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
         checks.add_all(family.checks.key_faults(checks.train, start))
         checks.objective(family)
         checks.adapter(family, start)
-        checks.largest_side = family.checks.largest_side(start)
         with checks.model_errors_of("model.diffusers_path"):
+            checks.largest_side = family.checks.largest_side(start, model)
             checks.step = family.checks.side_step(model)
         checks.sampling()
         with checks.model_errors_of("model.diffusers_path"):

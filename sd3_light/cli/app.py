@@ -34,7 +34,8 @@ app = typer.Typer(
     cls=Group,
     # --trust-cache is --trust-cache: the launchers' and other trainers' spelling stays valid
     context_settings={"token_normalize_func": lambda name: name.replace("_", "-")},
-    help="Pretrain and fine-tune SD3-style text-to-image models. `sd3-light demo` runs the whole workflow in minutes.",
+    help="Pretrain SD3, and fine-tune nine families of image and video models. `sd3-light demo` runs the whole "
+    "workflow in minutes.",
     no_args_is_help=True,
     invoke_without_command=True,
     add_completion=False,

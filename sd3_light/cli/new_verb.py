@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from sd3_light.cli.app import Command, app
-from sd3_light.cli.process import command_line, echo, suggest
+from sd3_light.cli.process import command_line, echo, suggest, torchrun_line
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import info
@@ -57,7 +57,7 @@ def new(
     suggest(("check", project.train_toml), train, ("sample", project.run, "a prompt"))
     if project.plan.processes > 1:
         count = project.plan.processes
-        info(f"on all {count} GPUs: torchrun --nproc_per_node {count} train.py --config {project.train_toml}")
+        info(f"on all {count} GPUs: {torchrun_line(count, project.train_toml)}")
 
 
 def is_terminal() -> bool:

@@ -121,6 +121,13 @@ def command_line(*parts: str | Path) -> str:
     return shlex.join(["sd3-light", *(_short(part) if isinstance(part, Path) else part for part in parts)])
 
 
+def torchrun_line(processes: int, config: Path, *options: str) -> str:
+    """Return the command that trains in several processes of one machine."""
+    return shlex.join(
+        ["torchrun", "--nproc_per_node", str(processes), "train.py", "--config", _short(config), *options]
+    )
+
+
 def _short(path: Path) -> str:
     path = Path(os.path.abspath(path))
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

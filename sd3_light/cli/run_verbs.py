@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from sd3_light.cli.app import Command, ConfigFile, Overrides, Regenerate, TrustCache, app
-from sd3_light.cli.process import command_line, continued_by, echo, init_process, load_checked, suggest
+from sd3_light.cli.process import command_line, continued_by, echo, init_process, load_checked, suggest, torchrun_line
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import info, print_table
 
@@ -106,6 +106,9 @@ def check(
     if exceeded := stage.what_does_not_fit(conclusion):
         raise UserError(f"{config}: the run does not fit ({'; '.join(exceeded)}); the lines above say what to change")
     suggest(("cache", config, *_set_options(set_)), ("train", config, *_set_options(set_)))
+    if processes is not None and processes > 1 and not estimate.setup.deepspeed:
+        command = torchrun_line(processes, config, *_set_options(set_))
+        info(f"on all {processes} GPUs: {command}")
 
 
 class _CacheCommand(Command):

@@ -37,7 +37,7 @@ class ModelChecks(ABC):
     def key_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
         """Yield the keys of [model] and [objective] that do not describe the weights."""
 
-    def largest_side(self, start: WeightsStart) -> int | None:
+    def largest_side(self, start: WeightsStart, model: ModelConfig) -> int | None:
         """Return the pixels at which the denoiser's position table ends; None if it has no table."""
         return None
 

@@ -1,6 +1,7 @@
 """Apply LoRA files to a loaded pipeline."""
 
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,7 +81,9 @@ def add_loras(pipe: "DiffusionPipeline", loras: Sequence[Lora], read: Reader) ->
             if not tensors:
                 continue
             _check(pipe, tensors)
-            _load(pipe, tensors, name)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Already found a `peft_config`")  # several adapters are intended
+                _load(pipe, tensors, name)
             strengths[name] = lora.strength
         except (ValueError, LookupError, RuntimeError, OSError, SafetensorError) as error:
             lines = str(error).strip().splitlines()

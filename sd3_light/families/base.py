@@ -118,6 +118,10 @@ class StockFamily(Family):
         """Return whether a denoiser with this config takes guidance as a number and runs once per step."""
         return False
 
+    def position_table(self, config: Mapping[str, Any]) -> int | None:
+        """Return the tokens at which the positions of a denoiser with this config end; None: they do not end."""
+        return None
+
     def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
         """Return the guidance, and of a distilled model the steps, with which a denoiser with this config draws."""
         return OwnDrawing(guidance=self.usual_guidance)

@@ -61,6 +61,11 @@ class Wan(StockFamily):
         (text,) = super().text_columns(model, folder)
         return (replace(text, settings={**text.settings, "ftfy": find_spec("ftfy") is not None}),)
 
+    def position_table(self, config: Mapping[str, Any]) -> int | None:
+        """See `StockFamily.position_table`."""
+        length = config.get("rope_max_seq_len")
+        return length if isinstance(length, int) else None
+
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
         dtype: Any = denoiser.dtype

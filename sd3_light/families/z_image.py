@@ -42,6 +42,12 @@ class ZImage(StockFamily):
             return "its denoiser has several patch sizes, which are not trained"
         return None
 
+    def position_table(self, config: Mapping[str, Any]) -> int | None:
+        """See `StockFamily.position_table`: the first axis is that of texts."""
+        lengths = config.get("axes_lens")
+        is_list = isinstance(lengths, list | tuple) and all(isinstance(length, int) for length in lengths)
+        return min(lengths[1:], default=None) if is_list and lengths else None
+
     def own_drawing(self, config: Mapping[str, Any]) -> OwnDrawing:
         """See `StockFamily.own_drawing`: nothing in its folder tells Turbo."""
         note = "Z-Image-Turbo, whose configs are the same, needs --steps 8 --guidance 0"

@@ -74,7 +74,7 @@ def test_check_accepts_what_new_writes(journey: Journey) -> None:
 
 
 def test_rejects_are_listed(journey: Journey, cached: str) -> None:
-    assert "1 inputs were rejected: 1 truncated; see " in cached
+    assert "1 input was rejected: 1 truncated; see " in cached
     (reject,) = (journey.folder / f"{journey.kind}_data.cache" / "rejects.jsonl").read_text().splitlines()
     assert json.loads(reject)["key"] == "images#0/broken.png"
 

@@ -795,7 +795,18 @@ def test_check_knows_its_gpus(verb: Callable[..., Result], project: Project) -> 
     for name in ("FOO", ""):
         result = verb("check", project.train_toml, "--gpu", name)
         assert re.search(r"unknown kind of GPU; .*H200, .*4090.*; --gpu-memory GIB alone", error_line(result))
-    assert verb("check", project.train_toml, "--gpu", "NVIDIA H200").code == 0
+    result = verb("check", project.train_toml, "--gpu", "NVIDIA H200")
+    assert result.code == 0
+    assert "torchrun" not in result.err
+
+
+def test_check_of_several_processes_ends_with_their_command(
+    verb: Callable[..., Result], project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.folder)
+    result = verb("check", "train.toml", "--processes", 2, "--gpu-memory", 80, "--set", "seed=3")
+    command = "torchrun --nproc_per_node 2 train.py --config train.toml --set seed=3"
+    assert result.err.splitlines()[-1] == f"on all 2 GPUs: {command}"
 
 
 def test_check_fails_if_the_run_does_not_fit(

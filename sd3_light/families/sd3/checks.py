@@ -78,7 +78,7 @@ class SD3Checks(ModelChecks):
         yield from _reported(_position_faults(model, start, hint), "model.position_step")
         yield from _size_faults(model, start, hint)
 
-    def largest_side(self, start: WeightsStart) -> int:
+    def largest_side(self, start: WeightsStart, model: ModelConfig) -> int:
         """See `ModelChecks.largest_side`."""
         return int(start.size.pos_embed_max_size) * SIDE_STEP
 

@@ -153,6 +153,11 @@ class StockChecks(ModelChecks):
         if problem := layer_sync_problem(train.terms.layer_sync, len(blocks)):
             yield Fault("", train.spelled("model.layer_sync"), **problem)
 
+    def largest_side(self, start: WeightsStart, model: ModelConfig) -> int | None:
+        """See `ModelChecks.largest_side`."""
+        tokens = self.family.position_table(start.size.transformer_config())
+        return None if tokens is None else tokens * self.side_step(model)
+
     def side_step(self, model: ModelConfig) -> int:
         """See `ModelChecks.side_step`."""
         return LatentShape.of_folder(model.diffusers_path).factor * self.family.patch

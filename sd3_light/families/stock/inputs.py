@@ -56,9 +56,11 @@ class StockInputs(PipelineInputs):
     def size_fault(self, pipe: Any, width: int, height: int) -> str | None:
         """See `PipelineInputs.size_fault`."""
         step = LatentShape.of_folder(self.folder).factor * self.family.patch
-        if all(side % step == 0 and side >= step for side in (width, height)):
+        tokens = self.family.position_table(pipe.transformer.config)
+        if all(side % step == 0 and step <= side <= step * (tokens or side) for side in (width, height)):
             return None
-        return f"image size {width}x{height}: this model needs sides that are multiples of {step}"
+        limit = "" if tokens is None else f" from {step} to {step * tokens}"
+        return f"image size {width}x{height}: this model needs sides that are multiples of {step}{limit}"
 
     def takes_sampler(self, name: str, is_dynamic: bool) -> bool:
         """See `PipelineInputs.takes_sampler`."""

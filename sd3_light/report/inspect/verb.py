@@ -7,7 +7,7 @@ from rich.table import Column
 from rich.text import Text
 
 from sd3_light.config.faults import UserError
-from sd3_light.formats import shorten
+from sd3_light.formats import byte_size, shorten
 from sd3_light.report.inspect.cache_stats import Inspection, inspect_cache, quantile, reason_meaning
 from sd3_light.runlog import ResultTable
 
@@ -41,8 +41,8 @@ def render(cache: Inspection, location: str = "") -> ResultTable:
 def _add_counts(cache: Inspection, table: ResultTable) -> None:
     for name, count in cache.counts.items():
         table.add_row("images" if name == "pictures" else _plain(name), f"{count:,}")
-    table.add_row("on disk", f"{cache.bytes / 1e6:,.1f} MB", f"{len(cache.manifest.shards):,} shards")
-    table.add_row("per sample", f"{cache.bytes_per_sample / 1e3:,.1f} kB", cache.stats.byte_shares())
+    table.add_row("on disk", byte_size(cache.bytes), f"{len(cache.manifest.shards):,} shards")
+    table.add_row("per sample", byte_size(cache.bytes_per_sample), cache.stats.byte_shares())
 
 
 def _add_buckets(cache: Inspection, table: ResultTable) -> None:

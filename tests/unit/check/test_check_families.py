@@ -45,7 +45,7 @@ class Checks(ModelChecks):
     def key_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
         yield from ()
 
-    def largest_side(self, start: WeightsStart) -> None:
+    def largest_side(self, start: WeightsStart, model: ModelConfig) -> None:
         return None
 
     def facts(self, start: WeightsStart) -> tuple[ModelFact, ...]:

@@ -6,6 +6,7 @@ import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from sd3_light.cli import app
 from sd3_light.config import ConfigFaults, UserError, resolved_toml
 from sd3_light.core.registry import family_named, family_of
 from sd3_light.core.start import WeightsStart
+from sd3_light.export.open_pipeline import open_policy
+from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.weights import StockSize
 from sd3_light.new import verb as new
 from sd3_light.system import Gpu
@@ -416,6 +419,32 @@ def test_sides_follow_the_vae(
     assert fault.problem == "the model needs sides that are multiples of 32"
     (tmp_path / "data.toml").write_text(ratios.format(128, "side_step = 32\n", raw_project.images))
     check.load(path)
+
+
+@pytest.mark.parametrize(("name", "key"), [("z_image", "axes_lens"), ("wan", "rope_max_seq_len")])
+def test_positions_end_at_the_size_of_their_table(
+    name: str, key: str, tmp_path: Path, raw_project: Project, tiny_folder: Callable[[str], Path]
+) -> None:
+    folder = Path(shutil.copytree(tiny_folder(name), tmp_path / name))
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    assert config[key] in (32, [256, 32, 32]), "of 16 pixels each"
+    path = written(tmp_path, raw_project.images, folder)
+    sizes = 'size_buckets = [[{}, 64]]\n[[directory]]\npath = "{}"\n'
+    (tmp_path / "data.toml").write_text(sizes.format(528, raw_project.images))
+    with pytest.raises(ConfigFaults) as error:
+        check.load(path)
+    assert "the denoiser's position table ends at 512 px" in [fault.problem for fault in error.value.faults]
+    (tmp_path / "data.toml").write_text(sizes.format(512, raw_project.images))
+    check.load(path)
+    pipe = SimpleNamespace(transformer=SimpleNamespace(config=config))
+    policy = open_policy(folder)[1]
+    assert policy.size_fault(pipe, 512, 64) is None
+    needed = "this model needs sides that are multiples of 16 from 16 to 512"
+    assert policy.size_fault(pipe, 528, 64) == f"image size 528x64: {needed}"
+    for odd in (None, "long", {}, [], [1]):
+        family = family_named(name)
+        assert isinstance(family, StockFamily)
+        assert family.position_table({key: odd}) is None
 
 
 def test_a_hostile_folder_is_a_fault(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:

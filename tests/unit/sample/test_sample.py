@@ -322,6 +322,7 @@ def lokr_file(path: Path, layer: str, seed: int) -> tuple[Path, torch.Tensor]:
     return write_lycoris(path, {layer: LycorisModule({"lokr_w1": first, "lokr_w2": second})}), torch.kron(first, second)
 
 
+@pytest.mark.filterwarnings("error:Already found a `peft_config`")
 @pytest.mark.parametrize("make_second", [lora_file, lokr_file], ids=["lora", "lokr"])
 def test_a_stack_of_loras_equals_the_merged_model(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_second: Any
