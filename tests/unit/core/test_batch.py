@@ -1,6 +1,7 @@
 """Named batches: pieces, lengths, what travels and what stays."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,8 +56,10 @@ def test_shapes_tell_batches_apart() -> None:
         plain.with_values({"mask": torch.ones(6)}).shapes(),
         plain.with_values({"noisy": plain["noisy"].double()}).shapes(),
         plain.padded_to("prompt", 7).shapes(),
+        replace(plain, host={"rows": 32}).shapes(),
+        replace(plain, host={"rows": 64}).shapes(),
     }
-    assert len(shapes) == 4
+    assert len(shapes) == 6
     assert batch().shapes() == plain.shapes()
 
 

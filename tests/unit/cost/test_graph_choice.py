@@ -63,6 +63,8 @@ def test_adapters_are_recorded_up_to_larger_steps() -> None:
     [
         ({"text_tokens": "real", "text_recon_gamma": 0.1, "text_recon_target_layer": 0}, {}, {}, "text_recon"),
         ({}, {"adapter": {"type": "lora", "rank": 4, "dropout": 0.1}}, {}, "an adapter with dropout"),
+        ({}, {"adapter": {"type": "lora", "rank": 4}, "swap_blocks": 3}, {}, "blocks are swapped"),
+        ({}, {"gradient_release": True, "gradient_clipping": 0}, {}, "gradient_release = true"),
         ({}, {}, {"world": 2}, "one process"),
         ({}, {}, {"by_deepspeed": True}, "torch engine"),
     ],

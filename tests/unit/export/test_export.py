@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -262,3 +263,9 @@ def test_single_file_options_need_a_single_file(trained: Trained, tmp_path: Path
     with pytest.raises(UserError, match="--push-to-hub uploads a folder"):
         export.run(trained.run, tmp_path / "m.safetensors", push_to_hub="me/model")
     assert not (tmp_path / "folder").exists()
+
+
+def test_weights_that_are_stored_in_bfloat16_are_read_in_float32() -> None:
+    """An export saves them in any dtype."""
+    saved: Any = SimpleNamespace(tensor=lambda name: torch.ones(2, dtype=torch.bfloat16))
+    assert export._in_float32(saved, "param/x").dtype == torch.float32
