@@ -13,9 +13,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def poisoned(swap: BlockSwap, index: int, step: int) -> None:
         if index != swap._current:
             order.append(index)
-            for buffer in swap._buffers:
-                buffer.fill_(255)
-            swap._holds = [None] * len(swap._holds)
+            swap.settle()
+            for ring in (swap, swap._state):
+                if ring is not None:
+                    for buffer in ring._buffers:
+                        buffer.fill_(255)
+                    ring._holds = [None] * len(ring._holds)
         need(swap, index, step)
 
     monkeypatch.setattr(BlockSwap, "need", poisoned)

@@ -154,7 +154,10 @@ class CheckpointKeeper(BackgroundWorker):
             self.submit("reserve host memory", lambda: self._copies.reserve(nbytes))
 
     def save(self, step: int, pieces: Iterable[TensorPiece], facts: Mapping[str, Any]) -> float:
-        """Copy the pieces and start writing them; return the seconds this took, with the wait for an earlier save."""
+        """Copy the pieces and start writing them; return the seconds this took, with the wait for an earlier save.
+
+        Pieces in host memory are not copied, so that they are written before this returns.
+        """
         if self.rank >= self._members:
             return 0.0
         started = time.perf_counter()
@@ -163,7 +166,10 @@ class CheckpointKeeper(BackgroundWorker):
         frozen = json.loads(json.dumps(dict(facts)))  # a copy: the caller may change them
         stall = time.perf_counter() - started
         self.submit(f"step {step}", lambda: self._write(step, copies, frozen, stall))
-        return stall
+        if not any(piece.hosted for piece in copies):
+            return stall
+        self._jobs.join()
+        return time.perf_counter() - started
 
     def poll(self) -> list[CheckpointSaved | CheckpointFailed]:
         """Return the saves that ended since the last call, without waiting."""

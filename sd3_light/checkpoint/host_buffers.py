@@ -23,12 +23,15 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy(self, pieces: Iterable[TensorPiece]) -> list[TensorPiece]:
-        """Return copies of the pieces that this rank writes, overwriting the previous copies."""
+        """Return copies of the pieces that this rank writes, overwriting earlier copies; hosted ones as they are."""
         devices: set[torch.device] = set()
         copies: list[TensorPiece] = []
         position = 0
         for piece in pieces:  # one at a time: some are created on the fly and need not coexist
             if not piece.writes:
+                continue
+            if piece.hosted:
+                copies.append(piece)
                 continue
             if piece.values.is_cuda:
                 devices.add(piece.values.device)
@@ -64,7 +67,7 @@ class HostBuffers:
 
 def copy_bytes(pieces: Iterable[TensorPiece]) -> int:
     """Return the bytes of host memory that copies of the written pieces take."""
-    return sum(_aligned_bytes(piece) for piece in pieces if piece.writes)
+    return sum(_aligned_bytes(piece) for piece in pieces if piece.writes and not piece.hosted)
 
 
 def _aligned_bytes(piece: TensorPiece) -> int:

@@ -403,12 +403,23 @@ def base_bits(train: TrainConfig) -> Iterator[Fault]:
 
 
 def swapped_blocks(train: TrainConfig) -> Iterator[Fault]:
-    """Only whole, frozen weights are in host memory."""
+    """Only whole weights are in host memory; they are frozen, or updated block by block."""
     if train.swap_blocks == 0:
         return
     value = f'"{train.swap_blocks}"' if train.swap_blocks == "all" else str(train.swap_blocks)
+    is_full = train.adapter is None
+    teacher = train.terms.teacher if is_full else None
     for conflicts, problem, other in (
-        (train.adapter is None, "only the frozen weights under an adapter are swapped", "add [adapter]"),
+        (
+            is_full and not train.gradient_release,
+            "weights that train are swapped only where they are updated block by block",
+            "write gradient_release = true, or add [adapter]",
+        ),
+        (
+            teacher in ("start", "average"),
+            f"the objective's teacher is the {teacher} of all weights, which are not on the GPU together",
+            "give the folder of a model as the teacher",
+        ),
         (train.parallel == "fsdp2", 'parallel = "fsdp2" shards the blocks', 'write parallel = "ddp"'),
         (train.pipeline_stages > 1, "pipeline stages hold their own blocks", "write pipeline_stages = 1"),
     ):
@@ -481,7 +492,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     sampling: (*_SAMPLING_KEYS, "model", "model.uncond_text", "model.train_type", "model.init"),
     eval_names: ("eval_datasets",),
     base_bits: ("adapter", "adapter.base_bits", "parallel", "pipeline_stages"),
-    swapped_blocks: ("swap_blocks", "adapter", "parallel", "pipeline_stages"),
+    swapped_blocks: ("swap_blocks", "adapter", "parallel", "pipeline_stages", "gradient_release", *_TERM_KEYS),
     adapter: ("adapter", *_ADAPTER_KEYS, "freeze", "model.init"),
 }
 """Each check and the keys that it reads."""

@@ -108,7 +108,8 @@ class TensorPiece:
     """A flat part of one tensor of the run that this rank holds.
 
     ``values`` is a 1-D view of live memory: elements ``start`` to ``start + len(values)`` of a tensor of ``shape``.
-    Among replicas only one ``writes``. The name is ``KIND/NAME`` with the stock denoiser's parameter name.
+    Among replicas only one ``writes``. The name is ``KIND/NAME`` with the stock denoiser's parameter name. ``hosted``:
+    it is in host memory, too large for a copy, and changes with the next step.
     """
 
     name: str
@@ -116,6 +117,7 @@ class TensorPiece:
     start: int
     shape: tuple[int, ...]
     writes: bool = True
+    hosted: bool = False
 
 
 ToHost = Callable[[str, Tensor], Tensor]
@@ -202,11 +204,16 @@ def require_gradients(missing: Iterable[str]) -> None:
         )
 
 
-def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the sum of the squares of all elements."""
+def norms(tensors: Iterable[Tensor]) -> Sequence[Tensor]:
+    """Return the norm of each tensor, in float32."""
     parts = list(tensors)
     dtype = None if all(part.dtype == torch.float32 for part in parts) else torch.float32
-    return torch.stack(torch._foreach_norm(parts, dtype=dtype)).square().sum()
+    return torch._foreach_norm(parts, dtype=dtype)
+
+
+def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the squares of all elements."""
+    return torch.stack(tuple(norms(tensors))).square().sum()
 
 
 def assign_writers(sizes: Sequence[int], writers: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Update weights during the backward pass and free their gradients, so that all of them never exist at once."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -7,17 +8,19 @@ from torch import Tensor, nn
 
 from sd3_light.engines.protocol import require_gradients, sum_of_squares
 from sd3_light.optim.build import Optimizer
+from sd3_light.optim.units import OptimizerUnit
 
 
 class GradientRelease:
     """Takes the step of each unit of an optimizer's weights as soon as the last of their gradients is known.
 
     After a loss that is not finite no weight changes. After a gradient that is not finite no further unit changes;
-    those whose gradients were known before have taken their step.
+    those whose gradients were known before have taken their step. ``step`` replaces the optimizer's.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, step: Callable[[Tensor, OptimizerUnit], None] | None = None) -> None:
         self._optimizer = optimizer
+        self._step = step or optimizer.step
         self._missing: list[set[str]] = []
         self._squares = torch.zeros(())
         for number, unit in enumerate(optimizer.units):
@@ -39,7 +42,7 @@ class GradientRelease:
         gradients = [weight.grad for weight in unit.weights.values() if weight.grad is not None]
         self._squares = self._squares + sum_of_squares(gradients)
         gradients.clear()
-        self._optimizer.step((~torch.isfinite(self._squares)).float(), unit)
+        self._step((~torch.isfinite(self._squares)).float(), unit)
         for weight in unit.weights.values():
             weight.grad = None
 

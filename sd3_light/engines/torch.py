@@ -1,7 +1,7 @@
 """The torch engine: one process, or several under torchrun with replicated (DDP) or sharded (FSDP2) weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.cuda_graphs import CudaRecorder, MicroBatchGraphs, Numbers, Recorder
+from sd3_light.engines.hosted import HostedBlocks, by_block
 from sd3_light.engines.networks import Networks
 from sd3_light.engines.prefetch import equal_micro_batches
 from sd3_light.engines.protocol import (
@@ -30,8 +31,10 @@ from sd3_light.engines.release import GradientRelease
 from sd3_light.engines.weight_layouts import Replicas, replicate, shard
 from sd3_light.flow.objective import NUM_BANDS, sum_by_band
 from sd3_light.launch import Launch
+from sd3_light.model.block_swap import trained_blocks
 from sd3_light.optim.build import make_optimizer
 from sd3_light.optim.draws import StepDraws
+from sd3_light.optim.units import Named
 
 
 class TorchEngine(Engine):
@@ -71,13 +74,18 @@ class TorchEngine(Engine):
         stored = config.optimizer.weight_dtype
         assert dtypes <= {torch.float32, getattr(torch, stored)}, f"weights must be float32 or {stored}"
         self._draws = StepDraws(config.seed)
-        in_units = config.gradient_release or torch.bfloat16 in dtypes
+        groups: Sequence[Named] | None = [parameters] if torch.bfloat16 in dtypes else None
+        if config.gradient_release:
+            groups = by_block(parameters, module.blocks())
         # heads train by AdamW: their lists of layers are no blocks
-        self.optimizer = make_optimizer(
-            self.module.denoiser, parameters, config.optimizer, device, self._draws, in_units
-        )
-        self._release = GradientRelease(self.optimizer) if config.gradient_release else None
-        self.weights = {name: self.layout.held(weight) for name, weight in parameters.items()}
+        self.optimizer = make_optimizer(self.module.denoiser, parameters, config.optimizer, device, self._draws, groups)
+        self.weights: Mapping[str, Tensor] = {name: self.layout.held(weight) for name, weight in parameters.items()}
+        self._hosted: HostedBlocks | None = None
+        if (swapped := trained_blocks(self.module.denoiser)) is not None:
+            assert config.gradient_release, "weights in host memory are updated in the backward pass"
+            self.weights = self._hosted = HostedBlocks(*swapped, parameters, self.optimizer)
+        step = None if self._hosted is None else partial(self._hosted.step, self.optimizer)
+        self._release = GradientRelease(self.optimizer, step) if config.gradient_release else None
         self.shapes = {name: tuple(weight.shape) for name, weight in parameters.items()}
 
     @staticmethod
@@ -149,7 +157,7 @@ class TorchEngine(Engine):
 
     def weight_norm(self) -> Tensor:
         """Return the norm over all trainable weights, on the device."""
-        return self._norm(list(self.weights.values()))
+        return self._norm(list(self.weights.values())) if self._hosted is None else self._hosted.norm(self.device)
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:
@@ -166,13 +174,16 @@ class TorchEngine(Engine):
         """Yield the weights, then the optimizer state of each."""
         yield from self.like_weights(PARAM_KIND, self.weights)
         self.optimizer.prepare_state()
+        if self._hosted is not None:
+            self._hosted.settle()
         for writer, (name, weight) in zip(self._writer_of, self._parameters.items(), strict=True):
             for kind, value in self.optimizer.state(name).items():
                 if value.shape == weight.shape:
                     yield self._piece(f"{kind}/{name}", self.layout.held(value), writer, weight)
                 else:  # a counter or another table: every process holds all of it
                     shape = tuple(value.shape)
-                    yield TensorPiece(f"{kind}/{name}", value.detach().view(-1), 0, shape, writer == self.rank)
+                    flat = value.detach().view(-1)
+                    yield TensorPiece(f"{kind}/{name}", flat, 0, shape, writer == self.rank, self._is_hosted(name))
         if self.networks is not None:
             yield from self.networks.pieces()
 
@@ -189,9 +200,12 @@ class TorchEngine(Engine):
 
     def _piece(self, name: str, held: Tensor, writer: int, weight: Tensor) -> TensorPiece:
         start = self.layout.start(weight)
-        return TensorPiece(
-            name, held.view(-1), start, tuple(weight.shape), self.layout.writes(writer) and held.numel() > 0
-        )
+        writes = self.layout.writes(writer) and held.numel() > 0
+        hosted = self._is_hosted(name.partition("/")[2])
+        return TensorPiece(name, held.view(-1), start, tuple(weight.shape), writes, hosted)
+
+    def _is_hosted(self, name: str) -> bool:
+        return self._hosted is not None and self._hosted.holds(name)
 
     def gather(self, held: Mapping[str, Tensor], to_host: ToHost = to_host) -> dict[str, Tensor] | None:
         """Gather copies of tensors laid out like the weights in rank 0's host memory."""

@@ -33,9 +33,7 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
     """
     weights = family_of(config.model).weights
     if config.adapter is None:
-        denoiser = _load_all(config, start, device)
-        freeze(denoiser, config.freeze)
-        return denoiser
+        return _load_all(config, start, device)
     denoiser, stored = weights.unread(start)
 
     def read(name: str) -> Tensor:
@@ -51,22 +49,31 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
     resident = {name: weight for name, weight in stored.items() if not name.startswith(tuple(swapped))}
     read_weights(denoiser, resident, dtype, device if config.pipeline_stages == 1 else CPU)
     if swapped:
-        _read_swapped(denoiser, swapped, stored, dtype, device)
+        _read_swapped(denoiser, swapped, stored, dtype, BlockSwap(device))
     return denoiser
 
 
 def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) -> nn.Module:
-    """Return the denoiser in float32, or with its matrices in bfloat16, read one by one to the device."""
+    """Return the denoiser in float32, or with its matrices in bfloat16; less what `freeze` names, all of it trains.
+
+    Smaller or swapped weights are read one by one to where they stay.
+    """
     weights = family_of(config.model).weights
-    if config.optimizer.weight_dtype == "float32":
-        return weights.load(start, config.seed)
-    if start.source is not None:
-        denoiser = read_weights(*weights.unread(start), torch.bfloat16, device, whole_vectors=True)
-    else:
+    dtype = getattr(torch, config.optimizer.weight_dtype)
+    stored: StoredWeights = {}
+    if start.source is None or (dtype == torch.float32 and config.swap_blocks == 0):
         denoiser = weights.load(start, config.seed)
         for parameter in denoiser.parameters():
-            parameter.data = parameter.data.bfloat16() if parameter.dim() > 1 else parameter.data
-    if device.type == "cpu":
+            parameter.data = parameter.data.to(dtype) if parameter.dim() > 1 else parameter.data
+    else:
+        denoiser, stored = weights.unread(start)
+    freeze(denoiser, config.freeze)
+    swapped = _swapped_blocks(denoiser, config)
+    resident = {name: weight for name, weight in stored.items() if not name.startswith(tuple(swapped))}
+    read_weights(denoiser, resident, dtype, device, whole_vectors=True)
+    if swapped:
+        _read_swapped(denoiser, swapped, stored, dtype, BlockSwap(device, trained=True))
+    if device.type == "cpu" and dtype == torch.bfloat16:
         compute_in_float32(denoiser)
     return denoiser
 
@@ -83,17 +90,16 @@ def _read_swapped(
     blocks: dict[str, nn.Module],
     stored: StoredWeights,
     dtype: torch.dtype,
-    device: torch.device,
+    swap: BlockSwap,
 ) -> None:
     """Read the weights of swapped blocks, block by block, to host memory."""
-    swap = BlockSwap(device)
     for prefix, block in blocks.items():
         own = {name: weight for name, weight in stored.items() if name.startswith(prefix)}
-        read_weights(denoiser, own, dtype)
+        read_weights(denoiser, own, dtype, whole_vectors=swap.trained)
         swap.add(block)
     swap.start()
     host, buffers = format_bytes(swap.host_bytes), format_bytes(swap.device_bytes)
-    info(f"blocks in host memory: {len(blocks)} ({host}), with {buffers} of buffers on {device}")
+    info(f"blocks in host memory: {len(blocks)} ({host}), with {buffers} of buffers on {swap.device}")
 
 
 def frozen_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

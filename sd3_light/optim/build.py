@@ -15,7 +15,8 @@ To add an optimizer, write its record in `config/optimizers.py` and its maker he
 """
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from sd3_light.optim.sharded_muon import ShardedMuon
 from sd3_light.optim.units import Named, OptimizerPart, OptimizerUnit, split_into_units, stand_in
 from sd3_light.runlog import info
 
+Hold = Callable[[Sequence[tuple[Tensor, Callable[[Tensor], None]]]], Sequence[Tensor]]
+"""Moves tensors to host memory and returns them there; each comes with a function that puts another in its place."""
 _PRODIGY_ESTIMATE = ("d", "d_max", "d_numerator", "k")
 
 
@@ -50,6 +53,7 @@ class Optimizer:
             id(p): part for part in self._parts for group in part.optimizer.param_groups for p in group["params"]
         }
         self._owners = {name: (held, members[id(held)]) for unit in units for name, held in unit.held.items()}
+        self._hosted: dict[str, dict[str, Tensor]] = {}
         self._prepared = False
         self.updates_started = 0
         """Number of updates started, including those of an optimizer that a library drives."""
@@ -101,7 +105,23 @@ class Optimizer:
         """Return KIND -> live tensor of a weight's state; empty before `prepare_state` or the first step."""
         parameter, part = self._owners[name]
         state = part.optimizer.state.get(parameter, {})
-        return {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+        live = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
+        return live | self._hosted.get(name, {})
+
+    def move_state(self, names: Iterable[str], hold: Hold) -> None:
+        """Create the state of weights as of step 0 and move it to host memory, where `state` returns it."""
+        places = []
+        tensors = []
+        for name in names:
+            parameter, part = self._owners[name]
+            part.create_state(part.optimizer, parameter)
+            own = part.optimizer.state[parameter]
+            for kind, value in self.state(name).items():
+                if value.device == parameter.device:
+                    places.append((name, kind))
+                    tensors.append((value, partial(own.__setitem__, kind)))
+        for (name, kind), hosted in zip(places, hold(tensors), strict=True):
+            self._hosted.setdefault(name, {})[kind] = hosted
 
 
 def make_optimizer(
@@ -110,11 +130,11 @@ def make_optimizer(
     config: OptimizerConfig,
     device: torch.device,
     draws: StepDraws | None = None,
-    in_units: bool = False,
+    groups: Sequence[Named] | None = None,
 ) -> Optimizer:
     """Return the optimizer of ``[optimizer]`` for trainable weights of ``model``, by name, all on ``device``.
 
-    ``in_units`` updates a bounded number of weights at a time, as weights in bfloat16 need.
+    With ``groups`` of them it updates a bounded number at a time, of one group, as weights in bfloat16 need.
     """
     assert named, "nothing to train"
     assert all(parameter.device.type == device.type for parameter in named.values()), f"weights must be on {device}"
@@ -128,7 +148,7 @@ def make_optimizer(
     if record.package is not None and importlib.util.find_spec(record.package) is None:
         raise UserError(f'optimizer.type = "{config.type}" needs {record.package}; run `{record.install}`')
     units = []
-    for weights in split_into_units(named) if in_units else [named]:
+    for weights in [named] if groups is None else [unit for group in groups for unit in split_into_units(group)]:
         held = {name: stand_in(weight) for name, weight in weights.items()}
         for name, weight in weights.items():
             kinds.add_alias(held[name], weight)

@@ -85,7 +85,8 @@ class Averages:
             yield
         finally:
             with torch.no_grad():
-                torch._foreach_copy_(targets, live)
+                # looked up again: weights in host memory may be on their way to the device
+                torch._foreach_copy_([weights[name].detach() for name in self._names], live)
 
 
 def _tracks(weights: Mapping[str, Tensor], config: EmaConfig) -> dict[str, Track]:

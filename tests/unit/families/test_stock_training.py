@@ -22,9 +22,9 @@ from tests.project import Project
 from tests.stock_project import BUCKETS, LORA, write_project
 
 OTHERS = ["flux2", "krea2", "prx", "qwen_image", "sana", "z_image"]
+RELEASE = ("gradient_release=true", "gradient_clipping=0.0")
 NARROW = (
-    "gradient_release=true",
-    "gradient_clipping=0.0",
+    *RELEASE,
     'optimizer.weight_dtype="bfloat16"',
     'model.transformer_dtype="bfloat16"',
 )
@@ -141,6 +141,31 @@ def test_blocks_in_host_memory_train_alike(
     evals = [[event["flow"] for event in project.events("eval", name)] for name in ("whole", "swapped")]
     assert evals[0]
     assert evals[0] == evals[1]
+
+
+@pytest.mark.parametrize(
+    "keys", [RELEASE, (*NARROW, 'optimizer.type="adamw8bit"', "activation_checkpointing=true")], ids=["float32", "8bit"]
+)
+def test_trained_blocks_in_host_memory_train_alike(
+    project: Project, keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, norms, weights, moments, averages, evaluation and exports, resumed with other blocks in host memory."""
+    whole = tensors(run(project, "whole", *keys) / checkpoint_name(4))
+    needed = poison(monkeypatch)
+    run(project, "swapped", *keys, 'swap_blocks="all"', "max_steps=2")
+    resumed = tensors(run(project, "swapped", *keys, "swap_blocks=3", resume=Resume()) / checkpoint_name(4))
+    assert len(set(needed)) >= 2
+    assert whole.keys() == resumed.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
+    for kind, names in (("step", ("loss", "grad_norm", "param_norm")), ("eval", ("flow", "weights"))):
+        logs = [[[event[key] for key in names] for event in project.events(kind, run)] for run in ("whole", "swapped")]
+        assert logs[0]
+        assert logs[0] == logs[1]
+    exports = [project.folder / name / "exports" / checkpoint_name(4) / "transformer" for name in ("whole", "swapped")]
+    files = [sorted(folder.glob("*.safetensors")) for folder in exports]
+    assert files[0]
+    assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
 
 
 def test_8_bit_weights_train_nearly_alike(project: Project) -> None:
