@@ -108,7 +108,9 @@ def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
     setup = estimate.setup
     can_release = setup.adapter is None and setup.world == 1 and not setup.release
     release = " and gradient_release = true (docs/training.md, section 5)" if can_release else ""
-    last = "shard with parallel = 'fsdp2'" if setup.adapter is None else "write swap_blocks = 'all'"
+    last = "write swap_blocks = 'all'" if setup.adapter is not None else "shard with parallel = 'fsdp2'"
+    if setup.adapter is None and setup.world == 1 and not setup.swapped:
+        last = f"write swap_blocks = 'all'{' beside it' if can_release else ''}, or {last} on several GPUs"
     remedy = f"lower micro_batch_size_per_gpu, write activation_checkpointing = true{release}, or {last}"
     return f"{DOES_NOT_FIT}: {format_bytes(needed)}, {gpu.name} has {format_bytes(gpu.total_bytes)}; {remedy}"
 

@@ -337,10 +337,13 @@ def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEsti
     formula += f"; + {copies.value / MIB:.0f} MiB copies for checkpoints = {copies.formula}"
     if setup.host_bytes:
         formula += f"; + {setup.host_bytes / MIB:.0f} MiB pinned for blocks in host memory"
+    averages = 4 * setup.ema_tracks * sum(setup.hosted_parameters)
+    if averages:
+        formula += f"; + {averages / MIB:.0f} MiB for their averages"
     resident = {"host": data.cache.value + data.index, "device": data.index}.get(train.residence, 0)
     if resident:
         formula += f"; + {resident / MIB:.0f} MiB for the cache in memory ({train.residence})"
-    return Amount(loader.value + evaluation + copies.value + setup.host_bytes + resident, formula)
+    return Amount(loader.value + evaluation + copies.value + setup.host_bytes + averages + resident, formula)
 
 
 def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amount, Amount]:

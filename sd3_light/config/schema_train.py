@@ -163,9 +163,10 @@ class TrainConfig(Table):
     """Recompute activations in the backward pass to save memory. true: whole blocks, a third more arithmetic.
     selective: everything except matrix products and attention, a few percent more time."""
     swap_blocks: CountOrAll = 0
-    """Blocks of the denoiser whose frozen weights under an adapter are in host memory, evenly spread; each is copied to
-    the GPU ahead of its use, into one of two buffers. The results do not change. From 3 on it saves memory; more than
-    there are means all of them."""
+    """Blocks of the denoiser whose weights are in host memory, evenly spread: the frozen ones under an adapter, or with
+    `gradient_release` those that train, with their optimizer state and averages. Each block is copied to the GPU ahead
+    of its use, into one of two buffers; trained ones are updated there and written back. The results do not change.
+    From 3 on it saves memory; more than there are means all of them."""
     fast: FlagOrAuto = "auto"
     """Run the joint blocks with hand-written GPU kernels: same weights and mathematics, faster. auto: on a GPU in
     bfloat16, unless `compile`, an adapter, sharded weights, pipeline stages or SD3.5's second attention rule them out,

@@ -73,7 +73,7 @@ def _of_sd_scripts(file_kind: str, keys: Mapping[str, str]) -> list[UnsupportedK
 # fmt: off
 UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     *_in_table("train", "",
-        ("blocks_to_swap", "it has another name here", "write swap_blocks, for a LoRA"),
+        ("blocks_to_swap", "it has another name here", "write swap_blocks, for all weights with gradient_release = true"),
         ("disable_block_swap_for_eval", _BLOCK_SWAP, "remove the key"),
         ("reentrant_activation_checkpointing", "only non-reentrant checkpointing is used", "use activation_checkpointing = true"),
         ("activation_checkpointing", "activations are recomputed, not offloaded to the host", "write activation_checkpointing = true", "unsloth"),
@@ -147,7 +147,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
         ("type", _FP32, 'write type = "adamw8bit"', "adamw8bitkahan"),
         ("type", _ADAPTIVE, _ADAMW, "automagic"),
         ("type", "optimizers cannot be composed", 'write type = "adamw" or "muon"', "genericoptim"),
-        ("type", "optimizer state is not offloaded to the host", 'write type = "adamw8bit", or shard with parallel = "fsdp2"', "offload"),
+        ("type", "optimizer state is in host memory with the blocks that it belongs to", 'write type = "adamw8bit", gradient_release = true and swap_blocks = "all"', "offload"),
         ("type", "it is not available", _ADAMW, "sgd"),
         ("stabilize", "only AdamW8bitKahan has it", "remove the key"),
         ("beta2_half_life", "betas are written as numbers", "write betas; the second is 0.5 ** (samples per step / beta2_half_life)"),

@@ -83,7 +83,8 @@ def _stage_memory(setup: TrainingSetup) -> GpuMemory:
 def state_bytes(setup: TrainingSetup) -> Amount:
     """Return the bytes per GPU held for the whole run: weights, optimizer state, averages, and a resident cache."""
     terms = _state_terms(setup)
-    trained = sum(setup.trained_parameters * term.width / term.shards for term in terms)
+    trained = sum(setup.resident_parameters * term.width / term.shards for term in terms)
+    trained += setup.buffered_parameters * (setup.weight_bytes + sum(_optimizer_terms(setup).values()))
     fixed = setup.other_models + setup.cache + (ZERO_BUCKET_BYTES if setup.zero_stage == 3 else 0)
     return Amount(round(setup.frozen_bytes / setup.shards + trained) + fixed, _state_formula(setup, terms))
 
@@ -116,9 +117,11 @@ def _state_formula(setup: TrainingSetup, terms: Sequence[_Term]) -> str:
         joined = " + ".join(f"{term.name} {term.width:.4g}" for term in terms if term.shards == shards)
         groups.append(f"({joined})" + (f" / {shards} GPUs" if shards > 1 else ""))
     formula = ("P·" if setup.adapter is None else "A·") + (groups[0] if len(groups) == 1 else f"({' + '.join(groups)})")
+    hosted = f" (with buffers for {format_bytes(setup.host_bytes)} in host memory)" if setup.host_bytes else ""
     if setup.adapter is not None:
-        hosted = f" (with buffers for {format_bytes(setup.host_bytes)} in host memory)" if setup.host_bytes else ""
         formula = f"{format_bytes(setup.frozen_bytes // setup.shards)} frozen{hosted} + {formula}"
+    elif hosted:
+        formula = f"{formula}, P without {sum(setup.hosted_parameters):,}{hosted}"
     if setup.stages > 1:
         formula = f"stage {setup.stage} (layers {setup.layers.start} to {setup.layers.stop - 1}): {formula}"
     if setup.zero_stage == 3:
@@ -142,7 +145,8 @@ def checkpoint_copy_bytes(setup: TrainingSetup) -> Amount:
     writers = setup.replicas if all_write else min(setup.world, _GPUS_PER_MACHINE)
     letter = "P" if setup.adapter is None else "A"
     formula = f"{letter}·({joined})" + (f" / {writers} writers" if writers > 1 else "")
-    trained = max(replace(setup, stage=stage).trained_parameters for stage in range(setup.stages))
+    # what is in host memory is written from there
+    trained = max(replace(setup, stage=stage).resident_parameters for stage in range(setup.stages))
     return Amount(round(trained * sum(terms.values()) / writers), formula)
 
 
@@ -245,7 +249,7 @@ def _evaluation(setup: TrainingSetup, one_block: int, copies: int) -> dict[str, 
     """Return the terms while an average replaces the weights; torch's last gradients still exist then."""
     if not setup.evaluates:
         return {}
-    backup = setup.weight_bytes * setup.trained_parameters // setup.shards if setup.ema_tracks else 0
+    backup = setup.weight_bytes * setup.resident_parameters // setup.shards if setup.ema_tracks else 0
     gradients = _all_gradients(setup) if setup.zero_stage is None else 0
     return {"gradients": gradients, "backup of weights": backup, "one block": one_block, "copies of weights": copies}
 
@@ -275,9 +279,10 @@ def _gradients(setup: TrainingSetup) -> int:
 def _weight_copies(setup: TrainingSetup) -> tuple[int, int]:
     """Return the bytes of copies of weights at the end of the forward pass, and while one block is computed.
 
-    Autocast casts each weight once and keeps the copy until the forward pass ends; without checkpointing the backward
-    pass needs it too. Pipelines leave autocast after each layer, and each of their micro-batches has its own copies.
-    FSDP2 gathers weights in bf16, one block ahead, and sends a block's gradients in float32; ZeRO-3 gathers in float32.
+    Autocast casts each weight once and keeps the copy until the forward pass ends, or until a block from host memory
+    ends; without checkpointing the backward pass needs it too. Pipelines leave autocast after each layer, and each of
+    their micro-batches has its own copies. FSDP2 gathers weights in bf16, one block ahead, and sends a block's
+    gradients in float32; ZeRO-3 gathers in float32.
     """
     block = setup.block_parameters
     if setup.zero_stage is None and setup.shards > 1:
@@ -290,8 +295,11 @@ def _weight_copies(setup: TrainingSetup) -> tuple[int, int]:
         return gathered + 2 * setup.trained_parameters, gathered + 2 * setup.trained_parameters
     if setup.stages > 1:
         return 2 * (block if setup.checkpointing else setup.in_flight * setup.parameters), 2 * block
-    freed = setup.compiled and setup.checkpointing  # a compiled block casts for itself
-    return gathered + 2 * (block if freed else setup.parameters), gathered + 2 * block
+    if setup.checkpointing and setup.compiled:  # a compiled block casts for itself
+        return gathered + 2 * block, gathered + 2 * block
+    if setup.checkpointing and setup.hosted_parameters:  # those since the last block from host memory
+        return 2 * block * -(-setup.cost.num_blocks // len(setup.hosted_parameters)), 2 * block
+    return gathered + 2 * setup.parameters, gathered + 2 * block
 
 
 def _optimizer_step(setup: TrainingSetup) -> dict[str, int]:

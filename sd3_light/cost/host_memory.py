@@ -46,9 +46,11 @@ def export_host(setup: TrainingSetup, save_bytes: int) -> Amount:
 def train_host(setup: TrainingSetup, loaders: Amount, workers: int, export: Amount) -> Amount:
     """Return the host memory of a process that trains on a GPU, with its workers and while an export is proven.
 
-    ``loaders`` are batches and the copies for checkpoints. All weights are loaded in float32 before they go to the GPU.
+    ``loaders`` are batches, copies for checkpoints and blocks in host memory. All weights are loaded in float32 before
+    they go to the GPU; those that stay in host memory, or in bfloat16, are read one by one.
     """
-    loading = 4 * setup.cost.parameters if setup.adapter is None else 0
+    one_by_one = setup.adapter is not None or setup.hosted_parameters or setup.weight_bytes == 2
+    loading = 0 if one_by_one else 4 * setup.cost.parameters
     held = max(loading, loaders.value + export.value)
     formula = f"{format_bytes(INTERPRETER_BYTES + CUDA_BYTES)} process + {workers} workers·{format_bytes(WORKER_BYTES)}"
     formula += f" + {format_bytes(loaders.value)} loaders and checkpoints + {format_bytes(export.value)} export"

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Literal
 
 from sd3_light.config.base import Checkpointing
-from sd3_light.config.optimizers import UNIT_ELEMENTS
+from sd3_light.config.optimizers import OPTIMIZERS, UNIT_ELEMENTS
 from sd3_light.core.cost import BlockKind, Compute, Cost, SampleBytes, Tokens
 from sd3_light.cost.partition import stage_bounds
 
@@ -52,7 +52,7 @@ class TrainingSetup:
     weight_bytes: int = 4  # of a trained weight and its gradient: 2 in bfloat16
     release: bool = False  # gradients are freed in the backward pass
     base_bits: int = 16  # bits of a frozen weight in the matrices of the blocks; under 16, one GPU holds all of them
-    swapped: int | Literal["all"] = 0  # blocks whose frozen weights are in host memory
+    swapped: int | Literal["all"] = 0  # blocks in host memory: frozen weights under an adapter, or all with their state
     deepspeed: bool = False
     zero: int = 1
     stages: int = 1
@@ -148,8 +148,25 @@ class TrainingSetup:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the frozen weights in host memory."""
-        return round(sum(self._swapped_bytes))
+        """Bytes of weights in host memory, and of the optimizer state of those that train."""
+        moments = sum(term.bytes_per_parameter for term in OPTIMIZERS[self.optimizer].state)
+        return round(sum(self._swapped_bytes) + (self.weight_bytes + moments) * sum(self.hosted_parameters))
+
+    @cached_property
+    def hosted_parameters(self) -> list[int]:
+        """Trained parameters of each block in host memory."""
+        numbers = swapped_blocks(self.swapped, self.cost.num_blocks) if self.adapter is None else []
+        return [self.cost.layer_parameters[number + 1] for number in numbers]
+
+    @property
+    def resident_parameters(self) -> int:
+        """The trained parameters of this stage that are not in host memory."""
+        return self.trained_parameters - sum(self.hosted_parameters)
+
+    @property
+    def buffered_parameters(self) -> int:
+        """Parameters for which the buffers of trained blocks in host memory have room."""
+        return min(SWAP_BUFFERS, len(self.hosted_parameters)) * max(self.hosted_parameters, default=0)
 
     @cached_property
     def _swapped_bytes(self) -> list[float]:

@@ -32,7 +32,7 @@ _ENOUGH = 4  # a quarter of the largest micro-batch is nearly as fast: no need t
 class MemoryPlan:
     """Sizes of a run per GPU. ``needed`` and ``available`` are bytes, None on a CPU.
 
-    Of an adapter's frozen weights, those of ``swap_blocks`` blocks are in host memory: ``host`` bytes.
+    The weights of ``swap_blocks`` blocks are in host memory: ``host`` bytes, with their moments if they train.
     """
 
     micro_batch: int
@@ -88,9 +88,12 @@ def plan_memory(estimate: RunEstimate, train: TrainConfig, kind: Kind, gpus: Seq
 
 
 def _released(search: "_Search", largest: int, needed: int | None) -> MemoryPlan:
-    """Return the plan that changes least of those that release gradients and fit; ``needed`` are AdamW's bytes."""
+    """Return the plan that changes least of those that release gradients and fit; ``needed`` are AdamW's bytes.
+
+    Where the smallest weights and moments do not fit, some blocks are in host memory.
+    """
     plan = MemoryPlan(1, 1, True)
-    for weight_bytes, tracks in _STORED:
+    for weight_bytes, tracks, hosted in (*((*stored, False) for stored in _STORED), (*_STORED[-1], True)):
         setup = search.estimate.setup
         setup = replace(
             setup,
@@ -101,7 +104,8 @@ def _released(search: "_Search", largest: int, needed: int | None) -> MemoryPlan
             ema_tracks=tracks * setup.ema_tracks,
         )
         train = search.train.model_copy(update={"gradient_release": True})
-        plan = replace(search, estimate=replace(search.estimate, setup=setup), train=train).fastest(largest)
+        narrowed = replace(search, estimate=replace(search.estimate, setup=setup), train=train)
+        plan = narrowed.swapping() if hosted else narrowed.fastest(largest)
         plan = replace(plan, release=True, narrow=weight_bytes == 2, averages=bool(tracks), needed_by_adamw=needed)
         if plan.fits:
             break

@@ -109,7 +109,8 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
     if plan.base_bits < 16:
         changes["adapter.base_bits"] = (plan.base_bits, "of a frozen weight, so that the denoiser fits; 16 is exact")
     if plan.swap_blocks:
-        changes["swap_blocks"] = (plan.swap_blocks, f"{format_bytes(plan.host)} of host memory")
+        held = ", for weights and moments that do not fit on the GPU" if plan.release else ""
+        changes["swap_blocks"] = (plan.swap_blocks, f"{format_bytes(plan.host)} of host memory{held}")
     if values.layers is not None:
         changes |= {f"model.shape.num_{part}": (values.layers, "few, for a CPU") for part in ("layers", "heads")}
     if kind.continues and "shift" in tomllib.loads(text)["model"]:

@@ -56,7 +56,8 @@ __all__ = ["OnSample", "Resume", "order_review", "require_start", "run"]
 
 _OUT_OF_MEMORY = (
     "lower micro_batch_size_per_gpu (and raise gradient_accumulation_steps), or write activation_checkpointing = true, "
-    "compile = true or, on several GPUs, parallel = 'fsdp2'; `sd3-light check` estimates memory use"
+    "compile = true, swap_blocks = 'all' (where all weights train, with gradient_release = true) or, on several GPUs, "
+    "parallel = 'fsdp2'; `sd3-light check` estimates memory use"
 )
 _GRAPHS_OUT_OF_MEMORY = f"write cuda_graphs = false, which needs about half of a step's memory, or {_OUT_OF_MEMORY}"
 

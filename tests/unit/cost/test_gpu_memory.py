@@ -372,6 +372,19 @@ def test_other_models_are_counted() -> None:
     assert gpu_memory(replace(LIGHT, other_models=123)).total == gpu_memory(LIGHT).total + 123
 
 
+def test_trained_blocks_in_host_memory_leave_the_gpu() -> None:
+    resident = replace(LIGHT, fast=False, batch=1, checkpointing=True, release=True, ema_tracks=1, evaluates=True)
+    totals = [gpu_memory(replace(resident, swapped=count)).total for count in range(2, LIGHT.cost.num_blocks + 1)]
+    assert totals == sorted(totals, reverse=True), "from the second on each block saves memory"
+    hosted = replace(resident, swapped="all")
+    blocks = LIGHT.cost.layer_parameters[1:-1]
+    assert hosted.host_bytes == 12 * sum(blocks)
+    outside = LIGHT.parameters - sum(blocks)
+    assert state_bytes(hosted).value == 16 * outside + 2 * 12 * max(blocks)
+    assert "host memory" in state_bytes(hosted).formula
+    assert checkpoint_copy_bytes(hosted).value == 16 * outside, "the rest is written from where it is"
+
+
 def test_weights_in_bfloat16_and_released_gradients_take_less() -> None:
     count = LIGHT.parameters
     stock = replace(LIGHT, fast=False, batch=1, optimizer="adamw8bit", checkpointing=True)

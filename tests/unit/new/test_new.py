@@ -206,6 +206,34 @@ def test_less_memory_releases_gradients_then_narrows_weights(tmp_path: Path, ima
     assert not several.release, "several GPUs shard the weights"
 
 
+def test_all_weights_that_do_not_fit_get_blocks_in_host_memory(
+    tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    project = new.run("finetune", images, str(DEMO), tmp_path, gpus=gpu(80))
+    loaded = check.load(project.train_toml)
+    estimate = check.run(loaded)
+    cost = SD3Cost(SIZES["sd3.5_medium"], loaded.train.model)
+    medium = replace(estimate, setup=replace(estimate.setup, cost=cost, bounds=()))
+    plans = [plan_memory(medium, loaded.train, KINDS["finetune"], gpu(gib)) for gib in (12, 10, 8, 1.5)]
+    assert [plan.fits for plan in plans] == [True, True, True, False]
+    assert 0 == plans[0].swap_blocks < plans[1].swap_blocks < plans[2].swap_blocks < plans[3].swap_blocks == 24
+    for plan in plans[1:]:
+        assert (plan.release, plan.narrow, plan.averages, plan.micro_batch) == (True, True, False, 1)
+        assert plan.host == pytest.approx(4.03 * plan.swap_blocks * sum(cost.layer_parameters[1:-1]) / 24, rel=0.2)
+    text = train_toml(KINDS["finetune"], TextValues("finetune", "images", "owner/model", 64, plans[1]))
+    table = tomllib.loads(text)
+    assert (table["swap_blocks"], table["gradient_release"]) == (plans[1].swap_blocks, True)
+    held = f"# {format_bytes(plans[1].host)} of host memory, for weights and moments that do not fit on the GPU"
+    assert held in text
+    train = loaded.train.model_copy(
+        update={key: table[key] for key in ("swap_blocks", "gradient_release", "activation_checkpointing")}
+    )
+    setup = replace(medium.setup, swapped=train.swap_blocks, release=True, checkpointing=True, batch=1, ema_tracks=0)
+    assert gpu_memory(replace(setup, weight_bytes=2, optimizer="adamw8bit", fast=False)).total <= 10 * GIB
+    _report(replace(project, plan=plans[1]))
+    assert f"swap_blocks = {plans[1].swap_blocks} (" in capfd.readouterr().err
+
+
 def test_check_agrees_with_a_plan_that_releases_gradients(
     tmp_path: Path, images: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
