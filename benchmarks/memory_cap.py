@@ -1,18 +1,24 @@
-"""Steps of a LoRA on a Flux.1 denoiser with random weights, on a GPU that may use only some of its memory.
+"""Steps of a denoiser of published shape with random weights, on a GPU that may use only some of its memory.
 
     python benchmarks/memory_cap.py [--gib 24 ...] [--swap 0 19 38 all] [--bits 16 8] [--checkpointing true]
         [--compile] [--side 1024] [--batch 1] [--steps 8] [--toy]
+    python benchmarks/memory_cap.py --all-weights [--families sd3 flux2 qwen_image] [--depth full] [--gib 23]
+        [--swap 0 all] [--optimizer adamw8bit] [--weights bfloat16 float32] ...
 
-Runs every combination of `--gib`, `--swap` and `--bits` in its own process, and prints a table: seconds per step
-(the median, without the first two), the peak of allocated and of reserved GPU memory, the bytes of blocks in host
-memory (pinned), the peak of the process's resident memory, and the last loss. Runs with equal bits have equal losses,
-however many blocks are swapped. `--gib` is enforced by `torch.cuda.set_per_process_memory_fraction`; the CUDA context
-is not part of it. `--toy` takes a tiny denoiser, on a CPU too. `PYTHONPATH` must name the root of the repository.
+Trains a LoRA on Flux.1, or with `--all-weights` all weights of each family, with released gradients. Runs every
+combination of `--families`, `--gib`, `--swap` and `--bits` or `--weights` in its own process, and prints a table:
+seconds per step (the median, without the first two), the peak of allocated and of reserved GPU memory, the bytes of
+blocks in host memory (pinned, with their optimizer state), the peak of the process's resident memory, and the last
+loss. Runs that differ in the number of swapped blocks alone have equal losses, as far as the kernels of attention
+repeat theirs. `--gib` is enforced by `torch.cuda.set_per_process_memory_fraction`; the CUDA context is not part of it.
+`--depth 20` takes 20 blocks of each kind, `third` a third of them. `--toy` takes tiny denoisers, on a CPU too.
+`PYTHONPATH` must name the root of the repository.
 """
 
 import argparse
 import itertools
 import json
+import os
 import resource
 import statistics
 import subprocess
@@ -25,25 +31,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from real_families import FAMILIES, SD3, Model, write_configs
 from torch import Tensor
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.compiling import compile_blocks
-from sd3_light.core.registry import family_named
+from sd3_light.core.registry import family_of
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.trainable import load_what_trains
-from sd3_light.families.stock.weights import StockWeights
-from sd3_light.model.block_swap import BlockSwap
+from sd3_light.model.block_swap import HostRing
 
 GIB = 1 << 30
 TEXT_TOKENS = 512
-TOY = {"num_layers": 3, "num_single_layers": 4, "attention_head_dim": 16, "num_attention_heads": 2}
-TOY |= {"joint_attention_dim": 32, "pooled_projection_dim": 32, "axes_dims_rope": [4, 4, 8]}
-FLUX = {"num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128, "num_attention_heads": 24}
-FLUX |= {"joint_attention_dim": 4096, "pooled_projection_dim": 768, "axes_dims_rope": [16, 56, 56]}
-COLUMNS = ("gib", "bits", "swap", "seconds", "allocated_gib", "reserved_gib", "pinned_gib", "rss_gib", "loss", "failed")
+SD3_TEXT_TOKENS = 333
+COLUMNS = (
+    *("family", "gib", "bits", "weights", "swap", "parameters", "seconds", "allocated_gib", "reserved_gib"),
+    *("pinned_gib", "rss_gib", "loss", "failed"),
+)
 
 
 @dataclass(frozen=True)
@@ -63,60 +69,71 @@ class RandomWeight:
         return (drawn / self.shape[1] ** 0.5).cpu()
 
 
-def make_config(folder: Path, options: argparse.Namespace) -> TrainConfig:
-    """Write the config of the denoiser, and return that of a run."""
-    (folder / "transformer").mkdir()
-    shape = TOY if options.toy else FLUX
-    config = {"_class_name": "FluxTransformer2DModel", "in_channels": 64, "guidance_embeds": True, **shape}
-    (folder / "transformer" / "config.json").write_text(json.dumps(config))
-    (folder / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    adapter = {"rank": 16, "target_modules": list(family_named("flux").adapter_targets), "base_bits": options.bits[0]}
+def make_config(folder: Path, options: argparse.Namespace) -> tuple[TrainConfig, dict[str, Any]]:
+    """Write the config of the denoiser; return that of a run, and the denoiser's."""
+    family = options.families[0]
+    denoiser = write_configs(Model(family, options.depth, toy=options.toy), folder)
+    name = "sd3" if family in SD3 else family
     swap = options.swap[0]
-    keys = {
+    keys: dict[str, Any] = {
         "output_dir": "out",
         "dataset": "data.toml",
         "max_steps": options.steps,
         "activation_checkpointing": options.checkpointing == "true",
         "swap_blocks": swap if swap == "all" else int(swap),
         "compile": options.compile,
-        "model": {"type": "flux", "diffusers_path": str(folder), "dtype": "bfloat16"},
-        "adapter": adapter,
+        "model": {"type": name, "diffusers_path": str(folder), "dtype": "bfloat16"},
     }
-    return TrainConfig.model_validate(keys, context={"base": folder})
+    if options.all_weights:
+        keys["optimizer"] = {"type": options.optimizer, "weight_dtype": options.weights[0]}
+        keys |= {"gradient_release": True, "gradient_clipping": 0.0}
+    else:
+        keys["adapter"] = {"rank": 16, "base_bits": options.bits[0]}
+    config = TrainConfig.model_validate(keys, context={"base": folder})
+    if config.adapter is None:
+        frozen = getattr(family_of(config.model), "frozen", lambda _: ())
+        return config.model_copy(update={"freeze": tuple(frozen(denoiser))}), denoiser
+    targets = family_of(config.model).adapter_targets
+    adapter = config.adapter.model_copy(update={"target_modules": tuple(targets)})
+    return config.model_copy(update={"adapter": adapter}), denoiser
 
 
 def make_engine(config: TrainConfig, device: torch.device) -> TorchEngine:
     """Return the engine of a run with random weights."""
-    family = family_named("flux")
-    stock_unread = StockWeights.unread
+    family = family_of(config.model)
+    weights: Any = type(family.weights)
+    stored_unread = weights.unread
 
-    def unread(weights: StockWeights, start: Any) -> Any:
-        denoiser = weights.empty(start.size.transformer_config())
+    def unread(self: Any, start: Any) -> Any:
+        denoiser = self.empty(start.size.transformer_config())
         state = denoiser.state_dict()
         return denoiser, {name: RandomWeight(name, tuple(value.shape), device) for name, value in state.items()}
 
-    StockWeights.unread = unread  # type: ignore[assignment, method-assign]
+    weights.unread = unread
     denoiser = load_what_trains(config, family.weights.start(config.model), device)
-    StockWeights.unread = stock_unread  # type: ignore[method-assign]
+    weights.unread = stored_unread
     module = family.training.model(denoiser, config, fast=False)
     if config.compile:
         compile_blocks(denoiser)
     return TorchEngine(module, config, Launch(), device)
 
 
-def make_batch(options: argparse.Namespace) -> Batch:
+def make_batch(options: argparse.Namespace, denoiser: dict[str, Any]) -> Batch:
     """Return a micro-batch of random values."""
     generator = torch.Generator().manual_seed(0)
     side = 8 if options.toy else options.side // 8
-    shape = TOY if options.toy else FLUX
+    is_sd3 = options.families[0] in SD3
+    channels = denoiser["in_channels"] // (1 if is_sd3 else 4)
+    tokens = 8 if options.toy else SD3_TEXT_TOKENS if is_sd3 else TEXT_TOKENS
 
     def draw(*sizes: int) -> Tensor:
         return torch.randn(options.batch, *sizes, generator=generator)
 
-    values = {"noisy": draw(16, side, side), "target": draw(16, side, side)}
+    values = {"noisy": draw(channels, side, side), "target": draw(channels, side, side)}
     values["t"] = torch.rand(options.batch, generator=generator)
-    values["text"] = draw(8 if options.toy else TEXT_TOKENS, shape["joint_attention_dim"]).bfloat16()
-    values["pooled"] = draw(shape["pooled_projection_dim"]).bfloat16()
+    values["prompt" if is_sd3 else "text"] = draw(tokens, denoiser["joint_attention_dim"]).bfloat16()
+    if "pooled_projection_dim" in denoiser:
+        values["pooled"] = draw(denoiser["pooled_projection_dim"]).bfloat16()
     return Batch(options.batch, values)
 
 
@@ -126,23 +143,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.gib[0] * GIB / total), device)
-    swaps: list[BlockSwap] = []
-    start = BlockSwap.start
-    BlockSwap.start = lambda swap: (start(swap), swaps.append(swap))  # type: ignore[assignment, method-assign]
+    rings: list[HostRing] = []
+    start = HostRing.start
+    HostRing.start = lambda ring: (start(ring), rings.append(ring))  # type: ignore[assignment, method-assign]
     with tempfile.TemporaryDirectory() as folder:
-        engine = make_engine(make_config(Path(folder), options), device)
-    batch = make_batch(options)
+        config, denoiser = make_config(Path(folder), options)
+        engine = make_engine(config, device)
+    batch = make_batch(options, denoiser)
     seconds = []
     loss = 0.0
-    for _ in range(options.steps):
+    for step in range(options.steps):
         begin = time.perf_counter()
-        loss = engine.train_step([batch], 1e-4).read().losses["loss"]  # waits for the device
+        engine.module.begin(step)
+        loss = engine.train_step([batch], options.lr).read().losses["loss"]  # waits for the device
         seconds.append(time.perf_counter() - begin)
-    facts = {"seconds": round(statistics.median(seconds[2:]), 4), "loss": loss}
+    parameters = sum(weight.numel() for weight in engine.module.denoiser.parameters())
+    facts = {"seconds": round(statistics.median(seconds[2:]), 4), "loss": loss, "parameters": parameters}
     if device.type == "cuda":
         facts["allocated_gib"] = round(torch.cuda.max_memory_allocated(device) / GIB, 2)
         facts["reserved_gib"] = round(torch.cuda.max_memory_reserved(device) / GIB, 2)
-    facts["pinned_gib"] = round(sum(swap.host_bytes for swap in swaps) / GIB, 2)
+    facts["pinned_gib"] = round(sum(ring.host_bytes for ring in rings) / GIB, 2)
     facts["rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20), 2)
     return facts
 
@@ -150,9 +170,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure each case in its own process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all-weights", action="store_true")
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=["flux"])
+    parser.add_argument("--depth", default="full")
     parser.add_argument("--gib", type=float, nargs="+", default=[24.0])
     parser.add_argument("--swap", nargs="+", default=["0", "19", "38", "all"])
     parser.add_argument("--bits", type=int, nargs="+", default=[16, 8])
+    parser.add_argument("--weights", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16"])
+    parser.add_argument("--optimizer", choices=["adamw", "adamw8bit", "adafactor"], default="adamw8bit")
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--checkpointing", choices=["true", "false"], default="true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--side", type=int, default=1024)
@@ -165,12 +191,16 @@ def main() -> None:
         print(json.dumps(measure(options)))
         return
     print(" | ".join(COLUMNS), flush=True)
-    for gib, bits, swap in itertools.product(options.gib, options.bits, options.swap):
-        case = ["--gib", str(gib), "--bits", str(bits), "--swap", swap, "--one"]
-        run = subprocess.run([sys.executable, "-P", __file__, *sys.argv[1:], *case], capture_output=True, text=True)
+    stored = "weights" if options.all_weights else "bits"
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).resolve().parent)]))
+    for values in itertools.product(options.families, options.gib, getattr(options, stored), options.swap):
+        facts = dict(zip(("families", "gib", stored, "swap"), values, strict=True))
+        case = [text for name, value in facts.items() for text in (f"--{name}", str(value))]
+        command = [sys.executable, "-P", __file__, *sys.argv[1:], *case, "--one"]
+        run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
         lines = run.stdout.splitlines() if run.returncode == 0 else []
-        facts = {"gib": gib, "bits": bits, "swap": swap}
         facts |= json.loads(lines[-1]) if lines else {"failed": run.stderr.strip().splitlines()[-1][:200]}
+        facts["family"] = facts.pop("families")
         print(" | ".join(str(facts.get(name, "")) for name in COLUMNS), flush=True)
 
 

@@ -16,6 +16,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from sd3_light.core import registry
 from sd3_light.model.loading import empty_model
 from sd3_light.parts.text_encoders import build_clip, build_t5, num_heads
 from sd3_light.parts.tokenizers import learn_tokenizers, save_tokenizers
@@ -163,8 +164,21 @@ def write_model(model: Model, folder: Path, captions: list[str], device: torch.d
 
 def denoiser_parameters(model: Model) -> int:
     """Return the parameters of a model's denoiser, without writing anything."""
-    denoiser = _sd3_denoiser(model) if model.family in SD3 else _stock_denoiser(model, _tiny(model.family))
-    return sum(parameter.numel() for parameter in denoiser.parameters())
+    return sum(parameter.numel() for parameter in _denoiser(model).parameters())
+
+
+def write_configs(model: Model, folder: Path) -> Entries:
+    """Write the config of a denoiser, and the index of a model that has no other parts; return the config."""
+    denoiser = _denoiser(model)
+    denoiser.save_config(folder / "transformer")
+    family = "sd3" if model.family in SD3 else model.family
+    index = {"_class_name": registry.family_named(family).pipeline}
+    (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    return _public(denoiser.config)
+
+
+def _denoiser(model: Model) -> Any:
+    return _sd3_denoiser(model) if model.family in SD3 else _stock_denoiser(model, _tiny(model.family))
 
 
 # --- SD3 ----------------------------------------------------------------------------------------

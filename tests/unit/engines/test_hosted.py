@@ -182,6 +182,21 @@ def test_frozen_weights_stay_on_the_device(tmp_path: Path) -> None:
     assert_equal(*map(state, engines))
 
 
+@pytest.mark.parametrize("level", [False, True])
+def test_compiled_blocks_find_their_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: bool) -> None:
+    found = []
+    for count in (0, 3, "all"):
+        torch.compiler.reset()
+        engine = make(tmp_path, swap_blocks=count, activation_checkpointing=level)
+        for block in engine.module.blocks():
+            block.forward = torch.compile(block.forward, backend="aot_eager")  # type: ignore[method-assign]
+        found.append((losses(run_steps(engine, 0, 3)), state(engine)))
+        poison(monkeypatch)
+    for results, values in found[1:]:
+        assert results == found[0][0]
+        assert_equal(values, found[0][1])
+
+
 def test_chunks_leave_and_enter_a_buffer_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_swap, "_CHUNK", 1 << 12)
     resident, hosted = (make(tmp_path, swap_blocks=count) for count in (0, "all"))
