@@ -21,6 +21,7 @@ from sd3_light.engines.protocol import Engine
 from sd3_light.export.of_run import model_config
 from sd3_light.export.trainable import frozen_dtype
 from sd3_light.model.adapter_layers import without_adapter
+from sd3_light.model.block_swap import trained_blocks
 from sd3_light.model.loading import StoredWeights, kept_in_float32, read_weights
 from sd3_light.optim.ema import MAIN_TRACK, Averages
 
@@ -38,6 +39,8 @@ def load_teacher(model: TrainedModel, config: TrainConfig, device: torch.device)
         return
     dtype = frozen_dtype(config, device)
     family = family_of(config.model)
+    if teacher == "start" and trained_blocks(model.denoiser) is not None:
+        raise UserError("the objective's teacher is the start of weights that are swapped; write swap_blocks = 0")
     if teacher == "start":
         parameters = dict(model.denoiser.named_parameters())
         whole = kept_in_float32(model.denoiser)

@@ -69,6 +69,7 @@ FLOW = "[objective.flow]\n"
         (RELEASE, "", '[optimizer]\ntype = "muon"', "gradient_release"),
         (RELEASE, "", '[optimizer]\ntype = "prodigy"', "gradient_release"),
         (RELEASE + "fp8 = true", "", "", "fp8"),
+        ("swap_blocks = 3", "", "", "swap_blocks"),
         (FSDP, "", NARROW, "optimizer.weight_dtype"),
         ("", 'transformer_dtype = "float32"', NARROW, "optimizer.weight_dtype"),
         ("", "", NARROW + 'type = "muon"', "optimizer.weight_dtype"),
@@ -297,3 +298,10 @@ def test_weights_that_are_updated_one_after_another_need_one_process(files: Any,
     assert "needs one process, not 2" in str(one_process_problem(train, 2, False))
     assert "start without --deepspeed" in str(one_process_problem(train, 1, True))
     assert one_process_problem(files.load().train, 8, True) is None
+
+
+@pytest.mark.parametrize("teacher", ["start", "average"])
+def test_a_teacher_of_all_weights_is_not_swapped(files: Any, teacher: str) -> None:
+    found = files.faults(RELEASE + "swap_blocks = 3", "", f'{EMA}[objective.dpo]\nteacher = "{teacher}"')
+    (fault,) = [fault for fault in found if fault.key == "swap_blocks"]
+    assert f"teacher is the {teacher} of all weights" in fault.problem
