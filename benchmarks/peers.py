@@ -39,6 +39,7 @@ from sd3_light.runlog import read_log
 
 LORA = ("--rank", "16", "--lora_alpha", "16")
 SD3_TEXT = ("--max_sequence_length", "256")
+FLUX_FLAGS = (*LORA, "--max_sequence_length", "512", "--guidance_scale", "1")
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 BOTH_STREAMS = (*(f"attn.{name}" for name in ATTENTION), "attn.add_[kqv]_proj", "attn.to_add_out")
 FLUX_LAYERS = (*BOTH_STREAMS, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
@@ -71,7 +72,7 @@ ROWS = {
         keys={"activation_checkpointing": True},
     ),
     "all-512-4": Row("train_dreambooth_sd3.py", 512, 4, targets=(), flags=SD3_TEXT),
-    "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS),
+    "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS, FLUX_FLAGS),
     "qwen-1024-1": Row("train_dreambooth_lora_qwen_image.py", 1024, 1, "qwen_image", ATTENTION),
     "z-image-1024-1": Row("train_dreambooth_lora_z_image.py", 1024, 1, "z_image", ATTENTION),
 }
