@@ -340,10 +340,14 @@ def _host(train: TrainConfig, data: DatasetEstimate, evals: Sequence[DatasetEsti
     averages = 4 * setup.ema_tracks * sum(setup.hosted_parameters)
     if averages:
         formula += f"; + {averages / MIB:.0f} MiB for their averages"
+    sizes = (replace(setup, tokens=row.tokens, batch=row.micro_batch).host_input_bytes for row in data.rows)
+    inputs = max(sizes, default=0)
+    if inputs:
+        formula += f"; + {inputs / MIB:.0f} MiB pinned for inputs of blocks"
     resident = {"host": data.cache.value + data.index, "device": data.index}.get(train.residence, 0)
     if resident:
         formula += f"; + {resident / MIB:.0f} MiB for the cache in memory ({train.residence})"
-    return Amount(loader.value + evaluation + copies.value + setup.host_bytes + averages + resident, formula)
+    return Amount(loader.value + evaluation + copies.value + setup.host_bytes + averages + inputs + resident, formula)
 
 
 def _loader(train: TrainConfig, data: DatasetEstimate, in_use: int) -> tuple[Amount, Amount]:

@@ -121,11 +121,11 @@ def word_or_path(*words: str) -> Callable[[Any, ValidationInfo], Any]:
     return lambda value, info: value if value in words else parse_path(value, info)
 
 
-def flag_or(word: str) -> Callable[[Any], Any]:
-    """Return a validator that accepts true, false or ``word``."""
+def flag_or(*words: str) -> Callable[[Any], Any]:
+    """Return a validator that accepts true, false or one of ``words``."""
 
     def validate(value: Any) -> Any:
-        if isinstance(value, bool) or value == word:
+        if isinstance(value, bool) or value in words:
             return value
         raise invalid_value("unknown value")
 
@@ -214,9 +214,12 @@ TomlLocation = Annotated[
     Allowed("a path, or a URL such as s3://bucket/folder without credentials"),
 ]
 FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(flag_or("auto")), Allowed('true, false or "auto"')]
-Checkpointing = bool | Literal["selective"]
-"""Recompute no activations, those of whole blocks, or all except the outputs of matrix products and attention."""
-FlagOrSelective = Annotated[Checkpointing, BeforeValidator(flag_or("selective")), Allowed('true, false or "selective"')]
+Checkpointing = bool | Literal["selective", "host"]
+"""Recompute no activations, those of whole blocks, or all except the outputs of matrix products and attention; with
+``"host"`` those of whole blocks, whose inputs are in host memory."""
+FlagOrLevel = Annotated[
+    Checkpointing, BeforeValidator(flag_or("selective", "host")), Allowed('true, false, "selective" or "host"')
+]
 RandomOrPath = Annotated[
     Literal["random"] | Path,
     BeforeValidator(word_or_path("random")),

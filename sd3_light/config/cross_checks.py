@@ -233,6 +233,9 @@ def blocks(train: TrainConfig) -> Iterator[Fault]:
     if train.compile is True and train.activation_checkpointing == "selective":
         problem = "does not work with compile = true, which hides the single operations of a block"
         yield _fault("activation_checkpointing", problem, '"selective"', hint="write true, or compile = false")
+    if train.pipeline_stages > 1 and train.activation_checkpointing == "host":
+        problem = "pipeline stages keep the inputs of their blocks"
+        yield _fault("activation_checkpointing", problem, '"host"', hint="write true, or pipeline_stages = 1")
 
 
 def fp8(train: TrainConfig) -> Iterator[Fault]:
@@ -474,7 +477,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     pipeline: (*_DEPTH_KEYS, "pipeline_stages", "zero_stage", "parallel"),
     partition: (*_DEPTH_KEYS, "pipeline_stages", "partition_method", "partition_split"),
     residence: ("cache_residence", "pipeline_stages"),
-    blocks: ("fast", "compile", "activation_checkpointing"),
+    blocks: ("fast", "compile", "activation_checkpointing", "pipeline_stages"),
     fp8: (
         *("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
         *("gradient_release", "optimizer", "optimizer.weight_dtype"),

@@ -15,7 +15,7 @@ from sd3_light.config.base import (
     DtypeName,
     Flag,
     FlagOrAuto,
-    FlagOrSelective,
+    FlagOrLevel,
     Name,
     NotNegative,
     Positive,
@@ -159,9 +159,10 @@ class TrainConfig(Table):
     """How layers are assigned to pipeline stages."""
     partition_split: tuple[Count, ...] = ()
     """`manual` only: index of the first layer of each stage after the first (0 is the embedding)."""
-    activation_checkpointing: FlagOrSelective = False
+    activation_checkpointing: FlagOrLevel = False
     """Recompute activations in the backward pass to save memory. true: whole blocks, a third more arithmetic.
-    selective: everything except matrix products and attention, a few percent more time."""
+    selective: everything except matrix products and attention, a few percent more time. host: whole blocks, whose
+    inputs are in pinned host memory until then; for long videos, whose inputs are a large part of the memory."""
     swap_blocks: CountOrAll = 0
     """Blocks of the denoiser whose weights are in host memory, evenly spread: the frozen ones under an adapter, or with
     `gradient_release` those that train, with their optimizer state and averages. Each block is copied to the GPU ahead

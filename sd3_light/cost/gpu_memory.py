@@ -28,6 +28,9 @@ NCCL_BYTES = GIB // 2
 SLACK = 0.03
 """Share of a step's memory that the caching allocator loses to fragmentation."""
 
+HOST_INPUTS = 3
+"""Inputs of blocks on the GPU where they are in host memory: one in use, one on its way there, one on its way back."""
+
 ZERO_BUCKET_BYTES = 4 * 50_000_000
 """ZeRO's reduce bucket. Tests compare it with `engines/deepspeed/runtime.py`."""
 
@@ -171,6 +174,8 @@ def activation_bytes(setup: TrainingSetup) -> int:
     blocks = [setup.sample.blocks[block] for block in setup.blocks]
     if setup.checkpointing is True:
         saved = sum(block.inputs for block in blocks)
+    elif setup.checkpointing == "host":
+        saved = HOST_INPUTS * max((block.inputs for block in blocks), default=0)
     elif setup.checkpointing == "selective":
         saved = sum(block.selective for block in blocks)
     else:
@@ -204,7 +209,7 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
     # before the last micro-batch; graphs add to zeros
     accumulated = _all_gradients(setup) if setup.accumulation > 1 or setup.graphs else 0
     all_copies, block_copies = _weight_copies(setup)
-    name = {False: "activations", True: "block inputs", "selective": "products"}[setup.checkpointing]
+    name = {False: "activations", "selective": "products"}.get(setup.checkpointing, "block inputs")
     name += f" of {setup.in_flight} micro-batches" if setup.in_flight > 1 else ""
     return {
         "end of forward": {

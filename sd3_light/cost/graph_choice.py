@@ -37,6 +37,8 @@ def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout)
         return "an adapter with dropout draws numbers in each pass"
     if config.swap_blocks:
         return "blocks are swapped"
+    if config.activation_checkpointing == "host":
+        return "the inputs of blocks are in host memory"
     if config.gradient_release:
         return "gradient_release = true"
     if config.cuda_graphs == "auto" and flops > _launch_bound(config, cost, layout) * cost.num_blocks:

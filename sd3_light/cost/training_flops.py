@@ -21,7 +21,7 @@ def training_flops(
     few percent at usual ranks, is not counted. The ``terms`` of an objective may take several passes, each of which a
     teacher repeats.
     """
-    passes = 3 + (checkpointing is True) - adapter
+    passes = 3 + (checkpointing in (True, "host")) - adapter
     forward = cost.forward_flops(tokens)
     value = passes * forward - cost.input_flops(tokens)
     formula = f"{passes}·({cost.flops_formula}) - inputs' gradients"

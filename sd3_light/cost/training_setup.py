@@ -159,6 +159,11 @@ class TrainingSetup:
         return [self.cost.layer_parameters[number + 1] for number in numbers]
 
     @property
+    def host_input_bytes(self) -> int:
+        """Bytes of a micro-batch's inputs of blocks in host memory."""
+        return self.batch * sum(block.inputs for block in self.sample.blocks) if self.checkpointing == "host" else 0
+
+    @property
     def resident_parameters(self) -> int:
         """The trained parameters of this stage that are not in host memory."""
         return self.trained_parameters - sum(self.hosted_parameters)

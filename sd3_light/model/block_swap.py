@@ -88,7 +88,9 @@ class HostRing:
         end = 0
         for start, size in _layout([tensor for tensor, _ in tensors]):
             end = start + size
-        host = self._host_memory(max(end, 1))
+        host = pinned_memory(max(end, 1), self.device, self.host_bytes)
+        if self._streams is not None:
+            self._pinned.append(host.data_ptr())
         views = []
         for (tensor, put), (start, size) in zip(tensors, _layout([tensor for tensor, _ in tensors]), strict=True):
             views.append(_view(host, start, size, tensor).copy_(tensor.detach()))
@@ -174,23 +176,6 @@ class HostRing:
             target.copy_(source, non_blocking=True)
         if to_host:
             self._streams.to_device.wait_stream(self._streams.to_host)
-
-    def _host_memory(self, count: int) -> Tensor:
-        """Return host memory, pinned for a GPU. torch's own pinned memory is rounded up to a power of two.
-
-        It is shared: a process that forks would otherwise copy pinned memory for its child.
-        """
-        memory = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
-        if self._streams is None:
-            return memory
-        error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), count, 0))
-        if error:
-            raise UserError(
-                f"{self.host_bytes + count:,} bytes of host memory cannot be pinned for blocks (CUDA error {error}); "
-                "free host memory, or swap fewer blocks"
-            )
-        self._pinned.append(memory.data_ptr())
-        return memory
 
 
 class BlockSwap(HostRing):
@@ -288,6 +273,24 @@ class BlockSwap(HostRing):
         super().settle()
         if self._state is not None:
             self._state.settle()
+
+
+def pinned_memory(count: int, device: torch.device, before: int = 0) -> Tensor:
+    """Return host memory, pinned for a GPU. torch's own pinned memory is rounded up to a power of two.
+
+    It is shared: a process that forks would otherwise copy pinned memory for its child. ``before`` are the bytes that
+    are pinned already, for the error.
+    """
+    memory = torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+    if device.type != "cuda":
+        return memory
+    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), count, 0))
+    if error:
+        raise UserError(
+            f"{before + count:,} bytes of host memory cannot be pinned for blocks (CUDA error {error}); free host "
+            "memory, or swap fewer blocks"
+        )
+    return memory
 
 
 def is_swapped(module: nn.Module) -> bool:

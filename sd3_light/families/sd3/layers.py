@@ -6,7 +6,7 @@ text rows per sample, and the values of the other rows change nothing. Shapes: B
 N image tokens, T text tokens, D width.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from sd3_light.config.base import Checkpointing
 from sd3_light.core.model import save_products
 from sd3_light.families.sd3.between_blocks import BetweenBlocks
 from sd3_light.families.sd3.masked_attention import MaskedJointAttention, mask_attention, real_text_mask
+from sd3_light.model.host_inputs import checkpoint_on_host
 
 LayerState = tuple[Tensor, ...]
 """(image_BND, text_BTD, time_BD), with real text lengths_B (int64), and with text reconstruction the tokens to
@@ -132,19 +133,26 @@ def run_layers(
     """Run the layers in order and return the last state; ``draws``: they draw random numbers.
 
     With ``checkpointing`` the backward pass recomputes the blocks' activations: all, or with ``"selective"`` all except
-    the outputs of matrix products and attention. ``between``, for the whole list of layers, gets the image tokens
-    between them.
+    the outputs of matrix products and attention; with ``"host"`` from inputs in host memory. ``between``, for the whole
+    list of layers, gets the image tokens between them.
     """
     context: dict[str, Any] = {"context_fn": save_products} if checkpointing == "selective" else {}
     state: Any = tuple(inputs)
     for number, layer in enumerate(layers):
-        if checkpointing and isinstance(layer, JointBlock) and torch.is_grad_enabled():
+        recomputed = checkpointing and isinstance(layer, JointBlock) and torch.is_grad_enabled()
+        if recomputed and checkpointing == "host":
+            state = checkpoint_on_host(_together(layer), *state, preserve_rng_state=draws)
+        elif recomputed:
             state = checkpoint(layer, state, use_reentrant=False, preserve_rng_state=draws, **context)
         else:
             state = layer(state)
         if between is not None and between.acts_after(number):
             state = (between.after(number, state[0]), *state[1:])
     return tuple(state)
+
+
+def _together(layer: nn.Module) -> Callable[..., Any]:
+    return lambda *state: layer(state)
 
 
 def unpatchify(patches_BNP: Tensor, height: int, width: int, patch: int = 2) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sd3_light.config import TrainConfig
+from sd3_light.config.base import Checkpointing
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel, denoiser_blocks, save_products, tapped
 from sd3_light.core.objective import Objective, Prediction
@@ -18,6 +19,7 @@ from sd3_light.encoding.vae import LatentScale
 from sd3_light.families.stock.prepare import StockPreparer
 from sd3_light.flow.objectives import configured_objective
 from sd3_light.model.base_values import shift_line
+from sd3_light.model.host_inputs import checkpoint_on_host
 
 if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily
@@ -56,8 +58,7 @@ class StockModel(TrainedModel):
         torch.backends.cuda.enable_cudnn_sdp(False)
         stock: Any = denoiser
         if config.activation_checkpointing:
-            context = {"context_fn": save_products} if config.activation_checkpointing == "selective" else {}
-            stock.enable_gradient_checkpointing(partial(self._checkpoint, context))
+            stock.enable_gradient_checkpointing(partial(self._checkpoint, config.activation_checkpointing))
         stock.train()  # without it diffusers keeps all activations
 
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
@@ -73,9 +74,13 @@ class StockModel(TrainedModel):
             velocity = self._call(self.denoiser, batch.map_tensors(_in_float32))
         return Prediction(velocity, features)
 
-    def _checkpoint(self, context: dict[str, Any], block: nn.Module, *inputs: Any) -> Any:
+    def _checkpoint(self, level: Checkpointing, block: nn.Module, *inputs: Any) -> Any:
         """Run a block whose backward pass computes it again; only an adapter's dropout draws numbers in it."""
-        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=self.dropout is not None, **context)
+        draws = self.dropout is not None
+        if level == "host":
+            return checkpoint_on_host(block, *inputs, preserve_rng_state=draws)
+        context: dict[str, Any] = {"context_fn": save_products} if level == "selective" else {}
+        return checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=draws, **context)
 
 
 def _in_float32(value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
-from sd3_light.model import block_swap
+from sd3_light.model import block_swap, host_inputs
 from sd3_light.model.block_swap import BlockSwap
 from sd3_light.model.wide_products import compute_in_float32
 from sd3_light.optim import units
@@ -77,13 +77,15 @@ def losses(results: list[Any]) -> list[tuple[float, float]]:
         ("adamw-narrow", (2, "all"), False),
         ("adamw8bit-wide", ("all",), False),
         ("adafactor", ("all",), True),
+        ("adamw", ("all",), "host"),
     ],
 )
 def test_weights_in_host_memory_take_the_same_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, counts: tuple[Any, ...], level: Any
 ) -> None:
+    monkeypatch.setattr(host_inputs, "_SMALLEST", 1)
     keys = {"activation_checkpointing": level}
-    resident = make(tmp_path, kind, **keys)
+    resident = make(tmp_path, kind, activation_checkpointing=level if level != "host" else True)
     expected = losses(run_steps(resident, 0, 3))
     evaluated = resident.evaluate(batch(9))
     for number, count in enumerate(counts):

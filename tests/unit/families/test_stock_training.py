@@ -14,6 +14,7 @@ from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import ConfigFaults
 from sd3_light.core.registry import family_named, family_of
+from sd3_light.model import host_inputs
 from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
 from tests.made_up_cache import write_cache
@@ -116,6 +117,22 @@ def test_recomputed_activations_and_accumulation_train_alike(project: Project) -
     ):
         losses = project_losses(project, f"other{len(keys[0])}", *keys)
         assert losses == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
+def test_inputs_of_blocks_in_host_memory_train_alike(
+    project: Project, tables: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project.train_toml.write_text(project.train_toml.read_text() + tables)
+    monkeypatch.setattr(host_inputs, "_SMALLEST", 1)
+    moved = []
+    load = host_inputs._HostInputs._load
+    monkeypatch.setattr(host_inputs._HostInputs, "_load", lambda *given: moved.append(given) or load(*given))
+    expected = tensors(run(project, "device", "activation_checkpointing=true") / checkpoint_name(4))
+    assert not moved
+    found = tensors(run(project, "host", 'activation_checkpointing="host"') / checkpoint_name(4))
+    assert len(moved) >= 8
+    assert [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])] == []
 
 
 @pytest.mark.parametrize(
