@@ -79,7 +79,7 @@ def make_config(folder: Path, options: argparse.Namespace) -> tuple[TrainConfig,
         "output_dir": "out",
         "dataset": "data.toml",
         "max_steps": options.steps,
-        "activation_checkpointing": options.checkpointing == "true",
+        "activation_checkpointing": {"true": True, "false": False}.get(options.checkpointing, options.checkpointing),
         "swap_blocks": swap if swap == "all" else int(swap),
         "compile": options.compile,
         "model": {"type": name, "diffusers_path": str(folder), "dtype": "bfloat16"},
@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16"])
     parser.add_argument("--optimizer", choices=["adamw", "adamw8bit", "adafactor"], default="adamw8bit")
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--checkpointing", choices=["true", "false"], default="true")
+    parser.add_argument("--checkpointing", choices=["true", "false", "host"], default="true")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--side", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=1)

@@ -76,7 +76,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
         ("blocks_to_swap", "it has another name here", "write swap_blocks, for all weights with gradient_release = true"),
         ("disable_block_swap_for_eval", _BLOCK_SWAP, "remove the key"),
         ("reentrant_activation_checkpointing", "only non-reentrant checkpointing is used", "use activation_checkpointing = true"),
-        ("activation_checkpointing", "it has another name here", 'write activation_checkpointing = "host"', "unsloth"),
+        ("activation_checkpointing", "it has another name here", 'write activation_checkpointing = "host", or true to keep the inputs of blocks on the GPU', "unsloth"),
         ("video_clip_mode", _CLIP_START, "remove the key"),
         ("framerate", "the rate of clips is a key of the dataset TOML", "write fps there"),
         ("image_micro_batch_size_per_gpu", _ONE_BATCH, "use micro_batch_size_per_gpu"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.core.compiling import compile_blocks
@@ -16,6 +17,7 @@ from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.trainable import load_what_trains
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.model import host_inputs
 from sd3_light.model.block_swap import BlockSwap
 from tests.gpu.test_engine import batch
 
@@ -61,6 +63,35 @@ def test_swapped_blocks_compute_the_same_numbers(folder: Path, bits: int, keys: 
         assert torch.equal(first, results[0][0])
         assert losses[0] == results[0][1][0]
         assert losses == pytest.approx(results[0][1], rel=1e-3), "attention sums its gradients in any order"
+
+
+@pytest.mark.parametrize("swap", [0, "all"])
+def test_inputs_in_host_memory_give_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch, swap: Any) -> None:
+    """Every copy begins late: what does not wait for it computes something else."""
+    monkeypatch.setattr(host_inputs, "_SMALLEST", 1)
+    moved: list[int] = []
+    for name in ("_pack", "_load"):
+        plain = getattr(host_inputs._HostInputs, name)
+
+        def late(self: Any, *given: Any, plain: Any = plain, name: str = name) -> Any:
+            with torch.cuda.stream(self._stream):
+                torch.cuda._sleep(2_000_000)
+            result = plain(self, *given)
+            moved.append(name == "_load" or isinstance(result, host_inputs._Input))
+            return result
+
+        monkeypatch.setattr(host_inputs._HostInputs, name, late)
+    results = []
+    with sdpa_kernel(SDPBackend.MATH):  # whose gradients are the same every time
+        for level in (True, "host"):
+            engine = make_engine(folder, 16, activation_checkpointing=level, swap_blocks=swap)
+            losses = [engine.train_step([batch(0), batch(1)], 1e-2).read().losses["loss"] for _ in range(4)]
+            results.append((losses, [weight.clone() for weight in engine.weights.values()]))
+            del engine
+            gc.collect()
+    assert sum(moved) > 100
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(*pair) for pair in zip(results[0][1], results[1][1], strict=True))
 
 
 def test_weights_are_pinned_until_the_model_is_freed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
