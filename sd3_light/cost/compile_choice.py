@@ -28,10 +28,16 @@ def why_uncompiled(config: TrainConfig, layout: Layout, steps: int | None) -> st
     return None
 
 
-def is_compiled_per_shape(config: TrainConfig, cost: Cost, shapes: int, steps: int) -> bool:
-    """Return whether blocks are compiled for each of a run's ``shapes``: they are few, and each pays for itself.
+def compiled_text_step(config: TrainConfig, cost: Cost, shapes: int, steps: int, longest: int) -> int | None:
+    """Return the multiple to which text is padded if blocks are compiled for each shape: few, and each pays for itself.
 
-    Otherwise they are compiled for the first shape, then for any. Text that is not padded has ever new shapes.
+    Otherwise, None, they are compiled for the first shape, then for any. ``shapes`` are those of a run's images,
+    ``longest`` are the tokens of its longest caption.
     """
     passes = steps * config.gradient_accumulation_steps
-    return cost.text.is_padded and shapes <= min(MAX_SHAPES, passes // ENOUGH_PASSES)
+    most = min(MAX_SHAPES, passes // ENOUGH_PASSES)
+    text = cost.text
+    for step in (text.most,) if text.is_padded else text.steps:
+        if shapes * -(-longest // step) <= most:
+            return step
+    return None

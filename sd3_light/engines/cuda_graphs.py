@@ -46,7 +46,7 @@ class Recorder(Protocol):
 
 
 class MicroBatchGraphs:
-    """Runs micro-batches through graphs, and those of other shapes with ``run``.
+    """Runs micro-batches through graphs, and with ``run`` those of further shapes, or with tensors on the host.
 
     A shape that cannot be recorded, or whose graph computes other numbers, is reported, and no further one is tried.
     """
@@ -70,6 +70,8 @@ class MicroBatchGraphs:
     def run(self, batch: Batch, count: int) -> Numbers:
         """Queue forward and backward pass; the numbers are valid until the next call."""
         key = count, batch.shapes()
+        if any(isinstance(value, Tensor) for value in batch.host.values()):
+            return self._run(batch, count)
         if key not in self._graphs and self._records:
             graph = self._record(batch, count)
             if graph is not None:
@@ -79,7 +81,6 @@ class MicroBatchGraphs:
         return self._run(batch, count) if graph is None else graph.run(batch)
 
     def _record(self, batch: Batch, count: int) -> "_Graph | None":
-        assert all(isinstance(value, int) for value in batch.host.values()), "tensors on the host cannot be recorded"
         device = self._gradients[0].device
         try:
             inputs = batch.map_tensors(lambda tensor: tensor.to(device, copy=True))

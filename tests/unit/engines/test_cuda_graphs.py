@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,16 @@ def test_what_cannot_be_recorded_runs_as_usual(make: Make, tmp_path: Path, capsy
     assert recorder.warm_ups == 1  # no further shape is tried
     message = "recording failed, so kernels are launched one by one (operation not permitted when stream is capturing)"
     assert capsys.readouterr().err.count(message) == 1
+
+
+def test_lengths_on_the_host_are_not_recorded(make: Make, tmp_path: Path) -> None:
+    expected, (engine, recorder) = plain(tmp_path), make()
+    lengths = {"text.length": torch.ones(6)}
+    batches = [[replace(batch, host=lengths) for batch in step] for step in steps(0, 1)]
+    for step in (*batches, *steps(1, 2)):
+        assert engine.train_step(step, 1e-2).read() == expected.train_step(step, 1e-2).read()
+    assert equal(snapshot(engine), snapshot(expected))
+    assert len(recorder.recordings) == 2
 
 
 def test_a_graph_that_computes_other_numbers_is_not_used(
