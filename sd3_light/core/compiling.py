@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,11 +41,15 @@ def why_not_compiled(device: torch.device) -> str | None:
 
 
 class CompileTime:
-    """The seconds that this process spends on compiling from now on; `report` prints them after the steps that did."""
+    """The seconds that this process spends on compiling from now on; `report` prints them after the steps that did.
 
-    def __init__(self) -> None:
+    ``then`` is called after that.
+    """
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
         from torch._dynamo.callback import callback_handler
 
+        self._then = then
         self.seconds = 0.0
         self._reported = 0.0
         self._began = 0.0
@@ -58,6 +63,7 @@ class CompileTime:
             self._reported = self.seconds
             folder = os.environ.get(COMPILED_CODE, "torch's cache")
             info(f"blocks: compiled in {seconds:.0f} s; later runs find the code in {folder}")
+            self._then()
 
     def _begin(self, *_: Any) -> None:
         self._began = time.perf_counter()

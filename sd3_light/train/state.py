@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -27,6 +28,7 @@ from sd3_light.export.trainable import load_what_trains
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
+from sd3_light.train.compiled_code import CompiledCode, code_facts, left_code
 from sd3_light.train.context import RunContext
 from sd3_light.train.teacher import load_teacher, teach_by_average
 
@@ -66,15 +68,18 @@ def make_train_state(context: RunContext, objective: MakeObjective | None = None
     saver = Saver.of(config, denoiser, context.folder.path / "exports", start, context.model_facts)
     layout = Layout(launch.world, context.by_deepspeed)
     steps = config.length(context.order.steps_per_epoch)
-    blocks = choose_blocks(config, context.cost, denoiser, layout, device, context.groups, steps)
+    code = CompiledCode(partial(code_facts, context))
+    note = left_code(context, code, steps)
+    judged = steps if note is None else None
+    blocks = choose_blocks(config, context.cost, denoiser, layout, device, context.groups, judged)
     module = family.training.model(denoiser, config, blocks.kind == "fast")
     if objective is not None:
         module.use(objective(denoiser))
     load_teacher(module, config, device)
     compile_time = None
     if blocks.kind == "compiled":
-        compile_time = CompileTime()
-        module.text_step = _text_step(context, steps)
+        module.text_step = _text_step(context, steps) if note is None else note.text_step
+        compile_time = CompileTime(partial(code.write, module.text_step))
         compile_blocks(denoiser, module.text_step is not None, lenient=config.compile == "auto")
     if config.adapter is not None and config.adapter.dropout > 0:
         module.dropout = AdapterDropout(denoiser, config.seed, launch.rank)
