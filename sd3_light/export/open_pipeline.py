@@ -72,7 +72,8 @@ def open_policy(folder: Path, text_facts: Path | None = None) -> tuple[Family, P
     policy = read_text_policy(text_facts or folder, family).for_folder(folder)
     check_configs(folder)
     family.weights.require(folder / "transformer")
-    if reason := family.scheduler_fault(folder):
+    has_own = text_facts is not None and isinstance(adapter_shift(text_facts), int | float)
+    if not has_own and (reason := family.scheduler_fault(folder)):
         raise UserError(f"{folder}: {reason}")
     return family, policy
 
