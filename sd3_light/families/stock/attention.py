@@ -21,21 +21,26 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) ->
 
     Further rows are padding, whose results are meaningless.
     """
-    tokens = query.shape[1]
-    if lengths is None:
-        output = scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)))
-        return output.transpose(1, 2).flatten(2)
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else query.dtype
-    if query.is_cuda and dtype in _HALF:
-        from torch.nn.attention.varlen import varlen_attn
-
-        rows = [part.to(dtype).flatten(0, 1) for part in (query, key, value)]
-        bounds = _bounds(lengths, tokens)
-        output = varlen_attn(*rows, bounds, bounds, tokens, tokens)  # type: ignore[assignment, arg-type]
-        return output.unflatten(0, (-1, tokens)).flatten(2)
-    mask = (torch.arange(tokens, device=query.device) < lengths[:, None])[:, None, None]
-    output = scaled_dot_product_attention(*(part.transpose(1, 2) for part in (query, key, value)), attn_mask=mask)
+    if lengths is not None and query.is_cuda and dtype in _HALF:
+        return _attend_packed(query.to(dtype), key.to(dtype), value.to(dtype), lengths)
+    mask = None
+    if lengths is not None:
+        mask = (torch.arange(query.shape[1], device=query.device) < lengths[:, None])[:, None, None]
+    queries = query.transpose(1, 2)
+    output = scaled_dot_product_attention(queries, key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask)
     return output.transpose(1, 2).flatten(2)
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    tokens = query.shape[1]
+    bounds = _bounds(lengths, tokens)
+    rows = [part.flatten(0, 1) for part in (query, key, value)]
+    output: Any = varlen_attn(rows[0], rows[1], rows[2], bounds, bounds, tokens, tokens)
+    attended: Tensor = output.unflatten(0, (-1, tokens)).flatten(2)
+    return attended
 
 
 def _bounds(lengths: Tensor, tokens: int) -> Tensor:
@@ -61,7 +66,7 @@ def _heads(attn: Any, rows: Tensor, layers: tuple[Any, ...], norms: tuple[Any, .
     return parts
 
 
-class QwenAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
+class QwenAttention(QwenDoubleStreamAttnProcessor2_0):
     """The processor of Qwen-Image; masked rows of text come last."""
 
     device = "cuda"
@@ -95,7 +100,7 @@ class QwenAttention(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         return of_image, attn.to_add_out(output[:, tokens:].contiguous())
 
 
-class ZImageAttention(ZSingleStreamAttnProcessor):  # type: ignore[misc]
+class ZImageAttention(ZSingleStreamAttnProcessor):
     """The processor of Z-Image; masked rows come last."""
 
     device = "cuda"

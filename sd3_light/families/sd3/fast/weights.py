@@ -55,24 +55,25 @@ class LinearCopy:
 class LinearView(LinearCopy):
     """A product that reads its weights whenever it runs: those of a sharded block exist only then."""
 
+    _dtype: torch.dtype
+
     def __init__(self, modules: tuple[nn.Linear, ...], dtype: torch.dtype) -> None:
         for name, value in (("modules", modules), ("_dtype", dtype)):
             object.__setattr__(self, name, value)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         """The stacked weights."""
         return self._joined([module.weight for module in self.modules])
 
     @property
-    def bias(self) -> Tensor:  # type: ignore[override]
+    def bias(self) -> Tensor:
         """The stacked biases."""
         return self._joined([module.bias for module in self.modules])
 
     def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        dtype: torch.dtype = self._dtype
         joined = parts[0] if len(parts) == 1 else torch.cat([part.detach() for part in parts])
-        return joined.detach().to(dtype)
+        return joined.detach().to(self._dtype)
 
 
 def weight_grad(grad: Operand, rows: Operand, float32: bool) -> Tensor:
