@@ -199,7 +199,7 @@ def tapped(
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name().removeprefix("aten::")
-    is_saved = name.startswith(("mm", "addmm", "bmm", "_scaled_dot_product"))
+    is_saved = name.startswith(("mm", "addmm", "bmm", "_scaled_dot_product", "torch_attn::_varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -31,13 +31,13 @@ def why_uncompiled(config: TrainConfig, layout: Layout, steps: int | None) -> st
 
 
 def compiled_text_step(config: TrainConfig, cost: Cost, shapes: int, steps: int, longest: int) -> int | None:
-    """Return the multiple to which text is padded if blocks are compiled for each shape: few, and each pays for itself.
+    """Return the multiple to which text is padded if blocks are compiled for each shape: one, or few that each pay.
 
     Otherwise, None, they are compiled for the first shape, then for any. ``shapes`` are those of a run's images,
     ``longest`` are the tokens of its longest caption.
     """
     passes = steps * config.gradient_accumulation_steps
-    most = min(MAX_SHAPES, passes // ENOUGH_PASSES)
+    most = max(1, min(MAX_SHAPES, passes // ENOUGH_PASSES))
     text = cost.text
     for step in (text.most,) if text.is_padded else text.steps:
         if shapes * -(-longest // step) <= most:

@@ -11,6 +11,7 @@ from diffusers.models.attention_processor import Attention
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from diffusers.models.transformers.transformer_z_image import ZSingleStreamAttnProcessor
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -33,8 +34,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None) ->
 
 
 def _attend_packed(query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     tokens = query.shape[1]
     bounds = _bounds(lengths, tokens)
     rows = [part.flatten(0, 1) for part in (query, key, value)]

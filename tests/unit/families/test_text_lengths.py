@@ -42,6 +42,7 @@ class Model:
         model = {"diffusers_path": str(folder), "dtype": "float32", "text_max_length": 64}
         table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model, **keys}
         config = family.completed(TrainConfig.model_validate(table, context={"base": Path()}))
+        self.config = config
         denoiser = family.weights.load(family.weights.start(config.model), 0)
         generator = torch.Generator().manual_seed(5)
         for weight in denoiser.parameters():
