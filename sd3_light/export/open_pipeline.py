@@ -16,6 +16,7 @@ from sd3_light.core.registry import family_of_folder
 from sd3_light.core.sampling import PipelineInputs
 from sd3_light.export.diffusers_folder import is_finite, read_facts
 from sd3_light.export.export_spec import DYNAMIC
+from sd3_light.export.model_facts import trained_size
 from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.flow.scheduler import flow_scheduler, folder_scheduler
 from sd3_light.model.folder import check_configs
@@ -100,4 +101,6 @@ def adapter_shift(folder: Path) -> float | str | None:
 
 def read_text_policy(folder: Path, family: Family) -> PipelineInputs:
     """Return how a folder's text was encoded in training; if it does not say, as its stock pipeline does."""
-    return family.files.text_policy(folder, read_facts(folder).get("text", {}))
+    facts = read_facts(folder)
+    policy = family.files.text_policy(folder, facts.get("text", {}))
+    return policy.drawn_at(trained_size(facts))
