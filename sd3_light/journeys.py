@@ -51,9 +51,11 @@ def cache_then_train(
 
 
 def build_caches(loaded: LoadedConfig, launch: Launch, options: cache.CacheOptions | None = None) -> list[Path]:
-    """Encode what is missing, also at URLs, and return the local cache folders."""
+    """Encode what is missing, also at URLs, and return the local cache folders; a dry run those that lack something."""
     check.require(loaded, caching=True)
-    cache.run(loaded, launch, replace(options or cache.CacheOptions(), at_url=True))
+    reports = cache.run(loaded, launch, replace(options or cache.CacheOptions(), at_url=True))
+    if options is not None and options.dry_run:
+        return [report.folder for report in reports if report.missing]
     locations = [dataset.cache_dir for dataset in (loaded.dataset, *loaded.eval_datasets.values())]
     return [location for location in locations if isinstance(location, Path)]
 

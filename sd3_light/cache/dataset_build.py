@@ -95,7 +95,7 @@ class DatasetBuild:
             prompts = () if name else self._train.sampling.texts
             state, reuse = self._check(dataset, place, plan, recipe, prompts, claims)
             if self._options.dry_run:
-                return CacheReport(folder, reused=state.fresh)
+                return CacheReport(folder, reused=state.fresh, missing=len(state.todo))
             if self._options.review is not None and not name:
                 self._options.review(*planned_shards(folder, plan))
             units = self._in_part(plan.units if self._options.regenerate else state.todo)

@@ -49,7 +49,7 @@ class CacheOptions:
 class CacheReport:
     """Results for one dataset. ``encoded`` counts the samples of shards that this process built, ``values`` what it
     encoded and copied for them, ``reused`` the samples of other shards, ``small_buckets`` those of buckets below one
-    global batch."""
+    global batch, ``missing`` the shards that a dry run left to build."""
 
     folder: Path
     counts: dict[str, int] = field(default_factory=dict)
@@ -57,6 +57,7 @@ class CacheReport:
     reused: int = 0
     small_buckets: dict[str, int] = field(default_factory=dict)
     values: ValueCounts = field(default_factory=ValueCounts)
+    missing: int = 0
 
 
 def small_buckets(units: Sequence[Unit], dataset: DatasetConfig, train: TrainConfig, world: int) -> dict[str, int]:

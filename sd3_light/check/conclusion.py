@@ -22,7 +22,13 @@ from sd3_light.cost.disk_space import (
 from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.cost.host_memory import MEASURED_CORES, export_host, export_seconds
 from sd3_light.cost.residence import FROM_HOST, LARGEST_SHARE, Room, choose_residence
-from sd3_light.cost.throughput import cpu_assumption, cpu_seconds, measured_speed, training_seconds
+from sd3_light.cost.throughput import (
+    cpu_assumption,
+    cpu_seconds,
+    measured_blocks,
+    measured_speed,
+    training_seconds,
+)
 from sd3_light.cost.traffic import needed_bandwidth, sent_per_step
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.formats import duration, plural
@@ -120,11 +126,9 @@ def _seconds(train: TrainConfig, estimate: RunEstimate, name: str) -> float | No
     setup = estimate.setup
     micro_batches = estimate.total_steps * setup.accumulation
     flops = estimate.run_flops.value
-    return training_seconds(name, _blocks(train, estimate), flops, micro_batches, setup.cost.num_blocks, setup.world)
-
-
-def _blocks(train: TrainConfig, estimate: RunEstimate) -> str:
-    return "fp8" if train.fp8 else estimate.setup.block_kind
+    blocks = measured_blocks(setup.block_kind, setup.adapter is not None, train.fp8)
+    layers = setup.cost.num_blocks
+    return training_seconds(name, blocks, flops, micro_batches, layers, setup.world, setup.graphs)
 
 
 def _network(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
@@ -140,22 +144,27 @@ def _network(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
 def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
     setup = estimate.setup
     name = "" if gpu is None else gpu.name
-    blocks = _blocks(train, estimate)
+    blocks = measured_blocks(setup.block_kind, setup.adapter is not None, train.fp8)
     seconds = _seconds(train, estimate, name)
     speed = measured_speed(name, blocks)
     if seconds is None or speed is None:
         return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"
     several = "; several GPUs were not measured" if setup.world > 1 else ""
-    share = f"{speed.share_of_peak:.0%} of its peak with {blocks} blocks"
-    at_most = setup.cost.text.at_most or "about "
-    return f"{at_most}{duration(seconds)} of training steps on {setup.world} x {name} ({share}, measured{several})"
+    recorded = " in CUDA graphs" if setup.graphs else ""
+    share = f"{speed.share_of_peak:.0%} of its peak with {blocks} blocks{recorded}"
+    return f"{_about(estimate, seconds)} of training steps on {setup.world} x {name} ({share}, measured{several})"
 
 
 def _cpu_time(estimate: RunEstimate) -> str:
     cores = usable_cores()
     seconds = cpu_seconds(estimate.run_flops.value, cores)
-    at_most = estimate.setup.cost.text.at_most or "about "
-    return f"{at_most}{duration(seconds)} of training steps {cpu_assumption(cores)}"
+    return f"{_about(estimate, seconds)} of training steps {cpu_assumption(cores)}"
+
+
+def _about(estimate: RunEstimate, seconds: float) -> str:
+    if seconds < 1:
+        return "less than a second"
+    return f"{estimate.setup.cost.text.at_most or 'about '}{duration(seconds)}"
 
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:

@@ -161,11 +161,12 @@ def cache(
     parts = [*(["--part", part] if share else []), *(["--finish"] if finish else []), *_ray_options(ray, ray_actors)]
     with continued_by(command_line("cache", config, *_set_options(set_), *parts)):
         folders = build_caches(loaded, launch, options)
+    is_stale = dry_run and bool(folders)
     folders = [] if dry_run or share else folders
     for folder in folders:
         print_table(stage.render(stage.run(folder)))
     pages = (("inspect", folder, "--out", folder.with_suffix(".html")) for folder in folders[:1])
-    following = ("cache", config) if dry_run else ("cache", config, "--finish") if share else ("train", config)
+    following = ("cache", config) if is_stale else ("cache", config, "--finish") if share else ("train", config)
     suggest(*pages, (*following, *_set_options(set_)))
 
 

@@ -170,20 +170,21 @@ class TrainConfig(Table):
     From 3 on it saves memory; more than there are means all of them."""
     fast: FlagOrAuto = "auto"
     """Run the joint blocks with hand-written GPU kernels: same weights and mathematics, faster. auto: on a GPU in
-    bfloat16, unless `compile`, an adapter, sharded weights, pipeline stages or SD3.5's second attention rule them out,
-    or the kernels fail their self-check on this GPU; true: report an error where they are not available."""
+    bfloat16, unless `compile`, an adapter, ZeRO-3, pipeline stages or SD3.5's second attention rule them out, or the
+    kernels fail their self-check on this GPU; true: report an error where they are not available."""
     fp8: Flag = False
     """The fast blocks multiply activations by weights in FP8 (e4m3, one scale per row), in the forward pass and for
     activation gradients: 1.2 times the speed, for a loss about 2% higher after 2,000 steps. Weight gradients, master
     weights and saved files are unchanged. Needs bfloat16 and a GPU with FP8 support (Ada, Hopper or newer)."""
     compile: FlagOrAuto = "auto"
     """Compile the stock blocks with torch.compile. auto: on a GPU with a compiler, where no hand-written kernels run
-    and the run is long enough to pay for it; choice and time are printed. true: also where hand-written kernels could
-    run, in short runs and on a CPU. The compiled code is kept for later runs."""
+    and the run is long enough to pay for it, which code of an earlier run makes cheaper; choice and time are printed.
+    true: also where hand-written kernels could run, in short runs and on a CPU. The compiled code is kept for later
+    runs."""
     cuda_graphs: FlagOrAuto = "auto"
     """Record forward and backward pass as a CUDA graph per bucket shape and replay it: the same results with one launch
     instead of hundreds of kernels. Lengths of real text are rounded up. For one process, without dropout in an adapter;
-    other families need text that is padded. auto: if a step is bound by launches; true: at any size."""
+    captions of Krea 2 and PRX have too many lengths. auto: if a step is bound by launches; true: at any size."""
     dist_timeout_sec: Positive = 600.0
     """Timeout of collectives, in seconds."""
 

@@ -36,11 +36,15 @@ class Tokens:
 
 @dataclass(frozen=True)
 class TextTokens:
-    """Text tokens of a caption: their number, ``most`` of them if captions are not padded, and where they come from."""
+    """Text tokens of a caption: their number, ``most`` of them if captions are not padded, and where they come from.
+
+    Captions that are not padded can be padded to multiples of ``steps``, smallest first, without another result.
+    """
 
     most: int
     is_padded: bool
     formula: str
+    steps: tuple[int, ...] = ()
 
     @property
     def at_most(self) -> str:

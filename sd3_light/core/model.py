@@ -42,7 +42,8 @@ class TrainedModel(nn.Module):
     Weights have the names of the stock denoiser, in checkpoints and exports alike, and those of the objective's heads
     begin with `HEADS`. A family's own model defines `predict`. ``dropout`` is that of an adapter on the denoiser,
     ``teacher`` the prediction of the objective's teacher. ``release`` frees weights that an engine gathered for a pass
-    of `infer`. ``step`` counts the steps done.
+    of `infer`. ``step`` counts the steps done. With a ``text_step`` real text is padded to multiples of it, where that
+    changes no result: compiled blocks then see few shapes.
     """
 
     compute_dtype: torch.dtype = torch.float32
@@ -54,6 +55,7 @@ class TrainedModel(nn.Module):
         self.teacher: Callable[[Batch, Sequence[int]], Prediction] | None = None
         self.release: Callable[[], None] = lambda: None
         self.step = 0
+        self.text_step: int | None = None
         self.use(objective)
 
     def use(self, objective: Objective) -> None:
@@ -197,7 +199,7 @@ def tapped(
 
 def _policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = op.name().removeprefix("aten::")
-    is_saved = name.startswith(("mm", "addmm", "bmm", "_scaled_dot_product"))
+    is_saved = name.startswith(("mm", "addmm", "bmm", "_scaled_dot_product", "torch_attn::_varlen_attn"))
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

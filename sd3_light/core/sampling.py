@@ -172,6 +172,10 @@ class PipelineInputs(ABC):
         """The frames of a clip whose request names none; 1 for images."""
         return 1
 
+    def drawn_at(self, size: tuple[int, int] | None) -> "PipelineInputs":
+        """Return the same for a model that was trained at this width and height, if its own configs do not say it."""
+        return self
+
     def default_size(self, pipe: Any) -> tuple[int, int]:
         """Return the width and height of an image whose request names none."""
         side = pipe.default_sample_size * pipe.vae_scale_factor

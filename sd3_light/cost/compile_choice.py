@@ -5,6 +5,8 @@ from sd3_light.core.cost import Cost, Layout
 
 ENOUGH_PASSES = 400
 """Micro-batches from which compiling pays: it takes about as long as it saves in that many."""
+WARM_PASSES = 100
+"""The same if an earlier run left the code: tracing and loading took 10 of 50 s (docs/LOG.md)."""
 MAX_SHAPES = 8
 """Shapes of micro-batches that blocks are compiled for one by one; code for any shape serves where there are more."""
 
@@ -28,10 +30,16 @@ def why_uncompiled(config: TrainConfig, layout: Layout, steps: int | None) -> st
     return None
 
 
-def is_compiled_per_shape(config: TrainConfig, cost: Cost, shapes: int, steps: int) -> bool:
-    """Return whether blocks are compiled for each of a run's ``shapes``: they are few, and each pays for itself.
+def compiled_text_step(config: TrainConfig, cost: Cost, shapes: int, steps: int, longest: int) -> int | None:
+    """Return the multiple to which text is padded if blocks are compiled for each shape: one, or few that each pay.
 
-    Otherwise they are compiled for the first shape, then for any. Text that is not padded has ever new shapes.
+    Otherwise, None, they are compiled for the first shape, then for any. ``shapes`` are those of a run's images,
+    ``longest`` are the tokens of its longest caption.
     """
     passes = steps * config.gradient_accumulation_steps
-    return cost.text.is_padded and shapes <= min(MAX_SHAPES, passes // ENOUGH_PASSES)
+    most = max(1, min(MAX_SHAPES, passes // ENOUGH_PASSES))
+    text = cost.text
+    for step in (text.most,) if text.is_padded else text.steps:
+        if shapes * -(-longest // step) <= most:
+            return step
+    return None

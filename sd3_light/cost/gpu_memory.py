@@ -108,7 +108,7 @@ def _state_terms(setup: TrainingSetup) -> list[_Term]:
         _Term("EMA", 4.0 * setup.ema_tracks, setup.shards),
         _Term("gradient buckets", 4.0 * setup.uses_ddp, 1),  # gradients are views of them
         _Term("gradients", 4.0 * (setup.zero_stage == 3), setup.shards),
-        _Term("compute copies", copies * setup.fast, 1),
+        _Term("compute copies", copies * (setup.fast and setup.shards == 1), 1),
     ]
     return [term for term in terms if term.width]
 

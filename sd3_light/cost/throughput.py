@@ -7,6 +7,7 @@ and the time per block below which no micro-batch gets, because the host cannot 
 import re
 from typing import NamedTuple
 
+from sd3_light.core.cost import BlockKind
 from sd3_light.cost.device_peaks import peak_flops
 
 CPU_CORE_FLOPS = 20e9
@@ -34,13 +35,24 @@ class MeasuredSpeed(NamedTuple):
 
 # fmt: off
 _MEASURED = (
-    #             words   blocks      share  seconds per block
-    MeasuredSpeed("h200", "fast",     0.49,  0.009),
-    MeasuredSpeed("h200", "fp8",      0.55,  0.009),
-    MeasuredSpeed("h200", "compiled", 0.43,  0.009),
-    MeasuredSpeed("h200", "stock",    0.23,  0.009),
+    #             words   blocks              share  seconds per block
+    MeasuredSpeed("h200", "fast",             0.49,  0.009),
+    MeasuredSpeed("h200", "fp8",              0.55,  0.009),
+    MeasuredSpeed("h200", "compiled",         0.43,  0.0057),
+    MeasuredSpeed("h200", "compiled adapter", 0.32,  0.0057),
+    MeasuredSpeed("h200", "stock",            0.23,  0.009),
+    MeasuredSpeed("h200", "stock adapter",    0.23,  0.009),
 )
 # fmt: on
+_GRAPH_BLOCK_SECONDS = 0.0018
+"""The time per block of a small micro-batch whose kernels are recorded: that of the kernels themselves."""
+
+
+def measured_blocks(kind: BlockKind, has_adapter: bool, fp8: bool = False) -> str:
+    """Return the name of blocks in the table of speeds."""
+    if fp8:
+        return "fp8"
+    return f"{kind} adapter" if has_adapter else kind
 
 
 def measured_speed(device_name: str, blocks: str) -> MeasuredSpeed | None:
@@ -50,13 +62,21 @@ def measured_speed(device_name: str, blocks: str) -> MeasuredSpeed | None:
 
 
 def training_seconds(
-    device_name: str, blocks: str, flops: float, micro_batches: int, num_layers: int, gpus: int = 1
+    device_name: str,
+    blocks: str,
+    flops: float,
+    micro_batches: int,
+    num_layers: int,
+    gpus: int = 1,
+    graphs: bool = False,
 ) -> float | None:
     """Return the seconds of ``flops`` in ``micro_batches`` per GPU; None for a kind of GPU that was not measured.
 
-    Several GPUs are assumed to scale linearly, which was not measured.
+    ``blocks`` are named by `measured_blocks`, ``graphs``: they are recorded. Several GPUs are assumed to scale
+    linearly, which was not measured.
     """
     speed, peak = measured_speed(device_name, blocks), peak_flops(device_name, "bfloat16")
     if speed is None or peak is None:
         return None
-    return max(flops / (gpus * peak * speed.share_of_peak), micro_batches * num_layers * speed.block_seconds)
+    block_seconds = _GRAPH_BLOCK_SECONDS if graphs else speed.block_seconds
+    return max(flops / (gpus * peak * speed.share_of_peak), micro_batches * num_layers * block_seconds)

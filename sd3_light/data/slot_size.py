@@ -1,7 +1,7 @@
 """The bytes of the largest prepared micro-batch of a cache, so that its memory is allocated and pinned once."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from sd3_light.core.columns import MASK, Column
 from sd3_light.cost.data_bytes import caption_bytes, image_bytes
@@ -27,13 +27,29 @@ def largest_batch_bytes(
     """
     if not isinstance(data.store, LocalStore):
         return 0
-    shards, empty = data.manifest.shards, data.manifest.empty
-    varies = any(column.ragged for column in prepared(data.new_reader(empty).columns))
-    step = -(-len(shards) // MAX_SURVEYED) if varies else len(shards)
-    surveyed = (empty, *(shards[at] for at in range(0, len(shards), max(1, step))))
-    text = max(_text_bytes(data.new_reader(entry).columns, prepared, only_indices) for entry in surveyed)
+    varies = any(column.ragged for column in prepared(data.new_reader(data.manifest.empty).columns))
+    text = max(_text_bytes(columns, prepared, only_indices) for columns in _surveyed(data, varies))
     images = (_image_bytes(data.new_reader(bucket.shards[0]).columns, only_indices) for bucket in data.buckets)
     return max(batch * (_PER_SAMPLE + image + text) for batch, image in zip(batches, images, strict=True)) + _ALIGNMENT
+
+
+def longest_text(data: CachedDataset) -> int | None:
+    """Return the rows of the longest caption without padding in a cache.
+
+    None if there is none, or if shards are at a URL: they are not fetched for it.
+    """
+    if not isinstance(data.store, LocalStore):
+        return None
+    ragged = (column for columns in _surveyed(data) for column in columns if column.ragged and column.per_caption)
+    return max((column.shape[0] for column in ragged), default=None)
+
+
+def _surveyed(data: CachedDataset, varies: bool = True) -> Iterator[Sequence[Column]]:
+    """Yield the columns of shards of a cache, with their shapes there; of few shards unless their captions vary."""
+    shards = data.manifest.shards
+    step = -(-len(shards) // MAX_SURVEYED) if varies else len(shards)
+    for entry in (data.manifest.empty, *(shards[at] for at in range(0, len(shards), max(1, step)))):
+        yield data.new_reader(entry).columns
 
 
 def _text_bytes(columns: Sequence[Column], prepared: Prepared, only_indices: bool) -> int:

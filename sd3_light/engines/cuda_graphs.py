@@ -47,7 +47,7 @@ class Recorder(Protocol):
 
 
 class MicroBatchGraphs:
-    """Runs micro-batches through graphs, and those of other shapes with ``run``.
+    """Runs micro-batches through graphs, and with ``run`` those of further shapes, or with tensors on the host.
 
     A shape that cannot be recorded, or whose graph computes other numbers, is reported, and no further one is tried.
     """
@@ -74,17 +74,26 @@ class MicroBatchGraphs:
     def run(self, batch: Batch, count: int) -> Numbers:
         """Queue forward and backward pass; the numbers are valid until the next call."""
         key = count, batch.shapes()
-        if key not in self._graphs and self._records:
+        is_recordable = not any(isinstance(value, Tensor) for value in batch.host.values())
+        if is_recordable and self._records and key not in self._graphs:
             graph = self._record(batch, count)
             if graph is not None:
                 self._graphs[key] = graph
             self._records = graph is not None and len(self._graphs) < MAX_GRAPHS
-        graph = self._graphs.get(key)
+        graph = self._graphs.get(key) if is_recordable else None
         self._is_clear = False
-        return self._run(batch, count) if graph is None else graph.run(batch)
+        if graph is not None:
+            return graph.run(batch)
+        return self._run(batch, count) if self._gradients or not self._records else self._first_run(batch, count)
+
+    def _first_run(self, batch: Batch, count: int) -> Numbers:
+        """Run a micro-batch that is not recorded before any that is: its gradients are those that graphs add to."""
+        with self._recorder.warming_up():
+            numbers = self._run(batch, count)
+        self._gradients = self._made_gradients()
+        return numbers
 
     def _record(self, batch: Batch, count: int) -> "_Graph | None":
-        assert all(isinstance(value, int) for value in batch.host.values()), "tensors on the host cannot be recorded"
         device = self._weights[0].device
         try:
             with self._keeping_gradients():
@@ -124,12 +133,15 @@ class MicroBatchGraphs:
             torch._foreach_zero_(self._gradients)
         with self._recorder.warming_up():
             _, numbers = run()
-            gradients = [weight.grad for weight in self._weights if weight.grad is not None]
-            assert len(gradients) == len(self._weights), "no gradient reached some weights"
-            self._gradients = gradients
-            squares = sum_of_squares(gradients)
+            self._gradients = self._made_gradients()
+            squares = sum_of_squares(self._gradients)
             run()
         return numbers, squares
+
+    def _made_gradients(self) -> list[Tensor]:
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        assert len(gradients) == len(self._weights), "no gradient reached some weights"
+        return gradients
 
     def _agrees(self, recording: Recording, expected: tuple[Tensor, Tensor]) -> bool:
         """Replay on zero gradients and compare with the warm-up."""

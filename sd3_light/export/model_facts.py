@@ -2,7 +2,7 @@
 and its unconditional text."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -16,6 +16,9 @@ from sd3_light.core.start import WeightsStart
 from sd3_light.data.order import Order
 from sd3_light.data.shard_table import BucketShards
 from sd3_light.sources.buckets import SIDE_STEP
+
+TRAINED_AT = "trained_at"
+"""The entry of an export's facts with the size of the commonest bucket, in families whose denoisers have no size."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,12 @@ def _is_step(value: Any) -> bool:
 
 def _is_shift(value: Any) -> bool:
     return value is None or (type(value) is float and 0 < value < math.inf)
+
+
+def trained_size(facts: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the width and height of `TRAINED_AT` in the facts of an export; None if they do not say."""
+    size = facts.get(TRAINED_AT)
+    return None if size is None or not _is_size(size) else (size[0], size[1])
 
 
 def _is_size(value: Any) -> bool:

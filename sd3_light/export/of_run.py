@@ -26,7 +26,7 @@ from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.best import best_name
 from sd3_light.export.diffusers_folder import WeightsOnDemand, host_copy, write_folder
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError, ExportSpec
-from sd3_light.export.model_facts import ModelFacts
+from sd3_light.export.model_facts import TRAINED_AT, ModelFacts
 from sd3_light.flow.timesteps import constant_shift
 from sd3_light.inputs import open_regular, read_json_file
 from sd3_light.model.base_values import kept_scheduler, other_shift
@@ -64,13 +64,19 @@ def export_spec(
     weights: str,
     progress: Progress,
     run: Path | None = None,
+    facts: ModelFacts | None = None,
 ) -> ExportSpec:
     """Return the spec of a run's export; its card takes losses and scores from the folder ``run``."""
-    return model_spec(config.model, transformer_config, **_run_fields(config, weights, progress, run))
+    return model_spec(config.model, transformer_config, **_run_fields(config, weights, progress, run, facts))
 
 
 def adapter_spec(
-    config: TrainConfig, start: WeightsStart, weights: str, progress: Progress, run: Path | None = None
+    config: TrainConfig,
+    start: WeightsStart,
+    weights: str,
+    progress: Progress,
+    run: Path | None = None,
+    facts: ModelFacts | None = None,
 ) -> AdapterSpec:
     """Return the spec of an adapter's export; its card takes losses and scores from the folder ``run``."""
     assert config.adapter is not None
@@ -84,7 +90,7 @@ def adapter_spec(
         **_own_shift(config.model, transformer_config),
         text=family_of(config.model).files.text_facts(config.model),
         encoders=config.model.diffusers_path,
-        **_run_fields(config, weights, progress, run),
+        **_run_fields(config, weights, progress, run, facts),
     )
 
 
@@ -96,10 +102,16 @@ def _own_shift(model: ModelConfig, transformer_config: Mapping[str, Any]) -> dic
     return {"shift": _constant_shift(model, transformer_config), "flux_shift": model.flux_shift}
 
 
-def _run_fields(config: TrainConfig, weights: str, progress: Progress, run: Path | None) -> dict[str, Any]:
+def _run_fields(
+    config: TrainConfig, weights: str, progress: Progress, run: Path | None, facts: ModelFacts | None
+) -> dict[str, Any]:
+    own: dict[str, Any] = {"weights": weights, **progress.as_dict()}
+    # a scheduler of its own goes with a denoiser whose config has the size
+    if facts is not None and facts.trained_at is not None and not family_of(config.model).files.writes_scheduler:
+        own[TRAINED_AT] = list(facts.trained_at)
     return {
         "save_dtype": getattr(torch, config.save_dtype),
-        "facts": {"weights": weights, **progress.as_dict()},
+        "facts": own,
         "about": {} if run is None else _card_facts(config.dataset, run, weights, progress),
         "files": {"config.toml": _config_toml(config)},
         "images": {} if run is None else _samples(run, progress.step),
@@ -243,6 +255,7 @@ class Saver:
     untrained: Mapping[str, Tensor]
     start: WeightsStart | None
     keeps_float32: Callable[[str], bool] = lambda name: False
+    facts: ModelFacts | None = None
 
     @staticmethod
     def of(
@@ -261,7 +274,7 @@ class Saver:
             untrained = {name: tensor.detach().to("cpu", copy=True) for name, tensor in rest.items()}
         live = partial(gather_trainable, transformer)
         whole = kept_in_float32(transformer)
-        return Saver(config, folder, live, model_config(transformer, facts), untrained, start, whole)
+        return Saver(config, folder, live, model_config(transformer, facts), untrained, start, whole, facts)
 
     def to_host(self, name: str, tensor: Tensor) -> Tensor:
         """Return a copy of a trained weight for an export: a full model's in the dtype in which it is saved."""
@@ -308,9 +321,10 @@ class Saver:
         run = self.folder.parent
         if self.config.adapter is not None:
             assert self.start is not None, "an adapter without a base"
-            return write_adapter(path, trained, adapter_spec(self.config, self.start, weights, progress, run))
-        spec = export_spec(self.config, self.transformer_config, weights, progress, run)
-        return write_folder(path, {**self.untrained, **trained}, spec, owned=owned)
+            spec = adapter_spec(self.config, self.start, weights, progress, run, self.facts)
+            return write_adapter(path, trained, spec)
+        whole = export_spec(self.config, self.transformer_config, weights, progress, run, self.facts)
+        return write_folder(path, {**self.untrained, **trained}, whole, owned=owned)
 
 
 def _wide(tensor: Tensor) -> Tensor:

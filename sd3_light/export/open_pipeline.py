@@ -16,6 +16,7 @@ from sd3_light.core.registry import family_of_folder
 from sd3_light.core.sampling import PipelineInputs
 from sd3_light.export.diffusers_folder import is_finite, read_facts
 from sd3_light.export.export_spec import DYNAMIC
+from sd3_light.export.model_facts import trained_size
 from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.flow.scheduler import flow_scheduler, folder_scheduler
 from sd3_light.model.folder import check_configs
@@ -72,7 +73,8 @@ def open_policy(folder: Path, text_facts: Path | None = None) -> tuple[Family, P
     policy = read_text_policy(text_facts or folder, family).for_folder(folder)
     check_configs(folder)
     family.weights.require(folder / "transformer")
-    if reason := family.scheduler_fault(folder):
+    has_own = text_facts is not None and isinstance(adapter_shift(text_facts), int | float)
+    if not has_own and (reason := family.scheduler_fault(folder)):
         raise UserError(f"{folder}: {reason}")
     return family, policy
 
@@ -99,4 +101,6 @@ def adapter_shift(folder: Path) -> float | str | None:
 
 def read_text_policy(folder: Path, family: Family) -> PipelineInputs:
     """Return how a folder's text was encoded in training; if it does not say, as its stock pipeline does."""
-    return family.files.text_policy(folder, read_facts(folder).get("text", {}))
+    facts = read_facts(folder)
+    policy = family.files.text_policy(folder, facts.get("text", {}))
+    return policy.drawn_at(trained_size(facts))

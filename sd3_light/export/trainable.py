@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from fnmatch import filter as matching
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
     def read(name: str) -> Tensor:
         return stored[name].load()
 
-    swapped = _swapped_blocks(denoiser, config)
+    swapped = _swapped_blocks(denoiser, config.swap_blocks)
     quantize_base(denoiser, config.adapter.base_bits, device, read, tuple(swapped))
     stand_in = torch.zeros(())  # the adapter takes dtype and device of the weights below it
     assign_weights(denoiser, lambda _, weight: stand_in.expand(weight.shape) if weight.is_meta else weight)
@@ -68,7 +68,7 @@ def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) ->
     else:
         denoiser, stored = weights.unread(start)
     freeze(denoiser, config.freeze)
-    swapped = _swapped_blocks(denoiser, config)
+    swapped = _swapped_blocks(denoiser, config.swap_blocks)
     resident = {name: weight for name, weight in stored.items() if not name.startswith(tuple(swapped))}
     read_weights(denoiser, resident, dtype, device, whole_vectors=True)
     if swapped:
@@ -78,11 +78,11 @@ def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) ->
     return denoiser
 
 
-def _swapped_blocks(denoiser: nn.Module, config: TrainConfig) -> dict[str, nn.Module]:
+def _swapped_blocks(denoiser: nn.Module, setting: int | Literal["all"]) -> dict[str, nn.Module]:
     """Return the blocks whose weights are in host memory, by the beginning of the names of their weights."""
     blocks = denoiser_blocks(denoiser)
     names = {module: f"{name}." for name, module in denoiser.named_modules()}
-    return {names[blocks[number]]: blocks[number] for number in swapped_blocks(config.swap_blocks, len(blocks))}
+    return {names[blocks[number]]: blocks[number] for number in swapped_blocks(setting, len(blocks))}
 
 
 def _read_swapped(
@@ -97,9 +97,23 @@ def _read_swapped(
         own = {name: weight for name, weight in stored.items() if name.startswith(prefix)}
         read_weights(denoiser, own, dtype, whole_vectors=swap.trained)
         swap.add(block)
+    _start(swap, len(blocks))
+
+
+def swap_loaded(denoiser: nn.Module, setting: int | Literal["all"], device: torch.device) -> None:
+    """Move the frozen weights of a loaded denoiser's blocks to host memory, as `swap_blocks` says."""
+    swap = BlockSwap(device)
+    blocks = _swapped_blocks(denoiser, setting)
+    for block in blocks.values():
+        swap.add(block)
+    if blocks:
+        _start(swap, len(blocks))
+
+
+def _start(swap: BlockSwap, count: int) -> None:
     swap.start()
     host, buffers = format_bytes(swap.host_bytes), format_bytes(swap.device_bytes)
-    info(f"blocks in host memory: {len(blocks)} ({host}), with {buffers} of buffers on {swap.device}")
+    info(f"blocks in host memory: {count} ({host}), with {buffers} of buffers on {swap.device}")
 
 
 def frozen_dtype(config: TrainConfig, device: torch.device) -> torch.dtype:

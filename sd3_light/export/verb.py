@@ -107,7 +107,7 @@ def _write(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path, c
     start = weights.model.keep_table(starting_weights(train.model))
     transformer, read = _starting_model(family, start, train.seed)
     config = model_config(transformer, weights.model)
-    spec = export_spec(train, config, weights.description, weights.progress, run_folder)
+    spec = export_spec(train, config, weights.description, weights.progress, run_folder, weights.model)
     state = whole_state(transformer, read, weights.trained, train.freeze)
     with write_errors(out):
         if not is_single_file(out):
@@ -135,7 +135,7 @@ def _starting_model(family: Family, start: WeightsStart, seed: int) -> tuple[nn.
 def _write_adapter(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path) -> None:
     """Write a folder with the adapter's file, card and proof, or only the file."""
     start = starting_weights(train.model)
-    spec = adapter_spec(train, start, weights.description, weights.progress, run_folder)
+    spec = adapter_spec(train, start, weights.description, weights.progress, run_folder, weights.model)
     with write_errors(out):
         if not is_single_file(out):
             write_adapter(out, dict(weights.trained), spec)

@@ -40,7 +40,8 @@ class StockFamily(Family):
 
     ``text_parts`` are the subfolders of each text encoder and its tokenizer, ``adapter_targets`` the layers that a LoRA
     changes by default, ``text_length`` the tokens of a caption unless the config says otherwise, ``patch`` the latent
-    pixels of a token's side. A denoiser with ``packs_latents`` takes whole patches as channels. ``text_inputs`` names
+    pixels of a token's side. Real text can be padded to multiples of ``text_steps`` without another result, so that
+    batches have few shapes. A denoiser with ``packs_latents`` takes whole patches as channels. ``text_inputs`` names
     the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
     ``pads_text``; otherwise ragged columns are padded to the longest of a batch, and with ``pads_prompts`` those of
     sampling to their full length, under a mask, as in the stock pipeline. ``usual_guidance`` is that of the stock
@@ -55,6 +56,7 @@ class StockFamily(Family):
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]
     adapter_targets: ClassVar[tuple[str, ...]]
     text_length: ClassVar[int] = 512
+    text_steps: ClassVar[tuple[int, ...]] = ()
     patch: ClassVar[int] = 2
     packs_latents: ClassVar[bool] = False
     text_inputs: ClassVar[Mapping[str, str]] = {}
@@ -113,6 +115,18 @@ class StockFamily(Family):
 
         ``guidance`` is the number that a distilled denoiser takes; others ignore it.
         """
+
+    def rounded(self, batch: "Batch", step: int) -> "Batch":
+        """Return a batch with the same velocity whose text has a multiple of ``step`` rows, one of `text_steps`.
+
+        Its lengths are on the device. A batch that would have another velocity stays as it is.
+        """
+        from sd3_light.families.stock.texts import rounded_text
+
+        return rounded_text(batch, step)
+
+    def speed_up(self, denoiser: "nn.Module") -> None:
+        """Replace parts of a denoiser by others that compute the same on a GPU in less time."""
 
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         """Return whether a denoiser with this config takes guidance as a number and runs once per step."""

@@ -28,6 +28,7 @@ class QwenImage(StockFamily):
     text_parts = MappingProxyType({"qwen": ("text_encoder", "tokenizer")})
     # without layers of the text's own output, which get no gradient in the last block
     adapter_targets = ("attn.to_[qkv]", "attn.to_out.0", "attn.add_*_proj", "img_mlp.net.*")
+    text_steps = (32, 64, 128, 256, 512)
     packs_latents = True
     text_inputs = MappingProxyType({"text": "joint_attention_dim"})
     samplers = ()  # the pipeline passes times
@@ -52,15 +53,24 @@ class QwenImage(StockFamily):
 
         noisy = batch["noisy"]
         height, width = noisy.shape[-2:]
+        mask = text_mask(batch)
+        is_rounded = batch.get("text.length") is not None  # the denoiser's use of a mask cannot be recorded
         tokens = denoiser(
             hidden_states=pack_latents(noisy),
             encoder_hidden_states=batch["text"],
-            encoder_hidden_states_mask=text_mask(batch),
+            encoder_hidden_states_mask=None if is_rounded else mask,
+            attention_kwargs={"attention_mask": mask} if is_rounded else None,
             timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
             img_shapes=[[(1, height // 2, width // 2)]] * len(noisy),
             return_dict=False,
         )[0]
         return unpack_latents(tokens, height, width)
+
+    def speed_up(self, denoiser: "nn.Module") -> None:
+        """See `StockFamily.speed_up`."""
+        from sd3_light.families.stock.attention import QwenAttention, use_attention
+
+        use_attention(denoiser, QwenAttention())
 
     def guide(self, negative: "Tensor", positive: "Tensor", guidance: float) -> "Tensor":
         """See `StockFamily.guide`: every token keeps its norm."""

@@ -27,6 +27,7 @@ class Sana(StockFamily):
     text_parts = MappingProxyType({"gemma": ("text_encoder", "tokenizer")})
     adapter_targets = ("attn1.to_*", "attn2.to_*")  # the feed-forward part is a convolution
     text_length = 300
+    text_steps = (32, 64, 128, 256, 512)
     patch = 1
     pads_prompts = True
     text_inputs = MappingProxyType({"text": "caption_channels"})

@@ -1,6 +1,7 @@
 """Z-Image: its denoiser counts time from noise to data, and takes lists of images and texts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from sd3_light.config import ModelConfig
 from sd3_light.core.sampling import OwnDrawing
 from sd3_light.families.base import StockFamily, resolution_shift
+from sd3_light.families.stock.texts import text_mask
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ZImage(StockFamily):
-    """Captions have their own lengths: the denoiser pads them itself."""
+    """Captions have their own lengths: the denoiser pads them itself, to multiples of 32 that it attends to."""
 
     name = "z_image"
     title = "Z-Image"
@@ -26,6 +28,7 @@ class ZImage(StockFamily):
     text_parts = MappingProxyType({"qwen": ("text_encoder", "tokenizer")})
     adapter_targets = ("attention.to_*", "feed_forward.w[123]")
     text_inputs = MappingProxyType({"text": "cap_feat_dim"})
+    text_steps = (32,)
     samplers = ()  # the pipeline passes times
     dynamic_samplers = ()
     usual_guidance = 5.0
@@ -60,8 +63,22 @@ class ZImage(StockFamily):
         dtype: Any = denoiser.dtype
         time = (1000 - (1000 * batch["t"]).float()) / 1000  # 1 - t, rounded as the pipeline does
         images = list(batch["noisy"].to(dtype).unsqueeze(2))
-        velocities = denoiser(images, time, _texts(batch), return_dict=False)[0]
+        with _padded_inside(denoiser, batch):
+            velocities = denoiser(images, time, _texts(batch), return_dict=False)[0]
         return -torch.stack(velocities).squeeze(2).float()
+
+    def rounded(self, batch: "Batch", step: int) -> "Batch":
+        """See `StockFamily.rounded`: texts that the denoiser pads to several lengths move the images."""
+        lengths = batch.lengths("text")
+        if lengths is None or len({-(-length // step) for length in lengths.tolist()}) > 1:
+            return batch
+        return super().rounded(batch, step)
+
+    def speed_up(self, denoiser: "nn.Module") -> None:
+        """See `StockFamily.speed_up`."""
+        from sd3_light.families.stock.attention import ZImageAttention, use_attention
+
+        use_attention(denoiser, ZImageAttention())
 
     def image_part(self, output: Any, batch: "Batch") -> "Tensor":
         """See `StockFamily.image_part`: image tokens come first."""
@@ -91,6 +108,28 @@ class ZImage(StockFamily):
         """See `StockFamily.pipeline_arguments`."""
         arguments = {"prompt_embeds": _texts(texts), "guidance_scale": guidance}
         return arguments if negative is None else {**arguments, "negative_prompt_embeds": _texts(negative)}
+
+
+@contextmanager
+def _padded_inside(denoiser: "nn.Module", batch: "Batch") -> Iterator[None]:
+    """Give padded rows of a batch with a mask what the denoiser pads texts with, after their embedding."""
+    import torch
+
+    if batch.get("text.length") is None:
+        yield
+        return
+    mask = text_mask(batch)
+    assert mask is not None
+    parts: Any = denoiser
+
+    def fill(module: "nn.Module", inputs: Any, rows: "Tensor") -> "Tensor":
+        return torch.where(mask.flatten()[:, None], rows, parts.cap_pad_token)
+
+    handle = parts.cap_embedder.register_forward_hook(fill)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _texts(batch: "Batch") -> "list[Tensor]":

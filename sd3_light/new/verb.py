@@ -18,7 +18,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import SCHEME, parse_hub_id
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of_folder
-from sd3_light.cost.throughput import cpu_seconds, training_seconds
+from sd3_light.cost.throughput import cpu_seconds, measured_blocks, training_seconds
 from sd3_light.files import write_atomically
 from sd3_light.model.part_configs import read_config
 from sd3_light.new.kinds import KINDS, Kind
@@ -118,8 +118,9 @@ def _step_seconds(estimate: check.RunEstimate, plan: MemoryPlan, gpus: tuple[Gpu
     if not gpus:
         return cpu_seconds(flops, usable_cores())
     setup = estimate.setup
-    blocks = setup.cost.num_blocks
-    return training_seconds(gpus[0].name, setup.block_kind, flops, plan.accumulation, blocks, plan.processes)
+    blocks = measured_blocks(setup.block_kind, setup.adapter is not None)
+    layers = setup.cost.num_blocks
+    return training_seconds(gpus[0].name, blocks, flops, plan.accumulation, layers, plan.processes, setup.graphs)
 
 
 def _located(value: str) -> str:

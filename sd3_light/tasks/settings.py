@@ -10,6 +10,7 @@ from sd3_light.config import AdapterConfig, EmaConfig, ModelConfig, OptimizerCon
 from sd3_light.config.base import (
     Allowed,
     Count,
+    CountOrAll,
     CountOrZero,
     Decay,
     NotNegative,
@@ -37,8 +38,9 @@ class TaskSettings(Table):
     ``bucket_of(index)`` names the group of samples that may share a batch, such as those of one size; by default all
     may. ``gradient_accumulation_steps`` defaults to the accelerator's. The schedule "constant" is constant after the
     warm-up. Without ``checkpoint_steps`` a checkpoint is written at the end and when the process is asked to stop.
-    ``draw(module)`` returns an image. ``ema`` has the keys of [ema], for several averages: all are validated, and at
-    the end the logger saves the others beside the main one, as ``FILE.NAME.safetensors``.
+    ``swap_blocks`` is that of a train TOML. ``draw(module)`` returns an image. ``ema`` has the keys of [ema], for
+    several averages: all are validated, and at the end the logger saves the others beside the main one, as
+    ``FILE.NAME.safetensors``.
     """
 
     learning_rate: Positive = 1e-5
@@ -54,6 +56,7 @@ class TaskSettings(Table):
     cache_residence: Literal["auto", "stream", "host", "device"] = "auto"
     gradient_accumulation_steps: Count | None = None
     gradient_clipping: NotNegative = 1.0
+    swap_blocks: CountOrAll = 0
     lr_scheduler: Literal["constant", "linear", "cosine", "step"] = "constant"
     warmup_steps: CountOrZero = 0
     lr_step_size: Count | None = None
@@ -122,6 +125,8 @@ class TaskSettings(Table):
             )
         if self.parallel != "ddp" and self.engine != "torch":
             raise invalid_value('parallel="fsdp2" is a layout of engine="torch"; give both, or accelerate\'s plugin')
+        if self.swap_blocks and (self.engine == "deepspeed" or self.parallel == "fsdp2"):
+            raise invalid_value("swap_blocks needs whole weights, which DeepSpeed and FSDP2 do not leave; use 0")
         if self.zero_stage is not None and self.engine != "deepspeed":
             raise invalid_value('zero_stage has no effect without engine="deepspeed"; leave it out')
         if self.zero_stage == 3:

@@ -32,6 +32,7 @@ from sd3_light.engines.processes import ProcessGroups, abort_process_group, star
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.evaluate.validation import EvalPreparer, QuantileBatches, eval_points, validate
 from sd3_light.export.background_saves import checkpoint_to_resume, newest_usable
+from sd3_light.export.trainable import swap_loaded
 from sd3_light.files import OWN_FILES, sweep_files
 from sd3_light.model.adapter_layers import AdapterDropout, cast_frozen_linears
 from sd3_light.optim.ema import Averages
@@ -242,6 +243,8 @@ def _check_start(task: TaskCall, stack: ExitStack) -> None:
 def _prepare_module(task: TaskCall, stack: ExitStack) -> None:
     model = task.model
     seed = task.settings.seed
+    if task.settings.swap_blocks and getattr(model.module, "adapter", None) is None:
+        raise UserError("swap_blocks: only frozen weights under an adapter are swapped; call train_adapter, or use 0")
     if isinstance(model, CustomForward):
         model.seed = seed
         model.freeze_the_rest()
@@ -257,6 +260,8 @@ def _prepare_module(task: TaskCall, stack: ExitStack) -> None:
         model.teacher = start_of_adapter(model)
     if module.adapter is not None and task.is_bf16:
         cast_frozen_linears(module.transformer, torch.bfloat16)
+    if task.settings.swap_blocks:
+        swap_loaded(module.transformer, task.settings.swap_blocks, task.device)
 
 
 def _make_schedule(settings: TaskSettings, logger: ModelLogger, steps_per_epoch: int) -> HookSchedule:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -13,9 +14,10 @@ from sd3_light.core.objective import Objective
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import Preparer
-from sd3_light.cost.compile_choice import is_compiled_per_shape
+from sd3_light.cost.compile_choice import compiled_text_step
 from sd3_light.cost.graph_choice import why_no_graphs
 from sd3_light.data.prepare import with_columns
+from sd3_light.data.slot_size import longest_text
 from sd3_light.data.stream import CachedDataset
 from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.blocks import choose_blocks
@@ -26,6 +28,7 @@ from sd3_light.export.trainable import load_what_trains
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
+from sd3_light.train.compiled_code import CompiledCode, code_facts, left_code
 from sd3_light.train.context import RunContext
 from sd3_light.train.teacher import load_teacher, teach_by_average
 
@@ -65,16 +68,19 @@ def make_train_state(context: RunContext, objective: MakeObjective | None = None
     saver = Saver.of(config, denoiser, context.folder.path / "exports", start, context.model_facts)
     layout = Layout(launch.world, context.by_deepspeed)
     steps = config.length(context.order.steps_per_epoch)
-    blocks = choose_blocks(config, context.cost, denoiser, layout, device, context.groups, steps)
+    code = CompiledCode(partial(code_facts, context))
+    note = left_code(context, code, steps)
+    judged = steps if note is None else None
+    blocks = choose_blocks(config, context.cost, denoiser, layout, device, context.groups, judged)
     module = family.training.model(denoiser, config, blocks.kind == "fast")
     if objective is not None:
         module.use(objective(denoiser))
     load_teacher(module, config, device)
     compile_time = None
     if blocks.kind == "compiled":
-        compile_time = CompileTime()
-        per_shape = is_compiled_per_shape(config, context.cost, len(context.order.buckets), steps)
-        compile_blocks(denoiser, per_shape, lenient=config.compile == "auto")
+        module.text_step = _text_step(context, steps) if note is None else note.text_step
+        compile_time = CompileTime(partial(code.write, module.text_step))
+        compile_blocks(denoiser, module.text_step is not None, lenient=config.compile == "auto")
     if config.adapter is not None and config.adapter.dropout > 0:
         module.dropout = AdapterDropout(denoiser, config.seed, launch.rank)
     make = deepspeed.make_engine if context.by_deepspeed else TorchEngine
@@ -101,6 +107,16 @@ def require_columns(data: CachedDataset, reads: Sequence[str]) -> None:
                 f"the objective reads the column {name!r}, and the cache has {', '.join(names)}; build it with a "
                 "dataset that provides it"
             )
+
+
+def _text_step(context: RunContext, steps: int) -> int | None:
+    """Return the multiple to which the text of compiled blocks is padded, None if they take any shape; print it."""
+    text = context.cost.text
+    longest = min(text.most, longest_text(context.data) or text.most)
+    step = compiled_text_step(context.config, context.cost, len(context.order.buckets), steps, longest)
+    if step is not None and not text.is_padded:
+        info(f"blocks: text is padded to multiples of {step} tokens, so that they are compiled for few shapes")
+    return step
 
 
 def _choose_graphs(engine: TorchEngine, context: RunContext) -> None:

@@ -13,12 +13,12 @@ from sd3_light.checkpoint.requests import RunRequests
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import LoadedConfig, TrainConfig
 from sd3_light.config.faults import Stopped
+from sd3_light.core.cost import Layout
 from sd3_light.core.registry import family_of, starting_weights, with_family_values
 from sd3_light.cost.device_peaks import peak_flops
-from sd3_light.cost.residence import Residence
 from sd3_light.data.loader import LoadTimes
 from sd3_light.data.order import Order
-from sd3_light.engines import Engine, Launch, deepspeed
+from sd3_light.engines import Launch, deepspeed
 from sd3_light.engines.blocks import require_blocks
 from sd3_light.engines.cpu_threads import use_training_threads
 from sd3_light.engines.errors import explain_runtime_errors
@@ -39,6 +39,7 @@ from sd3_light.train.folder import RunFolder
 from sd3_light.train.idle import DeviceGaps, IdleAdvice, watch_updates
 from sd3_light.train.loop import Run, every
 from sd3_light.train.measurement import Measurer, caption_requests
+from sd3_light.train.memory_hint import memory_hint
 from sd3_light.train.meter import Meter
 from sd3_light.train.resume import (
     NOISE,
@@ -53,14 +54,6 @@ from sd3_light.train.resume import (
 from sd3_light.train.state import MakeObjective, TrainState, describe_start, make_train_state
 
 __all__ = ["OnSample", "Resume", "order_review", "require_start", "run"]
-
-_OUT_OF_MEMORY = (
-    "lower micro_batch_size_per_gpu (and raise gradient_accumulation_steps), or write activation_checkpointing = true, "
-    "compile = true, swap_blocks = 'all' (where all weights train, with gradient_release = true) or, on several GPUs, "
-    "parallel = 'fsdp2'; `sd3-light check` estimates memory use"
-)
-_GRAPHS_OUT_OF_MEMORY = f"write cuda_graphs = false, which needs about half of a step's memory, or {_OUT_OF_MEMORY}"
-
 
 OnSample = Callable[[Progress, Sampler, Denoise], None]
 """Draws with the weights in the model: ``sampler.draw(denoise)`` returns the images of the config's prompts."""
@@ -89,7 +82,9 @@ def run(
     require_blocks(loaded.train, cost, launch, device, by_deepspeed)  # raises before anything is opened
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    with RunFolder(loaded, launch.is_main) as folder, explain_runtime_errors(_OUT_OF_MEMORY):
+    layout = Layout(launch.world, by_deepspeed)
+    hint = memory_hint(loaded.train, layout)
+    with RunFolder(loaded, launch.is_main) as folder, explain_runtime_errors(hint):
         context = open_context(loaded, start, launch, folder, resume, by_deepspeed)
         if device.type == "cpu":
             _use_cpu(context)
@@ -108,6 +103,7 @@ def run(
         context.announce(
             describe_start(context.start, context.cost, context.config.adapter), progress, training.total_steps
         )
+        has_graphs = getattr(state.engine, "graphs", None) is not None
         driver = Driver(
             run=training,
             launch=launch,
@@ -117,7 +113,7 @@ def run(
             schedule=_make_schedule(context.config, context.order.steps_per_epoch, training.total_steps),
             facts=_checkpoint_facts(context),
             keep_last=context.config.keep_last_n_checkpoints,
-            out_of_memory=memory_hint(state.engine, context.residence),
+            out_of_memory=memory_hint(context.config, layout, has_graphs, context.residence),
             resume_hint="--resume",
             stop_if_first_save_fails=context.config.stop_if_first_save_fails,
         )
@@ -138,12 +134,6 @@ def run(
     elif end.step > progress.step:
         info(f"finished: {total:,} steps, {end.samples:,} samples; the run is in {folder.path}")
     return end
-
-
-def memory_hint(engine: Engine, residence: Residence = "stream") -> str:
-    """Return what to change if the GPU's memory is full, given where the cache is."""
-    hint = _OUT_OF_MEMORY if getattr(engine, "graphs", None) is None else _GRAPHS_OUT_OF_MEMORY
-    return hint if residence != "device" else f'write cache_residence = "stream", or {hint}'
 
 
 def _checkpoint_facts(context: RunContext) -> dict[str, Any]:

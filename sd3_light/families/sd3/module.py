@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import LENGTH, Batch
@@ -157,7 +158,8 @@ class SD3TrainingModule(TrainedModel):
         if self._fast is None:
             dtype = self.compute_dtype if device.type == "cuda" else torch.float32
             options = BlockOptions(keep=_KEEPS[self.checkpointing], products=self.products)
-            self._fast = FastDenoiser(self.denoiser, dtype, options)
+            sharded = any(isinstance(block, FSDPModule) for block in self.blocks())
+            self._fast = FastDenoiser(self.denoiser, dtype, options, sharded)
         return self._fast
 
     def run_some(

@@ -41,7 +41,8 @@ class StockChecks(ModelChecks):
             yield from self._part_faults(folder, start_source(model) == folder)
             if reason := self._refusal(folder):
                 yield model_fault(_FOLDER, reason, folder)
-            if reason := self.family.scheduler_fault(folder):
+            has_own = model.shift is not None or model.sqrt_shift  # which replaces the scheduler's
+            if not has_own and (reason := self.family.scheduler_fault(folder)):
                 yield model_fault(_FOLDER, reason, folder)
         except UserError as error:
             yield model_fault(_FOLDER, str(error))

@@ -111,7 +111,8 @@ class StockCost(CountedCost):
         self._prepared = [column for column in prepared if column.name not in ("target", "mask")]
         text = next(column for column in self._prepared if column.name == TEXT)
         kind = "at most, as captions are not padded" if text.ragged and not family.pads_text else "padded"
-        self._text = TextTokens(text.shape[0], not text.ragged or family.pads_text, f"{text.shape[0]}, {kind}")
+        is_padded = not text.ragged or family.pads_text
+        self._text = TextTokens(text.shape[0], is_padded, f"{text.shape[0]}, {kind}", family.text_steps)
         super().__init__(denoiser, family.title)
 
     @property
@@ -122,7 +123,9 @@ class StockCost(CountedCost):
     @property
     def why_no_graphs(self) -> str | None:
         """See `Cost.why_no_graphs`."""
-        return None if self.text.is_padded else "captions are not padded, so every batch has another shape"
+        if self.text.is_padded or self.text.steps:
+            return None
+        return "captions are not padded, as the mask that they would need slows attention down"
 
     @property
     def token_side(self) -> int:

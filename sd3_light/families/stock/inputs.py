@@ -1,5 +1,6 @@
 """How a stock pipeline is called to draw images: with texts that are encoded as in training."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,11 +24,15 @@ _NEGATIVE = "\0"  # before a text that is encoded as a negative prompt
 
 @dataclass(frozen=True)
 class StockInputs(PipelineInputs):
-    """See `PipelineInputs`. ``settings`` are those of `Encoding.text_settings`, ``folder`` is that of the model."""
+    """See `PipelineInputs`. ``settings`` are those of `Encoding.text_settings`, ``folder`` is that of the model.
+
+    ``trained_at`` is the width and height of the images of a run.
+    """
 
     family: "StockFamily"
     folder: Path
     settings: Mapping[str, Any]
+    trained_at: tuple[int, int] | None = None
 
     @property
     def largest_batch(self) -> int | None:
@@ -81,8 +86,16 @@ class StockInputs(PipelineInputs):
         """See `PipelineInputs.default_frames`."""
         return self.family.usual_clip[0]
 
+    def drawn_at(self, size: tuple[int, int] | None) -> "StockInputs":
+        """See `PipelineInputs.drawn_at`."""
+        return replace(self, trained_at=size)
+
     def default_size(self, pipe: Any) -> tuple[int, int]:
-        """See `PipelineInputs.default_size`."""
+        """See `PipelineInputs.default_size`: the square with about as many pixels as the images of the run."""
+        step = LatentShape.of_folder(self.folder).factor * self.family.patch
+        if self.trained_at is not None:
+            side = step * max(1, round(math.sqrt(math.prod(self.trained_at)) / step))
+            return side, side
         latent = getattr(pipe, "default_sample_size", None) or pipe.transformer.config.get("sample_size")
         side = (
             latent * LatentShape.of_folder(self.folder).factor if isinstance(latent, int) else self.family.trained_side

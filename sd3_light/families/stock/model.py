@@ -24,8 +24,12 @@ from sd3_light.model.host_inputs import checkpoint_on_host
 if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily
 
+TEXT_STEP = 32
+"""Recorded text is padded to a multiple of this."""
 Denoise = Callable[[nn.Module, Batch], Tensor]
 """(denoiser, batch) -> velocity, with t from data (0) to noise (1)."""
+Rounded = Callable[[Batch, int], Batch]
+"""(batch, step) -> the batch with its text padded to a multiple of ``step`` rows: `StockFamily.rounded`."""
 ImagePart = Callable[[Any, Batch], Tensor]
 """(output of a block, batch) -> image tokens."""
 
@@ -49,11 +53,13 @@ class StockModel(TrainedModel):
         denoise: Denoise,
         objective: Objective,
         image_part: ImagePart = image_tokens,
+        rounded: Rounded = lambda batch, step: batch,
     ) -> None:
         super().__init__(denoiser, objective)
         self.compute_dtype = getattr(torch, config.model.transformer_dtype)
         self._call = denoise
         self._image_part = image_part
+        self._rounded = rounded
         # its backward pass fails on Flux (an illegal address on an H200, torch 2.11); flash attention takes its place
         torch.backends.cuda.enable_cudnn_sdp(False)
         stock: Any = denoiser
@@ -63,6 +69,8 @@ class StockModel(TrainedModel):
 
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
         """See `TrainedModel.predict`."""
+        if self.text_step is not None:
+            batch = self.recordable(batch)
         device = batch["noisy"].device
         if self.dropout is not None:
             self.dropout.forward(device)
@@ -73,6 +81,10 @@ class StockModel(TrainedModel):
         ):
             velocity = self._call(self.denoiser, batch.map_tensors(_in_float32))
         return Prediction(velocity, features)
+
+    def recordable(self, batch: Batch) -> Batch:
+        """See `TrainedModel.recordable`."""
+        return self._rounded(batch, self.text_step or TEXT_STEP)
 
     def _checkpoint(self, level: Checkpointing, block: nn.Module, *inputs: Any) -> Any:
         """Run a block whose backward pass computes it again; only an adapter's dropout draws numbers in it."""
@@ -117,4 +129,5 @@ class StockTraining(TrainingParts):
         guidance = 1.0 if config.model.guidance is None else config.model.guidance
         denoise = partial(self.family.denoise, guidance=guidance)
         objective = configured_objective(config, len(denoiser_blocks(denoiser)))
-        return StockModel(denoiser, config, denoise, objective, self.family.image_part)
+        self.family.speed_up(denoiser)
+        return StockModel(denoiser, config, denoise, objective, self.family.image_part, self.family.rounded)

@@ -1,6 +1,7 @@
 """Texts of stock pipelines: their width by the config of an encoder, and texts of different lengths."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from sd3_light.core.batch import Batch
 
 _LARGEST = 1 << 16
+_LENGTHS = "text.length"
 
 
 def encoder_width(folder: Path, part: str) -> int:
@@ -27,6 +29,21 @@ def encoder_width(folder: Path, part: str) -> int:
     raise UserError(f"{path} has no width of 1 to {_LARGEST}; download the folder again")
 
 
+def rounded_text(batch: "Batch", step: int) -> "Batch":
+    """Return the batch with its text padded to a multiple of ``step`` rows, its lengths among the values on the device.
+
+    A batch whose host has no lengths stays as it is.
+    """
+    from sd3_light.model.device_copy import to_device
+
+    lengths = batch.lengths("text")
+    if lengths is None:
+        return batch
+    padded = batch.padded_to("text", -(-int(lengths.max()) // step) * step)
+    host = {name: value for name, value in batch.host.items() if name != _LENGTHS}
+    return replace(padded, host=host).with_values({_LENGTHS: to_device(lengths, batch["noisy"].device)})
+
+
 def real_rows(text: "Tensor", mask: "Tensor | None") -> "Sequence[Tensor]":
     """Return the rows of each text that its mask keeps; without a mask all."""
     if mask is None:
@@ -37,14 +54,15 @@ def real_rows(text: "Tensor", mask: "Tensor | None") -> "Sequence[Tensor]":
 def text_mask(batch: "Batch", always: bool = False) -> "Tensor | None":
     """Return which rows of the batch's text are a sample's own [B, T]; None where no row is padded, unless ``always``.
 
-    Without a mask attention is faster.
+    Without a mask attention is faster. Lengths on the device are not read: there is a mask in any case.
     """
     import torch
 
     text = batch["text"]
-    lengths = batch.lengths("text")
+    on_device = batch.get(_LENGTHS)
+    lengths = batch.lengths("text") if on_device is None else on_device
     rows = text.shape[1]
-    if lengths is None or int(lengths.min()) == rows:
+    if lengths is None or (on_device is None and int(lengths.min()) == rows):
         return torch.ones(text.shape[:2], dtype=torch.bool, device=text.device) if always else None
     return torch.arange(rows, device=text.device) < lengths.to(text.device, non_blocking=True)[:, None]
 

@@ -378,8 +378,14 @@ def test_a_dry_run_changes_nothing(project: Project, no_encoding: None) -> None:
     change_caption(project)
     (project.cache / "shards" / shard_files(project)[3]).write_bytes(b"short")
     before = contents(project)
-    project.build_cache(dry_run=True)
+    (report,) = project.build_cache(dry_run=True)
     assert contents(project) == before
+    assert report.missing == 2
+
+
+def test_a_dry_run_of_a_complete_cache_lacks_nothing(project: Project, no_encoding: None) -> None:
+    (report,) = project.build_cache(dry_run=True)
+    assert report.missing == 0
 
 
 def test_unchanged_sources_are_not_read_again(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

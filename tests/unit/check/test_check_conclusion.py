@@ -42,9 +42,10 @@ def concluded(files: Any) -> Callable[..., dict[str, str]]:
 def test_a_cpu_run_has_no_line_about_gpus(files: Any, concluded: Callable[..., dict[str, str]]) -> None:
     lines = concluded(Target(on_cpu=True))
     assert "GPU memory" not in lines
-    assert re.fullmatch(
-        r"about .* of training steps on \d+ CPU cores, at an assumed 20 GFLOP/s per core", lines["time"]
-    )
+    speed = r"of training steps on \d+ CPU cores, at an assumed 20 GFLOP/s per core"
+    assert re.fullmatch(rf"less than a second {speed}", lines["time"])
+    longer = concluded(Target(on_cpu=True), top="max_steps = 100000")
+    assert re.fullmatch(rf"about .* {speed}", longer["time"])
     assert lines["device"].startswith("CPU: no GPU is visible; --gpu-memory GIB or --processes N")
     loaded = files.load(model=PRETRAIN)
     estimate = check.run(loaded)
@@ -74,10 +75,16 @@ def test_the_first_line_says_whether_it_fits(files: Any, concluded: Callable[...
 
 def test_the_duration_is_known_for_measured_gpus(concluded: Callable[..., dict[str, str]]) -> None:
     text = concluded(Target(Gpu("NVIDIA H200")), top="max_steps = 100000")["time"]
-    # 4 blocks of 9 ms each: a small model is limited by the launches of its kernels
-    assert text == ("about 1 h of training steps on 1 x NVIDIA H200 (49% of its peak with fast blocks, measured)")
+    # 4 blocks of 1.8 ms each: a small model is limited by the shortest times of its kernels
+    speed = "49% of its peak with fast blocks"
+    assert text == f"about 12 min of training steps on 1 x NVIDIA H200 ({speed} in CUDA graphs, measured)"
+    text = concluded(Target(Gpu("NVIDIA H200")), top="max_steps = 100000\ncuda_graphs = false")["time"]
+    # 9 ms each: by their launches
+    assert text == f"about 1 h of training steps on 1 x NVIDIA H200 ({speed}, measured)"
     assert concluded(Target(Gpu("NVIDIA A100")))["time"].startswith("unknown: no speed was measured on this kind")
-    real = concluded(Target(Gpu("NVIDIA H200")), world=2, model=f'{PRETRAIN}\ntext_tokens = "real"')["time"]
+    real = concluded(
+        Target(Gpu("NVIDIA H200")), "max_steps = 100000", world=2, model=f'{PRETRAIN}\ntext_tokens = "real"'
+    )["time"]
     assert real.startswith("at most ")
     assert real.endswith("several GPUs were not measured)")
 

@@ -240,7 +240,8 @@ def test_every_layout_is_described(files: Any) -> None:
     assert "fast kernels" in screen()
     assert 'torch engine, parallel = "ddp": all weights on every GPU' in screen(4)
     assert 'parallel = "fsdp2": weights and state sharded over all GPUs' in screen(4, top='parallel = "fsdp2"')
-    assert "because parallel = " in screen(4, top='parallel = "fsdp2"')
+    assert "fast kernels" in screen(4, top='parallel = "fsdp2"')
+    assert "because compile = true" in screen(4, top='parallel = "fsdp2"\ncompile = true')
     assert "DeepSpeed (--deepspeed), ZeRO-3" in screen(4, True, "zero_stage = 3")
     assert "zero_stage = 1 has nothing to shard on one GPU" in screen(1, True)
 

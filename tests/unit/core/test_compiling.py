@@ -96,6 +96,25 @@ def test_a_block_that_cannot_be_compiled_runs_as_it_is(compiled: list[int], monk
     assert torch.equal(strict(values), expected)
 
 
+def test_a_failure_is_one_line_without_a_traceback(
+    compiled: list[int], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> None:
+        raise RuntimeError("no code for it\nand more")
+
+    plain = torch.compile.func  # type: ignore[attr-defined]
+    monkeypatch.setattr(compiling.torch, "compile", partial(plain, backend=fail))
+    monkeypatch.setattr(compiling, "_NAMED", set())
+    denoiser = Denoiser()
+    compile_blocks(denoiser, lenient=True)
+    for size in (2, 3, 5):
+        denoiser(torch.ones(size, 4))
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("blocks: some cannot be compiled and run as they are (BackendCompilerFailed: ")
+    assert "no code for it" not in lines[0], "only the first line of the reason"
+
+
 def test_the_time_is_printed_once(compiled: list[int], capfd: pytest.CaptureFixture[str]) -> None:
     watched = CompileTime()
     watched.report()

@@ -8,7 +8,7 @@ import pytest
 
 from sd3_light.config import TrainConfig
 from sd3_light.core.cost import Cost, Layout, TextTokens
-from sd3_light.cost.compile_choice import ENOUGH_PASSES, MAX_SHAPES, is_compiled_per_shape, why_uncompiled
+from sd3_light.cost.compile_choice import ENOUGH_PASSES, MAX_SHAPES, compiled_text_step, why_uncompiled
 
 LONG = ENOUGH_PASSES
 
@@ -65,12 +65,37 @@ def test_the_length_of_a_run(keys: dict[str, int], steps: int) -> None:
     assert config(**keys).length(steps_per_epoch=5) == steps
 
 
+def shaped(is_padded: bool, *steps: int) -> Cost:
+    return cast(Cost, SimpleNamespace(text=TextTokens(77, is_padded, "77", steps)))
+
+
 def test_few_shapes_are_compiled_one_by_one_if_each_pays() -> None:
+    def is_compiled_per_shape(train: TrainConfig, cost: Cost, shapes: int, steps: int) -> bool:
+        return compiled_text_step(train, cost, shapes, steps, longest=77) is not None
+
     train = config()
-    padded, real = (cast(Cost, SimpleNamespace(text=TextTokens(77, is_padded, "77"))) for is_padded in (True, False))
+    padded, real = shaped(is_padded=True), shaped(is_padded=False)
     assert is_compiled_per_shape(train, padded, 3, 3 * LONG)
     assert not is_compiled_per_shape(train, padded, 4, 3 * LONG)
     assert is_compiled_per_shape(train, padded, MAX_SHAPES, MAX_SHAPES * LONG)
     assert not is_compiled_per_shape(train, padded, MAX_SHAPES + 1, 100 * LONG)
     assert is_compiled_per_shape(config(gradient_accumulation_steps=4), padded, 2, LONG // 2)
     assert not is_compiled_per_shape(train, real, 1, 100 * LONG), "captions have ever new lengths"
+
+
+@pytest.mark.parametrize(
+    ("buckets", "steps", "longest", "expected"),
+    [
+        (1, 100 * LONG, 77, 32),  # 3 lengths
+        (1, 2 * LONG, 77, 64),  # 2 of them pay
+        (1, LONG, 77, 128),
+        (1, LONG, 500, 512),
+        (5, 100 * LONG, 77, 128),
+        (1, 1, 77, 128),  # compile = true: one length costs as much as any
+        (2, LONG, 10, None),
+        (9, 100 * LONG, 10, None),
+    ],
+)
+def test_the_lengths_of_text_are_as_many_as_pay(buckets: int, steps: int, longest: int, expected: int | None) -> None:
+    cost = shaped(False, 32, 64, 128, 256, 512)
+    assert compiled_text_step(config(), cost, buckets, steps, longest) == expected

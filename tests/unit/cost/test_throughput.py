@@ -4,8 +4,8 @@ import pytest
 
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.core.cost import Tokens
-from sd3_light.cost.throughput import measured_speed, training_seconds
-from sd3_light.cost.training_flops import training_flops
+from sd3_light.cost.throughput import measured_blocks, measured_speed, training_seconds
+from sd3_light.cost.training_flops import step_flops, training_flops
 from sd3_light.families.sd3.cost import SD3Cost
 
 H200 = "NVIDIA H200"
@@ -31,6 +31,31 @@ def test_estimates_are_within_a_fifth_of_what_was_measured(
     flops = 1000 * batch * training_flops(SD3Cost(size), tokens, recomputed).value
     estimate = training_seconds(H200, blocks, flops, 1000, size.num_layers)
     assert estimate == pytest.approx(1000 * seconds, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "graphs", "seconds"),
+    [
+        (Tokens(1024, 333), 4, True, 0.0606),
+        (Tokens(1024, 333), 4, False, 0.137),
+        (Tokens(4096, 333), 1, True, 0.079),
+    ],
+)
+def test_adapters_are_faster_in_graphs(tokens: Tokens, batch: int, graphs: bool, seconds: float) -> None:
+    """Compiled blocks of SD3.5 medium, a LoRA of rank 16."""
+    cost = SD3Cost(SIZES["sd3.5_medium"])
+    flops = 1000 * step_flops(cost, {tokens: batch}, adapter=True)
+    blocks = measured_blocks("compiled", has_adapter=True)
+    estimate = training_seconds(H200, blocks, flops, 1000, cost.num_blocks, graphs=graphs)
+    assert estimate == pytest.approx(1000 * seconds, rel=0.2)
+
+
+def test_small_steps_in_graphs_are_bound_by_their_kernels() -> None:
+    """The base regime: 135,000 samples per second."""
+    size = SIZES["demo"]
+    flops = 1000 * 1024 * training_flops(SD3Cost(size), Tokens(16, 32)).value
+    estimate = training_seconds(H200, "fast", flops, 1000, size.num_layers, graphs=True)
+    assert estimate == pytest.approx(1000 * 1024 / 135_000, rel=0.2)
 
 
 def test_several_gpus_share_the_work() -> None:

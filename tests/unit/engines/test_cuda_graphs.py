@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,17 @@ def test_what_cannot_be_recorded_runs_as_usual(make: Make, tmp_path: Path, capsy
     assert recorder.warm_ups == 1  # no further shape is tried
     message = "recording failed, so kernels are launched one by one (operation not permitted when stream is capturing)"
     assert capsys.readouterr().err.count(message) == 1
+
+
+def test_lengths_on_the_host_are_not_recorded(make: Make, tmp_path: Path) -> None:
+    expected, (engine, recorder) = plain(tmp_path), make()
+    lengths = {"text.length": torch.ones(6)}
+    first, second = steps(0, 1)[0]
+    mixed = [replace(first, host=lengths), second]  # the first one makes the gradients
+    for step in (mixed, mixed[::-1], *steps(1, 2)):
+        assert engine.train_step(step, 1e-2).read() == expected.train_step(step, 1e-2).read()
+    assert equal(snapshot(engine), snapshot(expected))
+    assert len(recorder.recordings) == 3  # two sizes, and one with a mask
 
 
 def test_a_graph_that_computes_other_numbers_is_not_used(

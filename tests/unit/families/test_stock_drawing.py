@@ -14,7 +14,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.export import lora
 from sd3_light.export.diffusers_folder import read_facts
 from sd3_light.export.lora_stack import Lora
-from sd3_light.export.open_pipeline import adapter_shift, open_pipeline
+from sd3_light.export.open_pipeline import adapter_shift, open_pipeline, open_policy
 from sd3_light.flow.scheduler import shift_of
 from sd3_light.sample import verb as sample
 from sd3_light.sample.image_requests import PromptRow
@@ -68,6 +68,12 @@ def test_a_run_draws_with_its_shift_and_the_guidance_of_its_family(name: str, tm
     image, facts = draw(run, tmp_path / "own")
     assert (facts["shift"], facts["guidance"]) == (2.0, GUIDANCE[name])
     assert np.abs(image - grid_image(run)).max() <= 1
+    (export,) = (run / "exports").glob("step-*")
+    _, policy = open_policy(export)
+    assert policy.default_size(None) == (64, 64), "as it was trained"
+    step = 16
+    wide = policy.drawn_at((10 * step, 5 * step))
+    assert wide.default_size(None) == (7 * step, 7 * step), "the square of about this area"
     other, _ = draw(run, tmp_path / "other", guidance=GUIDANCE[name] + 4)
     assert np.abs(other - image).max() > 1, "the guidance shows"
     stored = json.loads(next((run / "exports").glob("*/scheduler/scheduler_config.json")).read_text())
@@ -83,6 +89,7 @@ def test_an_adapter_draws_with_the_shift_that_it_was_trained_with(
     (export,) = (run / "exports").glob("step-*")
     assert read_facts(export)["shift"] == 2.0
     base = tmp_path / "model"
+    assert open_policy(base, export)[1].default_size(None) == (64, 64)
     _, facts = draw(base, tmp_path / "plain")
     assert facts["shift"] == ("dynamic" if name == "flux" else 3.0)
     capsys.readouterr()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.registry import family_named
 from sd3_light.export import lora
 from sd3_light.export.diffusers_folder import write_folder
+from sd3_light.export.export_spec import DYNAMIC
 from sd3_light.export.lora_merge import denoiser_state
 from sd3_light.export.of_run import model_spec
 from sd3_light.export.open_pipeline import open_policy
 from sd3_light.families.base import StockFamily
 from sd3_light.flow.scheduler import folder_scheduler, shift_of
 from sd3_light.model.base_values import other_shift, with_base_values
+from sd3_light.model.part_configs import FACTS_FILE
 from tests.stock import model_table, save_stock
 
 CPU = torch.device("cpu")
@@ -120,6 +123,15 @@ def test_a_shift_by_resolution_that_the_pipeline_does_not_compute_is_refused(
     with pytest.raises(UserError) as error:
         open_policy(folder)
     assert str(error.value) == f"{folder}: {reason}"
+    for own in ({"shift": 3.0}, {"sqrt_shift": True}):
+        table = model_table(name, folder).model_copy(update=own)
+        assert not list(family.checks.folder_faults(table)), "the run's own shift"
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    for shift, is_open in ((3.0, True), (DYNAMIC, False)):
+        (adapter / FACTS_FILE).write_text(json.dumps({"shift": shift}))
+        with nullcontext() if is_open else pytest.raises(UserError):
+            open_policy(folder, adapter)
     file = folder / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps({**stored(folder), "use_dynamic_shifting": False}))
     assert not list(family.checks.folder_faults(model_table(name, folder)))

@@ -10,7 +10,6 @@ from sd3_light.config import SIZES, TrainConfig
 from sd3_light.engines import Launch
 from sd3_light.families.sd3.cost import SD3Cost
 from sd3_light.train.state import _choose_graphs
-from sd3_light.train.verb import memory_hint
 
 DROPPED = {"type": "lora", "rank": 4, "dropout": 0.1}
 
@@ -51,13 +50,3 @@ def test_a_request_that_cannot_be_met_is_explained(capsys: pytest.CaptureFixture
     reason = "an adapter with dropout draws numbers in each pass"
     line = f"cuda_graphs = true is not available: {reason}; kernels are launched one by one\n"
     assert capsys.readouterr().err.endswith(line)
-
-
-@pytest.mark.parametrize("graphs", [None, object()])
-def test_a_full_gpu_can_do_without_graphs(graphs: object) -> None:
-    engine: Any = SimpleNamespace(graphs=graphs)
-    assert ("cuda_graphs = false" in memory_hint(engine)) == (graphs is not None)
-    assert "micro_batch_size_per_gpu" in memory_hint(engine)
-    assert "cache_residence" not in memory_hint(engine, "host")
-    assert memory_hint(engine, "device") == f'write cache_residence = "stream", or {memory_hint(engine)}'
-    assert "cuda_graphs" not in memory_hint(SimpleNamespace()), "DeepSpeed's engine records none"  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from sd3_light.families.sd3.fast.operations import operations
 from sd3_light.families.sd3.fast.reference import PendingUpdate
 from sd3_light.families.sd3.fast.row_plan import RowPlan, Rows
 from sd3_light.families.sd3.fast.sample_attention import attend
-from sd3_light.families.sd3.fast.weights import LinearCopy, StreamWeights, WeightCopies, weight_grad
+from sd3_light.families.sd3.fast.weights import LinearCopy, StreamWeights, weight_grad
 
 Keep = Literal["all", "products", "inputs"]
 """What a block keeps for its backward pass: everything; the results of products and attention, while norms, GELU and
@@ -334,9 +334,8 @@ class Modulation(torch.autograd.Function):
         return None, None, linear.input_grad(grad, False), *linear.split(weight), *linear.split(bias)
 
 
-def modulate(weights: WeightCopies, time_BD: Tensor, options: BlockOptions) -> Tensor:
-    """Return the modulation of all blocks and the last norm, from the activated time embedding."""
-    linear = weights.modulation
+def modulate(linear: LinearCopy, time_BD: Tensor, options: BlockOptions) -> Tensor:
+    """Return the modulation of all blocks and the last norm, or of some, from the activated time embedding."""
     parameters = [*(module.weight for module in linear.modules), *(module.bias for module in linear.modules)]
     modulation: Tensor = Modulation.apply(linear, options, time_BD, *parameters)  # type: ignore[no-untyped-call]
     return modulation

@@ -26,8 +26,8 @@ def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by
         return "pipeline stages run the stock layers"
     if by_deepspeed and config.zero_stage == 3:
         return "ZeRO-3 shards the weights"
-    if config.parallel == "fsdp2" and world > 1:
-        return 'parallel = "fsdp2" shards the weights'
+    if config.fp8 and config.parallel == "fsdp2" and world > 1:
+        return 'parallel = "fsdp2" shards the weights, which fp8 products copy as a whole'
     if size.dual_attention_layers:
         return "the denoiser has SD3.5's second attention"
     if size.head_dim & (size.head_dim - 1):

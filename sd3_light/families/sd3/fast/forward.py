@@ -1,6 +1,7 @@
 """Run the whole denoiser through the fast blocks, with the stock module's weights, inputs and outputs."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from sd3_light.families.sd3.between_blocks import BetweenBlocks
 from sd3_light.families.sd3.fast import reference
 from sd3_light.families.sd3.fast.block import BlockOptions, FastBlock, FinalNorm, modulate
 from sd3_light.families.sd3.fast.row_plan import FixedText, RowPlan, Rows, make_plan
-from sd3_light.families.sd3.fast.weights import StreamWeights, WeightCopies
+from sd3_light.families.sd3.fast.weights import StreamWeights, WeightCopies, WeightViews
 from sd3_light.families.sd3.layers import embed_patches
 
 StreamState = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -42,16 +43,24 @@ class FastDenoiser:
 
     ``features`` are (noisy_BCHW, timestep_B, prompt_BTE, pooled_BP); ``lengths`` are the number of real text tokens of
     each sample, on the host or as `FixedText`, or None if all are real. The transformer must already be on its device.
-    ``dtype`` is the compute dtype; the weights stay float32.
+    ``dtype`` is the compute dtype; the weights stay float32. If the blocks are ``sharded`` they run as modules, whose
+    hooks gather their weights.
     """
 
     def __init__(
-        self, transformer: SD3Transformer2DModel, dtype: torch.dtype, options: BlockOptions | None = None
+        self,
+        transformer: SD3Transformer2DModel,
+        dtype: torch.dtype,
+        options: BlockOptions | None = None,
+        sharded: bool = False,
     ) -> None:
         assert why_stock(transformer) is None, why_stock(transformer)
         self.transformer, self.dtype, self.options = transformer, dtype, options or BlockOptions()
         self.heads = int(transformer.config.num_attention_heads)
-        self.weights = WeightCopies(transformer, dtype, self.options.products == "fp8")
+        self.views = WeightViews(dtype) if sharded else None
+        self.weights = self.views or WeightCopies(transformer, dtype, self.options.products == "fp8")
+        for block in transformer.transformer_blocks if sharded else ():
+            block.forward = partial(self._run_sharded, block)
 
     def __call__(self, features: Sequence[Tensor], lengths: Sequence[int] | FixedText | None = None) -> Tensor:
         """Return the predicted patches."""
@@ -104,14 +113,18 @@ class FastDenoiser:
         between: BetweenBlocks | None,
     ) -> tuple[Tensor, ...]:
         """Run the blocks; ``plans`` has one per number of image tokens that a block may get."""
-        width, samples = image.shape[1], len(image) // max(plans)
-        blocks = self.weights.blocks
-        # per block and stream: five parts, then the gate of the pending update; the last text has two parts
-        sizes = [5 * width, width] * (2 * len(blocks) - 1) + [2 * width, 2 * width]
-        parts = list(modulate(self.weights, time, self.options).split(sizes, dim=1))
+        samples = len(image) // max(plans)
+        transformer: Any = self.transformer
+        blocks = transformer.transformer_blocks
+        last_norm = transformer.norm_out.linear
+        if self.views is not None:
+            parts = []
+        else:
+            modulation = modulate(self.weights.modulation, time, self.options)
+            parts = _parts(modulation, image.shape[1], len(blocks))
         streams: list[StreamState] = [(image, None, None, None), (text, None, None, None)]
         texts: list[Tensor] = []
-        for number, pair in enumerate(blocks):
+        for number, block in enumerate(blocks):
             plan = plans[len(streams[0][0]) // samples]
             if between is not None and between.acts_after(number):
                 rows = between.after(number, _with_pending(streams[0], plan.image).unflatten(0, (samples, -1)))
@@ -120,16 +133,42 @@ class FastDenoiser:
                 texts.append(_with_pending(streams[1], plan.text).detach())
             if target_layer is not None and number == len(blocks) - 1:
                 texts.insert(0, _with_pending(streams[1], plan.text))
-            block_parts = parts[4 * number : 4 * number + 4]
-            gates = [block_parts[1], block_parts[3] if pair[1].out is not None else None]
-            outputs = self._run_block(plan, pair, streams, (block_parts[0], block_parts[2]))
-            streams = [
-                (x, y, stream.down.modules[0].bias, gate)
-                for (x, y), stream, gate in zip(outputs, pair, gates, strict=False)
-                if stream.down is not None
-            ]
+            if self.views is not None:
+                streams = block(plan, streams, time)
+            else:
+                streams = self._advance(plan, self.weights.blocks[number], streams, parts[4 * number : 4 * number + 4])
+        if self.views is not None:
+            parts = [modulate(self.views.modulation_of([last_norm]), time, self.options)]
         rows = FinalNorm.apply(plan.image, *streams[0], parts[-1])  # type: ignore[no-untyped-call]
-        return self.transformer.proj_out(rows), *texts
+        return transformer.proj_out(rows), *texts
+
+    def _run_sharded(self, block: Any, plan: RowPlan, streams: list[StreamState], time: Tensor) -> list[StreamState]:
+        """Run a block whose weights are gathered: it computes its own modulation, and hands copies of biases on."""
+        assert self.views is not None
+        pair = self.views.of_block(block)
+        norms = self.views.modulation_of([block.norm1.linear, block.norm1_context.linear])
+        width = streams[0][0].shape[1]
+        modulation = modulate(norms, time, self.options)
+        text = modulation.shape[1] - 6 * width
+        parts = modulation.split([5 * width, width, *([5 * width, width] if text == 6 * width else [text])], dim=1)
+        advanced = self._advance(plan, pair, streams, parts)
+        return [(x, y, bias.to(torch.float32, copy=True), gate) for x, y, bias, gate in advanced if bias is not None]
+
+    def _advance(
+        self,
+        plan: RowPlan,
+        pair: tuple[StreamWeights, StreamWeights],
+        streams: list[StreamState],
+        parts: Sequence[Tensor],
+    ) -> list[StreamState]:
+        """Return the streams after a block; ``parts`` are those of its modulation and the gates of both streams."""
+        gates = [parts[1], parts[3] if pair[1].out is not None else None]
+        outputs = self._run_block(plan, pair, streams, (parts[0], parts[2]))
+        return [
+            (x, y, stream.down.modules[0].bias, gate)
+            for (x, y), stream, gate in zip(outputs, pair, gates, strict=False)
+            if stream.down is not None
+        ]
 
     def _run_block(
         self,
@@ -140,10 +179,18 @@ class FastDenoiser:
     ) -> list[tuple[Tensor, Tensor]]:
         tensors: list[Any] = []
         for stream, values, parts in zip(pair, streams, modulation, strict=True):
-            tensors += [*values, parts, None if stream.out is None else stream.out.modules[0].bias]
+            tensors += [*values, parts, None if stream.out is None else stream.out.modules[0].bias.float()]
         parameters = [parameter for stream in pair for parameter in stream.parameters()]
         outputs = FastBlock.apply(plan, pair, self.heads, self.options, *tensors, *parameters)  # type: ignore[no-untyped-call]
         return [(outputs[index], outputs[index + 1]) for index in range(0, len(outputs), 2)]
+
+
+def _parts(modulation: Tensor, width: int, blocks: int) -> list[Tensor]:
+    """Return the modulation per block and stream: five parts, then the gate of the pending update.
+
+    The last text has two parts, the last norm too.
+    """
+    return list(modulation.split([5 * width, width] * (2 * blocks - 1) + [2 * width, 2 * width], dim=1))
 
 
 def _plans(

@@ -52,6 +52,30 @@ class LinearCopy:
         return list(rows.split([module.out_features for module in self.modules]))
 
 
+class LinearView(LinearCopy):
+    """A product that reads its weights whenever it runs: those of a sharded block exist only then."""
+
+    _dtype: torch.dtype
+
+    def __init__(self, modules: tuple[nn.Linear, ...], dtype: torch.dtype) -> None:
+        for name, value in (("modules", modules), ("_dtype", dtype)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def weight(self) -> Tensor:
+        """The stacked weights."""
+        return self._joined([module.weight for module in self.modules])
+
+    @property
+    def bias(self) -> Tensor:
+        """The stacked biases."""
+        return self._joined([module.bias for module in self.modules])
+
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        joined = parts[0] if len(parts) == 1 else torch.cat([part.detach() for part in parts])
+        return joined.detach().to(self._dtype)
+
+
 def weight_grad(grad: Operand, rows: Operand, float32: bool) -> Tensor:
     """Return grad^T rows, the gradient of a weight; never in fp8. ``float32``: do not round to the compute dtype."""
     grad, rows = plain_rows(grad), plain_rows(rows)
@@ -65,7 +89,7 @@ class StreamWeights:
     """The products of one stream of a block; the last block's text has no ``out`` and no feed-forward."""
 
     qkv: LinearCopy
-    norms: tuple[nn.Parameter, nn.Parameter] | None
+    norms: tuple[Tensor, Tensor] | None
     out: LinearCopy | None
     up: LinearCopy | None
     down: LinearCopy | None
@@ -144,6 +168,27 @@ class WeightCopies:
         )
 
 
+class WeightViews(WeightCopies):
+    """The same interface without copies, for blocks that are sharded: call ``of_block`` inside of a block's pass."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def refresh(self) -> None:
+        """There are no copies."""
+
+    def of_block(self, block: Any) -> tuple[StreamWeights, StreamWeights]:
+        """Return the products of both streams."""
+        return self._image(block), self._text(block)
+
+    def modulation_of(self, modules: Sequence[nn.Linear]) -> LinearCopy:
+        """Return the product of several norms."""
+        return self._stacked(modules)
+
+    def _stacked(self, modules: Sequence[nn.Linear], in_block: bool = True) -> LinearCopy:
+        return LinearView(tuple(modules), self._dtype)
+
+
 def _empty_fp8(outputs: int, inputs: int, device: torch.device) -> Fp8Weight:
     def rows(count: int, width: int) -> Fp8Rows:
         values = torch.empty(count, width, dtype=E4M3, device=device)
@@ -152,5 +197,5 @@ def _empty_fp8(outputs: int, inputs: int, device: torch.device) -> Fp8Weight:
     return Fp8Weight(rows(outputs, inputs), rows(inputs, outputs))
 
 
-def _norms(query: Any, key: Any) -> tuple[nn.Parameter, nn.Parameter] | None:
-    return None if query is None else (query.weight, key.weight)
+def _norms(query: Any, key: Any) -> tuple[Tensor, Tensor] | None:
+    return None if query is None else (query.weight.float(), key.weight.float())  # gathered ones may be bf16

@@ -1,6 +1,8 @@
 """In float32 the fast path equals the stock transformer: outputs and the gradients of every parameter."""
 
+import copy
 from dataclasses import replace
+from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -64,9 +66,10 @@ def test_forward_and_backward_match_the_stock_blocks(name: str, lengths: list[in
     transformer = perturbed_transformer(CONFIGS[name])
     expected = stock_patches(transformer, lengths)
     expected_grads = gradients(transformer, expected)
-    for keep in get_args(Keep):
-        patches = FastDenoiser(transformer, torch.float32, BlockOptions(keep=keep))(features(), lengths)
-        grads = gradients(transformer, patches)
+    for keep, sharded in product(get_args(Keep), (False, True)):
+        stock = copy.deepcopy(transformer) if sharded else transformer
+        patches = FastDenoiser(stock, torch.float32, BlockOptions(keep=keep), sharded)(features(), lengths)
+        grads = gradients(stock, patches)
         torch.testing.assert_close(patches, expected, rtol=1e-5, atol=2e-5)
         assert grads.keys() == expected_grads.keys() == dict(transformer.named_parameters()).keys()
         for key, gradient in expected_grads.items():

@@ -1,0 +1,54 @@
+"""What a run suggests if the GPU's memory is full."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sd3_light.config import TrainConfig
+from sd3_light.core.cost import Layout
+from sd3_light.train.memory_hint import memory_hint, memory_savings
+
+LORA = {"type": "lora", "rank": 4}
+SWAP, BITS, RECOMPUTE = 'swap_blocks = "all"', "adapter.base_bits = 8", "activation_checkpointing = true"
+RELEASE = "gradient_release = true with gradient_clipping = 0"
+
+
+def config(**keys: Any) -> TrainConfig:
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": {"diffusers_path": "folder"}, **keys}
+    return TrainConfig.model_validate(table, context={"base": Path()})
+
+
+@pytest.mark.parametrize(
+    ("keys", "layout", "expected"),
+    [
+        ({"adapter": LORA}, Layout(), [SWAP, BITS, RECOMPUTE]),
+        ({"adapter": LORA, "swap_blocks": 4}, Layout(), [BITS, RECOMPUTE]),
+        ({"adapter": {**LORA, "base_bits": 8}, "activation_checkpointing": True}, Layout(), [SWAP]),
+        ({"adapter": {"type": "lokr", "rank": 4}}, Layout(), [SWAP, RECOMPUTE]),
+        ({"adapter": LORA, "parallel": "fsdp2"}, Layout(world=2), [RECOMPUTE]),
+        ({"adapter": LORA}, Layout(world=2, by_deepspeed=True), [RECOMPUTE]),
+        ({}, Layout(), [RELEASE, RECOMPUTE]),
+        ({"gradient_clipping": 0}, Layout(), ["gradient_release = true", RECOMPUTE]),
+        ({"gradient_release": True, "gradient_clipping": 0}, Layout(), [RECOMPUTE]),
+        ({"gradient_accumulation_steps": 2}, Layout(), [RECOMPUTE]),
+        ({}, Layout(world=2), [RECOMPUTE]),
+        ({"activation_checkpointing": "selective"}, Layout(world=2), [RECOMPUTE]),
+        ({"optimizer": {"type": "muon"}, "activation_checkpointing": True}, Layout(), []),
+    ],
+)
+def test_keys_that_are_valid_and_not_in_use_come_in_the_order_of_their_cost(
+    keys: dict[str, Any], layout: Layout, expected: list[str]
+) -> None:
+    assert list(memory_savings(config(**keys), layout)) == expected
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_full_gpu_can_do_without_graphs(graphs: bool) -> None:
+    hint = memory_hint(config(adapter=LORA), Layout(), graphs)
+    assert ("cuda_graphs = false" in hint) == graphs
+    assert f"write {SWAP}, then {BITS}, then {RECOMPUTE}, or lower micro_batch_size_per_gpu" in hint
+    assert "cache_residence" not in memory_hint(config(), Layout(), graphs, "host")
+    whole = memory_hint(config(), Layout(), graphs, "device")
+    assert whole == f'write cache_residence = "stream", or {memory_hint(config(), Layout(), graphs)}'
+    assert "fsdp2" not in memory_hint(config(parallel="fsdp2"), Layout(world=2))
