@@ -24,6 +24,7 @@ from sd3_light.cache.freshness import (
     render_state,
     replaced_entries,
 )
+from sd3_light.cache.leaks import Rows, find_leaks
 from sd3_light.cache.local_builder import Builder
 from sd3_light.cache.manifest_writer import is_manifest_current, write_manifest
 from sd3_light.cache.recipe import decides_shards, make_recipe, stored_columns
@@ -64,6 +65,7 @@ class DatasetBuild:
 
     def __init__(self, train: TrainConfig, launch: Launch, options: CacheOptions, builder: Builder) -> None:
         self._train, self._launch, self._options, self._builder = train, launch, options, builder
+        self._training: Rows | None = None  # of the training set, once it is listed
 
     def build(self, name: str, dataset: DatasetConfig) -> CacheReport:
         """Build or complete one dataset's cache."""
@@ -87,6 +89,8 @@ class DatasetBuild:
             recipe = make_recipe(self._train.model, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._list_inputs(title, catalogue, dataset)
+            if self._options.part is None:
+                self._compare(name, Rows(catalogue, listings))
             shard_size = self._train.sd3_shard_size
             plan = make_cache_plan(catalogue, listings, decides_shards(recipe), shard_size, progress)
             place.push_catalogue()
@@ -142,15 +146,23 @@ class DatasetBuild:
     def _list_inputs(self, title: str, catalogue: Catalogue, dataset: DatasetConfig) -> list[Listing]:
         workers = self._train.map_num_proc or self._train.caching_num_workers
         with progress(f"{title}: listing", None, "inputs") as bar:
-            listings = catalogue.refresh(make_sources(dataset.directories), bar.advance)
+            listings = catalogue.refresh(make_sources(dataset.directories, dataset.compared), bar.advance)
         if num_unprobed := catalogue.count_unprobed(listings):
             with progress(f"{title}: probing new images", num_unprobed, "images") as bar:
                 sources = [listing.source for listing in listings]
                 # a header does not crash; a thumbnail needs the whole image
-                few = num_unprobed <= FEW_IMAGES and not any(source.finds_similar for source in sources)
+                few = num_unprobed <= FEW_IMAGES and not any(source.has_thumbnails for source in sources)
                 pool = None if few else self._builder.probe_pool([source.root for source in sources])
                 catalogue.probe_images(listings, 0 if few else workers, bar.advance, pool)
         return listings
+
+    def _compare(self, name: str, rows: Rows) -> None:
+        """Print which images of an evaluation set are in the training set too, before anything is encoded."""
+        if not name:
+            self._training = rows
+        elif self._training is not None:
+            for leak in find_leaks(name, rows, self._training, progress):
+                info(f"warning: {leak.sentence()}")
 
     def _check(
         self,

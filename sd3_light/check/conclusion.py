@@ -161,6 +161,7 @@ def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
     yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps, unguided))
     if other := other_shift(with_base_values(train.model)):
         yield "shift", other
+    yield from (("warning", leak.sentence()) for leak in estimate.leaks)
     yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
     for data in (estimate.data, *estimate.evals):
         if data.cut is not None and (sentence := data.cut.sentence()):

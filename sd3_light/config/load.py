@@ -149,6 +149,7 @@ def _load_datasets(train: _TrainToml, raw: dict[str, Any], path: Path) -> tuple[
     """Load the dataset TOML under the name "" and each eval dataset TOML under its own; missing files are left out."""
     entries = [] if "dataset" in train.faulty_keys else [("", "dataset", train.config.dataset)]
     entries += _eval_entries(raw, path.parent)
+    compared = len(entries) > 1 or train.config.metrics is not None
     datasets: dict[str, DatasetConfig] = {}
     faults: list[Fault] = []
     for name, key, toml in entries:
@@ -159,7 +160,8 @@ def _load_datasets(train: _TrainToml, raw: dict[str, Any], path: Path) -> tuple[
         directories, directory_faults = load_directories(toml)
         faults += directory_faults
         faults += _joint_faults(train, name, directories, str(path), toml)
-        datasets[name] = DatasetConfig(toml, _cache_location(train.config.cache_dir, name, toml), directories)
+        location = _cache_location(train.config.cache_dir, name, toml)
+        datasets[name] = DatasetConfig(toml, location, directories, compared)
     return datasets, faults
 
 

@@ -247,8 +247,12 @@ class DatasetFile(DatasetDefaults):
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A dataset TOML with its defaults merged into each directory."""
+    """A dataset TOML with its defaults merged into each directory.
+
+    ``compared``: its images are compared with each other or with those of other sets, so that none leaks.
+    """
 
     path: Path
     cache_dir: CacheLocation
     directories: tuple[DirectoryConfig, ...]
+    compared: bool = False
