@@ -85,9 +85,10 @@ class Thumbnails:
         firsts = (next(self._in_leaf(leaf, thumbnail), 0) for leaf in self._tree.leaves(thumbnail))
         return min(filter(None, firsts), default=0)
 
-    def all(self, thumbnail: bytes) -> list[int]:
-        """Return the numbers of all similar thumbnails, sorted."""
-        return sorted(number for leaf in self._tree.leaves(thumbnail) for number in self._in_leaf(leaf, thumbnail))
+    def all(self, thumbnail: bytes) -> Iterator[int]:
+        """Yield the numbers of all similar thumbnails."""
+        for leaf in self._tree.leaves(thumbnail):
+            yield from self._in_leaf(leaf, thumbnail)
 
     def _in_leaf(self, leaf: int, thumbnail: bytes) -> Iterator[int]:
         """Yield the numbers of similar thumbnails in a leaf, in order."""

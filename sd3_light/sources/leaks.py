@@ -93,7 +93,7 @@ class EvaluationImages:
         equal = self._database.execute("SELECT number FROM held WHERE digest = ?", (row.digest,)).fetchall()
         self._note((number for (number,) in equal), row.key, _EQUAL)
         if row.thumbnail and self._pairs:
-            self._note(self._thumbnails.all(colours(row.thumbnail)), row.key, _SIMILAR)
+            self._note(sorted(self._thumbnails.all(colours(row.thumbnail))), row.key, _SIMILAR)
 
     def _note(self, numbers: Iterable[int], key: str, kind: int) -> None:
         for number in numbers:

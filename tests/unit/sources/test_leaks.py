@@ -13,7 +13,8 @@ from sd3_light.sources.preprocess import THUMBNAIL_SIDE
 
 def row(number: int, colour: int | None = None, digest: str = "") -> InputRow:
     thumbnail = b"" if colour is None else bytes([colour]) * (3 * THUMBNAIL_SIDE**2)
-    return InputRow(f"set#0/{number}.png", digest=digest or f"digest {number}", thumbnail=thumbnail, width=64, height=64)
+    digest = digest or f"digest {number}"
+    return InputRow(f"set#0/{number}.png", digest=digest, thumbnail=thumbnail, width=64, height=64)
 
 
 def test_equal_and_similar_images_are_counted_once_each() -> None:
