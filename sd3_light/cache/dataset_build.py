@@ -24,13 +24,15 @@ from sd3_light.cache.freshness import (
     render_state,
     replaced_entries,
 )
-from sd3_light.cache.leaks import Rows, find_leaks
+from sd3_light.cache.leaks import find_leaks
 from sd3_light.cache.local_builder import Builder
-from sd3_light.cache.manifest_writer import is_manifest_current, write_manifest
+from sd3_light.cache.manifest_writer import PlannedManifest, is_manifest_current, write_manifest
 from sd3_light.cache.recipe import decides_shards, make_recipe, stored_columns
 from sd3_light.cache.report import CacheOptions, CacheReport, describe_values, log_report, small_buckets
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
+from sd3_light.cache.rows import Rows
 from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
+from sd3_light.cache.split import find_split, held_out_samples
 from sd3_light.cache.unit_builder import empty_content
 from sd3_light.config import DatasetConfig, TrainConfig
 from sd3_light.config.base import CacheLocation
@@ -47,6 +49,7 @@ from sd3_light.data.prompt_features import (
     write_prompt,
 )
 from sd3_light.data.shards import Origin, write_shard
+from sd3_light.data.sides import HeldOut
 from sd3_light.data.store import private_temp_folder
 from sd3_light.engines import Launch
 from sd3_light.files import sweep_files
@@ -89,8 +92,9 @@ class DatasetBuild:
             recipe = make_recipe(self._train.model, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._list_inputs(title, catalogue, dataset)
+            rows = Rows(catalogue, listings)
             if self._options.part is None:
-                self._compare(name, Rows(catalogue, listings))
+                self._compare(name, rows)
             shard_size = self._train.sd3_shard_size
             plan = make_cache_plan(catalogue, listings, decides_shards(recipe), shard_size, progress)
             place.push_catalogue()
@@ -100,8 +104,13 @@ class DatasetBuild:
             state, reuse = self._check(dataset, place, plan, recipe, prompts, claims)
             if self._options.dry_run:
                 return CacheReport(folder, reused=state.fresh)
+            split = find_split(rows, progress) if dataset.is_divided and self._options.part is None else None
+            if split is not None:
+                info(f"{title}: {split.sentence()}")
             if self._options.review is not None and not name:
-                self._options.review(*planned_shards(folder, plan))
+                planned, are_known = planned_shards(folder, plan)
+                known = HeldOut() if split is None else held_out_samples(split, plan, shards)
+                self._options.review(known.trained(planned), are_known)
             units = self._in_part(plan.units if self._options.regenerate else state.todo)
             if self._options.finish and units:
                 remedy = "run the parts (--part I/N) that failed again"
@@ -121,7 +130,9 @@ class DatasetBuild:
             if self._options.part:
                 place.publish()
                 return self._report_part(title, report)
-            counts = self._finish(dataset, place, plan, recipe, empty, listings, catalogue)
+            held_out = None if split is None else held_out_samples(split, plan, shards)
+            manifest = PlannedManifest(plan, recipe, empty, held_out, split)
+            counts = self._finish(dataset, place, manifest, rows)
         if self._options.prune and self._launch.is_main:
             _prune(state, place)
         # evaluation fills up its last batches and drops nothing
@@ -278,29 +289,27 @@ class DatasetBuild:
         self,
         dataset: DatasetConfig,
         place: BuildFolder,
-        plan: CachePlan,
-        recipe: dict[str, Any],
-        empty: ShardEntry,
-        listings: Sequence[Listing],
-        catalogue: Catalogue,
+        manifest: PlannedManifest,
+        rows: Rows,
     ) -> dict[str, int]:
         """Write the manifest in the main process; wait for it in the others. Return its counts."""
         folder = place.folder
+        listings = rows.listings
         if self._launch.is_main:
             paths = {"diffusers_path": str(self._train.model.diffusers_path)}
             paths |= {f"directory:{listing.source.label}": str(listing.source.root) for listing in listings}
-            counts = write_manifest(dataset, folder, plan, recipe, empty, paths)
+            counts = write_manifest(dataset, folder, manifest, paths)
             place.publish()
-            for path in reuse_files(plan.path):
+            for path in reuse_files(manifest.plan.path):
                 path.unlink(missing_ok=True)
-            catalogue.prune_except(listings)
+            rows.catalogue.prune_except(listings)
             place.push_catalogue()
             sweep_files(folder)
             sweep_files(folder / SHARDS)
             return counts
         task = f"write {folder / MANIFEST}"
         wait_for_main(
-            lambda: None if is_manifest_current(folder, recipe, plan.units) else task,
+            lambda: None if is_manifest_current(folder, manifest) else task,
             self._train.sd3_manifest_timeout_sec,
         )
         return Manifest.load(folder).counts

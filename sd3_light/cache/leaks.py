@@ -1,43 +1,17 @@
 """Compare the catalogues of an evaluation set and of the training set, once for their contents."""
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
-from sd3_light.data.cache_plan import IGNORED_SETTINGS, ShowProgress, digest_of
+from sd3_light.cache.rows import Rows
+from sd3_light.data.cache_plan import ShowProgress, digest_of
 from sd3_light.files import write_atomically
 from sd3_light.inputs import read_json_file
-from sd3_light.sources.catalogue import Catalogue, InputRow, Listing
-from sd3_light.sources.leaks import Leak, is_used, open_evaluation_images
+from sd3_light.sources.leaks import Leak, open_evaluation_images
 from sd3_light.sources.thumbnail_tree import TOLERANCE
 
-
-@dataclass(frozen=True)
-class Rows:
-    """The probed rows of a dataset."""
-
-    catalogue: Catalogue
-    listings: Sequence[Listing]
-
-    @property
-    def count(self) -> int:
-        """The number of rows."""
-        return sum(listing.rows for listing in self.listings)
-
-    @property
-    def digest(self) -> str:
-        """A hash of the rows and of what decides which are used."""
-        return digest_of(
-            *(part for listing in self.listings for part in listing.parts),
-            *(listing.source.directory.model_dump_json(exclude=IGNORED_SETTINGS) for listing in self.listings),
-        )
-
-    def used(self) -> Iterator[InputRow]:
-        """Yield the rows that are samples, part by part."""
-        for listing in self.listings:
-            for part in listing.parts:
-                yield from (row for row in self.catalogue.rows(part) if is_used(row, listing.source.directory))
+_SUFFIX = ".leaks.json"
 
 
 def find_leaks(name: str, held: Rows, training: Rows, show_progress: ShowProgress) -> list[Leak]:
@@ -46,11 +20,11 @@ def find_leaks(name: str, held: Rows, training: Rows, show_progress: ShowProgres
     One process compares, and stores the result in the catalogue of the evaluation set; the others wait for it.
     """
     folder = held.catalogue.folder
-    path = folder / f"leaks-{digest_of(name, held.digest, training.digest, str(TOLERANCE))}.json"
+    path = folder / f"{digest_of(name, held.digest, training.digest, str(TOLERANCE))}{_SUFFIX}"
 
     def compare(_: str) -> None:
         leaks = _compare(name, held, training, show_progress)
-        for old in folder.glob("leaks-*.json"):
+        for old in folder.glob(f"*{_SUFFIX}"):
             old.unlink(missing_ok=True)
         write_atomically(path, json.dumps([asdict(leak) for leak in leaks]).encode())
 

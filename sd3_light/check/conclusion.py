@@ -97,6 +97,8 @@ def _subject(estimate: RunEstimate) -> Iterator[Line]:
     epochs = estimate.total_steps / max(1, data.steps)
     images = f"{data.samples:,} images in {plural(len(data.rows), 'bucket')}"
     yield "steps", f"{estimate.total_steps:,} of {batch} samples: {epochs:,.1f} epochs of {images}"
+    if data.held_out:
+        yield "validation", f"about {data.held_out:,} of {data.samples:,} images are held out and not trained on"
 
 
 def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:

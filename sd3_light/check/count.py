@@ -62,7 +62,7 @@ def count_samples(dataset: DatasetConfig, seed: int, on_used: Callable[[InputRow
         return _count_manifest(load_remote_manifest(dataset.cache_dir), dataset)
     counts = SampleCounts()
     with progress(f"scanning {dataset.path.name}", None, "images") as bar, open_earlier_images() as earlier:
-        for number, source in enumerate(make_sources(dataset.directories, dataset.compared)):
+        for number, source in enumerate(make_sources(dataset.directories, dataset.compared and on_used is not None)):
             listing = read_last_listing(dataset.cache_dir, source)
             for row in _scan_rows(source) if listing is None else listing:
                 bar.advance()

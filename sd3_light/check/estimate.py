@@ -43,6 +43,7 @@ from sd3_light.cost.gpu_memory import GpuMemory, checkpoint_copy_bytes, gpu_memo
 from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.order import BucketOrder, Segment, open_shards
+from sd3_light.data.split import expected_split
 from sd3_light.data.store.remote import download_bytes
 from sd3_light.sources.buckets import Bucket, ExtremeFits
 from sd3_light.sources.catalogue import InputRow
@@ -76,7 +77,7 @@ class DatasetEstimate:
     """The numbers of a dataset. ``samples`` counts usable images; each is in one bucket per resolution.
 
     ``index`` is the host memory of the cache's index if the cache is held in memory. ``shapes`` counts those of
-    micro-batches.
+    micro-batches. About ``held_out`` images are not trained on.
     """
 
     name: str
@@ -89,6 +90,7 @@ class DatasetEstimate:
     index: int
     shapes: int
     cut: CutCaptions | None = None
+    held_out: int = 0
     extremes: ExtremeFits = field(default_factory=ExtremeFits)
 
     @property
@@ -190,6 +192,8 @@ class Estimator:
     """Whether the dataset has rejected images."""
     steps: int | None = None
     """Steps of the run."""
+    kept: float = 1.0
+    """Share of the images that is trained on."""
 
     @property
     def replicas(self) -> int:
@@ -245,8 +249,10 @@ class Estimator:
         estimator = replace(estimator, resident=cache.value if on_device else 0, shapes=shapes)
         images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
         captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
+        held_out = expected_split(counts.samples) if dataset.is_divided else 0
+        estimator = replace(estimator, kept=1 - held_out / max(1, counts.samples))
         orders = {
-            place: self._order(directories, batch_size_for(batch, place[0]), repeats)
+            place: estimator._order(directories, batch_size_for(batch, place[0]), repeats)
             for place, directories in sorted(counts.buckets.items())
         }
         epoch = sum(order.num_batches for order in orders.values())
@@ -266,13 +272,17 @@ class Estimator:
             index=resident_index_bytes(images, captions),
             shapes=shapes,
             extremes=counts.extremes,
+            held_out=held_out,
             cut=count_cut_captions(
                 counts.captions.captions(), family_of(self.train.model).encoding.model_limits(self.train.model)
             ),
         )
 
     def _order(self, directories: Mapping[int, BucketCount], micro_batch: int, repeats: Sequence[float]) -> BucketOrder:
-        segments = tuple(Segment(count.samples, repeats[index]) for index, count in sorted(directories.items()))
+        segments = tuple(
+            Segment(max(1, round(self.kept * count.samples)), repeats[index])
+            for index, count in sorted(directories.items())
+        )
         drop = self.train.small_buckets == "drop"
         return BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
 

@@ -55,7 +55,9 @@ _UNITS_PER_BATCH = 64
 _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
-IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "rejected", "num_repeats", "caption_weights"}
+IGNORED_SETTINGS = {
+    *("path", "mask_path", "default_mask_file", "rejected", "num_repeats", "caption_weights", "validation"),
+}
 """Keys of a directory that a plan does not depend on, besides what the rows of its catalogue contain."""
 
 

@@ -78,7 +78,7 @@ def test_a_set_without_leaks_is_silent(leaking: Project, capsys: pytest.CaptureF
 
 def test_a_damaged_result_is_computed_again(leaking: Project, capsys: pytest.CaptureFixture[str]) -> None:
     leaking.build_cache(*EVAL)
-    (path,) = (Path(leaking.load(*EVAL).eval_datasets["val"].cache_dir) / "catalogue").glob("leaks-*.json")
+    (path,) = (Path(leaking.load(*EVAL).eval_datasets["val"].cache_dir) / "catalogue").glob("*.leaks.json")
     path.write_bytes(b"[{")
     capsys.readouterr()
     leaking.build_cache(*EVAL)

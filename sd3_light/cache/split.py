@@ -1,0 +1,79 @@
+"""Divide a dataset into a training and a validation side, once for the contents of its catalogue."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from sd3_light.cache.freshness import undecoded_keys
+from sd3_light.cache.manifest_writer import unit_rejects
+from sd3_light.cache.rows import Rows
+from sd3_light.cache.unit_builder import is_done
+from sd3_light.data.cache_plan import CachePlan, ShowProgress, digest_of
+from sd3_light.data.sides import HeldOut
+from sd3_light.data.split import RECORD, Split, split_images
+from sd3_light.files import write_atomically
+from sd3_light.inputs import read_json_file
+from sd3_light.randomness import sample_id
+from sd3_light.sources.catalogue import InputRow
+from sd3_light.sources.thumbnail_tree import TOLERANCE
+
+_SUFFIX = ".split.json"
+
+
+def find_split(rows: Rows, show_progress: ShowProgress) -> Split:
+    """Return the sides of a dataset's images. One process decides; the others wait for it."""
+    folder = rows.catalogue.folder
+    divided = "".join("01"[listing.source.directory.validation] for listing in rows.listings)
+    path = folder / f"{digest_of(rows.digest, divided, str(TOLERANCE))}{_SUFFIX}"
+
+    def decide(_: str) -> None:
+        with show_progress("dividing the dataset", rows.count, "images") as bar:
+            split = split_images(_counted(rows, bar.advance), folder / RECORD)
+        for old in folder.glob(f"*{_SUFFIX}"):
+            old.unlink(missing_ok=True)
+        write_atomically(path, json.dumps(asdict(split)).encode())
+
+    rows.catalogue.claims.divide([path.stem], lambda _: _stored(path) is not None, decide)
+    split = _stored(path)
+    assert split is not None
+    return split
+
+
+def _counted(rows: Rows, advance: Callable[[], None]) -> Iterable[tuple[InputRow, bool]]:
+    for row, directory in rows.with_directories():
+        advance()
+        yield row, directory.validation
+
+
+def _stored(path: Path) -> Split | None:
+    """Return the stored result; None if it is missing or damaged."""
+    try:
+        content = read_json_file(path)
+        return Split(content["images"], tuple(content["validation"]), tuple(content["unused"]))
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None
+
+
+def held_out_samples(split: Split, plan: CachePlan, shards: Path) -> HeldOut:
+    """Return the samples of a plan that are not trained on, by shard, without images that cannot be decoded.
+
+    Of shards that are not built yet, these are the ones that an earlier build could not decode.
+    """
+    sides = dict.fromkeys(split.validation, "validation") | dict.fromkeys(split.unused, "unused")
+    earlier: set[int] | None = None
+    held: dict[str, dict[str, tuple[int, ...]]] = {"validation": {}, "unused": {}}
+    for unit in plan.units if sides else ():
+        ids = [number for number in plan.ids(unit).tolist() if number in sides]
+        if not ids:
+            continue
+        if is_done(shards, unit):
+            lost = set(map(sample_id, unit_rejects(shards, unit)))
+        else:
+            earlier = earlier if earlier is not None else set(map(sample_id, undecoded_keys(shards)))
+            lost = earlier
+        for side, by_file in held.items():
+            chosen = tuple(number for number in ids if sides[number] == side and number not in lost)
+            if chosen:
+                by_file[unit.file] = chosen
+    return HeldOut(**held)
