@@ -80,7 +80,7 @@ class _Parents:
         self._parents = array("q")
 
     def append(self) -> None:
-        """Add an image as a set of its own."""
+        """Add an image as a separate set."""
         self._parents.append(len(self._parents))
 
     def unite(self, one: int, other: int) -> None:

@@ -18,7 +18,7 @@ EVAL = ('eval_datasets=["val.toml"]', "eval_every_n_steps=5")
 
 @pytest.fixture
 def leaking(fresh_project: Project) -> Project:
-    """The evaluation set has four images of its own, a copy of a training image, and one that was scaled."""
+    """The evaluation set has four other images, a copy of a training image, and one that was scaled."""
     folder = fresh_project.folder / "val"
     write_dataset(folder, 4, seed=99)
     (folder / "captions.json").unlink(missing_ok=True)

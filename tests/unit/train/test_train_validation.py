@@ -212,7 +212,7 @@ def test_the_split_can_be_turned_off(divided: Project) -> None:
     assert (divided.cache / "catalogue" / RECORD).is_file()
 
 
-def test_a_changed_split_is_no_silent_resume(project: Project) -> None:
+def test_a_run_on_all_images_does_not_resume_on_a_part(project: Project) -> None:
     """A run that was started on all images cannot resume on a part of them."""
     project.train("max_steps=2", "checkpoint_every_n_steps=2")
     project.data(DIVIDED)
