@@ -107,6 +107,7 @@ class DatasetBuild:
             split = find_split(rows, progress) if dataset.is_divided and self._options.part is None else None
             if split is not None:
                 info(f"{title}: {split.sentence()}")
+                place.push_catalogue()  # decisions are stored before they are used
             if self._options.review is not None and not name:
                 planned, are_known = planned_shards(folder, plan)
                 known = HeldOut() if split is None else held_out_samples(split, plan, shards)

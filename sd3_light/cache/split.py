@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from sd3_light.cache.freshness import undecoded_keys
@@ -28,8 +29,9 @@ def find_split(rows: Rows, show_progress: ShowProgress) -> Split:
     path = folder / f"{digest_of(rows.digest, divided, str(TOLERANCE))}{_SUFFIX}"
 
     def decide(_: str) -> None:
-        with show_progress("dividing the dataset", rows.count, "images") as bar:
-            split = split_images(_counted(rows, bar.advance), folder / RECORD)
+        # the rows are read to look up what is known, to compare the new ones, and to compare the others with these
+        with show_progress("dividing the dataset", 3 * rows.count, "rows") as bar:
+            split = split_images(partial(_counted, rows, bar.advance), folder / RECORD)
         for old in folder.glob(f"*{_SUFFIX}"):
             old.unlink(missing_ok=True)
         write_atomically(path, json.dumps(asdict(split)).encode())

@@ -7,7 +7,7 @@ sides, because it resembles an image of each, it is on neither, and so are image
 """
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from sd3_light.files import atomic_file
 from sd3_light.inputs import require_regular
 from sd3_light.randomness import sample_id
 from sd3_light.sources.catalogue import InputRow
-from sd3_light.sources.groups import group_images, group_positions, image_hash
+from sd3_light.sources.groups import group_positions, image_hash, open_groups
 from sd3_light.sources.leaks import colours
 
 SHARE = 0.02
@@ -65,30 +65,48 @@ def expected_split(images: int) -> int:
     return min(largest_split(images), max(FEWEST, round(SHARE * images)))
 
 
-def split_images(rows: Iterable[tuple[InputRow, bool]], record: Path) -> Split:
-    """Decide the side of every image, and record it. A row comes with whether it may be held out."""
+Rows = Callable[[], Iterable[tuple[InputRow, bool]]]
+"""Yields the rows of the images, each with whether it may be held out; they are read several times."""
+
+
+def split_images(rows: Rows, record: Path) -> Split:
+    """Decide the side of every image, and record it."""
     hashes = array("Q")
-    ids = array("q")
+    keys = array("q")
     may_hold = array("b")
-
-    def images() -> Iterator[tuple[list[str], bytes]]:
-        for row, may in rows:
-            hashes.append(image_hash(row.digest))
-            ids.append(sample_id(row.key))
-            may_hold.append(may)
-            yield [row.digest], colours(row.thumbnail) if row.thumbnail else b""
-
-    groups = group_images(images())
+    for row, may_be_held_out in rows():
+        hashes.append(image_hash(row.digest))
+        keys.append(sample_id(row.key))
+        may_hold.append(may_be_held_out)
     by_content = np.array(hashes, np.uint64)
-    by_key = np.array(ids, np.int64).astype(np.uint64)
+    ids = np.array(keys, np.int64)
     may = np.array(may_hold, np.bool_)
     decisions = Decisions.load(record)
-    known = decisions.known_sides(by_content, by_key)
+    known = decisions.known_sides(by_content, ids.astype(np.uint64))
     known = np.where((known == _UNKNOWN) & ~may, TRAIN, known).astype(np.int8)
+    groups = _groups(rows, known == _UNKNOWN)
     sides = decide(groups, group_positions(groups, by_content), known, int(may.sum()))
-    decisions.added(np.concatenate([by_content, by_key]), np.concatenate([sides, sides])).save(record)
-    held, unused = (tuple(np.array(ids, np.int64)[sides == side].tolist()) for side in (VALIDATION, UNUSED))
+    both = np.concatenate([by_content, ids.astype(np.uint64)])
+    decisions.added(both, np.concatenate([sides, sides])).save(record)
+    held, unused = (tuple(ids[sides == side].tolist()) for side in (VALIDATION, UNUSED))
     return Split(len(sides), held, unused)
+
+
+def _groups(rows: Rows, is_new: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Return the groups of the new images, with the known ones that they resemble.
+
+    Known images are compared with the new ones only: a few added images cost little.
+    """
+    if not is_new.any():
+        return np.arange(len(is_new))
+    with open_groups() as groups:
+        for joins in (False, True):
+            for image, (row, _) in enumerate(rows()):
+                if is_new[image] == joins:
+                    continue
+                unite = groups.join if joins else groups.add
+                unite(image, [row.digest], colours(row.thumbnail) if row.thumbnail else b"")
+        return groups.roots(len(is_new))
 
 
 def decide(groups: NDArray[np.int64], positions: NDArray[np.float64], known: Sides, images: int) -> Sides:

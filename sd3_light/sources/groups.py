@@ -5,8 +5,8 @@ Images that share a name, such as a content hash, or have similar thumbnails are
 
 import sqlite3
 from array import array
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from hashlib import blake2b
 
 import numpy as np
@@ -22,36 +22,78 @@ Hashes = NDArray[np.uint64]
 def group_images(images: Iterable[tuple[Sequence[str], bytes]]) -> Indices:
     """Return for each image, given by its names and thumbnail, the index of the first image of its group.
 
-    An empty thumbnail is similar to none. Names and thumbnails are kept on disk, in the system's temp folder: memory
-    grows by about 10 bytes per image.
+    An empty thumbnail is similar to none.
     """
-    parents = _Parents()
+    with open_groups() as groups:
+        count = 0
+        for count, (names, thumbnail) in enumerate(images, start=1):
+            groups.add(count - 1, names, thumbnail)
+        return groups.roots(count)
+
+
+@contextmanager
+def open_groups() -> Iterator["Groups"]:
+    """Yield groups without images, on disk in the system's temp folder."""
     with closing(temporary_database()) as database:
-        thumbnails = Thumbnails(database)
+        yield Groups(database)
+
+
+class Groups:
+    """Groups of images by index; memory grows by about 10 bytes per image."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._thumbnails = Thumbnails(database)
+        self._parents = _Parents()
         database.execute("CREATE TABLE names (name BLOB PRIMARY KEY, image INT) WITHOUT ROWID")
-        for image, (names, thumbnail) in enumerate(images):
-            parents.append()
-            for name in names:
-                parents.unite(image, _first(database, name.encode("utf-8", "surrogateescape"), image))
-            if not thumbnail:
-                continue
-            # what is similar to an equal thumbnail is in its group already
-            first = _first(database, b"\0" + blake2b(thumbnail, digest_size=16).digest(), image)
-            parents.unite(image, first)
-            if first == image:
-                for number in thumbnails.all(thumbnail):
-                    parents.unite(image, number - 1)
-                thumbnails.add(image + 1, thumbnail)
-    return parents.roots()
+
+    def add(self, image: int, names: Sequence[str], thumbnail: bytes) -> None:
+        """Unite an image with those added before that share a name or have a similar thumbnail, and add it."""
+        for name in names:
+            self._parents.unite(image, self._first(_encoded(name), image))
+        if not thumbnail:
+            return
+        # what is similar to an equal thumbnail is in its group already
+        first = self._first(_digest(thumbnail), image)
+        self._parents.unite(image, first)
+        if first == image:
+            self._unite_similar(image, thumbnail)
+            self._thumbnails.add(image + 1, thumbnail)
+
+    def join(self, image: int, names: Sequence[str], thumbnail: bytes) -> None:
+        """Unite an image with those that were added, without adding it: others are not compared with it."""
+        for name in names:
+            self._parents.unite(image, self._known(_encoded(name), image))
+        if thumbnail:
+            self._unite_similar(image, thumbnail)
+
+    def _unite_similar(self, image: int, thumbnail: bytes) -> None:
+        for number in self._thumbnails.all(thumbnail):
+            self._parents.unite(image, number - 1)
+
+    def _known(self, name: bytes, image: int) -> int:
+        """Return the first image with a name; this one if there is none."""
+        known = self._database.execute("SELECT image FROM names WHERE name = ?", (name,)).fetchone()
+        return image if known is None else int(known[0])
+
+    def _first(self, name: bytes, image: int) -> int:
+        """Return the first image with a name, which becomes this one if there is none."""
+        known = self._known(name, image)
+        if known == image:
+            self._database.execute("INSERT OR IGNORE INTO names VALUES (?, ?)", (name, image))
+        return known
+
+    def roots(self, count: int) -> Indices:
+        """Return the index of the first image of each group, for the first ``count`` images."""
+        return self._parents.roots(count)
 
 
-def _first(database: sqlite3.Connection, name: bytes, image: int) -> int:
-    """Return the first image with a name, which is this one if the name is new."""
-    known = database.execute("SELECT image FROM names WHERE name = ?", (name,)).fetchone()
-    if known is not None:
-        return int(known[0])
-    database.execute("INSERT INTO names VALUES (?, ?)", (name, image))
-    return image
+def _encoded(name: str) -> bytes:
+    return name.encode("utf-8", "surrogateescape")
+
+
+def _digest(thumbnail: bytes) -> bytes:
+    return b"\0" + blake2b(thumbnail, digest_size=16).digest()
 
 
 def group_positions(groups: Indices, hashes: Hashes) -> NDArray[np.float64]:
@@ -79,14 +121,14 @@ class _Parents:
     def __init__(self) -> None:
         self._parents = array("q")
 
-    def append(self) -> None:
-        """Add an image as a separate set."""
-        self._parents.append(len(self._parents))
-
     def unite(self, one: int, other: int) -> None:
-        """Unite the sets of two images."""
+        """Unite the sets of two images; an image that is new is a set."""
+        self._extend(max(one, other) + 1)
         one, other = self._root(one), self._root(other)
         self._parents[max(one, other)] = min(one, other)
+
+    def _extend(self, count: int) -> None:
+        self._parents.extend(range(len(self._parents), count))
 
     def _root(self, image: int) -> int:
         parents = self._parents
@@ -95,6 +137,7 @@ class _Parents:
             image = parents[image]
         return image
 
-    def roots(self) -> Indices:
-        """Return the root of every image."""
-        return np.array([self._root(image) for image in range(len(self._parents))], np.int64)
+    def roots(self, count: int) -> Indices:
+        """Return the roots of the first ``count`` images."""
+        self._extend(count)
+        return np.array([self._root(image) for image in range(count)], np.int64)

@@ -231,7 +231,8 @@ def _divide(plan: CachePlan, keys: Sequence[str], folder: Path) -> Sides | None:
     }
     if not any(may_be_held_out for _, may_be_held_out in rows.values()):
         return None
-    split = split_images((rows[key] for key in dict.fromkeys(keys)), folder / RECORD)
+    distinct = [rows[key] for key in dict.fromkeys(keys)]
+    split = split_images(lambda: distinct, folder / RECORD)
     info(f"validation: {split.sentence()}")
     sides = dict.fromkeys(split.validation, VALIDATION) | dict.fromkeys(split.unused, "unused")
     return Sides(tuple(sides.get(sample_id(key), "train") for key in keys))

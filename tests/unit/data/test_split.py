@@ -1,5 +1,6 @@
 """Which images are held out: whole groups, the same ones whatever is added later."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.split import MOST, RECORD, Decisions, Split, expected_split, largest_split, split_images
 from sd3_light.randomness import sample_id
 from sd3_light.sources.catalogue import InputRow
+from sd3_light.sources.earlier_images import are_similar
 from sd3_light.sources.preprocess import THUMBNAIL_SIDE
 
 
@@ -21,7 +23,7 @@ def row(name: str, colour: int | None = None, digest: str = "") -> InputRow:
 
 def divide(rows: list[InputRow], record: Path, fixed: frozenset[str] = frozenset()) -> dict[str, str]:
     """Return the side of each image by name."""
-    split = split_images(((each, each.key not in fixed) for each in rows), record)
+    split = split_images(lambda: ((each, each.key not in fixed) for each in rows), record)
     assert split.images == len(rows)
     names = {sample_id(each.key): each.key.removeprefix("set#0/") for each in rows}
     sides = dict.fromkeys(names.values(), "train")
@@ -119,6 +121,31 @@ def test_an_image_that_resembles_both_sides_is_on_neither(tmp_path: Path) -> Non
     # without the others it stays unused: it was similar to an image of each side
     alone = divide([row("bridge", 10), *rows[2:]], record)
     assert alone["bridge"] == "unused"
+
+
+def test_a_few_added_images_are_compared_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known images are compared with the new ones, not with each other."""
+    rng = np.random.default_rng(0)
+
+    def noisy(number: int) -> InputRow:
+        pixels = rng.integers(100, 140, 3 * THUMBNAIL_SIDE**2, dtype=np.uint8)  # no colour tells them apart
+        return replace(row(str(number)), thumbnail=pixels.tobytes())
+
+    rows = [noisy(number) for number in range(300)]
+    sides = divide(rows, tmp_path / RECORD)
+    compared = 0
+
+    def counted(thumbnail: np.ndarray, others: np.ndarray) -> np.ndarray:
+        nonlocal compared
+        compared += len(others)
+        return are_similar(thumbnail, others)
+
+    monkeypatch.setattr("sd3_light.sources.earlier_images.are_similar", counted)
+    assert sides.items() <= divide([noisy(300), *rows, noisy(301)], tmp_path / RECORD).items()
+    assert compared <= 2 * 300 + 1
+    compared = 0
+    divide(rows, tmp_path / RECORD)
+    assert compared == 0, "nothing is new"
 
 
 def test_an_edited_image_keeps_its_side(tmp_path: Path) -> None:

@@ -174,6 +174,15 @@ def test_a_copy_of_a_held_out_image_is_not_trained_on(divided: Project) -> None:
     assert ids_of(divided, "validation") == held, "two of 41 is the most"
 
 
+def test_a_cache_at_a_url_has_the_same_sides(divided: Project, tmp_path: Path) -> None:
+    divided.train(*EVALUATED, 'output_dir="here"')
+    url = f'cache_dir="{divided.cache.as_uri()}"'
+    divided.train(*EVALUATED, url, f'stream_cache_dir="{tmp_path / "fetched"}"', 'output_dir="there"')
+    assert divided.losses("there") == divided.losses("here")
+    here, there = ([event["flow"] for event in divided.events("eval", run)] for run in ("here", "there"))
+    assert here == there
+
+
 def test_a_lost_cache_holds_out_the_same_images(divided: Project) -> None:
     divided.build_cache()
     held = ids_of(divided, "validation")
