@@ -1,12 +1,10 @@
 """Compare the catalogues of an evaluation set and of the training set, once for their contents."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 from sd3_light.cache.rows import Rows
 from sd3_light.data.cache_plan import ShowProgress, digest_of
-from sd3_light.files import write_atomically
 from sd3_light.inputs import read_json_file
 from sd3_light.sources.leaks import Leak, open_evaluation_images
 from sd3_light.sources.thumbnail_tree import TOLERANCE
@@ -19,14 +17,11 @@ def find_leaks(name: str, held: Rows, training: Rows, show_progress: ShowProgres
 
     One process compares, and stores the result in the catalogue of the evaluation set; the others wait for it.
     """
-    folder = held.catalogue.folder
-    path = folder / f"{digest_of(name, held.digest, training.digest, str(TOLERANCE))}{_SUFFIX}"
+    path = held.catalogue.folder / f"{digest_of(name, held.digest, training.digest, str(TOLERANCE))}{_SUFFIX}"
 
     def compare(_: str) -> None:
         leaks = _compare(name, held, training, show_progress)
-        for old in folder.glob(f"*{_SUFFIX}"):
-            old.unlink(missing_ok=True)
-        write_atomically(path, json.dumps([asdict(leak) for leak in leaks]).encode())
+        held.store(path, [asdict(leak) for leak in leaks])
 
     held.catalogue.claims.divide([path.stem], lambda _: _stored(path) is not None, compare)
     return _stored(path) or []

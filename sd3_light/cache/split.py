@@ -1,6 +1,5 @@
 """Divide a dataset into a training and a validation side, once for the contents of its catalogue."""
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -13,7 +12,6 @@ from sd3_light.cache.unit_builder import is_done
 from sd3_light.data.cache_plan import CachePlan, ShowProgress, digest_of
 from sd3_light.data.sides import HeldOut
 from sd3_light.data.split import RECORD, Split, split_images
-from sd3_light.files import write_atomically
 from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
 from sd3_light.sources.catalogue import InputRow
@@ -32,9 +30,7 @@ def find_split(rows: Rows, show_progress: ShowProgress) -> Split:
         # the rows are read to look up what is known, to compare the new ones, and to compare the others with these
         with show_progress("dividing the dataset", 3 * rows.count, "rows") as bar:
             split = split_images(partial(_counted, rows, bar.advance), folder / RECORD)
-        for old in folder.glob(f"*{_SUFFIX}"):
-            old.unlink(missing_ok=True)
-        write_atomically(path, json.dumps(asdict(split)).encode())
+        rows.store(path, asdict(split))
 
     rows.catalogue.claims.divide([path.stem], lambda _: _stored(path) is not None, decide)
     split = _stored(path)
