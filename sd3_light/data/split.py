@@ -35,7 +35,7 @@ RECORD = "sides.arrow"
 """File of a catalogue with the side of every image that was ever in it."""
 
 _UNKNOWN, TRAIN, VALIDATION, UNUSED = -1, 0, 1, 2
-Sides = NDArray[np.int8]
+SideCodes = NDArray[np.int8]
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,11 @@ def expected_split(images: int) -> int:
     return min(largest_split(images), max(FEWEST, round(SHARE * images)))
 
 
-Rows = Callable[[], Iterable[tuple[InputRow, bool]]]
+ReadRows = Callable[[], Iterable[tuple[InputRow, bool]]]
 """Yields the rows of the images, each with whether it may be held out; they are read several times."""
 
 
-def split_images(rows: Rows, record: Path) -> Split:
+def split_images(rows: ReadRows, record: Path) -> Split:
     """Decide the side of every image, and record it."""
     hashes = array("Q")
     keys = array("q")
@@ -92,7 +92,7 @@ def split_images(rows: Rows, record: Path) -> Split:
     return Split(len(sides), held, unused)
 
 
-def _groups(rows: Rows, is_new: NDArray[np.bool_]) -> NDArray[np.int64]:
+def _groups(rows: ReadRows, is_new: NDArray[np.bool_]) -> NDArray[np.int64]:
     """Return the groups of the new images, with the known ones that they resemble.
 
     Known images are compared with the new ones only: a few added images cost little.
@@ -109,7 +109,7 @@ def _groups(rows: Rows, is_new: NDArray[np.bool_]) -> NDArray[np.int64]:
         return groups.roots(len(is_new))
 
 
-def decide(groups: NDArray[np.int64], positions: NDArray[np.float64], known: Sides, images: int) -> Sides:
+def decide(groups: NDArray[np.int64], positions: NDArray[np.float64], known: SideCodes, images: int) -> SideCodes:
     """Return the side of every image; ``known`` ones keep theirs. ``images`` may be held out."""
     first, group = np.unique(groups, return_inverse=True)
     has = [np.bincount(group[known == side], minlength=len(first)) > 0 for side in (TRAIN, VALIDATION, UNUSED)]
@@ -150,10 +150,10 @@ _SCHEMA = pa.schema([("hash", pa.uint64()), ("side", pa.int8())])
 
 @dataclass(frozen=True)
 class Decisions:
-    """Sides by hash, sorted; in a file that is mapped into memory."""
+    """SideCodes by hash, sorted; in a file that is mapped into memory."""
 
     hashes: NDArray[np.uint64]
-    known: Sides
+    known: SideCodes
 
     @staticmethod
     def load(path: Path) -> "Decisions":
@@ -172,14 +172,14 @@ class Decisions:
             ) from error
         return Decisions(hashes, sides)
 
-    def sides(self, hashes: NDArray[np.uint64]) -> Sides:
+    def sides(self, hashes: NDArray[np.uint64]) -> SideCodes:
         """Return the side of each hash, -1 if it is unknown."""
         if not len(self.hashes):
             return np.full(len(hashes), _UNKNOWN, np.int8)
         at = np.searchsorted(self.hashes, hashes).clip(max=len(self.hashes) - 1)
         return np.where(self.hashes[at] == hashes, self.known[at], _UNKNOWN).astype(np.int8)
 
-    def known_sides(self, by_content: NDArray[np.uint64], by_key: NDArray[np.uint64]) -> Sides:
+    def known_sides(self, by_content: NDArray[np.uint64], by_key: NDArray[np.uint64]) -> SideCodes:
         """Return the side of each image: by its content, also if it was moved, or by its key if it was edited.
 
         A new copy of an image that is still there is unknown: it needs room on that side.
@@ -189,7 +189,7 @@ class Decisions:
         known = np.where((content == _UNKNOWN) | (key == UNUSED), key, content)
         return np.where(is_copy, _UNKNOWN, known).astype(np.int8)
 
-    def added(self, hashes: NDArray[np.uint64], sides: Sides) -> "Decisions":
+    def added(self, hashes: NDArray[np.uint64], sides: SideCodes) -> "Decisions":
         """Return the decisions with new ones; known ones stay."""
         values, first = np.unique(np.concatenate([self.hashes, hashes]), return_index=True)
         return Decisions(values, np.concatenate([self.known, sides])[first])
