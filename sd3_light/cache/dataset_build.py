@@ -30,7 +30,7 @@ from sd3_light.cache.manifest_writer import PlannedManifest, is_manifest_current
 from sd3_light.cache.recipe import decides_shards, make_recipe, stored_columns
 from sd3_light.cache.report import CacheOptions, CacheReport, describe_values, log_report, small_buckets
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
-from sd3_light.cache.rows import Rows
+from sd3_light.cache.rows import CatalogueRows
 from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
 from sd3_light.cache.split import find_split, held_out_samples
 from sd3_light.cache.unit_builder import empty_content
@@ -68,7 +68,7 @@ class DatasetBuild:
 
     def __init__(self, train: TrainConfig, launch: Launch, options: CacheOptions, builder: Builder) -> None:
         self._train, self._launch, self._options, self._builder = train, launch, options, builder
-        self._training: Rows | None = None  # of the training set, once it is listed
+        self._training: CatalogueRows | None = None  # of the training set, once it is listed
 
     def build(self, name: str, dataset: DatasetConfig) -> CacheReport:
         """Build or complete one dataset's cache."""
@@ -92,7 +92,7 @@ class DatasetBuild:
             recipe = make_recipe(self._train.model, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._list_inputs(title, catalogue, dataset)
-            rows = Rows(catalogue, listings)
+            rows = CatalogueRows(catalogue, listings)
             if self._options.part is None:
                 self._compare(name, rows)
             shard_size = self._train.sd3_shard_size
@@ -168,7 +168,7 @@ class DatasetBuild:
                 catalogue.probe_images(listings, 0 if few else workers, bar.advance, pool)
         return listings
 
-    def _compare(self, name: str, rows: Rows) -> None:
+    def _compare(self, name: str, rows: CatalogueRows) -> None:
         """Print which images of an evaluation set are in the training set too, before anything is encoded."""
         if not name:
             self._training = rows
@@ -291,7 +291,7 @@ class DatasetBuild:
         dataset: DatasetConfig,
         place: BuildFolder,
         manifest: PlannedManifest,
-        rows: Rows,
+        rows: CatalogueRows,
     ) -> dict[str, int]:
         """Write the manifest in the main process; wait for it in the others. Return its counts."""
         folder = place.folder

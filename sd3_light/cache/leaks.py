@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from sd3_light.cache.rows import Rows
+from sd3_light.cache.rows import CatalogueRows
 from sd3_light.data.cache_plan import ShowProgress, digest_of
 from sd3_light.inputs import read_json_file
 from sd3_light.sources.leaks import Leak, open_evaluation_images
@@ -12,7 +12,7 @@ from sd3_light.sources.thumbnail_tree import TOLERANCE
 _SUFFIX = ".leaks.json"
 
 
-def find_leaks(name: str, held: Rows, training: Rows, show_progress: ShowProgress) -> list[Leak]:
+def find_leaks(name: str, held: CatalogueRows, training: CatalogueRows, show_progress: ShowProgress) -> list[Leak]:
     """Return the images of the evaluation set ``name`` that the training set has too.
 
     One process compares, and stores the result in the catalogue of the evaluation set; the others wait for it.
@@ -35,7 +35,7 @@ def _stored(path: Path) -> list[Leak] | None:
         return None
 
 
-def _compare(name: str, held: Rows, training: Rows, show_progress: ShowProgress) -> list[Leak]:
+def _compare(name: str, held: CatalogueRows, training: CatalogueRows, show_progress: ShowProgress) -> list[Leak]:
     total = held.count + training.count
     with open_evaluation_images() as images, show_progress(f"comparing {name} with training", total, "images") as bar:
         for row in held.used():

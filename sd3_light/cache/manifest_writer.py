@@ -26,7 +26,7 @@ from sd3_light.data.manifest import (
     read_entry,
 )
 from sd3_light.data.sides import HeldOut
-from sd3_light.data.split import Split
+from sd3_light.data.split import ImageSplit
 from sd3_light.files import atomic_file
 from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
 from sd3_light.sources.buckets import plan as plan_resize
@@ -42,7 +42,7 @@ class PlannedManifest:
     recipe: dict[str, Any]
     empty: ShardEntry
     held_out: HeldOut | None = None
-    split: Split | None = None
+    split: ImageSplit | None = None
 
 
 def write_manifest(

@@ -16,7 +16,7 @@ _MAX_RESULTS = 8  # of different configs that share the catalogue
 
 
 @dataclass(frozen=True)
-class Rows:
+class CatalogueRows:
     """The probed rows of a dataset."""
 
     catalogue: Catalogue

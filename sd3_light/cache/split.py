@@ -7,11 +7,11 @@ from pathlib import Path
 
 from sd3_light.cache.freshness import undecoded_keys
 from sd3_light.cache.manifest_writer import unit_rejects
-from sd3_light.cache.rows import Rows
+from sd3_light.cache.rows import CatalogueRows
 from sd3_light.cache.unit_builder import is_done
 from sd3_light.data.cache_plan import CachePlan, ShowProgress, digest_of
 from sd3_light.data.sides import HeldOut
-from sd3_light.data.split import RECORD, Split, split_images
+from sd3_light.data.split import RECORD, ImageSplit, split_images
 from sd3_light.inputs import read_json_file
 from sd3_light.randomness import sample_id
 from sd3_light.sources.catalogue import InputRow
@@ -20,7 +20,7 @@ from sd3_light.sources.thumbnail_tree import TOLERANCE
 _SUFFIX = ".split.json"
 
 
-def find_split(rows: Rows, show_progress: ShowProgress) -> Split:
+def find_split(rows: CatalogueRows, show_progress: ShowProgress) -> ImageSplit:
     """Return the sides of a dataset's images. One process decides; the others wait for it."""
     folder = rows.catalogue.folder
     divided = "".join("01"[listing.source.directory.validation] for listing in rows.listings)
@@ -38,22 +38,22 @@ def find_split(rows: Rows, show_progress: ShowProgress) -> Split:
     return split
 
 
-def _counted(rows: Rows, advance: Callable[[], None]) -> Iterable[tuple[InputRow, bool]]:
+def _counted(rows: CatalogueRows, advance: Callable[[], None]) -> Iterable[tuple[InputRow, bool]]:
     for row, directory in rows.with_directories():
         advance()
         yield row, directory.validation
 
 
-def _stored(path: Path) -> Split | None:
+def _stored(path: Path) -> ImageSplit | None:
     """Return the stored result; None if it is missing or damaged."""
     try:
         content = read_json_file(path)
-        return Split(content["images"], tuple(content["validation"]), tuple(content["unused"]))
+        return ImageSplit(content["images"], tuple(content["validation"]), tuple(content["unused"]))
     except (FileNotFoundError, ValueError, LookupError, TypeError):
         return None
 
 
-def held_out_samples(split: Split, plan: CachePlan, shards: Path) -> HeldOut:
+def held_out_samples(split: ImageSplit, plan: CachePlan, shards: Path) -> HeldOut:
     """Return the samples of a plan that are not trained on, by shard, without images that cannot be decoded.
 
     Of shards that are not built yet, these are the ones that an earlier build could not decode.

@@ -39,7 +39,7 @@ SideCodes = NDArray[np.int8]
 
 
 @dataclass(frozen=True)
-class Split:
+class ImageSplit:
     """The ids of images that are held out, and of those that are on neither side, of ``images`` in all."""
 
     images: int
@@ -69,7 +69,7 @@ ReadRows = Callable[[], Iterable[tuple[InputRow, bool]]]
 """Yields the rows of the images, each with whether it may be held out; they are read several times."""
 
 
-def split_images(rows: ReadRows, record: Path) -> Split:
+def split_images(rows: ReadRows, record: Path) -> ImageSplit:
     """Decide the side of every image, and record it."""
     hashes = array("Q")
     keys = array("q")
@@ -89,7 +89,7 @@ def split_images(rows: ReadRows, record: Path) -> Split:
     both = np.concatenate([by_content, ids.astype(np.uint64)])
     decisions.added(both, np.concatenate([sides, sides])).save(record)
     held, unused = (tuple(ids[sides == side].tolist()) for side in (VALIDATION, UNUSED))
-    return Split(len(sides), held, unused)
+    return ImageSplit(len(sides), held, unused)
 
 
 def _groups(rows: ReadRows, is_new: NDArray[np.bool_]) -> NDArray[np.int64]:
@@ -150,7 +150,7 @@ _SCHEMA = pa.schema([("hash", pa.uint64()), ("side", pa.int8())])
 
 @dataclass(frozen=True)
 class Decisions:
-    """SideCodes by hash, sorted; in a file that is mapped into memory."""
+    """Sides by hash, sorted; in a file that is mapped into memory."""
 
     hashes: NDArray[np.uint64]
     known: SideCodes

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sd3_light.config.faults import UserError
-from sd3_light.data.split import MOST, RECORD, Decisions, Split, expected_split, largest_split, split_images
+from sd3_light.data.split import MOST, RECORD, Decisions, ImageSplit, expected_split, largest_split, split_images
 from sd3_light.randomness import sample_id
 from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.earlier_images import are_similar
@@ -185,9 +185,9 @@ def test_the_smallest_group_is_held_out_if_all_are_large(tmp_path: Path) -> None
 
 
 def test_the_sentence() -> None:
-    assert Split(20, (1, 2), ()).sentence() == "2 of 20 images are held out"
-    assert Split(20, (1, 2), (3,)).sentence().endswith("; 1 that resemble both sides are not used")
-    assert Split(1, (), ()).sentence().startswith("none of 1 images can be held out")
+    assert ImageSplit(20, (1, 2), ()).sentence() == "2 of 20 images are held out"
+    assert ImageSplit(20, (1, 2), (3,)).sentence().endswith("; 1 that resemble both sides are not used")
+    assert ImageSplit(1, (), ()).sentence().startswith("none of 1 images can be held out")
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
