@@ -11,6 +11,7 @@ from sd3_light.check import verb as check
 from sd3_light.check.conclusion import Target, conclude
 from sd3_light.sources import catalogue, decode
 from sd3_light.world import write_dataset
+from tests.judge_folders import write_vision
 from tests.project import Project
 
 EVAL = ('eval_datasets=["val.toml"]', "eval_every_n_steps=5")
@@ -101,3 +102,13 @@ def test_a_catalogue_keeps_kept_duplicates(leaking: Project) -> None:
     (leaking.images / "twice.txt").write_text("an image", encoding="utf-8")
     samples = leaking.build_cache()[0].counts["used"]
     assert leaking.build_cache(*EVAL)[0].counts["used"] == samples
+
+
+def test_true_images_of_metrics_are_compared_too(leaking: Project) -> None:
+    write_vision(leaking.folder / "vision")
+    table = ("metrics.dataset='val.toml'", "metrics.features='vision'", "metrics.every_n_steps=2")
+    loaded = leaking.load(*table)
+    (leak,) = check.run(loaded).leaks
+    assert leak.sentence().startswith(SENTENCE.replace("val is", "the dataset of [metrics] is"))
+    both = leaking.load(*table, *EVAL)
+    assert [leak.name for leak in check.run(both).leaks] == ["val"], "the same set is named once"
