@@ -9,31 +9,41 @@ OUT/data.toml, held_out.toml  dataset TOMLs for `sd3-light parts`, `cache` and `
 OUT/cells.json                one row per image: concept, style, captions, whether it is held out
 OUT/ATTRIBUTION.md            what came from where, under which licence
 
-4% of the (concept, style) cells are held out. Their concepts appear in training in other styles, and their styles with
-other concepts, so every held-out prompt is answerable and has a true image. Many of these images have a close relative
-in training: of 858, 33 equal a training image byte for byte, and 500 show a figure that training has in the same style
-with another skin tone, gender, hair or direction (docs/results.md).
+4% of the groups of cells (concept, style) are held out. A group has all cells of a style whose concepts differ only in
+skin tone, gender, hair or direction, and all cells of any style with the same file or a similar drawing, so no held-out
+image has a close relative in training. Concepts of held-out cells appear in training in other styles, and their styles
+with other concepts: every held-out prompt is answerable and has a true image.
 """
 
 import argparse
-import hashlib
 import io
 import json
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from packages import ICONIFY, MORE_NAMES, NAMES, STYLES, Package, Style, fetch, members, read_json
 from PIL import Image
 
-HELD_OUT_PERCENT = 4
+from sd3_light.sources.decode import content_digest
+from sd3_light.sources.groups import group_images, group_positions, image_hash
+from sd3_light.sources.preprocess import make_thumbnail
+
+HELD_OUT_SHARE = 0.04
+VARIANTS = re.compile(
+    r"\b((medium-)?(light|medium|dark) skin tone|man|men|woman|women|person|people|boy|girl|child|children|adults?|"
+    r"older|male|female|(red|blonde?|curly|white) hair|hair|bald|beard|facing|pointing|backhand|"
+    r"(left|right|up|down)(wards)?|(counter)?clockwise)\b"
+)
 SKIN_TONES = {chr(code) for code in range(0x1F3FB, 0x1F400)}
 PERMISSIVE = {"MIT", "Apache-2.0", "CC0-1.0", "CC-BY-4.0", "ISC", "Unlicense", "BSD-3-Clause"}
 SAME_ART = {"fluent-emoji", "fluent-emoji-flat", "twemoji", "noto", "noto-v1", "openmoji"}  # would leak held-out cells
@@ -125,33 +135,40 @@ def set_icons(prefix: str, title: str, table: dict[str, Any]) -> Iterator[Icon]:
         yield Icon(cell, f"{svg}{icon['body']}</svg>".encode())
 
 
-def hold_out(icons: Iterable[Icon]) -> list[Icon]:
-    """Mark 4% of the cells by a hash of their name; a concept keeps at least one other style for training."""
-    icons, styles = list(icons), defaultdict(set)
-    for icon in icons:
-        if not is_chosen(icon.cell):
-            styles[icon.cell.concept].add(icon.cell.style)
+def figure(concept: str) -> str:
+    """Return what a concept shows, without words for skin tone, gender, hair and direction."""
+    return " ".join(re.findall(r"\w+", VARIANTS.sub(" ", concept.lower())))
+
+
+def hold_out(icons: list[Icon], thumbnails: list[bytes]) -> list[Cell]:
+    """Return the cells with 4% of their groups held out, by a hash of their names.
+
+    A concept keeps at least one other style for training. Groups with an icon of Iconify are for training.
+    """
+    cells = [icon.cell for icon in icons]
+    names = [(f"{icon.cell.style}/{figure(icon.cell.concept)}", content_digest(icon.content)) for icon in icons]
+    groups = group_images(zip(names, thumbnails, strict=True))
+    hashes = np.array([image_hash(f"{cell.concept}/{cell.style}") for cell in cells], np.uint64)
+    chosen = group_positions(groups, hashes) < HELD_OUT_SHARE
+    trained = {cell.concept for cell, is_chosen in zip(cells, chosen, strict=True) if not is_chosen}
+    kept = {
+        group
+        for group, cell in zip(groups.tolist(), cells, strict=True)
+        if cell.style not in STYLES or cell.concept not in trained
+    }
     return [
-        Icon(Cell(**{**asdict(icon.cell), "held_out": True}), icon.content)
-        if is_chosen(icon.cell) and styles[icon.cell.concept]
-        else icon
-        for icon in icons
+        replace(cell, held_out=bool(is_chosen) and group not in kept)
+        for cell, is_chosen, group in zip(cells, chosen, groups.tolist(), strict=True)
     ]
 
 
-def is_chosen(cell: Cell) -> bool:
-    """Return whether a cell's hash falls into the held-out share."""
-    digest = hashlib.blake2b(f"{cell.concept}/{cell.style}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % 100 < HELD_OUT_PERCENT
-
-
-def draw(icon: Icon, out: Path, size: int) -> bool:
-    """Write an icon on white, centred in a square; return False if it is broken or blank."""
+def draw(icon: Icon, out: Path, size: int) -> bytes:
+    """Write an icon on white, centred in a square; return its thumbnail, b"" if the icon is broken or blank."""
     try:
         image = open_image(icon.content, size)
     except (OSError, ValueError) as error:  # PIL's and resvg's
         print(f"skipped {icon.cell.file}: {error}", flush=True)
-        return False
+        return b""
     scale = size / max(image.size)
     fitted = image.resize([max(1, round(side * scale)) for side in image.size], Image.Resampling.LANCZOS)
     canvas = Image.new("RGBA", (size, size), "white")
@@ -159,11 +176,11 @@ def draw(icon: Icon, out: Path, size: int) -> bool:
     pixels = canvas.convert("RGB")
     low, high = zip(*pixels.getextrema(), strict=True)
     if max(high) - min(low) < MIN_CONTRAST:
-        return False
-    path = out / ("held_out" if icon.cell.held_out else "train") / icon.cell.file
+        return b""
+    path = out / "train" / icon.cell.file
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels.save(path)
-    return True
+    return make_thumbnail(path.read_bytes(), None)
 
 
 def open_image(content: bytes, size: int) -> Image.Image:
@@ -178,10 +195,15 @@ def open_image(content: bytes, size: int) -> Image.Image:
 
 
 def write_set(icons: list[Icon], out: Path, size: int, processes: int) -> list[Cell]:
-    """Draw the icons and write captions, dataset TOMLs and the list of cells; return those that were drawn."""
+    """Draw the icons, hold some out, and write captions, dataset TOMLs and the list of cells that were drawn."""
     with ProcessPoolExecutor(processes) as pool:
         drawn = list(pool.map(partial(draw, out=out, size=size), icons, chunksize=32))
-    cells = [icon.cell for icon, is_good in zip(icons, drawn, strict=True) if is_good]
+    cells = hold_out([icon for icon, good in zip(icons, drawn, strict=True) if good], list(filter(None, drawn)))
+    for cell in cells:
+        if cell.held_out:
+            path = out / "held_out" / cell.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            (out / "train" / cell.file).rename(path)
     for part, toml in (("train", "data.toml"), ("held_out", "held_out.toml")):
         folders: dict[str, dict[str, list[str]]] = defaultdict(dict)
         for cell in cells:
@@ -232,11 +254,11 @@ def main() -> None:
     names = emoji_names(args.packages)
     names = dict(sorted(names.items())[:: args.every])
     styles = {name: STYLES[name] for name in args.styles}
-    icons = hold_out(
+    icons = [
         icon
         for name, style in styles.items()
         for icon in style_icons(name, style, fetch(style.package, args.packages), names, not args.no_skin_tones)
-    )
+    ]
     packages, sets = [NAMES, MORE_NAMES, *(style.package for style in styles.values())], []
     if args.large:
         packages.append(ICONIFY)

@@ -24,12 +24,15 @@ from sd3_light.cache.freshness import (
     render_state,
     replaced_entries,
 )
+from sd3_light.cache.leaks import find_leaks
 from sd3_light.cache.local_builder import Builder
-from sd3_light.cache.manifest_writer import is_manifest_current, write_manifest
+from sd3_light.cache.manifest_writer import PlannedManifest, is_manifest_current, write_manifest
 from sd3_light.cache.recipe import decides_shards, make_recipe, stored_columns
 from sd3_light.cache.report import CacheOptions, CacheReport, describe_values, log_report, small_buckets
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, Update, open_reuse
+from sd3_light.cache.rows import CatalogueRows
 from sd3_light.cache.shard_builder import BuildJob, Built, wait_for_main
+from sd3_light.cache.split import find_split, held_out_samples
 from sd3_light.cache.unit_builder import empty_content
 from sd3_light.config import DatasetConfig, TrainConfig
 from sd3_light.config.base import CacheLocation
@@ -46,6 +49,7 @@ from sd3_light.data.prompt_features import (
     write_prompt,
 )
 from sd3_light.data.shards import Origin, write_shard
+from sd3_light.data.sides import HeldOut
 from sd3_light.data.store import private_temp_folder
 from sd3_light.engines import Launch
 from sd3_light.files import sweep_files
@@ -64,6 +68,7 @@ class DatasetBuild:
 
     def __init__(self, train: TrainConfig, launch: Launch, options: CacheOptions, builder: Builder) -> None:
         self._train, self._launch, self._options, self._builder = train, launch, options, builder
+        self._training: CatalogueRows | None = None  # of the training set, once it is listed
 
     def build(self, name: str, dataset: DatasetConfig) -> CacheReport:
         """Build or complete one dataset's cache."""
@@ -87,6 +92,9 @@ class DatasetBuild:
             recipe = make_recipe(self._train.model, folder / "parts.json")
             catalogue = Catalogue(folder, claims, (self._launch.rank, self._launch.world))
             listings = self._list_inputs(title, catalogue, dataset)
+            rows = CatalogueRows(catalogue, listings)
+            if self._options.part is None:
+                self._compare(name, rows)
             shard_size = self._train.sd3_shard_size
             plan = make_cache_plan(catalogue, listings, decides_shards(recipe), shard_size, progress)
             place.push_catalogue()
@@ -96,8 +104,14 @@ class DatasetBuild:
             state, reuse = self._check(dataset, place, plan, recipe, prompts, claims)
             if self._options.dry_run:
                 return CacheReport(folder, reused=state.fresh, missing=len(state.todo))
+            split = find_split(rows, progress) if dataset.is_divided and self._options.part is None else None
+            if split is not None:
+                info(f"{title}: {split.sentence()}")
+                place.push_catalogue()  # decisions are stored before they are used
             if self._options.review is not None and not name:
-                self._options.review(*planned_shards(folder, plan))
+                planned, are_known = planned_shards(folder, plan)
+                known = HeldOut() if split is None else held_out_samples(split, plan, shards)
+                self._options.review(known.trained(planned), are_known)
             units = self._in_part(plan.units if self._options.regenerate else state.todo)
             if self._options.finish and units:
                 remedy = "run the parts (--part I/N) that failed again"
@@ -117,7 +131,9 @@ class DatasetBuild:
             if self._options.part:
                 place.publish()
                 return self._report_part(title, report)
-            counts = self._finish(dataset, place, plan, recipe, empty, listings, catalogue)
+            held_out = None if split is None else held_out_samples(split, plan, shards)
+            manifest = PlannedManifest(plan, recipe, empty, held_out, split)
+            counts = self._finish(dataset, place, manifest, rows)
         if self._options.prune and self._launch.is_main:
             _prune(state, place)
         # evaluation fills up its last batches and drops nothing
@@ -142,15 +158,23 @@ class DatasetBuild:
     def _list_inputs(self, title: str, catalogue: Catalogue, dataset: DatasetConfig) -> list[Listing]:
         workers = self._train.map_num_proc or self._train.caching_num_workers
         with progress(f"{title}: listing", None, "inputs") as bar:
-            listings = catalogue.refresh(make_sources(dataset.directories), bar.advance)
+            listings = catalogue.refresh(make_sources(dataset.directories, dataset.compared), bar.advance)
         if num_unprobed := catalogue.count_unprobed(listings):
             with progress(f"{title}: probing new images", num_unprobed, "images") as bar:
                 sources = [listing.source for listing in listings]
                 # a header does not crash; a thumbnail needs the whole image
-                few = num_unprobed <= FEW_IMAGES and not any(source.finds_similar for source in sources)
+                few = num_unprobed <= FEW_IMAGES and not any(source.has_thumbnails for source in sources)
                 pool = None if few else self._builder.probe_pool([source.root for source in sources])
                 catalogue.probe_images(listings, 0 if few else workers, bar.advance, pool)
         return listings
+
+    def _compare(self, name: str, rows: CatalogueRows) -> None:
+        """Print which images of an evaluation set are in the training set too, before anything is encoded."""
+        if not name:
+            self._training = rows
+        elif self._training is not None:
+            for leak in find_leaks(name, rows, self._training, progress):
+                info(f"warning: {leak.sentence()}")
 
     def _check(
         self,
@@ -266,29 +290,27 @@ class DatasetBuild:
         self,
         dataset: DatasetConfig,
         place: BuildFolder,
-        plan: CachePlan,
-        recipe: dict[str, Any],
-        empty: ShardEntry,
-        listings: Sequence[Listing],
-        catalogue: Catalogue,
+        manifest: PlannedManifest,
+        rows: CatalogueRows,
     ) -> dict[str, int]:
         """Write the manifest in the main process; wait for it in the others. Return its counts."""
         folder = place.folder
+        listings = rows.listings
         if self._launch.is_main:
             paths = {"diffusers_path": str(self._train.model.diffusers_path)}
             paths |= {f"directory:{listing.source.label}": str(listing.source.root) for listing in listings}
-            counts = write_manifest(dataset, folder, plan, recipe, empty, paths)
+            counts = write_manifest(dataset, folder, manifest, paths)
             place.publish()
-            for path in reuse_files(plan.path):
+            for path in reuse_files(manifest.plan.path):
                 path.unlink(missing_ok=True)
-            catalogue.prune_except(listings)
+            rows.catalogue.prune_except(listings)
             place.push_catalogue()
             sweep_files(folder)
             sweep_files(folder / SHARDS)
             return counts
         task = f"write {folder / MANIFEST}"
         wait_for_main(
-            lambda: None if is_manifest_current(folder, recipe, plan.units) else task,
+            lambda: None if is_manifest_current(folder, manifest) else task,
             self._train.sd3_manifest_timeout_sec,
         )
         return Manifest.load(folder).counts

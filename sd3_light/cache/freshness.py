@@ -96,7 +96,7 @@ def planned_shards(folder: Path, plan: CachePlan) -> tuple[list[ShardEntry], boo
     shards = folder / SHARDS
     entries = [(unit, read_entry(shards, unit.file)) for unit in plan.units]
     are_new = any(entry is None for _, entry in entries)
-    rejected = _undecoded(shards) if are_new else set[str]()
+    rejected = undecoded_keys(shards) if are_new else set[str]()
     planned = []
     for unit, entry in entries:
         if entry is not None:
@@ -107,7 +107,7 @@ def planned_shards(folder: Path, plan: CachePlan) -> tuple[list[ShardEntry], boo
     return planned, not are_new or (folder / MANIFEST).is_file()
 
 
-def _undecoded(shards: Path) -> set[str]:
+def undecoded_keys(shards: Path) -> set[str]:
     """Return the keys of images that earlier builds could not decode."""
     return {str(line.get("key")) for line in undecoded_lines(shards)}
 

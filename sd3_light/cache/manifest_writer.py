@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sd3_light.data.cache_plan import CachePlan, PlanCounts, Unit
 from sd3_light.data.manifest import (
     DUPLICATES,
     DUPLICATES_FILE,
+    HELD_OUT,
     REJECTED,
     REJECTS_FILE,
     SHARDS,
@@ -23,6 +25,8 @@ from sd3_light.data.manifest import (
     ShardEntry,
     read_entry,
 )
+from sd3_light.data.sides import HeldOut
+from sd3_light.data.split import ImageSplit
 from sd3_light.files import atomic_file
 from sd3_light.inputs import lines_of, open_regular, parse_json, require_regular
 from sd3_light.sources.buckets import plan as plan_resize
@@ -30,15 +34,22 @@ from sd3_light.sources.name_store import NameStore
 from sd3_light.sources.records import reject_line
 
 
+@dataclass(frozen=True)
+class PlannedManifest:
+    """What a manifest will say besides its shards; without a ``split`` the dataset is not divided."""
+
+    plan: CachePlan
+    recipe: dict[str, Any]
+    empty: ShardEntry
+    held_out: HeldOut | None = None
+    split: ImageSplit | None = None
+
+
 def write_manifest(
-    dataset: DatasetConfig,
-    folder: Path,
-    plan: CachePlan,
-    recipe: dict[str, Any],
-    empty: ShardEntry,
-    paths: Mapping[str, str],
+    dataset: DatasetConfig, folder: Path, planned: PlannedManifest, paths: Mapping[str, str]
 ) -> dict[str, int]:
     """Write rejects, duplicates and the manifest of a plan whose units are all built. Return the counts."""
+    plan = planned.plan
     shards = folder / SHARDS
     entries = _entries(plan.units, shards)
     rejected: Counter[str] = Counter()
@@ -59,9 +70,11 @@ def write_manifest(
         "enlarged": plan.counts.enlarged - undecoded.enlarged,
         **{name: plan.counts.duplicates[key] for key, name in DUPLICATES.items() if plan.counts.duplicates[key]},
         **({UNMATCHED: plan.counts.unmatched} if plan.counts.unmatched else {}),
+        **({} if planned.split is None else {HELD_OUT: len(planned.split.validation)}),
         **{f"{REJECTED}{reason}": count for reason, count in sorted(rejected.items())},
     }
-    Manifest(recipe, tuple(entries), empty, counts, dict(paths)).save(folder)
+    manifest = Manifest(planned.recipe, tuple(entries), planned.empty, counts, dict(paths), planned.held_out)
+    manifest.save(folder)
     return counts
 
 
@@ -69,7 +82,7 @@ def _count_undecoded(plan: CachePlan, shards: Path) -> PlanCounts:
     """Count the planned samples that were rejected when they were decoded."""
     counts, keys = PlanCounts(), set[str]()
     for unit in plan.units:
-        rejected = {line["key"] for line in _read_lines((shards / unit.file).with_suffix(".rejects.jsonl"))}
+        rejected = unit_rejects(shards, unit)
         for member in plan.members(unit) if rejected else ():
             if member.row.key in rejected:
                 resize = plan_resize(member.row.width, member.row.height, unit.bucket)
@@ -78,6 +91,11 @@ def _count_undecoded(plan: CachePlan, shards: Path) -> PlanCounts:
         keys |= rejected
     counts.images = len(keys)  # an image has a sample per resolution
     return counts
+
+
+def unit_rejects(shards: Path, unit: Unit) -> set[str]:
+    """Return the keys of the images of a built unit that could not be decoded."""
+    return {line["key"] for line in _read_lines((shards / unit.file).with_suffix(".rejects.jsonl"))}
 
 
 def _entries(units: Sequence[Unit], shards: Path) -> list[ShardEntry]:
@@ -122,11 +140,13 @@ def _read_lines(path: Path) -> Iterator[dict[str, str]]:
             raise UserError(f"{path} is damaged ({error}); delete it and run again") from error
 
 
-def is_manifest_current(folder: Path, recipe: Mapping[str, Any], units: Sequence[Unit]) -> bool:
-    """Return whether the manifest contains exactly the units of this plan."""
+def is_manifest_current(folder: Path, planned: PlannedManifest) -> bool:
+    """Return whether the manifest contains exactly the units and sides of this plan."""
     try:
         manifest = Manifest.load(folder)
+        if manifest.recipe != planned.recipe or manifest.held_out != planned.held_out:
+            return False
         # a table has another order
-        return manifest.recipe == recipe and set(manifest.shards) == set(_entries(units, folder / SHARDS))
+        return set(manifest.shards) == set(_entries(planned.plan.units, folder / SHARDS))
     except UserError:  # missing, or about to be replaced by the main process
         return False

@@ -103,6 +103,8 @@ def _subject(estimate: RunEstimate) -> Iterator[Line]:
     epochs = estimate.total_steps / max(1, data.steps)
     images = f"{data.samples:,} images in {plural(len(data.rows), 'bucket')}"
     yield "steps", f"{estimate.total_steps:,} of {batch} samples: {epochs:,.1f} epochs of {images}"
+    if data.held_out:
+        yield "validation", f"about {data.held_out:,} of {data.samples:,} images are held out and not trained on"
 
 
 def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
@@ -172,6 +174,7 @@ def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
     yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps, unguided))
     if other := other_shift(with_base_values(train.model)):
         yield "shift", other
+    yield from (("warning", leak.sentence()) for leak in estimate.leaks)
     yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
     for data in (estimate.data, *estimate.evals):
         if data.cut is not None and (sentence := data.cut.sentence()):

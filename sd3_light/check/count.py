@@ -1,7 +1,7 @@
 """Count the samples of a dataset by bucket and the rejects by reason, from image headers alone."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -17,9 +17,12 @@ from sd3_light.sources.captions import caption_variants
 from sd3_light.sources.catalogue import InputRow, Source, make_sources, read_last_listing, to_probe
 from sd3_light.sources.decode import SampleLocation, probe_images
 from sd3_light.sources.earlier_images import EarlierImages, open_earlier_images
+from sd3_light.sources.leaks import is_used
 from sd3_light.sources.records import Rejected, Rejects
 from sd3_light.sources.scan import scan
 from sd3_light.sources.selection import matches_size
+
+_DECODED = 5000  # images of a source that a scan compares with those of other sets; `cache` compares all
 
 
 @dataclass
@@ -48,27 +51,32 @@ class SampleCounts:
         return self.buckets.setdefault((resolution, bucket), {}).setdefault(directory, BucketCount())
 
 
-def count_samples(dataset: DatasetConfig, seed: int) -> SampleCounts:
+def count_samples(dataset: DatasetConfig, seed: int, on_used: Callable[[InputRow], None] | None = None) -> SampleCounts:
     """Count a dataset's samples from its listing if that is up to date, otherwise from a scan.
 
-    A scan decodes pixels only to find similar images, else it misses what only decoding shows (a broken body, an empty
-    mask). A cache at a URL is counted from its manifest, because its sources may be elsewhere.
+    ``on_used`` is called with the row of every sample. A scan decodes pixels only to find similar images, else it
+    misses what only decoding shows (a broken body, an empty mask); in a dataset that is compared with others, those of
+    the first images. A cache at a URL is counted from its manifest, because its sources may be elsewhere.
     """
     if not isinstance(dataset.cache_dir, Path):
         return _count_manifest(load_remote_manifest(dataset.cache_dir), dataset)
     counts = SampleCounts()
     with progress(f"scanning {dataset.path.name}", None, "images") as bar, open_earlier_images() as earlier:
-        for number, source in enumerate(make_sources(dataset.directories)):
+        for number, source in enumerate(make_sources(dataset.directories, dataset.compared and on_used is not None)):
             listing = read_last_listing(dataset.cache_dir, source)
             for row in _scan_rows(source) if listing is None else listing:
                 bar.advance()
                 _add(counts, row, number, source.directory, seed, earlier)
+                if on_used is not None and is_used(row, source.directory):
+                    on_used(row)
     return counts
 
 
 def _scan_rows(source: Source) -> Iterator[InputRow]:
     """Yield the rows of a source without a listing; reads the image headers."""
-    for entry in scan(source.directory, source.index):
+    for number, entry in enumerate(scan(source.directory, source.index)):
+        if number == _DECODED:
+            source = replace(source, compared=False)
         if isinstance(entry, Rejected):
             yield InputRow(entry.key, reason=entry.reason, detail=entry.detail)
             continue

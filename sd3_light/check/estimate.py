@@ -1,7 +1,8 @@
 """Estimate a run: samples, steps, tokens, FLOPs, disk, host memory and GPU memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from sd3_light.config import (
     Resolution,
     TrainConfig,
     batch_size_for,
+    load_dataset,
 )
 from sd3_light.core.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.core.checks import ModelFact
@@ -41,8 +43,11 @@ from sd3_light.cost.gpu_memory import GpuMemory, checkpoint_copy_bytes, gpu_memo
 from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.order import BucketOrder, Segment, open_shards
+from sd3_light.data.split import expected_split
 from sd3_light.data.store.remote import download_bytes
 from sd3_light.sources.buckets import Bucket, ExtremeFits
+from sd3_light.sources.catalogue import InputRow
+from sd3_light.sources.leaks import EvaluationImages, Leak, open_evaluation_images
 from sd3_light.sources.records import Rejects
 
 
@@ -72,7 +77,7 @@ class DatasetEstimate:
     """The numbers of a dataset. ``samples`` counts usable images; each is in one bucket per resolution.
 
     ``index`` is the host memory of the cache's index if the cache is held in memory. ``shapes`` counts those of
-    micro-batches.
+    micro-batches. About ``held_out`` images are not trained on.
     """
 
     name: str
@@ -85,6 +90,7 @@ class DatasetEstimate:
     index: int
     shapes: int
     cut: CutCaptions | None = None
+    held_out: int = 0
     extremes: ExtremeFits = field(default_factory=ExtremeFits)
 
     @property
@@ -98,7 +104,7 @@ class RunEstimate:
     """The numbers of a run; memory is that of the costliest bucket. ``why_stock``: why GPUs run stock blocks.
 
     With ``residence`` "auto" memory does not contain the cache, which is in memory only if it fits beside the rest.
-    ``facts`` are shown about the weights.
+    ``facts`` are shown about the weights, ``leaks`` are training images in evaluation sets.
     """
 
     path: Path
@@ -113,6 +119,7 @@ class RunEstimate:
     host: Amount
     gpu: GpuMemory
     residence: str
+    leaks: tuple[Leak, ...] = ()
 
 
 def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> RunEstimate:
@@ -124,9 +131,21 @@ def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> R
     cost = family.cost(start, train.model)
     estimator = Estimator(train, cost, layout, train.gradient_accumulation_steps)
     repeats = [directory.num_repeats for directory in loaded.dataset.directories]
-    data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats)
-    evals = tuple(estimator.eval_set(name, dataset) for name, dataset in loaded.eval_datasets.items())
-    return replace(estimator.run(loaded.path, start, data, evals), facts=family.checks.facts(start))
+    with open_evaluation_images() as held:
+        evals = tuple(estimator.eval_set(name, dataset, held) for name, dataset in loaded.eval_datasets.items())
+        for dataset in _metrics_datasets(loaded):
+            count_samples(dataset, train.seed, partial(held.add, "the dataset of [metrics]"))
+        compare = held.compare if held else None
+        data = estimator.dataset("train", loaded.dataset, train.micro_batch_size_per_gpu, repeats, on_used=compare)
+        leaks = tuple(held.leaks())
+    return replace(estimator.run(loaded.path, start, data, evals), facts=family.checks.facts(start), leaks=leaks)
+
+
+def _metrics_datasets(loaded: LoadedConfig) -> Iterator[DatasetConfig]:
+    """Yield the dataset of [metrics], unless it is an evaluation set too."""
+    table = loaded.train.metrics
+    if table is not None and all(table.dataset != dataset.path for dataset in loaded.eval_datasets.values()):
+        yield replace(load_dataset(table.dataset), compared=True)
 
 
 def empty_faults(estimate: RunEstimate, loaded: LoadedConfig) -> list[Fault]:
@@ -173,6 +192,8 @@ class Estimator:
     """Whether the dataset has rejected images."""
     steps: int | None = None
     """Steps of the run."""
+    kept: float = 1.0
+    """Share of the images that is trained on."""
 
     @property
     def replicas(self) -> int:
@@ -203,17 +224,24 @@ class Estimator:
             residence=train.residence,
         )
 
-    def eval_set(self, name: str, dataset: DatasetConfig) -> DatasetEstimate:
-        """Estimate an evaluation set: each sample once, without accumulation."""
+    def eval_set(self, name: str, dataset: DatasetConfig, held: EvaluationImages) -> DatasetEstimate:
+        """Estimate an evaluation set: each sample once, without accumulation. Its images are added to ``held``."""
         once = replace(self, accumulation=1)
         repeats = [1.0] * len(dataset.directories)
-        return once.dataset(name, dataset, self.train.eval_micro_batch_size_per_gpu, repeats, streams=True)
+        batch, add = self.train.eval_micro_batch_size_per_gpu, partial(held.add, name)
+        return once.dataset(name, dataset, batch, repeats, streams=True, on_used=add)
 
     def dataset(
-        self, name: str, dataset: DatasetConfig, batch: BatchSize, repeats: Sequence[float], streams: bool = False
+        self,
+        name: str,
+        dataset: DatasetConfig,
+        batch: BatchSize,
+        repeats: Sequence[float],
+        streams: bool = False,
+        on_used: Callable[[InputRow], None] | None = None,
     ) -> DatasetEstimate:
-        """Estimate a dataset; an evaluation set always ``streams``."""
-        counts = count_samples(dataset, self.train.seed)
+        """Estimate a dataset; an evaluation set always ``streams``. ``on_used`` is called with every sample's row."""
+        counts = count_samples(dataset, self.train.seed, on_used)
         estimator = replace(self, paired=any(directory.rejected for directory in dataset.directories))
         cache = estimator.cache(counts, dataset.directories)
         on_device = self.train.residence == "device" and not streams
@@ -221,8 +249,10 @@ class Estimator:
         estimator = replace(estimator, resident=cache.value if on_device else 0, shapes=shapes)
         images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
         captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
+        held_out = expected_split(counts.samples) if dataset.is_divided else 0
+        estimator = replace(estimator, kept=1 - held_out / max(1, counts.samples))
         orders = {
-            place: self._order(directories, batch_size_for(batch, place[0]), repeats)
+            place: estimator._order(directories, batch_size_for(batch, place[0]), repeats)
             for place, directories in sorted(counts.buckets.items())
         }
         epoch = sum(order.num_batches for order in orders.values())
@@ -242,13 +272,17 @@ class Estimator:
             index=resident_index_bytes(images, captions),
             shapes=shapes,
             extremes=counts.extremes,
+            held_out=held_out,
             cut=count_cut_captions(
                 counts.captions.captions(), family_of(self.train.model).encoding.model_limits(self.train.model)
             ),
         )
 
     def _order(self, directories: Mapping[int, BucketCount], micro_batch: int, repeats: Sequence[float]) -> BucketOrder:
-        segments = tuple(Segment(count.samples, repeats[index]) for index, count in sorted(directories.items()))
+        segments = tuple(
+            Segment(max(1, round(self.kept * count.samples)), repeats[index])
+            for index, count in sorted(directories.items())
+        )
         drop = self.train.small_buckets == "drop"
         return BucketOrder(segments, micro_batch * self.accumulation * self.replicas, self.train.shuffle_window, drop)
 

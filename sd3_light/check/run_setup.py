@@ -51,7 +51,7 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         optimizer=train.optimizer.type,
         world=layout.world,
         parallel=train.parallel,
-        evaluates=bool(train.eval_datasets) or draws_samples or terms.teacher == "average",
+        evaluates=train.has_evaluations or draws_samples or terms.teacher == "average",
         other_models=4 * sum(count for _, count in vae) + teacher_bytes(train, cost),
         cache=cache,
         adapter=adapter,

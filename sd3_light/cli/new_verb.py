@@ -44,6 +44,10 @@ def new(
         float | None,
         typer.Option(metavar="GIB", min=1, help="Plan for one GPU of this memory (default: the GPUs of this machine)."),
     ] = None,
+    validation: Annotated[
+        bool,
+        typer.Option("--validation/--no-validation", help="Hold out a part of the images for the validation loss."),
+    ] = True,
 ) -> None:
     """Write the train and dataset TOMLs of a project, with a batch size that fits the GPU. Asks for KIND and data on a
     terminal."""
@@ -51,7 +55,7 @@ def new(
 
     kind, data, model = _ask(kind, data, model)
     gpus = visible_gpus() if gpu_memory is None else [Gpu("the GPU", int(gpu_memory * 2**30))]
-    project = stage.run(kind, data, model, out, resolution, tuple(gpus))
+    project = stage.run(kind, data, model, out, resolution, tuple(gpus), validation)
     _report(project)
     train = ("train", project.train_toml)
     suggest(("check", project.train_toml), train, ("sample", project.run, "a prompt"))
@@ -117,6 +121,8 @@ def _report(project: "NewProject") -> None:
     size = f"{project.images:,} {kind} at {project.resolution} px"
     steps = f"{project.steps:,} steps of {plan.samples_per_step} samples"
     echo(f"wrote {project.train_toml} and {project.data_toml}: {size}, {steps}")
+    if project.held_out:
+        info(f"validation: about {project.held_out:,} of them are held out; --no-validation trains on all")
     info(f"time: {_time(project)}")
     if plan.needed is None or plan.available is None:
         info("no GPU is visible: the batch size is for a CPU; --gpu-memory 24 plans for a GPU of 24 GiB elsewhere")

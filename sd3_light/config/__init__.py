@@ -2,7 +2,7 @@
 
 from sd3_light.config.base import CacheLocation, Resolution
 from sd3_light.config.faults import ConfigFaults, Fault, UserError
-from sd3_light.config.load import LoadedConfig, load_config, load_dataset, load_images, resolved_toml
+from sd3_light.config.load import VALIDATION, LoadedConfig, load_config, load_dataset, load_images, resolved_toml
 from sd3_light.config.schema_dataset import DatasetConfig, DirectoryConfig
 from sd3_light.config.schema_tables import (
     DEFAULT_GUIDANCE,
@@ -18,6 +18,7 @@ from sd3_light.config.sizes import SIZES, ModelSize, resolve_size, size_from_tra
 __all__ = [
     "DEFAULT_GUIDANCE",
     "SIZES",
+    "VALIDATION",
     "AdapterConfig",
     "BatchSize",
     "CacheLocation",

@@ -23,6 +23,8 @@ from sd3_light.config.toml_file import SET, apply_overrides, read_toml
 from sd3_light.config.unsupported import family_fault, pop_unsupported
 from sd3_light.config.validation import check_table, format_value, is_secret_key, looks_like
 
+VALIDATION = "validation"
+"""Name of the evaluation set that is held out of the dataset itself."""
 FOLDER_RESOLUTION = 128
 """Side in pixels of a folder's images where no dataset TOML says another: that of the icons recipe."""
 # Values that let the cross checks run when required keys are missing or faulty.
@@ -37,6 +39,11 @@ class LoadedConfig:
     train: TrainConfig
     dataset: DatasetConfig
     eval_datasets: dict[str, DatasetConfig]
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether it has evaluation sets, or a part of the dataset is held out."""
+        return bool(self.eval_datasets) or self.dataset.is_divided
 
 
 @dataclass(frozen=True)
@@ -149,6 +156,7 @@ def _load_datasets(train: _TrainToml, raw: dict[str, Any], path: Path) -> tuple[
     """Load the dataset TOML under the name "" and each eval dataset TOML under its own; missing files are left out."""
     entries = [] if "dataset" in train.faulty_keys else [("", "dataset", train.config.dataset)]
     entries += _eval_entries(raw, path.parent)
+    compared = len(entries) > 1 or train.config.metrics is not None
     datasets: dict[str, DatasetConfig] = {}
     faults: list[Fault] = []
     for name, key, toml in entries:
@@ -159,8 +167,10 @@ def _load_datasets(train: _TrainToml, raw: dict[str, Any], path: Path) -> tuple[
         directories, directory_faults = load_directories(toml)
         faults += directory_faults
         faults += _joint_faults(train, name, directories, str(path), toml)
-        datasets[name] = DatasetConfig(toml, _cache_location(train.config.cache_dir, name, toml), directories)
-    return datasets, faults
+        location = _cache_location(train.config.cache_dir, name, toml)
+        dataset = DatasetConfig(toml, location, directories)
+        datasets[name] = replace(dataset, compared=compared or dataset.is_divided)
+    return datasets, [*faults, *_split_faults(datasets, str(path))]
 
 
 def _cache_location(cache_dir: CacheLocation | None, name: str, toml: Path) -> CacheLocation:
@@ -194,6 +204,17 @@ def _joint_faults(
         if max(width, height) > limit:
             problem = f"the position table of size {model_size} ends at {limit} px"
             yield Fault(str(toml), name, problem, value=f"[{width}, {height}]", hint="choose another model.size")
+
+
+def _split_faults(datasets: Mapping[str, DatasetConfig], file: str) -> Iterator[Fault]:
+    """Find evaluation sets that would be divided, and one with the name of the part that is held out."""
+    for name, dataset in datasets.items():
+        if name and dataset.is_divided:
+            hint = "remove it: all images of an evaluation set are held out"
+            yield Fault(str(dataset.path), "validation", "only the training set is divided", value="true", hint=hint)
+    if "" in datasets and datasets[""].is_divided and VALIDATION in datasets:
+        problem, hint = "is the name of the part of the dataset that is held out", "give {name = ..., config = ...}"
+        yield Fault(file, "eval_datasets", problem, value=f'"{VALIDATION}"', hint=hint)
 
 
 def _pair_faults(

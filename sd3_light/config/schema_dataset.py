@@ -181,6 +181,10 @@ class DatasetDefaults(Table):
     """What to do with an image whose bytes (and mask) equal those of an earlier one. They are counted in all cases.
     `"drop_similar"` also leaves out copies that were resized or compressed again; to find them, every new image is
     decoded once more."""
+    validation: Flag = False
+    """Hold out a part of the images for the validation loss: 2%, at most 512, at least two. Images with the same bytes
+    and similar ones are held out together, and an image never changes sides. To find them, every new image is decoded
+    once more."""
     image_column: TomlString = ""
     """Column of a table or Parquet file with the image or its path. Empty: detected by name."""
     caption_column: ColumnNames = ""
@@ -247,8 +251,17 @@ class DatasetFile(DatasetDefaults):
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A dataset TOML with its defaults merged into each directory."""
+    """A dataset TOML with its defaults merged into each directory.
+
+    ``compared``: its images are compared with each other or with those of other sets, so that none leaks.
+    """
 
     path: Path
     cache_dir: CacheLocation
     directories: tuple[DirectoryConfig, ...]
+    compared: bool = False
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether a part of its images is held out."""
+        return any(directory.validation for directory in self.directories)

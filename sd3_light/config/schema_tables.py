@@ -350,9 +350,10 @@ class MetricsConfig(Table):
     guidance: NotNegative = DEFAULT_GUIDANCE
     """Classifier-free guidance scale; 1 or less (Krea 2, Z-Image: 0) disables it. Absent: 4, or that of the family's
     stock pipeline."""
-    best: Literal["frechet", "kid", "precision", "recall", "retrieval", "distance"] = "kid"
-    """Metric that decides which weights are the best. They are exported, the link `exports/best` points to them, and
-    `keep_last_n_exports` keeps them."""
+    best: Literal["frechet", "kid", "precision", "recall", "retrieval", "distance"] = "distance"
+    """Metric that decides which weights are the best. `"distance"` compares every drawn image with its true one, and
+    tells checkpoints apart where the others differ by less than their noise. The best weights are exported, the link
+    `exports/best` points to them, and `keep_last_n_exports` keeps them."""
     stop_after: Count | None = None
     """Save and stop after this many measurements in a row that are not better than the best. Absent: train to the
     end."""

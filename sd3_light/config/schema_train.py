@@ -299,6 +299,12 @@ class TrainConfig(Table):
             return "host"
         return self.cache_residence
 
+    @property
+    def has_evaluations(self) -> bool:
+        """Whether evaluation sets are named, or an interval at which a part of the dataset is evaluated."""
+        intervals = (self.eval_every_n_steps, self.eval_every_n_epochs, self.eval_every_n_examples)
+        return bool(self.eval_datasets) or any(intervals)
+
     def length(self, steps_per_epoch: int) -> int:
         """Return the steps of a whole run: the lower of `max_steps` and those of its epochs."""
         limits = (self.max_steps, None if self.epochs is None else self.epochs * steps_per_epoch)

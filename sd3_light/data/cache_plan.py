@@ -55,7 +55,10 @@ _UNITS_PER_BATCH = 64
 _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
-_IGNORED_SETTINGS = {"path", "mask_path", "default_mask_file", "rejected", "num_repeats", "caption_weights"}
+IGNORED_SETTINGS = {
+    *("path", "mask_path", "default_mask_file", "rejected", "num_repeats", "caption_weights", "validation"),
+}
+"""Keys of a directory that a plan does not depend on, besides what the rows of its catalogue contain."""
 
 
 class Text(NamedTuple):
@@ -218,7 +221,7 @@ def make_cache_plan(
     """
     contents = digest_of(repr(sorted(decided_by.items())))
     settings = [
-        (*listing.parts, listing.source.directory.model_dump_json(exclude=_IGNORED_SETTINGS)) for listing in listings
+        (*listing.parts, listing.source.directory.model_dump_json(exclude=IGNORED_SETTINGS)) for listing in listings
     ]
     name = f"plan-{digest_of(contents, repr(settings), str(shard_size), str(PLAN_VERSION))}"
     path = catalogue.folder / f"{name}.arrow"
@@ -389,7 +392,7 @@ class _Planner:
 @contextmanager
 def _comparison_bar(listings: Sequence[Listing], show: "ShowProgress | None") -> Iterator[Callable[[], None]]:
     """Yield a function to call per row: it advances a bar if similar images are to be found, which takes time."""
-    if show is None or not any(listing.source.finds_similar for listing in listings):
+    if show is None or not any(listing.source.drops_similar for listing in listings):
         yield lambda: None
         return
     with show("comparing images", sum(listing.rows for listing in listings), "images") as bar:

@@ -56,11 +56,19 @@ def decode_dataset(
 
 
 def plan_images(
-    catalogue: Catalogue, directories: Sequence[DirectoryConfig], workers: int, purpose: str, unit: int
+    catalogue: Catalogue,
+    directories: Sequence[DirectoryConfig],
+    workers: int,
+    purpose: str,
+    unit: int,
+    compared: bool = False,
 ) -> CachePlan:
-    """List and probe the images of directories; return the plan of a ``purpose``, in units of ``unit`` samples."""
+    """List and probe the images of directories; return the plan of a ``purpose``, in units of ``unit`` samples.
+
+    ``compared``: probe them with thumbnails.
+    """
     with progress("listing", None, "inputs") as bar:
-        listings = catalogue.refresh(make_sources(directories), bar.advance)
+        listings = catalogue.refresh(make_sources(directories, compared), bar.advance)
     if num_unprobed := catalogue.count_unprobed(listings):
         with progress("probing new images", num_unprobed, "images") as bar:
             catalogue.probe_images(listings, workers if num_unprobed > _MIN_FOR_WORKERS else 0, bar.advance)

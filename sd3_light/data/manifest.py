@@ -19,6 +19,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.cost.residence import LARGEST_SHARE
 from sd3_light.data.shard_table import ENTRY_FIELDS, ShardTable, column
 from sd3_light.data.shard_table import ShardEntry as ShardEntry
+from sd3_light.data.sides import HeldOut
 from sd3_light.files import atomic_file, file_sha256, scratch_file, write_atomically
 from sd3_light.inputs import INDEX_BYTES, TEXT_BYTES, is_inner_path, parse_json, read_limited
 from sd3_light.system import available_memory
@@ -38,6 +39,9 @@ DUPLICATES = {"keep": "duplicates kept", "drop": "duplicates dropped", "similar"
 REJECTS_FILE, DUPLICATES_FILE = "rejects.jsonl", "duplicates.jsonl"
 """Lists beside the manifest, one JSON object per line."""
 
+HELD_OUT = "held out"
+"""A manifest's count of images that are held out for validation; absent if the dataset is not divided."""
+
 UNMATCHED = "unmatched"
 """A manifest's count of samples that do not match `where`; absent if there are none."""
 
@@ -56,6 +60,8 @@ class Manifest:
     empty: ShardEntry
     counts: dict[str, int] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
+    held_out: HeldOut | None = None
+    """The samples that are not trained on; None if the dataset is not divided."""
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +89,7 @@ class Manifest:
             "empty": asdict(self.empty),
             "counts": self.counts,
             "places": self.places,
+            **({} if self.held_out is None else {"held_out": self.held_out.as_json()}),
         }
         write_atomically(folder / MANIFEST, json.dumps(content, indent=1, ensure_ascii=False).encode())
         for path in folder.glob("manifest-*.arrow"):
@@ -124,7 +131,8 @@ class Manifest:
             _require_table(content, "recipe", object)
             _require_table(content, "counts", int)
             _require_table(content, "places", str)
-            return Manifest(content["recipe"], shards, empty, content["counts"], content["places"])
+            held_out = HeldOut.from_json(content.get("held_out"))
+            return Manifest(content["recipe"], shards, empty, content["counts"], content["places"], held_out)
         except (ValueError, LookupError, TypeError, pa.ArrowException) as error:  # not written by `save`
             raise UserError(
                 f"{where} is damaged ({error!r}); `sd3-light cache CONFIG` writes it again and keeps finished shards"

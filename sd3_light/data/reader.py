@@ -21,6 +21,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.columns import INDEX, MASK, Column, difference
 from sd3_light.data.manifest import ShardEntry
 from sd3_light.data.shards import CaptionFeatures, stored_columns, stored_fingerprints
+from sd3_light.data.sides import HeldOut, Side
 from sd3_light.inputs import parse_json, regular_handle
 from sd3_light.tensor_file import DTYPES, StoredTensor, read_tensor_file
 
@@ -54,11 +55,12 @@ class ShardReader:
     FileNotFoundError if the file is missing. Forked processes may share a reader: it keeps no file position. ``index``
     holds the shard's index and the starts of ragged columns, ``columns`` all columns with the shapes in this shard,
     ``fixed`` and ``ragged`` those of each kind without the mask. ``fingerprints`` are those of columns by name,
-    ``vae_dtype`` is the precision of the images.
+    ``vae_dtype`` is the precision of the images. ``kept`` are the rows of a side (None: all).
     """
 
     def __init__(self, path: Path, entry: ShardEntry) -> None:
         self.path, self.entry = path, entry
+        self.kept: NDArray[np.int64] | None = None
         self._file = regular_handle(path, os.O_RDONLY)
         self.close = weakref.finalize(self, os.close, self._file)
         try:
@@ -146,6 +148,17 @@ class ShardReader:
         """Raise a UserError unless the shard has these columns; see `core.columns.difference`."""
         if problem := difference(self.columns, expected, same_bucket):
             self._reject(problem)
+
+    def keep(self, held_out: HeldOut, side: Side) -> None:
+        """Use only the rows of a side. Raises a UserError if the shard has other samples than the manifest says."""
+        try:
+            self.kept = held_out.rows(self.index["sample_id"], self.entry.file, side)
+        except ValueError as error:
+            self._reject(str(error))
+
+    def row(self, index: int) -> int:
+        """Return the row of the sample with this index on the side in use."""
+        return index if self.kept is None else int(self.kept[index])
 
     # --- reading ------------------------------------------------------------------------------
 

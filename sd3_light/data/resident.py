@@ -46,7 +46,7 @@ class ResidentText:
 class ResidentBucket:
     """The samples of a bucket, in the order of its shards; arrays [N] and [N + 1] are on the host.
 
-    Sample n of segment s has number ``first_sample[s] + n``, the rows of ``images`` from ``first_image`` and the
+    Sample n of segment s has the number that `numbers` returns, the rows of ``images`` from ``first_image`` and the
     captions from ``first_caption``. ``images`` are the columns of samples by name, apart from masks.
     """
 
@@ -59,6 +59,13 @@ class ResidentBucket:
     images: Mapping[str, Tensor]
     masks: Tensor | None
     text: ResidentText
+    kept: Indices | None = None
+    """The numbers of the samples in use if not all are; ``first_sample[s] + n`` is then an index of it."""
+
+    def numbers(self, segment: Indices, index: Indices) -> Indices:
+        """Return the numbers of samples, given by their segments and indices."""
+        numbers = self.first_sample[segment] + index
+        return numbers if self.kept is None else self.kept[numbers]
 
 
 class CacheTooLarge(UserError):
@@ -153,9 +160,11 @@ def _load_bucket(
     index: dict[str, list[Indices]] = {name: [np.zeros(1, np.int64)] for name in starting}
     ids: list[Indices] = []
     captions: list[Indices] = []
+    kept: list[Indices] = []
     num_captions = 0
-    for entry in entries:
+    for first, entry in zip(_offsets([shard.count for shard in shards]).tolist(), entries, strict=False):
         (reader,) = data.readers([entry])
+        kept.append(first + (np.arange(entry.count) if reader.kept is None else reader.kept))
         for table in tables.values():
             table.read(reader)
         ids.append(reader.index["sample_id"])
@@ -166,8 +175,10 @@ def _load_bucket(
     starts = {column.name: np.concatenate(index[column.tensors[1]]) for column in ragged}
     counts = [shard.count for shard in shards]
     masks = [table.values for table in tables.values() if table.column.reads == MASK]
+    used = [len(rows) for rows in kept]
     return ResidentBucket(
-        first_sample=_offsets(counts),
+        first_sample=_offsets(used),
+        kept=None if used == counts else np.concatenate(kept),
         ids=np.concatenate(ids),
         first_image=_offsets(np.repeat([shard.variants for shard in shards], counts)),
         first_caption=np.concatenate(index["caption_start"]),

@@ -123,6 +123,15 @@ class ShardTable(Sequence[ShardEntry]):
         array: NDArray[Any] = (values.indices if is_name else values).to_numpy()
         return np.array(values.dictionary.to_pylist(), dtype=object)[array] if is_name else array
 
+    def numbers(self, files: Sequence[str]) -> dict[str, int]:
+        """Return the numbers of those entries that have one of these files."""
+        numbers = pc.index_in(pa.array(files, _TEXT), value_set=self._rows["file"]).to_pylist()
+        return {file: number for file, number in zip(files, numbers, strict=True) if number is not None}
+
+    def take(self, numbers: NDArray[np.int64]) -> "ShardTable":
+        """Return a table of the entries with these numbers, in memory."""
+        return ShardTable(self._rows.take(pa.array(numbers)))
+
     def __len__(self) -> int:
         return int(self._rows.num_rows)
 
@@ -162,16 +171,22 @@ def column(shards: Sequence[ShardEntry], name: str) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class BucketShards:
-    """The shards of one bucket at one resolution."""
+    """The shards of one bucket at one resolution; ``own_counts`` are their samples if not all are used."""
 
     bucket: str
     resolution: tuple[int, int]
     shards: Sequence[ShardEntry]
+    own_counts: NDArray[np.int64] | None = None
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        """Number of samples in each shard."""
+        return column(self.shards, "count") if self.own_counts is None else self.own_counts
 
     @property
     def size(self) -> int:
         """Number of samples in the bucket."""
-        return int(column(self.shards, "count").sum())
+        return int(self.counts.sum())
 
 
 def group_shards(shards: Sequence[ShardEntry]) -> tuple[BucketShards, ...]:

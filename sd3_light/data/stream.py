@@ -31,6 +31,7 @@ from sd3_light.data.reader import ShardReader
 from sd3_light.data.shard_prefetch import ShardPrefetcher
 from sd3_light.data.shard_table import BucketShards, column, group_shards
 from sd3_light.data.shards import CaptionFeatures
+from sd3_light.data.sides import Side, side_buckets
 from sd3_light.data.slots import AllocateBytes, InPlaceDataset
 from sd3_light.data.store import ShardStore, open_shard
 from sd3_light.data.verify import Verifier
@@ -58,7 +59,7 @@ def order_of_shards(
     segment = cache(Segment)  # there are many shards but few different sizes and repeats
     buckets = []
     for bucket in shards:
-        pairs = zip(*(column(bucket.shards, name).tolist() for name in ("count", "directory")), strict=True)
+        pairs = zip(bucket.counts.tolist(), column(bucket.shards, "directory").tolist(), strict=True)
         buckets.append(([segment(count, repeats[label]) for count, label in pairs], batch_of(bucket.resolution)))
     return build_order(seed, buckets, window, small == "drop")
 
@@ -69,7 +70,7 @@ class CachedDataset:
     A shard is hashed before it is first read (see `data.verify`). The number of open shards is bounded by the order's
     windows. ``launched``: this process is one of several that a launcher started. ``caption_weights`` are those of a
     directory's caption columns, by its label. All shards must have the same ``columns``: those that the family declares
-    for a bucket, or without a family those of the first shard that is opened.
+    for a bucket, or without a family those of the first shard that is opened. ``side``: only samples of one side.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class CachedDataset:
         launched: bool = False,
         caption_weights: Mapping[str, Sequence[float]] | None = None,
         columns: Callable[[Bucket], Sequence[Column]] | None = None,
+        side: Side = "all",
     ) -> None:
         self.store, self.manifest = store, store.manifest
+        self.side: Side = side
         self._declared = columns
         self._columns: dict[str, Sequence[Column]] = {}
         self.caption_weights = {label: weights for label, weights in (caption_weights or {}).items() if weights}
-        self.buckets = group_shards(self.manifest.shards)
+        self.buckets = side_buckets(group_shards(self.manifest.shards), self.manifest.held_out, side)
         self.has_lengths = self.manifest.recipe.get("text_tokens") != "padded"
         self.max_open = open_shards(WINDOW, len(self.buckets))
         self._open: OrderedDict[str, ShardReader] = OrderedDict()
@@ -140,7 +143,10 @@ class CachedDataset:
         shards, segments = self.buckets[picks.bucket].shards, picks.segment.tolist()
         needed = sorted(set(segments))
         by_segment = dict(zip(needed, self.readers([shards[segment] for segment in needed]), strict=True))
-        sources = [(by_segment[segment], row) for segment, row in zip(segments, picks.index.tolist(), strict=True)]
+        sources = [
+            (reader := by_segment[segment], reader.row(index))
+            for segment, index in zip(segments, picks.index.tolist(), strict=True)
+        ]
         ids = [reader.identity(row) for reader, row in sources]
         occurrences = occurrence_words(picks.epoch, picks.repeat, ids)
         captions = np.array([reader.num_captions(row) for reader, row in sources])
@@ -206,6 +212,8 @@ class CachedDataset:
                 reader.require(columns, same_bucket=False)
             known[bucket] = reader.columns if self._declared is None else self._declared(named_bucket(bucket))
         reader.require(known[bucket])
+        if self.manifest.held_out is not None:
+            reader.keep(self.manifest.held_out, self.side)
         return reader
 
     def prefetch(self, bucket: int, segments: Sequence[int]) -> None:

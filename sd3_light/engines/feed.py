@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from sd3_light.config import DatasetConfig, LoadedConfig, TrainConfig, batch_size_for
+from sd3_light.config.faults import UserError
 from sd3_light.config.schema_objective import ObjectiveConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Cost
@@ -22,6 +23,7 @@ from sd3_light.data.order import Order
 from sd3_light.data.prepare import CleanPreparer, GatheringPreparer, IndexPreparer
 from sd3_light.data.resident import ResidentCache, ResidentPicks
 from sd3_light.data.shard_table import ShardEntry, group_shards
+from sd3_light.data.sides import Side
 from sd3_light.data.slot_size import largest_batch_bytes
 from sd3_light.data.slots import Pin
 from sd3_light.data.store import open_store
@@ -32,13 +34,18 @@ from sd3_light.engines.protocol import StepStream
 from sd3_light.sources.catalogue import make_sources
 
 
-def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch) -> CachedDataset:
-    """Open a dataset's cache; only its manifest is read."""
+def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch, side: Side = "all") -> CachedDataset:
+    """Open a dataset's cache, or a ``side`` of it; only its manifest is read."""
     limit = int(config.stream_cache_gb * 1e9)
     store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
     weights = {source.label: source.directory.caption_weights for source in make_sources(dataset.directories)}
     columns = partial(family_of(config.model).columns, config.model, config.model.diffusers_path)
-    return CachedDataset(store, launch.world > 1, weights, columns)
+    if side != "all" and store.manifest.held_out is None:
+        raise UserError(
+            f"no part of the cache at {dataset.cache_dir} is held out, and {dataset.path} says validation = true; run "
+            "`sd3-light cache CONFIG`, or remove the key"
+        )
+    return CachedDataset(store, launch.world > 1, weights, columns, side)
 
 
 def load_cache(data: CachedDataset, config: TrainConfig, launch: Launch, device: torch.device) -> ResidentCache | None:

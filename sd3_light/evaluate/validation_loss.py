@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from sd3_light.config import LoadedConfig, batch_size_for
+from sd3_light.config import VALIDATION, LoadedConfig, batch_size_for
 from sd3_light.core.batch import Batch
 from sd3_light.data.loader import OnLostWorker, PipelineDataLoader, PreparesInPlace
 from sd3_light.data.shard_table import column
+from sd3_light.data.sides import Side
 from sd3_light.data.stream import CachedDataset, MicroBatches
 from sd3_light.engines import Engine, Launch
 from sd3_light.engines.feed import loader_options, open_cache, placeholder_batch
@@ -30,8 +31,8 @@ class Evaluator:
     _datasets: dict[str, CachedDataset] = field(default_factory=dict)
 
     def losses(self) -> Iterator[tuple[str, dict[str, float]]]:
-        """Yield (name, losses) of each evaluation set."""
-        for name in self.loaded.eval_datasets:
+        """Yield (name, losses) of each evaluation set, that of the held-out part of the dataset first."""
+        for name in self._names():
             yield name, validate(self._loader(name), self.engine.evaluate, self.engine.sum_over_ranks, self.points)
 
     @property
@@ -39,11 +40,23 @@ class Evaluator:
         """The quantiles of t, and the fixed times, at which every sample is evaluated."""
         return eval_points(self.loaded.train.eval_at_fixed_t)
 
+    def _names(self) -> Iterator[str]:
+        """Yield the names of the sets that have samples."""
+        if self.loaded.dataset.is_divided and self._open(VALIDATION).buckets:
+            yield VALIDATION
+        yield from self.loaded.eval_datasets
+
+    def _open(self, name: str) -> CachedDataset:
+        if name not in self._datasets:
+            is_part = name not in self.loaded.eval_datasets
+            dataset = self.loaded.dataset if is_part else self.loaded.eval_datasets[name]
+            side: Side = "validation" if is_part else "all"
+            self._datasets[name] = open_cache(dataset, self.loaded.train, self.launch, side)
+        return self._datasets[name]
+
     def _loader(self, name: str) -> Iterable[Batch]:
         """Return the micro-batches of a set, each sample once; placeholders if this process reads no data."""
-        if name not in self._datasets:
-            self._datasets[name] = open_cache(self.loaded.eval_datasets[name], self.loaded.train, self.launch)
-        data, config = self._datasets[name], self.loaded.train
+        data, config = self._open(name), self.loaded.train
         once = dict.fromkeys(column(data.manifest.shards, "directory").tolist(), 1.0)
         order = data.order(0, once, self._global_batch, config.shuffle_window)
         share = self.launch.data_launch(self.stages)

@@ -41,9 +41,12 @@ _CAPTIONS_TRIED = 8
 
 
 def require_eval_sets(loaded: LoadedConfig) -> None:
-    """Raise a UserError if the config names no evaluation set."""
-    if not loaded.eval_datasets:
-        raise UserError(f"{loaded.path} has no eval_datasets; add one, or evaluate without --config")
+    """Raise a UserError if the config names no evaluation set, and its dataset has no part that is held out."""
+    if not loaded.evaluates:
+        raise UserError(
+            f"{loaded.path} has no eval_datasets, and its dataset no validation = true; add one of them, or evaluate "
+            "without --config"
+        )
 
 
 def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None = None) -> dict[str, dict[str, float]]:
@@ -69,7 +72,10 @@ def validation_losses(loaded: LoadedConfig, model: Path, launch: Launch | None =
     engine = TorchEngine(family.training.model(denoiser, config, blocks.kind == "fast"), config, launch, device)
     preparer = family.training.preparer(config, start, None)
     with explain_runtime_errors("lower eval_micro_batch_size_per_gpu"):
-        return dict(Evaluator(loaded, launch, engine, preparer).losses())
+        losses = dict(Evaluator(loaded, launch, engine, preparer).losses())
+    if not losses:
+        raise UserError(f"{loaded.dataset.path}: too few images are different to hold one out; add eval_datasets")
+    return losses
 
 
 def require_demo_world(model: Path) -> None:

@@ -73,8 +73,9 @@ def best_export(run: Path) -> Path:
     scored = {path: loss for path, loss in means.items() if math.isfinite(loss)}
     if not scored:
         raise UserError(
-            f"--best: no export of {run} was evaluated at its step with a finite loss; write eval_datasets and "
-            "eval_every_n_steps, or [metrics], or leave the option out to use the newest export"
+            f"--best: no export of {run} was evaluated at its step with a finite loss; write eval_datasets (or "
+            "validation = true in its dataset TOML) and eval_every_n_steps, or [metrics], or leave the option out to "
+            "use the newest export"
         )
     best = min(scored, key=lambda path: scored[path])
     info(f"{best.name} has the lowest validation loss of {len(scored)} exports: {scored[best]:.4f}")

@@ -45,7 +45,7 @@ class ResidentBatches(ABC):
     def indices(self, picks: Picks) -> Batch:
         """See `ResidentPreparer.indices`."""
         bucket = self.cache.buckets[picks.bucket]
-        sample = bucket.first_sample[picks.segment] + picks.index
+        sample = bucket.numbers(picks.segment, picks.index)
         ids = bucket.ids[sample]
         occurrences = occurrence_words(picks.epoch, picks.repeat, ids)
         first_caption = bucket.first_caption[sample]

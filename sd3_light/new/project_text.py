@@ -32,6 +32,8 @@ _RELEASE: dict[str, tuple[Any, str]] = {
     "gradient_release": (True, "update weights in the backward pass"),
     "optimizer.type": ("adamw8bit", "moments in 8 bits"),
 }  # see `MemoryPlan.release`
+_FEW_IMAGES = 50
+_EVALUATED = "of the validation loss; `--best` of the other commands uses it"
 _CLIP_KEYS = {
     "frames": "of the longest clip; a shorter video gives a shorter one, an image one frame",
     "fps": "frames per second, as the model was trained with",
@@ -43,7 +45,7 @@ class TextValues:
     """The values of a project: its name, data and model as written, and what they were fitted to.
 
     ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU. ``keys`` are
-    those of `Family.recipe`.
+    those of `Family.recipe`. With ``validation`` a part of the ``images`` is held out.
     """
 
     name: str
@@ -59,6 +61,8 @@ class TextValues:
     prompts: tuple[str, ...] = ()
     keys: Mapping[str, Any] = field(default_factory=dict)
     family: str = _SD3
+    images: int = 0
+    validation: bool = True
 
 
 def data_toml(kind: Kind, values: TextValues) -> str:
@@ -75,6 +79,8 @@ def data_toml(kind: Kind, values: TextValues) -> str:
     for key, comment in _CLIP_KEYS.items():
         if key in values.keys:
             text = _set(text, key, values.keys[key], comment)
+    if values.validation:
+        text = _set(text, "validation", True, "hold out 2% of the images, in groups of similar ones")
     return f"{text.rstrip()}\n\n[[directory]]\npath = {_toml(values.data)}\n"
 
 
@@ -83,9 +89,11 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     plan, steps = values.plan, kind.steps(values.epoch_steps, values.affordable)
     text = _without_edits(_without_head((FOLDER / f"{kind.recipe}.toml").read_text(encoding="utf-8")))
     text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
-    text = re.sub(r"^eval_.*\n", "", text, flags=re.MULTILINE)  # a new project has no validation images
+    text = re.sub(r"^eval_.*\n", "", text, flags=re.MULTILINE)  # the validation images are a part of the dataset
     text = _HEAD.format(description=kind.description.replace(_SD3, values.family), name=values.name) + text
     for key, (value, comment) in {**_changes(kind, values, text), **_lengths(values, text, steps)}.items():
+        text = _set(text, key, value, comment)
+    for key, (value, comment) in _evaluation(values, text).items():
         text = _set(text, key, value, comment)
     text = _with_keys(text, values.keys)
     if plan.accumulation > 1:
@@ -137,6 +145,21 @@ def _lengths(values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, 
         limit = max(1, steps // share)
         if int(keys.get(key, 0)) > limit:
             changes[key] = (limit, "")
+    return changes
+
+
+def _evaluation(values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
+    """Return when the held-out images are evaluated: at every export, so that `--best` can choose, and in between."""
+    keys = _keys(text)
+    if not values.validation:
+        return {}
+    if epochs := keys.get("save_every_n_epochs"):
+        changes: dict[str, tuple[Any, str]] = {"eval_every_n_epochs": (epochs, _EVALUATED)}
+    else:
+        saves = int(keys.get("save_every_n_steps", 1000))
+        changes = {"eval_every_n_steps": (saves if saves % 2 else saves // 2, _EVALUATED)}
+    if values.images < _FEW_IMAGES:
+        changes["eval_at_fixed_t"] = (True, "few images: the loss at fixed t has less noise")
     return changes
 
 

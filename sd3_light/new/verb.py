@@ -52,6 +52,8 @@ class NewProject:
     """Estimated training time; None for a kind of GPU that was not measured."""
     has_clips: bool = False
     """Whether ``images`` may be clips."""
+    held_out: int = 0
+    """About how many of ``images`` are held out for validation."""
 
 
 def run(
@@ -61,8 +63,12 @@ def run(
     out: Path = Path(),
     resolution: int | None = None,
     gpus: tuple[Gpu, ...] = (),
+    validation: bool = True,
 ) -> NewProject:
-    """Write KIND.toml and KIND_data.toml into ``out``, for one process per GPU (none: a CPU)."""
+    """Write KIND.toml and KIND_data.toml into ``out``, for one process per GPU (none: a CPU).
+
+    With ``validation`` a part of the images is held out.
+    """
     kind = KINDS[kind_name]
     if kind_name == "icons" and model is None:
         raise UserError(
@@ -79,7 +85,7 @@ def run(
     processes = max(1, len(gpus))
     cpu = None if gpus else kind.cpu
     first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, processes))
-    first = replace(first, layers=None if cpu is None else cpu.layers)
+    first = replace(first, layers=None if cpu is None else cpu.layers, validation=validation)
     with TemporaryDirectory() as folder:
         loaded = _load_first(kind, first, Path(folder))
         family = family_of_folder(loaded.train.model.diffusers_path)
@@ -97,7 +103,7 @@ def run(
     epoch_steps = sum(math.ceil(row.samples / plan.samples_per_step) for row in estimate.data.rows)
     step_seconds = _step_seconds(estimate, plan, gpus)
     affordable = max(_FEWEST, int(60 * cpu.minutes / step_seconds)) if cpu and step_seconds else None
-    values = replace(values, plan=plan, epoch_steps=epoch_steps, affordable=affordable)
+    values = replace(values, plan=plan, epoch_steps=epoch_steps, affordable=affordable, images=estimate.data.samples)
     values = replace(values, data=_relative(source, out), model=_relative(base, out))
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(data_file, data_toml(kind, values).encode())
@@ -107,7 +113,7 @@ def run(
     project = NewProject(
         train_file, data_file, out / "runs" / kind_name, images, steps, values.resolution, plan, seconds
     )
-    return replace(project, has_clips=family.media == "video")
+    return replace(project, has_clips=family.media == "video", held_out=estimate.data.held_out)
 
 
 def _step_seconds(estimate: check.RunEstimate, plan: MemoryPlan, gpus: tuple[Gpu, ...]) -> float | None:

@@ -86,11 +86,15 @@ def size_text(row: InputRow) -> str:
 
 @dataclass(frozen=True)
 class Source:
-    """One [[directory]] of the dataset config. Its samples' keys start with ``label``."""
+    """One [[directory]] of the dataset config. Its samples' keys start with ``label``.
+
+    ``compared``: its images are compared with others, by thumbnails.
+    """
 
     label: str
     index: int
     directory: DirectoryConfig
+    compared: bool = False
 
     @property
     def root(self) -> DataLocation:
@@ -98,9 +102,14 @@ class Source:
         return self.directory.path
 
     @property
-    def finds_similar(self) -> bool:
-        """Whether images that are similar to an earlier one are to be found."""
+    def drops_similar(self) -> bool:
+        """Whether images that are similar to an earlier one are left out."""
         return self.directory.duplicates == "drop_similar"
+
+    @property
+    def has_thumbnails(self) -> bool:
+        """Whether its images are probed with thumbnails."""
+        return self.compared or self.drops_similar
 
     @property
     def name(self) -> str:
@@ -140,11 +149,11 @@ def chunks(items: Iterable[T], identity: Callable[[T], int], max_items: int) -> 
         yield chunk
 
 
-def make_sources(directories: Sequence[DirectoryConfig]) -> list[Source]:
+def make_sources(directories: Sequence[DirectoryConfig], compared: bool = False) -> list[Source]:
     """Give each directory a unique label that does not depend on its position in the list."""
     numbers = occurrences(directories)
     return [
-        Source(f"{directory.name}#{number}", number, directory)
+        Source(f"{directory.name}#{number}", number, directory, compared)
         for directory, number in zip(directories, numbers, strict=True)
     ]
 
@@ -232,13 +241,15 @@ class Catalogue:
         path = self._listing_file(source)
         if source.name not in listings and self.claims.is_newer(path, source.name):
             data = read_json_file(path)
+            source = _as_listed(source, data)
             listings[source.name] = Listing(source, tuple(data["parts"]), data["rows"], data.get("unmatched", 0))
         return source.name in listings
 
     def _list(self, source: Source, on_listed: Callable[[int], None]) -> None:
         path = self._listing_file(source)
-        current = _signature_of(source)
         known = _read_listing(path)
+        source = _as_listed(source, known)
+        current = _signature_of(source)
         complete = all(self._part(part).is_file() or self._rows_file(part).is_file() for part in known.get("parts", ()))
         if known.get("signature") == current and complete:
             for part in known["parts"]:
@@ -257,6 +268,7 @@ class Catalogue:
             if not self._mark_used(digest):
                 _write_table(self._rows_file(digest), rows)
         listing = {"signature": current, "rows": count, "unmatched": next(unmatched), "parts": parts}
+        listing["thumbnails"] = source.has_thumbnails
         write_atomically(path, json.dumps(listing).encode())
 
     def _probe_part(
@@ -301,10 +313,14 @@ class Catalogue:
 
 
 def read_last_listing(cache_dir: Path, source: Source) -> Iterator[InputRow] | None:
-    """Return the probed rows of a source from an earlier run; None if it has changed since or was never listed."""
+    """Return the probed rows of a source from an earlier run; None if it has changed since or was never listed.
+
+    Rows of a source that is compared have no thumbnails if that run did not need them.
+    """
     folder = cache_dir / CATALOGUE_FOLDER
     path = folder / f"{source.name}.json"
     known = _read_listing(path)
+    source = _as_listed(replace(source, compared=False), known)
     parts = [folder / "parts" / f"{part}.arrow" for part in known.get("parts", ())]
     if known.get("signature") != _signature_of(source) or not all(part.is_file() for part in parts):
         return None
@@ -318,6 +334,11 @@ def _read_listing(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, ValueError):
         return {}
     return listing if isinstance(listing, dict) and {"signature", "parts", "rows"} <= listing.keys() else {}
+
+
+def _as_listed(source: Source, listing: dict[str, Any]) -> Source:
+    """Return a source whose images keep their thumbnails: another config may need those of the same catalogue."""
+    return replace(source, compared=True) if listing.get("thumbnails") is True else source
 
 
 def _read_part(path: Path) -> Any:
@@ -336,7 +357,7 @@ def _probed_version(source: Source) -> str:
     """Return the version of what probing stores, which the names of signatures and parts contain."""
     fps = source.directory.fps
     videos = "" if source.directory.frames is None else "-videos" if fps is None else f"-videos-{fps:g}"
-    thumbnails = "-thumbnails" if source.finds_similar else ""
+    thumbnails = "-thumbnails" if source.has_thumbnails else ""
     return f"{PREPROCESS_VERSION}.{_ROWS_VERSION}{thumbnails}{videos}"
 
 
@@ -357,7 +378,7 @@ def to_probe(location: SampleLocation, source: Source) -> SampleLocation:
     """Return a location with what a source wants to know of its samples."""
     directory = source.directory
     fps = None if directory.frames is None else directory.fps or 0.0
-    return replace(location, with_thumbnail=source.finds_similar, fps=fps)
+    return replace(location, with_thumbnail=source.has_thumbnails, fps=fps)
 
 
 def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:

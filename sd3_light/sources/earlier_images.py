@@ -47,44 +47,60 @@ class EarlierImages:
     """The images that are used so far, in a temporary database: memory grows by about 2 bytes per thumbnail."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
-        self._database, self._tree = database, ThumbnailTree()
+        self._database = database
+        self._thumbnails = Thumbnails(database)
         database.execute("CREATE TABLE images (number INTEGER PRIMARY KEY, digest TEXT UNIQUE, key TEXT, image TEXT)")
-        columns = "leaf INT, number INT, thumbnail BLOB, PRIMARY KEY (leaf, number)"
-        database.execute(f"CREATE TABLE thumbnails ({columns}) WITHOUT ROWID")
 
     def add(self, row: InputRow, directory: DirectoryConfig) -> Duplicate | None:
         """Return what an image duplicates. Add it if that is nothing."""
         digest = f"{row.digest}/{row.mask_digest}/{row.rejected_digest}"
         if equal := self._images("digest = ?", digest):
             return Duplicate("keep" if directory.duplicates == "keep" else "drop", *equal)
-        if row.thumbnail and (number := self._find_similar(row.thumbnail)):
+        thumbnail = row.thumbnail if directory.duplicates == "drop_similar" else b""
+        if thumbnail and (number := self._thumbnails.first(thumbnail)):
             return Duplicate("similar", *self._images("number = ?", number))
         values = digest, row.key, row.image
         added = self._database.execute("INSERT INTO images (digest, key, image) VALUES (?, ?, ?)", values)
-        if row.thumbnail:
-            self._add_thumbnail(added.lastrowid, row.thumbnail)
+        if thumbnail:
+            assert added.lastrowid is not None
+            self._thumbnails.add(added.lastrowid, thumbnail)
         return None
 
     def _images(self, condition: str, value: str | int) -> tuple[str, ...]:
         query = f"SELECT key, image FROM images WHERE {condition}"
         return tuple(self._database.execute(query, (value,)).fetchone() or ())
 
-    def _find_similar(self, thumbnail: bytes) -> int:
-        """Return the number of the first similar image, 0 if there is none."""
-        wanted = np.frombuffer(thumbnail, np.uint8)
-        numbers = [self._first_in_leaf(leaf, wanted) for leaf in self._tree.leaves(thumbnail)]
-        return min(filter(None, numbers), default=0)
 
-    def _first_in_leaf(self, leaf: int, thumbnail: NDArray[np.uint8]) -> int:
+class Thumbnails:
+    """Thumbnails by number, from 1 on, in a database."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._tree = ThumbnailTree()
+        columns = "leaf INT, number INT, thumbnail BLOB, PRIMARY KEY (leaf, number)"
+        database.execute(f"CREATE TABLE thumbnails ({columns}) WITHOUT ROWID")
+
+    def first(self, thumbnail: bytes) -> int:
+        """Return the lowest number of a similar thumbnail, 0 if there is none."""
+        firsts = (next(self._in_leaf(leaf, thumbnail), 0) for leaf in self._tree.leaves(thumbnail))
+        return min(filter(None, firsts), default=0)
+
+    def all(self, thumbnail: bytes) -> Iterator[int]:
+        """Yield the numbers of all similar thumbnails."""
+        for leaf in self._tree.leaves(thumbnail):
+            yield from self._in_leaf(leaf, thumbnail)
+
+    def _in_leaf(self, leaf: int, thumbnail: bytes) -> Iterator[int]:
+        """Yield the numbers of similar thumbnails in a leaf, in order."""
+        wanted = np.frombuffer(thumbnail, np.uint8)
         query = "SELECT number, thumbnail FROM thumbnails WHERE leaf = ? ORDER BY number"
         rows = self._database.execute(query, (leaf,))
         while page := rows.fetchmany(_PAGE):
-            matches = np.flatnonzero(are_similar(thumbnail, _stack([other for _, other in page])))
-            if len(matches):
-                return int(page[matches[0]][0])
-        return 0
+            matches = np.flatnonzero(are_similar(wanted, _stack([other for _, other in page])))
+            yield from (int(page[match][0]) for match in matches)
 
-    def _add_thumbnail(self, number: int | None, thumbnail: bytes) -> None:
+    def add(self, number: int, thumbnail: bytes) -> None:
+        """Add a thumbnail."""
         (leaf,) = self._tree.leaves(thumbnail, 0)
         self._database.execute("INSERT INTO thumbnails VALUES (?, ?, ?)", (leaf, number, thumbnail))
         if self._tree.take(leaf):

@@ -1,6 +1,6 @@
 """Batches of a user's dataset for the loop, ordered as in pretraining (law 2); a sample's id is its index."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ class SampleOrder:
     """The indices of a dataset by bucket, and the order in which they are seen.
 
     ``window``: samples are shuffled within that many shards of processed data, so that a step reads few of them.
+    ``indices``: only these samples.
     """
 
     def __init__(
@@ -28,11 +29,12 @@ class SampleOrder:
         global_batch: int,
         bucket_of: Callable[[int], Hashable] | None = None,
         window: int | None = None,
+        indices: Sequence[int] | None = None,
     ) -> None:
         bucket_of = bucket_of or getattr(dataset, "bucket_of", None)
         segment_of: Callable[[int], Hashable] = (lambda index: None) if window is None else dataset.segment_of  # type: ignore[attr-defined]
         buckets: dict[Hashable, dict[Hashable, list[int]]] = {}
-        for index in range(length_of(dataset)):
+        for index in range(length_of(dataset)) if indices is None else indices:
             with as_user_error(f"bucket_of({index})", "return a name or number for every index"):
                 bucket = buckets.setdefault(None if bucket_of is None else bucket_of(index), {})
             bucket.setdefault(segment_of(index), []).append(index)

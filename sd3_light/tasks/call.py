@@ -1,5 +1,6 @@
 """What a script gives to a launcher, and what follows from it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from sd3_light.config import AdapterConfig, TrainConfig
+from sd3_light.config import VALIDATION, AdapterConfig, TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.engines.accelerate import launch_from_accelerator
@@ -19,6 +20,7 @@ from sd3_light.tasks.batches import ReadItem, SampleOrder, TaskBatches, any_item
 from sd3_light.tasks.logger import ModelLogger, require_logger
 from sd3_light.tasks.models import CustomForward, UnitModel, task_model
 from sd3_light.tasks.settings import TaskSettings
+from sd3_light.tasks.sides import Sides, sides_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,9 @@ class TaskCall:
         accelerator: Accelerator | None, dataset: Any, model: nn.Module, logger: ModelLogger, settings: TaskSettings
     ) -> "TaskCall":
         """Raise a `UserError` unless model and logger are what they are used as."""
-        return TaskCall(accelerator, dataset, task_model(model), logger, settings, require_logger(logger))
+        call = TaskCall(accelerator, dataset, task_model(model), logger, settings, require_logger(logger))
+        call.require_evaluation()
+        return call
 
     @cached_property
     def running(self) -> Accelerator | None:
@@ -87,18 +91,42 @@ class TaskCall:
         """The order of the samples."""
         settings = self.settings
         batch = settings.batch_size * self.micro_batches * self.launch.world
-        return SampleOrder(self.dataset, settings.seed, batch, settings.bucket_of, settings.shuffle_window)
+        indices = None if self.sides is None else self.sides.indices("train")
+        return SampleOrder(self.dataset, settings.seed, batch, settings.bucket_of, settings.shuffle_window, indices)
+
+    @cached_property
+    def sides(self) -> Sides | None:
+        """The sides of the dataset; None if all samples are trained on."""
+        return sides_of(self.dataset)
 
     @property
     def read(self) -> ReadItem:
         """What reads a sample of the dataset."""
         return any_item_of if isinstance(self.model, CustomForward) else item_of
 
-    def evaluation_batches(self) -> TaskBatches:
-        """Return the batches of the evaluation set: each sample once, in order."""
+    def evaluation_batches(self) -> Iterator[tuple[str, TaskBatches]]:
+        """Yield the name and the batches of each evaluation set: each sample once, in order."""
+        batch, bucket_of = self.settings.batch_size * self.launch.world, self.settings.bucket_of
+        held_out = None if self.sides is None else self.sides.indices(VALIDATION)
+        if held_out:
+            samples = SampleOrder(self.dataset, 0, batch, bucket_of, indices=held_out)
+            yield VALIDATION, TaskBatches(self.dataset, samples, self.launch, 1, self.read)
         data = self.settings.eval_dataset
-        samples = SampleOrder(data, 0, self.settings.batch_size * self.launch.world, self.settings.bucket_of)
-        return TaskBatches(data, samples, self.launch, 1, self.read)
+        if data is not None:
+            yield "eval", TaskBatches(data, SampleOrder(data, 0, batch, bucket_of), self.launch, 1, self.read)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is an evaluation set, or a part of the dataset is held out."""
+        return self.settings.eval_dataset is not None or self.sides is not None
+
+    def require_evaluation(self) -> None:
+        """Raise a `UserError` unless evaluation sets have an interval, and an interval has an evaluation set."""
+        if self.evaluates and self.settings.eval_steps is None:
+            name = "eval_dataset" if self.sides is None else "ImageFolder with validation"
+            raise UserError(f"{name} needs eval_steps beside it; give both or none")
+        if self.settings.eval_steps is not None and not self.evaluates:
+            raise UserError("eval_steps needs eval_dataset beside it, or ImageFolder with validation; give both")
 
     @cached_property
     def total_steps(self) -> int:

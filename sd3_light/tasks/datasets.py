@@ -14,13 +14,15 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from sd3_light.config import DirectoryConfig, load_dataset
+from sd3_light.config import VALIDATION, DirectoryConfig, load_dataset
 from sd3_light.config.faults import UserError
 from sd3_light.config.load_dataset import directory_from_arguments
 from sd3_light.data.cache_plan import CachePlan, Unit, decode_task
 from sd3_light.data.decoded import plan_images
+from sd3_light.data.split import RECORD, split_images
 from sd3_light.files import write_atomically
 from sd3_light.inputs import read_json_file
+from sd3_light.randomness import sample_id
 from sd3_light.runlog import info, progress
 from sd3_light.sources.buckets import ResizePlan, fits
 from sd3_light.sources.catalogue import Catalogue
@@ -32,6 +34,7 @@ from sd3_light.sources.records import Location, Record, Rejected, open_location
 from sd3_light.sources.scan import scan
 from sd3_light.sources.video import VideoSize, decode_video, probe_video, require_av
 from sd3_light.sources.workers import WorkerPool
+from sd3_light.tasks.sides import Sides
 
 _SHOWN_REJECTS = 5
 _UNIT = 4096  # samples that are planned together
@@ -82,6 +85,9 @@ class ImageFolder(SourceDataset):
     Every image is decoded once to check it, by ``num_workers`` processes (None: one per core). Unusable ones are left
     out, and listed in ``rejects`` with a reason. ``catalogue`` is a folder that keeps the result, for later runs and
     other processes: they check only new images.
+
+    With `validation` a part of the images is held out, in ``sides``: `launch_training_task` trains on the others, and
+    evaluates it every ``eval_steps``. A ``catalogue`` remembers the side of every image.
     """
 
     def __init__(
@@ -92,9 +98,11 @@ class ImageFolder(SourceDataset):
         with TemporaryDirectory(prefix="sd3-light-") as temporary:
             folder = Path(temporary if catalogue is None else catalogue)
             with Claims(folder / "claims") as claims:
-                plan = plan_images(Catalogue(folder, claims), directories, workers, "images", _UNIT)
+                compared = any(directory.validation for directory in directories)
+                plan = plan_images(Catalogue(folder, claims), directories, workers, "images", _UNIT, compared)
                 rejects = [Rejected(row.key, row.reason, row.detail, None) for row in plan.rejected()]
                 self._samples = _usable_samples(plan, _check_all(plan, claims, workers), rejects)
+                self.sides = _divide(plan, [sample.key for sample in self._samples], folder)
         super().__init__(path, list(dict.fromkeys(rejects)))  # an image may fail in each resolution
         otherwise = f"no file with a caption ends in {', '.join(sorted(IMAGE_SUFFIXES))}"
         remedy = "check path, captions and where"
@@ -212,6 +220,22 @@ def _usable_samples(plan: CachePlan, faults: Sequence[Mapping[int, _Fault]], rej
             task = decode_task(member, root)
             samples.append(_Sample(member.row.key, member.captions, task, task.location.mask is not None))
     return samples
+
+
+def _divide(plan: CachePlan, keys: Sequence[str], folder: Path) -> Sides | None:
+    """Return the sides of the samples with these keys; None if no directory is divided."""
+    rows = {
+        member.row.key: (member.row, plan.source(unit).directory.validation)
+        for unit in plan.units
+        for member in plan.members(unit)
+    }
+    if not any(may_be_held_out for _, may_be_held_out in rows.values()):
+        return None
+    distinct = [rows[key] for key in dict.fromkeys(keys)]
+    split = split_images(lambda: distinct, folder / RECORD)
+    info(f"validation: {split.sentence()}")
+    sides = dict.fromkeys(split.validation, VALIDATION) | dict.fromkeys(split.unused, "unused")
+    return Sides(tuple(sides.get(sample_id(key), "train") for key in keys))
 
 
 _RESIZE_KEYS = ("resolutions", "enable_ar_bucket", "ar_buckets", "min_ar", "max_ar", "num_ar_buckets", "size_buckets")

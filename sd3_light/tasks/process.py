@@ -39,6 +39,7 @@ from sd3_light.tasks.processed import (
 )
 from sd3_light.tasks.recipe import recipe_of
 from sd3_light.tasks.sample_files import storable
+from sd3_light.tasks.sides import sides_of
 from sd3_light.tasks.train import aborting_on_error
 
 
@@ -85,7 +86,7 @@ def launch_data_process_task(
         accelerator.wait_for_everyone()
     if launch.is_main:
         if isinstance(module, CustomForward):
-            write_file_manifest(folder, job.recipe, count)
+            write_file_manifest(folder, job.recipe, count, sides_of(dataset))
         _write_rejects(dataset, folder)
         info(f"processed data: {count} samples in {folder} ({reused} of this process were up to date)")
     if accelerator is not None:
@@ -170,7 +171,7 @@ def _build_shards(job: _Job, model: UnitModel, shard_size: int) -> int:
         claims.divide(names, lambda name: claims.is_newer(note(name), name), build)
         if job.launch.is_main:
             files = [file for name in units for file in read_json_file(note(name))]
-            write_shard_manifest(job.folder, files, job.recipe, length_of(job.dataset))
+            write_shard_manifest(job.folder, files, job.recipe, length_of(job.dataset), sides_of(job.dataset))
     return reused
 
 

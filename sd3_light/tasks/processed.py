@@ -35,6 +35,7 @@ from sd3_light.engines import Launch
 from sd3_light.files import atomic_file, file_sha256, sweep_files, write_atomically
 from sd3_light.inputs import INDEX_BYTES, is_inner_path, read_json_file, require_regular
 from sd3_light.tasks.sample_files import SAMPLE_SUFFIX, read_sample_file
+from sd3_light.tasks.sides import Sides, parse_sides
 from sd3_light.urls import with_retries
 
 SAMPLES_FILE = "samples.arrow"
@@ -180,7 +181,9 @@ class StoredRows:
         return ProcessedSample(data_id, bucket, made_from, values)
 
 
-def write_shard_manifest(folder: Path, files: Sequence[str], recipe: dict[str, Any], count: int) -> None:
+def write_shard_manifest(
+    folder: Path, files: Sequence[str], recipe: dict[str, Any], count: int, sides: Sides | None = None
+) -> None:
     """Write the manifest of shards that hold ``count`` samples together, and the table of the samples."""
     entries = [read_entry(folder / SHARDS, file) for file in dict.fromkeys(files)]
     shards = [entry for entry in entries if entry is not None]
@@ -192,7 +195,8 @@ def write_shard_manifest(folder: Path, files: Sequence[str], recipe: dict[str, A
     names = ("bucket", "shard", "row", "values")
     columns = zip(*(rows[number] for number in range(count)), strict=True)
     sink = pa.BufferOutputStream()
-    feather.write_feather(pa.table(dict(zip(names, columns, strict=True))), sink, compression="uncompressed")
+    table = dict(zip(names, columns, strict=True)) | ({} if sides is None else {"side": sides.names})
+    feather.write_feather(pa.table(table), sink, compression="uncompressed")
     write_atomically(folder / SAMPLES_FILE, sink.getvalue().to_pybytes())
     # a task has no empty caption: the entry names the first shard
     Manifest(recipe, tuple(shards), shards[0], {"used": count}).save(folder)
@@ -240,12 +244,13 @@ def write_sample(folder: Path, process: int, sample: ProcessedSample) -> None:
             (other / f"{sample.data_id}{suffix}").unlink(missing_ok=True)
 
 
-def write_file_manifest(folder: Path, recipe: Mapping[str, Any], count: int) -> None:
+def write_file_manifest(folder: Path, recipe: Mapping[str, Any], count: int, sides: Sides | None = None) -> None:
     """Write the manifest of sample files after all processes are done."""
     notes = read_notes(folder)
     _require_all(folder, notes.keys(), count)
     samples = [{key: notes[number][key] for key in ("file", "bucket", "sha256")} for number in range(count)]
     manifest = {"format": _FORMAT, "kind": _KIND, "recipe": dict(recipe), "samples": samples}
+    manifest |= {} if sides is None else {"sides": sides.names}
     write_atomically(folder / MANIFEST, json.dumps(manifest, ensure_ascii=False).encode())
     for each in (folder, *folder.glob("[0-9]*")):
         sweep_files(each)
@@ -283,6 +288,7 @@ class ProcessedDataset(Dataset[Any]):
         self.shards: CachedDataset | None = None
         self.resident: ResidentCache | None = None
         self._verified: set[str] = set()
+        self.sides: Sides | None = None
         files = self._sample_files()
         self.load_from_cache = files is not None
         try:
@@ -315,6 +321,8 @@ class ProcessedDataset(Dataset[Any]):
         self._samples = [(str(sample["bucket"]), str(sample["file"]), 0, "{}") for sample in content["samples"]]
         if not all(is_inner_path(file) for file in self._hashes):
             raise ValueError("a sample is in another folder")
+        if "sides" in content:
+            self.sides = parse_sides(content["sides"], len(self._samples))
 
     def _open_shards(self, fetched: Path | None, limit_bytes: int) -> None:
         try:
@@ -332,6 +340,8 @@ class ProcessedDataset(Dataset[Any]):
         }
         columns = (table[name].to_pylist() for name in ("bucket", "shard", "row", "values"))
         self._samples = list(zip(*columns, strict=True))
+        if "side" in table.column_names:
+            self.sides = parse_sides(table["side"].to_pylist(), len(self._samples))
         for _, file, row, _ in self._samples:
             if not 0 <= row < self._entries[file].count:
                 raise ValueError(f"row {row} of {file}")

@@ -111,7 +111,7 @@ class TaskSettings(Table):
 
     @model_validator(mode="after")
     def _require_consistent(self) -> Self:
-        for pair in (("eval_dataset", "eval_steps"), ("draw", "draw_steps")):
+        for pair in (("draw", "draw_steps"),):
             present = [name for name in pair if getattr(self, name) is not None]
             if len(present) == 1:
                 (missing,) = set(pair) - set(present)
@@ -167,6 +167,7 @@ class TaskSettings(Table):
             "save_every_n_steps": self.save_steps,
             "save_every_n_epochs": None if self.save_steps else 1,
             "eval_datasets": () if self.eval_dataset is None else (self.eval_dataset,),
+            "eval_every_n_steps": self.eval_steps,
             "compile": False,
             "optimizer": self._optimizer(),
             "ema": self._ema(),

@@ -331,7 +331,7 @@ class _TaskHooks:
                 "eval_at_fixed_t needs a loss that draws times from quantiles, such as FlowMatchSFTLoss; leave it out"
             )
         return RunHooks(
-            evaluate=None if self.settings.eval_dataset is None else self.evaluate,
+            evaluate=self.evaluate if self.task.evaluates else None,
             evaluate_all=len(self.run.averages.tracks) > 1,
             sample=None if self.settings.draw is None else self.draw,
             save=self.save,
@@ -344,10 +344,10 @@ class _TaskHooks:
         task = self.task
         engine = self.run.engine
         points = eval_points(self.settings.eval_at_fixed_t)
-        batches = task.evaluation_batches()
-        items = QuantileBatches(batches, batches.samples.order.steps_per_epoch, points)
-        prepared = PipelineDataLoader(items, None, 1, EvalPreparer(task.model.preparer()))
-        yield "eval", validate(prepared, engine.evaluate, engine.sum_over_ranks, points)
+        for name, batches in task.evaluation_batches():
+            items = QuantileBatches(batches, batches.samples.order.steps_per_epoch, points)
+            prepared = PipelineDataLoader(items, None, 1, EvalPreparer(task.model.preparer()))
+            yield name, validate(prepared, engine.evaluate, engine.sum_over_ranks, points)
 
     def draw(self, progress: Progress, weights: str) -> Path | None:
         """Write what the user's function returns; all processes call it, as sharded weights need."""

@@ -16,6 +16,7 @@ from sd3_light.core.start import WeightsStart
 from sd3_light.cost.disk_space import DOES_NOT_FIT, RUN_REMEDY, RunSteps, compare_with_free, run_disk
 from sd3_light.cost.residence import Residence
 from sd3_light.cost.training_flops import training_flops
+from sd3_light.data.manifest import HELD_OUT
 from sd3_light.data.order import Order
 from sd3_light.data.resident import ResidentCache
 from sd3_light.data.shard_table import BucketShards
@@ -125,6 +126,9 @@ class RunContext:
                 f"train: {trains}; steps {progress.step} to {total}, {order.steps_per_epoch} per epoch in "
                 f"{plural(len(order.buckets), 'bucket')}{repeats}, {plural(world, 'process')}"
             )
+            if (held := self.data.manifest.counts.get(HELD_OUT)) is not None and self.data.side == "train":
+                total_images = self.data.manifest.counts["pictures"]
+                info(f"validation: {held:,} of {total_images:,} images are held out; they are never trained on")
             for warning in config_warnings(self.config, total, family_of(self.config.model).no_guidance(self.start)):
                 info(f"warning: {warning}")
             if self.resumed is None and (other := other_shift(self.config.model)):
@@ -173,7 +177,7 @@ def open_context(
     """Open the cache, join the process group, and decide which checkpoint the run resumes from."""
     train, device = loaded.train, launch.device()
     reads_data = launch.reads_data(train.pipeline_stages)
-    data = open_cache(loaded.dataset, train, launch)
+    data = open_cache(loaded.dataset, train, launch, "train" if loaded.dataset.is_divided else "all")
     all_write = deepspeed.all_write(train) if by_deepspeed else train.parallel == "fsdp2"
     groups = start_process_group(launch, device, train.dist_timeout_sec, all_write)
     path = groups.decide_on_rank_0(lambda: choose_checkpoint(folder.path, resume))

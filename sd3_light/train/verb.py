@@ -253,7 +253,7 @@ def _make_hooks(
     if sampler is not None:
         sample = _observed(state, sampler, on_sample) if on_sample else _grids(context, state, sampler)
     return RunHooks(
-        evaluate=evaluator.losses if loaded.eval_datasets else None,
+        evaluate=evaluator.losses if loaded.evaluates else None,
         evaluate_all=True,
         sample=sample,
         measure=None if measurer is None else partial(measurer.measure, state.engine.denoise),

@@ -268,3 +268,21 @@ def test_two_processes_evaluate_like_one(alone: Project) -> None:
     losses = json.loads((alone.folder / "loss.json").read_text())["eval"]
     assert set(losses) == {"flow", *(f"flow@0.{n}" for n in range(1, 10))}
     assert losses == pytest.approx(evaluate.validation_losses(alone.load(), model)["eval"], rel=1e-5)
+
+
+def test_two_processes_divide_and_train_like_one(fresh_project: Project) -> None:
+    """Both hold out the same images, and the training order follows from the others alone."""
+    text = fresh_project.data_toml.read_text(encoding="utf-8")
+    fresh_project.data(text.replace("[[directory]]", "validation = true\n\n[[directory]]"))
+    keys = {"max_steps": 4, "eval_every_n_steps": 4, "save_every_n_steps": 100}
+    output = torchrun(fresh_project, output_dir='"two"', micro_batch_size_per_gpu=2, **keys)
+    assert output.count("2 of 40 images are held out; they are never trained on") == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+        options = [f"{key}={value}" for key, value in keys.items()]
+        fresh_project.train('output_dir="one"', "micro_batch_size_per_gpu=4", *options)
+    one, two = (fresh_project.losses(run) for run in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-4)
+    for first, second in zip(*(fresh_project.events("eval", run) for run in ("one", "two")), strict=True):
+        assert first["set"] == second["set"] == "validation"
+        assert first["flow"] == pytest.approx(second["flow"], rel=1e-4)

@@ -165,6 +165,17 @@ def updating(tmp_path_factory: pytest.TempPathFactory, cached: Project) -> Scena
 
 
 @pytest.fixture(scope="module")
+def dividing(tmp_path_factory: pytest.TempPathFactory, cached: Project) -> Scenario:
+    """Holding out a part of a dataset that is cached."""
+    folder = tmp_path_factory.mktemp("divided")
+    undivided = cached.copy(folder / "undivided")
+    undivided.data(undivided.data_toml.read_text(encoding="utf-8").replace("\n\n", "\nvalidation = true\n\n"))
+    divided = undivided.copy(folder / "divided")
+    build(divided)
+    return Scenario(undivided, divided, build, build, cache_files, cache_damage)
+
+
+@pytest.fixture(scope="module")
 def training(tmp_path_factory: pytest.TempPathFactory, cached: Project) -> Scenario:
     """Training with checkpoints, snapshots, exports and samples."""
     trained = cached.copy(tmp_path_factory.mktemp("trained") / "project")
@@ -263,9 +274,17 @@ def test_a_write_that_fails_does_not_harm_a_run(training: Scenario, tmp_path: Pa
     check(training, tmp_path, lasting=False, sample=2)
 
 
+def test_a_failed_write_does_not_change_sides(dividing: Scenario, tmp_path: Path) -> None:
+    calls = count_calls(dividing, tmp_path / "count")
+    decisions = [call for call in calls if "sides.arrow" in str(call) or ".split.json" in str(call)]
+    assert len(decisions) > 1
+    for call in (decisions[0], decisions[-1]):
+        assert violations(dividing, call, errno.ENOSPC, True, tmp_path / "project") == []
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("scenario", ["building", "updating", "training"])
+@pytest.mark.parametrize("scenario", ["building", "updating", "dividing", "training"])
 @pytest.mark.parametrize("lasting", [False, True], ids=["once", "lasting"])
 def test_every_write_may_fail(request: pytest.FixtureRequest, scenario: str, lasting: bool, tmp_path: Path) -> None:
     check(request.getfixturevalue(scenario), tmp_path, lasting)

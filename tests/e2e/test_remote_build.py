@@ -90,6 +90,24 @@ def test_a_broken_build_continues_where_it_stopped(
     assert content(store.get(project.url)) == local_content(cached_project)
 
 
+def test_a_divided_dataset_keeps_its_sides_in_the_store(
+    project: RemoteProject, cached_project: Project, store: ObjectStore
+) -> None:
+    assert project.build() == 40
+    project.data(project.data_toml.read_text().replace("[[directory]]", "validation = true\n\n[[directory]]"))
+    assert project.build() == 0, "nothing is encoded twice"
+    files = store.get(project.url)
+    held_out = json.loads(files[MANIFEST])["held_out"]
+    assert sum(map(len, held_out["validation"].values())) == 2
+    assert "catalogue/sides.arrow" in files
+    decided = [path for path in writes(store) if path.endswith(("sides.arrow", MANIFEST))]
+    assert decided[-2].endswith("sides.arrow"), "decisions are stored before they are used"
+    store.reset()
+    assert project.build("another") == 0
+    assert writes(store) == []
+    assert json.loads(store.get(project.url)[MANIFEST])["held_out"] == held_out
+
+
 @pytest.mark.slow
 def test_damaged_shards_are_repaired(project: RemoteProject, cached_project: Project, store: ObjectStore) -> None:
     project.build()

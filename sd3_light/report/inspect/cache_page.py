@@ -36,6 +36,7 @@ _COUNTS = {
     "duplicates kept": ("duplicates kept", "have the bytes of an earlier image"),
     "duplicates dropped": ("duplicates dropped", "have the bytes of an earlier image"),
     "similar dropped": ("similar dropped", "look like an earlier image"),
+    "held out": ("held out", "images for the validation loss"),
     "unmatched": ("not selected", "do not match `where`"),
     "enlarged": ("enlarged", "smaller than their bucket"),
 }

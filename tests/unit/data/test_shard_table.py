@@ -17,6 +17,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.data import manifest as manifest_module
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest, ShardEntry
 from sd3_light.data.shard_table import ShardTable, column, group_shards
+from sd3_light.data.sides import HeldOut
 from sd3_light.data.store import LocalStore
 from sd3_light.data.stream import CachedDataset, MicroBatches
 
@@ -57,9 +58,23 @@ def test_a_small_manifest_is_one_json_file(tmp_path: Path) -> None:
     manifest = manifest_of(30)
     manifest.save(tmp_path)
     text = (tmp_path / MANIFEST).read_text()
-    assert text == json.dumps({"format": CACHE_FORMAT, **asdict(manifest)}, indent=1, ensure_ascii=False)
+    values = asdict(manifest)
+    assert values.pop("held_out") is None, "absent in a cache that is not divided"
+    assert text == json.dumps({"format": CACHE_FORMAT, **values}, indent=1, ensure_ascii=False)
     assert tables(tmp_path) == []
     assert Manifest.load(tmp_path) == manifest
+
+
+@pytest.mark.parametrize("limit", [10, 1000])
+def test_a_divided_manifest_says_what_is_held_out(tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_module, "TABLE_SHARDS", limit)
+    files = [entry.file for entry in manifest_of(30).shards]
+    held_out = HeldOut({files[3]: (5, -(2**62))}, {files[4]: (7,)})
+    replace(manifest_of(30), held_out=held_out).save(tmp_path)
+    assert Manifest.load(tmp_path).held_out == held_out
+    text = (tmp_path / MANIFEST).read_text(encoding="utf-8")
+    (tmp_path / MANIFEST).write_text(text.replace('"unused": {', '"unusual": {'), encoding="utf-8")
+    assert "held_out has a wrong type" in damaged(tmp_path)
 
 
 @pytest.mark.usefixtures("small_limit")

@@ -11,12 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
 from sd3_light.cli import app
 from sd3_light.config.load_dataset import load_directories
+from sd3_light.sources.preprocess import make_thumbnail
 
 FOLDER = Path(__file__).parents[3] / "examples" / "icons"
 NAMES = {"🐼": ("panda", "熊猫"), "👍": ("thumbs up", "拇指向上"), "👍🏽": ("thumbs up: medium", "拇指向上: 中等")}
@@ -37,6 +39,14 @@ def build() -> Iterator[Any]:
 def icon_png(colour: tuple[int, int, int, int]) -> bytes:
     data = io.BytesIO()
     Image.new("RGBA", (48, 32), colour).save(data, "PNG")
+    return data.getvalue()
+
+
+def drawing(seed: str) -> bytes:
+    """Return an image that is similar to no other."""
+    pixels = np.random.default_rng(list(seed.encode())).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+    data = io.BytesIO()
+    Image.fromarray(pixels).resize((48, 36), Image.Resampling.NEAREST).save(data, "PNG")
     return data.getvalue()
 
 
@@ -67,10 +77,7 @@ def packages(build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
         monkeypatch.setattr(build, name, replace(package, sha256=archive(folder / package.file, files)))
     for name in ("fluent_3d", "noto"):
         style = build.STYLES[name]
-        files = {
-            f"{style.folder}{stem(key)}.png": icon_png((200, 20 * (index % 10), 0, 255))
-            for index, key in enumerate(EMOJI)
-        }
+        files = {f"{style.folder}{stem(key)}.png": drawing(f"{name}/{key}") for key in EMOJI}
         files |= {f"{style.folder}readme.png": b"", f"{style.folder}sub/1f600.png": b"", "package/LICENSE": b"MIT"}
         package = replace(style.package, sha256=archive(folder / style.package.file, files))
         monkeypatch.setitem(build.STYLES, name, replace(style, package=package))
@@ -204,6 +211,59 @@ def test_iconify_sets_are_chosen_by_licence(build: Any, tmp_path: Path) -> None:
     assert chosen[0].cell.captions == ["arrow left, Set style"]
     assert b'viewBox="0 0 32 24"' in chosen[1].content
     assert len(list(build.iconify_icons(path, logos=True))) == 2
+
+
+@pytest.mark.parametrize(
+    ("concept", "figure"),
+    [
+        ("man farmer: medium-light skin tone", "farmer"),
+        ("woman: red hair", ""),
+        ("person in manual wheelchair facing right", "in manual wheelchair"),
+        ("left-facing fist", "fist"),
+        ("kiss: woman, man, light skin tone, dark skin tone", "kiss"),
+        ("manual", "manual"),
+    ],
+)
+def test_variants_of_a_figure_are_one(build: Any, concept: str, figure: str) -> None:
+    assert build.figure(concept) == figure
+
+
+def test_whole_groups_are_held_out(build: Any) -> None:
+    """Variants in one style, shared files and similar drawings are on one side, whatever the style."""
+    styles = list(build.STYLES)[:3]
+    icons = []
+    for index in range(300):
+        for number, style in enumerate(styles):
+            art = drawing(f"{index % 250 if number == 1 else index}/{style}")  # some drawings of a style are the same
+            art = drawing(f"{index}/{styles[0]}") if number == 2 and index % 7 == 0 else art  # some are shared
+            for variant in ("man", "woman"):
+                cell = build.Cell(f"{style}/{variant}-{index}.png", f"{variant} thing{index}", style, [])
+                icons.append(build.Icon(cell, art + variant.encode()))
+    cells = build.hold_out(icons, [make_thumbnail(icon.content, None) for icon in icons])
+    held = [icon for icon, cell in zip(icons, cells, strict=True) if cell.held_out]
+    trained = [icon for icon, cell in zip(icons, cells, strict=True) if not cell.held_out]
+    assert 0.01 < len(held) / len(icons) < 0.08
+    assert not {icon.content for icon in held} & {icon.content for icon in trained}
+    groups = [{(icon.cell.style, build.figure(icon.cell.concept)) for icon in side} for side in (held, trained)]
+    assert not groups[0] & groups[1]
+    assert {icon.cell.concept for icon in held} <= {icon.cell.concept for icon in trained}, "each can be answered"
+
+
+def test_groups_with_an_iconify_icon_are_trained_on(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "HELD_OUT_SHARE", 0.5)
+    one, other = list(build.STYLES)[:2]
+    icons = [
+        build.Icon(build.Cell(f"{style}/{index}.png", f"thing{index}", style, []), drawing(f"{style}{index}"))
+        for index in range(50)
+        for style in (one, other)
+    ]
+    thumbnails = [make_thumbnail(icon.content, None) for icon in icons]
+    held = [icon for icon, cell in zip(icons, build.hold_out(icons, thumbnails), strict=True) if cell.held_out]
+    assert held
+    copy = build.Icon(build.Cell("set/copy.png", "copy", "set", []), held[0].content)
+    cells = build.hold_out([*icons, copy], [*thumbnails, make_thumbnail(copy.content, None)])
+    assert not cells[-1].held_out
+    assert not cells[icons.index(held[0])].held_out
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import ConfigFaults
 from sd3_light.core.registry import family_named, family_of
+from sd3_light.data.manifest import Manifest
+from sd3_light.data.reader import ShardReader
+from sd3_light.data.sides import HeldOut
+from sd3_light.data.stream import MicroBatches
+from sd3_light.engines import Launch
+from sd3_light.engines.feed import make_order, open_cache
 from sd3_light.model import host_inputs
 from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
@@ -106,6 +113,33 @@ def test_a_cache_in_memory_trains_alike(project: Project) -> None:
     resident = tensors(run(project, "host", 'cache_residence="host"') / checkpoint_name(4))
     for name, tensor in streamed.items():
         assert torch.equal(tensor, resident[name]), name
+
+
+def test_a_divided_cache_trains_on_one_side_and_evaluates_the_other(project: Project) -> None:
+    loaded = project.load()
+    folder = Path(loaded.dataset.cache_dir)
+    manifest = Manifest.load(folder)
+    entry = max(manifest.shards, key=lambda shard: shard.count)
+    ids = ShardReader(folder / "shards" / entry.file, entry).index["sample_id"].tolist()
+    replace(manifest, held_out=HeldOut({entry.file: (ids[1],)}, {entry.file: (ids[0],)})).save(folder)
+    text = project.data_toml.read_text(encoding="utf-8")
+    project.data(text.replace("[[directory]]", "validation = true\n\n[[directory]]", 1))
+    streamed = tensors(run(project, "stream", 'cache_residence="stream"') / checkpoint_name(4))
+    resident = tensors(run(project, "host", 'cache_residence="host"') / checkpoint_name(4))
+    for name, tensor in streamed.items():
+        assert torch.equal(tensor, resident[name]), name
+    sets = {event["set"]: event for event in project.events("eval", "stream")}
+    assert 0 < sets["validation"]["flow"] < 10
+    loaded = project.load()
+    data = open_cache(loaded.dataset, loaded.train, Launch(), "train")
+    order = make_order(data, loaded, Launch())
+    seen = {
+        number
+        for step in range(order.steps_per_epoch)
+        for number in MicroBatches(data, order, 0, 1, 1)[step]["sample_id"].tolist()
+    }
+    assert seen.isdisjoint(ids[:2])
+    assert seen >= set(ids[2:])
 
 
 def test_recomputed_activations_and_accumulation_train_alike(project: Project) -> None:

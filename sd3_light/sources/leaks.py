@@ -1,0 +1,115 @@
+"""Images that an evaluation set shares with the training set: the same bytes, or similar thumbnails."""
+
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from sd3_light.config import DirectoryConfig
+from sd3_light.formats import plural
+from sd3_light.sources.buckets import misfit
+from sd3_light.sources.catalogue import InputRow
+from sd3_light.sources.earlier_images import Thumbnails
+from sd3_light.sources.name_store import temporary_database
+from sd3_light.sources.preprocess import THUMBNAIL_SIDE
+from sd3_light.sources.selection import matches_size
+
+_SHOWN = 3  # pairs
+_SIMILAR, _EQUAL = 1, 2
+
+
+@dataclass(frozen=True)
+class Leak:
+    """Images of an evaluation set that the training set has too: ``equal`` bytes, or ``similar``.
+
+    ``pairs`` are the keys of the first ones, each with that of a training image.
+    """
+
+    name: str
+    images: int
+    equal: int
+    similar: int
+    pairs: tuple[tuple[str, str], ...]
+
+    def sentence(self) -> str:
+        """Return how many there are, the first pairs and what to do."""
+        kinds = ((self.equal, "with the same bytes"), (self.similar, "similar"))
+        kind = ", ".join(f"{count:,} {text}" for count, text in kinds if count)
+        pairs = ", ".join(f"{held} and {trained}" for held, trained in self.pairs)
+        count = self.equal + self.similar
+        return (
+            f"{self.name} is not held out: {count:,} of its {plural(self.images, 'image')} "
+            f"{'is' if count == 1 else 'are'} in the training set ({kind}), such as {pairs}; remove them from one of "
+            "the two"
+        )
+
+
+def is_used(row: InputRow, directory: DirectoryConfig) -> bool:
+    """Return whether a probed row is a sample that fits its directory's limits."""
+    if row.reason or not matches_size(directory.where, row.attributes, row.width, row.height):
+        return False
+    return not misfit(row.width, row.height, directory, row.frames)
+
+
+def colours(thumbnail: bytes) -> bytes:
+    """Return a thumbnail without its mask."""
+    pixels = np.frombuffer(thumbnail, np.uint8).reshape(THUMBNAIL_SIDE**2, -1)
+    return pixels[:, :3].tobytes()
+
+
+@contextmanager
+def open_evaluation_images() -> Iterator["EvaluationImages"]:
+    """Yield an empty set of images, on disk in the system's temp folder."""
+    with closing(temporary_database()) as database:
+        yield EvaluationImages(database)
+
+
+class EvaluationImages:
+    """The images of evaluation sets, which training images are compared with, one after another."""
+
+    def __init__(self, database: sqlite3.Connection) -> None:
+        self._database = database
+        self._thumbnails = Thumbnails(database)
+        self._pairs: dict[str, list[tuple[str, str]]] = {}
+        database.execute("CREATE TABLE held (number INTEGER PRIMARY KEY, name TEXT, digest TEXT, key TEXT, leak INT)")
+        database.execute("CREATE INDEX by_digest ON held (digest)")
+
+    def __bool__(self) -> bool:
+        return bool(self._pairs)
+
+    def add(self, name: str, row: InputRow) -> None:
+        """Add an image of the evaluation set ``name``."""
+        self._pairs.setdefault(name, [])
+        values = name, row.digest, row.key
+        added = self._database.execute("INSERT INTO held (name, digest, key, leak) VALUES (?, ?, ?, 0)", values)
+        if row.thumbnail:
+            assert added.lastrowid is not None
+            self._thumbnails.add(added.lastrowid, colours(row.thumbnail))
+
+    def compare(self, row: InputRow) -> None:
+        """Note the images that equal a training image or are similar to it."""
+        equal = self._database.execute("SELECT number FROM held WHERE digest = ?", (row.digest,)).fetchall()
+        self._note((number for (number,) in equal), row.key, _EQUAL)
+        if row.thumbnail and self._pairs:
+            self._note(sorted(self._thumbnails.all(colours(row.thumbnail))), row.key, _SIMILAR)
+
+    def _note(self, numbers: Iterable[int], key: str, kind: int) -> None:
+        for number in numbers:
+            query = "SELECT name, key, leak FROM held WHERE number = ?"
+            name, own, known = self._database.execute(query, (number,)).fetchone()
+            if known < kind:
+                self._database.execute("UPDATE held SET leak = ? WHERE number = ?", (kind, number))
+            if not known and len(self._pairs[name]) < _SHOWN:
+                self._pairs[name].append((own, key))
+
+    def leaks(self) -> list[Leak]:
+        """Return the leaks of each set that has some."""
+        leaks = []
+        for name, pairs in self._pairs.items():
+            query = "SELECT count(*), sum(leak = 2), sum(leak = 1) FROM held WHERE name = ?"
+            images, equal, similar = self._database.execute(query, (name,)).fetchone()
+            if equal or similar:
+                leaks.append(Leak(name, images, equal, similar, tuple(pairs)))
+        return leaks
