@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd3_light.check.estimate import RunEstimate
-from sd3_light.config import TrainConfig
+from sd3_light.config import EmaConfig, TrainConfig
 from sd3_light.config.cross_checks import config_warnings
 from sd3_light.core.caption_lengths import cut_prompts
 from sd3_light.core.registry import family_of
@@ -28,6 +28,7 @@ from sd3_light.data.manifest import MANIFEST
 from sd3_light.formats import duration, plural
 from sd3_light.model.base_values import other_shift, with_base_values
 from sd3_light.model.folder import TRANSFORMER, count_weights
+from sd3_light.optim.power_function import ramp_end, ramped_decay
 from sd3_light.system import Gpu, available_memory, usable_cores
 
 Line = tuple[str, str]
@@ -68,7 +69,8 @@ def resources(train: TrainConfig, estimate: RunEstimate, target: Target) -> list
         if estimate.setup.world > 1:
             lines.append(("network", _network(train, estimate, target.gpu)))
     lines += [*_disk(train, estimate, target), ("host memory", _host_memory(estimate, target))]
-    return [*lines, ("cache residence", _residence(estimate, target))]
+    lines.append(("cache residence", _residence(estimate, target)))
+    return [*lines, *_averages(train.ema, estimate.total_steps)]
 
 
 def what_does_not_fit(conclusion: Sequence[Line]) -> list[str]:
@@ -154,6 +156,23 @@ def _cpu_time(estimate: RunEstimate) -> str:
     seconds = cpu_seconds(estimate.run_flops.value, cores)
     at_most = estimate.setup.cost.text.at_most or "about "
     return f"{at_most}{duration(seconds)} of training steps {cpu_assumption(cores)}"
+
+
+def _averages(ema: EmaConfig, steps: int) -> Iterator[Line]:
+    """Say which decay each average with a ramp has at the last step."""
+    own = (("EMA", ema.decay, ema.update_every),)
+    others = ((f"EMA {track.name}", track.decay, track.update_every or ema.update_every) for track in ema.track)
+    for name, decay, interval in (*own, *others) if ema.enable else ():
+        if decay is None:
+            continue
+        if interval > steps:
+            yield name, f"warning: it is never updated, as update_every = {interval:,} exceeds the {steps:,} steps"
+            continue
+        last = ramped_decay(steps, interval, decay)
+        covered = f"the average covers about the last {min(steps, round(interval / (1 - last))):,} of {steps:,} steps"
+        end = ramp_end(interval, decay)
+        ramp = f"reached at step {end:,}" if last == decay else f"not {decay:g}, which the ramp reaches at step {end:,}"
+        yield name, f"decay {last:.4g} at the last step, {ramp}; {covered}"
 
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from sd3_light.assets import DEMO
 from sd3_light.check import conclusion
 from sd3_light.check import verb as check
 from sd3_light.check.verb import Target, conclude
-from sd3_light.config import SIZES
+from sd3_light.config import SIZES, EmaConfig
+from sd3_light.config.schema_tables import EmaTrack
 from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.model.folder import count_weights
 from sd3_light.system import Gpu, visible_gpus
@@ -277,3 +279,35 @@ def test_a_line_says_whether_sampling_works_in_phases(
     assert line(None).endswith(" in bfloat16; with less memory works in phases")
     monkeypatch.setattr(conclusion, "available_memory", lambda: 1 << 20)
     assert concluded(Target(on_cpu=True))["sample"].startswith("works in phases")
+
+
+@pytest.mark.parametrize(
+    ("decay", "interval", "steps", "line"),
+    [
+        (
+            0.98,
+            1,
+            400,
+            "decay 0.978 at the last step, not 0.98, which the ramp reaches at step 441; the average covers",
+        ),
+        (0.98, 1, 900, "decay 0.98 at the last step, reached at step 441; the average covers about the last 50 of 900"),
+        (
+            0.999,
+            10,
+            400,
+            "decay 0.8163 at the last step, not 0.999, which the ramp reaches at step 89,910; the average",
+        ),
+        (0.99, 100, 99, "warning: it is never updated, as update_every = 100 exceeds the 99 steps"),
+    ],
+)
+def test_the_decay_at_the_last_step_is_shown(files: Any, decay: float, interval: int, steps: int, line: str) -> None:
+    files.image("0.png", 64, 64)
+    loaded = files.load(model=PRETRAIN)
+    estimate = replace(check.run(loaded), total_steps=steps)
+    assert "EMA" not in dict(conclude(loaded.train, estimate, Target(on_cpu=True)))
+    for track in ({}, {"track": (EmaTrack(name="long", decay=decay), EmaTrack(name="wide", power_width=0.1))}):
+        ema = EmaConfig(enable=True, decay=decay, update_every=interval, **track)
+        lines = dict(conclude(loaded.train.model_copy(update={"ema": ema}), estimate, Target(on_cpu=True)))
+        assert lines["EMA"].startswith(line)
+        assert lines.get("EMA long") == (lines["EMA"] if track else None)
+        assert "EMA wide" not in lines
