@@ -72,7 +72,7 @@ class DatasetEstimate:
     """The numbers of a dataset. ``samples`` counts usable images; each is in one bucket per resolution.
 
     ``index`` is the host memory of the cache's index if the cache is held in memory. ``shapes`` counts those of
-    micro-batches.
+    micro-batches. ``captions`` are some of all, spread over the samples.
     """
 
     name: str
@@ -84,6 +84,7 @@ class DatasetEstimate:
     cache: Amount
     index: int
     shapes: int
+    captions: tuple[str, ...] = ()
     cut: CutCaptions | None = None
     extremes: ExtremeFits = field(default_factory=ExtremeFits)
 
@@ -219,6 +220,7 @@ class Estimator:
         on_device = self.train.residence == "device" and not streams
         shapes = sum(map(_num_shapes, counts.buckets.values()))
         estimator = replace(estimator, resident=cache.value if on_device else 0, shapes=shapes)
+        texts = counts.captions.captions()
         images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
         captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
         orders = {
@@ -242,9 +244,8 @@ class Estimator:
             index=resident_index_bytes(images, captions),
             shapes=shapes,
             extremes=counts.extremes,
-            cut=count_cut_captions(
-                counts.captions.captions(), family_of(self.train.model).encoding.model_limits(self.train.model)
-            ),
+            captions=tuple(texts),
+            cut=count_cut_captions(texts, family_of(self.train.model).encoding.model_limits(self.train.model)),
         )
 
     def _order(self, directories: Mapping[int, BucketCount], micro_batch: int, repeats: Sequence[float]) -> BucketOrder:

@@ -9,6 +9,7 @@ from typing import Any
 import tomli_w
 
 from sd3_light.cost.amount import format_bytes
+from sd3_light.formats import plural
 from sd3_light.new.kinds import Kind
 from sd3_light.new.memory_plan import MemoryPlan
 from sd3_light.recipes import FOLDER
@@ -25,8 +26,10 @@ _COMMENTS = {
     "model.shift": "as in the model's scheduler",
     "model.flux_shift": "as in the model's scheduler, by its resolution",
     "model.text_max_length": "tokens",
+    "model.text_tokens": 'as other programs pad prompts; "real" trains faster, and they then draw other images',
     "model.guidance": "of the distilled denoiser, as is usual; not measured",
 }
+_REASONED = ("model.text_tokens",)  # the recipe's comments explain its value
 _RELEASE: dict[str, tuple[Any, str]] = {
     "gradient_clipping": (0.0, "gradient_release frees gradients one by one"),
     "gradient_release": (True, "update weights in the backward pass"),
@@ -38,12 +41,15 @@ _CLIP_KEYS = {
 }  # of the dataset TOML
 
 
+_EXPORT_STEPS = 100  # a shorter run exports its last step alone
+
+
 @dataclass(frozen=True)
 class TextValues:
     """The values of a project: its name, data and model as written, and what they were fitted to.
 
-    ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU. ``keys`` are
-    those of `Family.recipe`.
+    ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU, ``size`` that of
+    its denoiser. ``keys`` are those of `Family.recipe`.
     """
 
     name: str
@@ -56,6 +62,7 @@ class TextValues:
     epoch_steps: int = 1
     affordable: int | None = None
     layers: int | None = None
+    size: str | None = None
     prompts: tuple[str, ...] = ()
     keys: Mapping[str, Any] = field(default_factory=dict)
     family: str = _SD3
@@ -91,7 +98,7 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     if plan.accumulation > 1:
         line = f"gradient_accumulation_steps = {plan.accumulation}"
         text = re.sub(r"^(micro_batch_size_per_gpu =.*)$", rf"\1\n{line}", text, flags=re.MULTILINE)
-    sampling = _sampling(values.prompts, max(1, steps // 10), values.keys) if values.prompts else ""
+    sampling = _sampling(values.prompts, steps, values.keys) if values.prompts else ""
     return text.rstrip() + "\n" + sampling
 
 
@@ -101,7 +108,7 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
     changes = {
         "output_dir": (f"runs/{values.name}", ""),
         "dataset": (f"{values.name}_data.toml", ""),
-        "micro_batch_size_per_gpu": (plan.micro_batch, f"{plan.samples_per_step} samples per step in all"),
+        "micro_batch_size_per_gpu": (plan.micro_batch, _batch_comment(plan)),
         "activation_checkpointing": (plan.checkpointing, 'fast to small: false, "selective", true'),
         "model.diffusers_path": (values.model, ""),
         "model.t5_max_length": (values.t5_length, "tokens"),
@@ -110,6 +117,8 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
         changes["adapter.base_bits"] = (plan.base_bits, "of a frozen weight, so that the denoiser fits; 16 is exact")
     if plan.swap_blocks:
         changes["swap_blocks"] = (plan.swap_blocks, f"{format_bytes(plan.host)} of host memory")
+    if values.size is not None:
+        changes["model.size"] = (values.size, "so that it fits the memory of the GPU")
     if values.layers is not None:
         changes |= {f"model.shape.num_{part}": (values.layers, "few, for a CPU") for part in ("layers", "heads")}
     if kind.continues and "shift" in tomllib.loads(text)["model"]:
@@ -132,11 +141,17 @@ def _lengths(values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, 
         changes["max_steps"] = (steps, f"{steps / values.epoch_steps:,.0f} epochs")
     if "cooldown_steps" in keys:
         changes["cooldown_steps"] = (0.17, "decay to 0 over the last sixth")  # a share: max_steps may be edited
-    for key, share in (("save_every_n_steps", 4), ("checkpoint_every_n_steps", 4), ("warmup_steps", 10)):
-        limit = max(1, steps // share)
+    limits = {"save_every_n_steps": max(_EXPORT_STEPS, steps // 4), "checkpoint_every_n_steps": max(1, steps // 4)}
+    for key, limit in {**limits, "warmup_steps": max(1, steps // 10)}.items():
         if int(keys.get(key, 0)) > limit:
             changes[key] = (limit, "")
     return changes
+
+
+def _batch_comment(plan: MemoryPlan) -> str:
+    """Return how many samples a step has, and on how many GPUs."""
+    gpus = "" if plan.needed is None else f" on {plural(plan.processes, 'GPU')}"
+    return f"{plural(plan.samples_per_step, 'sample')} per step{gpus}"
 
 
 def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
@@ -147,16 +162,23 @@ def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
         if value is None:
             text = re.sub(rf"((^#.*\n)*^|^# ){name} =.*\n", "", text, flags=re.MULTILINE)
         elif key not in ("side_step", *_CLIP_KEYS) and (not table or table in tables):
-            text = re.sub(rf"(^#.*\n)*^# {name} =.*\n", "", text, flags=re.MULTILINE)
+            own = "" if key in _REASONED else "# "
+            text = re.sub(rf"(^#.*\n)*^{own}{name} =.*\n", "", text, flags=re.MULTILINE)
             text = _set(text, key, value, _COMMENTS.get(key, ""))
     return text
 
 
-def _sampling(prompts: tuple[str, ...], interval: int, keys: Mapping[str, Any]) -> str:
+def _sampling(prompts: tuple[str, ...], steps: int, keys: Mapping[str, Any]) -> str:
+    """Return the table of samples: after the first step, after 2% of the run, and then ten times."""
+    interval = max(1, steps // 10)
+    early = sorted(step for step in {1, max(1, steps // 50)} if step % interval)
     lines = "".join(f"    {_toml(prompt)},\n" for prompt in prompts)
     own = {name: keys.get(f"sampling.{name}") for name in ("steps", "guidance")}
     more = "".join(f"{name} = {value:g}\n" for name, value in own.items() if value is not None)
-    return f"\n# sample images during training\n[sampling]\nprompts = [\n{lines}]\nevery_n_steps = {interval}\n{more}"
+    schedule = f"at_steps = {early}\n" if early else ""
+    schedule += f"every_n_steps = {interval}\n"
+    head = "\n# sample images during training; no prompt is a training caption\n[sampling]\n"
+    return f"{head}prompts = [\n{lines}]\n{schedule}{more}"
 
 
 def _without_head(text: str) -> str:

@@ -44,9 +44,10 @@ def concluded(files: Any) -> Callable[..., dict[str, str]]:
 def test_a_cpu_run_has_no_line_about_gpus(files: Any, concluded: Callable[..., dict[str, str]]) -> None:
     lines = concluded(Target(on_cpu=True))
     assert "GPU memory" not in lines
-    assert re.fullmatch(
-        r"about .* of training steps on \d+ CPU cores, at an assumed 20 GFLOP/s per core", lines["time"]
-    )
+    time = r".* s to .* s of training steps on \d+ CPU cores \(4 to 60 GFLOP/s per core; not measured\)"
+    assert re.fullmatch(time, lines["time"])
+    measured = concluded(Target(on_cpu=True, cpu_speed=1e9))["time"]
+    assert re.fullmatch(r"about .* of training steps on \d+ CPU cores, by a few steps timed here", measured)
     assert lines["device"].startswith("CPU: no GPU is visible; --gpu-memory GIB or --processes N")
     loaded = files.load(model=PRETRAIN)
     estimate = check.run(loaded)
@@ -78,7 +79,10 @@ def test_the_duration_is_known_for_measured_gpus(concluded: Callable[..., dict[s
     text = concluded(Target(Gpu("NVIDIA H200")), top="max_steps = 100000")["time"]
     # 4 blocks of 9 ms each: a small model is limited by the launches of its kernels
     assert text == ("about 1 h of training steps on 1 x NVIDIA H200 (49% of its peak with fast blocks, measured)")
-    assert concluded(Target(Gpu("NVIDIA A100")))["time"].startswith("unknown: no speed was measured on this kind")
+    assert concluded(Target(Gpu("a GPU")))["time"].startswith("unknown: no speed was measured on this kind")
+    others = concluded(Target(Gpu("NVIDIA A100")), top="max_steps = 100000")["time"]
+    shares = r"\(10% to 50% of its peak: no speed was measured on this kind of GPU\)"
+    assert re.fullmatch(rf".* s to 1 h of training steps on 1 x NVIDIA A100 {shares}", others)
     real = concluded(Target(Gpu("NVIDIA H200")), world=2, model=f'{PRETRAIN}\ntext_tokens = "real"')["time"]
     assert real.startswith("at most ")
     assert real.endswith("several GPUs were not measured)")
