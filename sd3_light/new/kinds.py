@@ -39,9 +39,9 @@ class Kind:
     cpu: CpuScale | None = None
     continues: bool = False
     """Whether training starts from the weights of the model; otherwise it uses its text encoders and its VAE."""
-    has_concept: bool = False
-    """Whether the captions share the word that is learned."""
     t5_length: int = 256
+    shrunk: int = 1
+    """How many times smaller the batch is than that of the recipe."""
     smaller_size: str | None = None
     """Size of the denoiser where the recipe's does not fit."""
     pads_for_others: bool = False
@@ -55,7 +55,8 @@ class Kind:
         batch = self.batch
         while batch > 1 and not _is_fair(batch, buckets):
             batch //= 2
-        return replace(self, batch=batch, shortest=self.shortest * self.batch // batch)
+        shrunk = self.batch // batch
+        return replace(self, batch=batch, shrunk=shrunk, shortest=self.shortest * shrunk)
 
     def steps(self, epoch_steps: int, affordable: int | None = None) -> int:
         """Return the number of optimizer steps, from those of an epoch; at most ``affordable``."""
@@ -77,7 +78,6 @@ KINDS = {
         epochs=10,
         shortest=400,
         continues=True,
-        has_concept=True,
     ),
     "finetune": Kind(
         "all weights of SD3 or SD3.5, on thousands of images",

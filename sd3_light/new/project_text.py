@@ -12,6 +12,7 @@ from sd3_light.cost.amount import format_bytes
 from sd3_light.formats import plural
 from sd3_light.new.kinds import Kind
 from sd3_light.new.memory_plan import MemoryPlan
+from sd3_light.optim.power_function import ramped_decay
 from sd3_light.recipes import FOLDER
 
 _HEAD = """# Trains {description}.
@@ -27,6 +28,7 @@ _COMMENTS = {
     "model.flux_shift": "as in the model's scheduler, by its resolution",
     "model.text_max_length": "tokens",
     "model.text_tokens": 'as other programs pad prompts; "real" trains faster, and they then draw other images',
+    "model.dtype": "of the encoders",
     "model.guidance": "of the distilled denoiser, as is usual; not measured",
 }
 _REASONED = ("model.text_tokens",)  # the recipe's comments explain its value
@@ -92,7 +94,7 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
     text = re.sub(r"^eval_.*\n", "", text, flags=re.MULTILINE)  # a new project has no validation images
     text = _HEAD.format(description=kind.description.replace(_SD3, values.family), name=values.name) + text
-    for key, (value, comment) in {**_changes(kind, values, text), **_lengths(values, text, steps)}.items():
+    for key, (value, comment) in {**_changes(kind, values, text), **_lengths(kind, values, text, steps)}.items():
         text = _set(text, key, value, comment)
     text = _with_keys(text, values.keys)
     if plan.accumulation > 1:
@@ -108,7 +110,7 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
     changes = {
         "output_dir": (f"runs/{values.name}", ""),
         "dataset": (f"{values.name}_data.toml", ""),
-        "micro_batch_size_per_gpu": (plan.micro_batch, _batch_comment(plan)),
+        "micro_batch_size_per_gpu": (plan.micro_batch, _batch_comment(plan, kind.shrunk > 1)),
         "activation_checkpointing": (plan.checkpointing, 'fast to small: false, "selective", true'),
         "model.diffusers_path": (values.model, ""),
         "model.t5_max_length": (values.t5_length, "tokens"),
@@ -133,25 +135,32 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
     return changes
 
 
-def _lengths(values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, str]]:
-    """Return the number of steps, and the intervals of the recipe that are too long for it."""
+def _lengths(kind: Kind, values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, str]]:
+    """Return the number of steps, and the intervals of the recipe by it: smaller batches have more steps."""
     keys = _keys(text)
     changes: dict[str, tuple[Any, str]] = {}
     if "max_steps" in keys:
         changes["max_steps"] = (steps, f"{steps / values.epoch_steps:,.0f} epochs")
-    if "cooldown_steps" in keys:
+    if keys.get("cooldown_steps", 0) > 1:
         changes["cooldown_steps"] = (0.17, "decay to 0 over the last sixth")  # a share: max_steps may be edited
     limits = {"save_every_n_steps": max(_EXPORT_STEPS, steps // 4), "checkpoint_every_n_steps": max(1, steps // 4)}
     for key, limit in {**limits, "warmup_steps": max(1, steps // 10)}.items():
-        if int(keys.get(key, 0)) > limit:
-            changes[key] = (limit, "")
+        if key in keys:
+            changes[key] = (min(kind.shrunk * int(keys[key]), limit), "")
+    ema = tomllib.loads(text)["ema"]
+    wanted = ema["decay"] ** (1 / kind.shrunk)
+    decay = round(min(wanted, ramped_decay(steps, ema["update_every"], wanted)), 4)
+    if decay != ema["decay"] and values.plan.averages:
+        covered = min(steps, round(ema["update_every"] / (1 - decay)))
+        changes["ema.decay"] = (decay, f"the average covers about the last {plural(covered, 'step')}")
     return changes
 
 
-def _batch_comment(plan: MemoryPlan) -> str:
+def _batch_comment(plan: MemoryPlan, is_shrunk: bool) -> str:
     """Return how many samples a step has, and on how many GPUs."""
     gpus = "" if plan.needed is None else f" on {plural(plan.processes, 'GPU')}"
-    return f"{plural(plan.samples_per_step, 'sample')} per step{gpus}"
+    reason = "; more would repeat images of small buckets" if is_shrunk else ""
+    return f"{plural(plan.samples_per_step, 'sample')} per step{gpus}{reason}"
 
 
 def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
@@ -197,11 +206,16 @@ def _keys(text: str) -> dict[str, Any]:
 
 
 def _set(text: str, key: str, value: Any, comment: str = "") -> str:
-    """Return ``text`` with another value of a key, or with the key added to its table; `table.key` names a table."""
+    """Return ``text`` with another value of a key, or with the key added to its table; `table.key` names a table.
+
+    Without a ``comment`` that of the line stays.
+    """
     table, _, name = key.rpartition(".")
     head, header, rest = text.partition(f"\n[{table}]\n") if table else ("", "", text)
     body, tail = re.match(r"(.*?)((?:^\[.*)?)\Z", rest, re.DOTALL | re.MULTILINE).groups()  # type: ignore[union-attr]
     line = f"{name} = {_toml(value)}"
+    old = re.search(rf"^{name} = [^#\n]*# (.*)$", body, re.MULTILINE)
+    comment = comment or (old[1] if old else "")
     line = f"{line:<31} # {comment}" if comment else line
     changed, count = re.subn(rf"^{name} =.*$", lambda _: line, body, count=1, flags=re.MULTILINE)
     if not count:

@@ -68,7 +68,7 @@ def find_concept(captions: Sequence[str]) -> str:
         spelled = phrases | spelled  # the first spelling
     needed = max(2, _SHARE * len(captions))
     shared = [phrase for phrase, count in found.items() if count >= needed and _is_telling(phrase)]
-    best = max(shared, key=lambda phrase: (len(phrase), found[phrase]), default=())
+    best = max(shared, key=lambda phrase: (found[phrase], len(phrase)), default=())
     return spelled[best] if best else ""
 
 

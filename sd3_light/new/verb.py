@@ -33,6 +33,7 @@ __all__ = ["KINDS", "NewProject", "run"]
 
 _STAND_IN = ("a prompt",)
 _FEWEST = 100  # steps on a CPU, however slow it is
+_MOST_EPOCHS = 200  # of pretraining
 _SMALLEST = 64  # a resolution that every model accepts
 _LENGTH = "model.t5_max_length"
 
@@ -139,7 +140,7 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
     family = family_of_folder(model)
     keys = dict(family.recipe(model))
     if kind.pads_for_others and not (model / JUDGE).is_dir():
-        keys["model.text_tokens"] = "padded"
+        keys |= {"model.text_tokens": "padded", "model.dtype": "bfloat16"}
     values = replace(first, keys=keys, family=family.title, prompts=_STAND_IN)  # sampling takes memory too
     values = _fitted(values, model, kind, resolution)
     loaded, estimate = _estimated(kind, values, folder)
@@ -151,7 +152,7 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
         plan = plan_memory(estimate, loaded.train, kind, gpus)
     speed = None if gpus else check.cpu_speed(loaded, (), estimate, plan.micro_batch)
     epoch_steps = sum(math.ceil(row.samples / plan.samples_per_step) for row in estimate.data.rows)
-    prompts = sample_prompts(estimate.data.captions, kind.has_concept)
+    prompts = sample_prompts(estimate.data.captions, kind.continues)
     values = replace(values, plan=plan, epoch_steps=epoch_steps, prompts=prompts)
     project = _Fitted(kind, values, family, estimate, speed)
     if gpus or kind.cpu is None:
@@ -200,11 +201,17 @@ def _notes(project: _Fitted) -> Iterator[str]:
     if kind.continues:
         title = project.family.title
         yield f"prior preservation: available for {title}; add a [[directory]] of class images (docs/finetune.md)"
-        yield f"text encoders: not trained for {title}, as the cache holds their outputs; captions and rank do more"
+        yield f"text encoders: not trained for {title}, because the cache holds their outputs"
     if plan.samples_per_step > kind.batch:
         yield (
             f"{plural(plan.processes, 'GPU')} train {plan.samples_per_step} samples per step, and images of small "
             "buckets are repeated to fill them: train on fewer GPUs, or give more images of these shapes"
+        )
+    epochs = project.steps / project.values.epoch_steps
+    if kind.smaller_size is not None and epochs > _MOST_EPOCHS:
+        yield (
+            f"warning: {data.samples:,} images are too few for random weights of this size, which see each of them "
+            f"{epochs:,.0f} times; give more images, or continue a model with `new finetune`"
         )
     if not kind.continues and (sentence := short_captions(data.captions, project.values.resolution)):
         yield f"warning: {sentence}"
