@@ -157,7 +157,7 @@ def _lengths(kind: Kind, values: TextValues, text: str, steps: int) -> dict[str,
 
 
 def _batch_comment(plan: MemoryPlan, is_shrunk: bool) -> str:
-    """Return how many samples a step has, and on how many GPUs."""
+    """Return the samples per step, the GPUs that share them, and why they are few."""
     gpus = "" if plan.needed is None else f" on {plural(plan.processes, 'GPU')}"
     reason = "; more would repeat images of small buckets" if is_shrunk else ""
     return f"{plural(plan.samples_per_step, 'sample')} per step{gpus}{reason}"

@@ -12,7 +12,7 @@ _LONGEST = 4  # words of the concept
 _COUNT = 4  # prompts without a concept
 _COMMON = re.compile(
     r"an?|the|of|in|on|at|with|and|or|to|by|for|from|is|are|its|his|her|this|that|some|one|two|three|four|"
-    r"photo|photograph|picture|image|drawing|painting|illustration|icon"
+    r"photo|photograph|pic\w+|image|drawing|painting|illustration|icon"
 )
 _CHINESE = re.compile(r"[\u3400-\u9fff]")
 _WORD = re.compile(r"[\u3400-\u9fff]|[^\W_\u3400-\u9fff]+(?:[-'][^\W_\u3400-\u9fff]+)*")
@@ -73,7 +73,7 @@ def find_concept(captions: Sequence[str]) -> str:
 
 
 def _is_telling(phrase: tuple[str, ...]) -> bool:
-    """Return whether a phrase begins and ends with a word of its own; a single Chinese character says too little."""
+    """Return whether a phrase begins and ends with words that are not common; one Chinese character says too little."""
     is_short = len(phrase) == 1 and bool(_CHINESE.match(phrase[0]))
     return not (is_short or any(_COMMON.fullmatch(word) for word in (phrase[0], phrase[-1])))
 
