@@ -4,35 +4,42 @@
 
 FOLDER has diffusers' scripts of `examples/dreambooth`, as they are published (`train_dreambooth_lora_sd3.py`,
 `train_dreambooth_sd3.py`, ...; the reader downloads them); they need their version of diffusers, and torchvision. The
-model is that of `real_size.py`: SD3.5 medium's shape, random weights, 20 images of 1024 px; with a row of another
-family that of `real_families.py`. Both sides train the same layers at the same resolution, batch, rank, text length and
+model and the 20 images of 1024 px are those of `real_size.py`: SD3.5 medium's or another family's shape, random
+weights. Both sides train the same layers at the same resolution, batch, rank, text length and
 dtype, from latents and texts that were encoded before (`train_dreambooth_sd3.py` encodes images in every step), without
-validation and averages. Each row runs the script, then `sd3-light train`; a time is the median of the steps after the
-first third. On a GPU our blocks are compiled, as in a run of usual length; the time to the first step contains that.
-Memory is PyTorch's peak of allocated bytes. Prints a table and writes OUT/peers.json.
+validation and averages. Each row runs the script, then `sd3-light train`; both end after their last timed step, without
+an export. A time is the median of the steps after the first third; `idle` is the share of our time in which the GPU
+waits for the next step. On a GPU our blocks are compiled, as in a run of usual length; the time to the first step
+contains that. Memory is PyTorch's peak of allocated bytes. Scripts are unchanged but for one cast: that for SD3's LoRA
+gives pixels in bf16 to a VAE in float32 where it caches latents, and stops there. Prints a table and writes
+OUT/peers.json.
 """
 
 import argparse
 import json
 import os
 import runpy
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from real_size import GIB, MEDIUM, PROMPT, ROOT, TOY, make_model, write_images
+from real_families import Model, write_model
+from real_size import GIB, PROMPT, ROOT, captions, write_images
 
 from sd3_light.runlog import read_log
 
 LORA = ("--rank", "16", "--lora_alpha", "16")
 SD3_TEXT = ("--max_sequence_length", "256")
+FLUX_FLAGS = (*LORA, "--max_sequence_length", "512", "--guidance_scale", "1")
 ATTENTION = ("to_k", "to_q", "to_v", "to_out.0")
 BOTH_STREAMS = (*(f"attn.{name}" for name in ATTENTION), "attn.add_[kqv]_proj", "attn.to_add_out")
 FLUX_LAYERS = (*BOTH_STREAMS, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
@@ -65,7 +72,7 @@ ROWS = {
         keys={"activation_checkpointing": True},
     ),
     "all-512-4": Row("train_dreambooth_sd3.py", 512, 4, targets=(), flags=SD3_TEXT),
-    "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS),
+    "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS, FLUX_FLAGS),
     "qwen-1024-1": Row("train_dreambooth_lora_qwen_image.py", 1024, 1, "qwen_image", ATTENTION),
     "z-image-1024-1": Row("train_dreambooth_lora_z_image.py", 1024, 1, "z_image", ATTENTION),
 }
@@ -73,11 +80,11 @@ TRAIN = """
 output_dir = "{work}/runs/{name}"
 dataset = "{work}/{name}_data.toml"
 seed = 1
-max_steps = {steps}
+max_steps = {last}
 micro_batch_size_per_gpu = {batch}
 logging_steps = {logging}
 gradient_clipping = 1.0
-checkpoint_every_n_steps = {steps}
+checkpoint_every_n_steps = {last}
 {keys}
 [model]
 diffusers_path = "{model}"
@@ -112,22 +119,32 @@ class Side:
     seconds: float | None = None
     gib: float | None = None
     first_step: float | None = None
+    idle: float | None = None
     failure: str = ""
 
 
 # --- the script, in another process --------------------------------------------------------
 
 
-def run_script(script: str, results: Path, arguments: list[str]) -> None:
-    """Run a script as it is; record when its progress bar moves."""
+class Enough(Exception):
+    """The last timed step is done."""
+
+
+def run_script(script: str, results: Path, steps: int, arguments: list[str]) -> None:
+    """Run a script as it is; record when its progress bar moves, and end it after so many steps."""
+    from diffusers import AutoencoderKL
     from tqdm.auto import tqdm
 
+    encode = AutoencoderKL.encode
+    AutoencoderKL.encode = lambda vae, pixels, *rest, **more: encode(vae, pixels.to(vae.dtype), *rest, **more)
     times: list[float] = []
     update = tqdm.update
 
     def recorded(bar: Any, n: float | None = 1) -> Any:
         if bar.desc == "Steps":
             times.append(time.perf_counter())
+        if len(times) == steps:
+            raise Enough
         return update(bar, n)
 
     tqdm.update = recorded
@@ -135,6 +152,8 @@ def run_script(script: str, results: Path, arguments: list[str]) -> None:
     sys.argv = [script, *arguments]
     try:
         runpy.run_path(script, run_name="__main__")
+    except Enough:
+        pass
     finally:
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         content = {"started": started, "times": times, "peak": peak}
@@ -147,8 +166,8 @@ def peer(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
     arguments = [
         "--pretrained_model_name_or_path", str(work / "model"), "--instance_data_dir", str(work / "only_images"),
         "--instance_prompt", PROMPT, "--output_dir", str(work / f"{name}_peer"), "--resolution", str(row.resolution),
-        "--train_batch_size", str(row.batch), "--max_train_steps", str(args.steps), "--mixed_precision", "bf16",
-        "--learning_rate", "1e-4", "--lr_scheduler", "constant", "--lr_warmup_steps", "0", "--report_to", "none",
+        "--train_batch_size", str(row.batch), "--max_train_steps", str(2 * args.steps), "--mixed_precision", "bf16",
+        "--learning_rate", "1e-4", "--lr_scheduler", "constant", "--lr_warmup_steps", "0", "--report_to", "tensorboard",
         "--checkpointing_steps", str(10 * args.steps), "--seed", "0", "--gradient_accumulation_steps", "1",
         "--cache_latents", "--allow_tf32", "--skip_final_inference", *row.flags,
     ]  # fmt: skip
@@ -156,7 +175,7 @@ def peer(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
     if not script.is_file():
         return Side(failure=f"there is no {row.script} in {args.scripts}")
     arguments = known_flags(arguments, script.read_text(encoding="utf-8"))
-    command = [sys.executable, __file__, "--script", str(script), str(results), "--", *arguments]
+    command = [sys.executable, __file__, "--script", str(script), str(results), str(args.steps), *arguments]
     _run(command, out / f"{name}_peer.txt", args.timeout)
     if not results.is_file():
         return Side(failure="it did not end; see its output")
@@ -181,16 +200,17 @@ def ours(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
     settings = {**row.keys, **({"compile": True} if torch.cuda.is_available() else {})}
     keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
     steps = args.ours_steps
+    logging = max(1, min(5, steps // 6))
     adapter = ADAPTER.format(targets=json.dumps(row.targets)) if row.targets else ""
     text = TRAIN.format(
         work=work,
         name=name,
-        steps=steps,
+        last=100 * steps,
         batch=row.batch,
         keys=keys,
         model=work / "model",
         adapter=adapter,
-        logging=max(1, min(5, steps // 6)),
+        logging=logging,
     )
     toml = work / f"{name}.toml"
     toml.write_text(text, encoding="utf-8")
@@ -200,18 +220,23 @@ def ours(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
     _run([*command, "cache", str(toml)], out / f"{name}_cache.txt", args.timeout)
     started = time.time()
     overrides = [word for setting in args.set for word in ("--set", setting)]
-    _run([*command, "train", str(toml), *overrides], out / f"{name}_ours.txt", args.timeout)
     log = work / "runs" / name / "log.jsonl"
-    events = [event for event in read_log(log) if event["event"] == "step"] if log.is_file() else []
+    words = [*command, "train", str(toml), *overrides]
+    _run(words, out / f"{name}_ours.txt", args.timeout, lambda: len(steps_of(log)) * logging >= steps)
+    events = steps_of(log)
     if not events:
         return Side(failure="no step was logged; see its output")
     times = [(event["step"], event["time"]) for event in events]
     warm = [pair for pair in times if pair[0] > steps // 3]
     spans = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairwise(warm)]
     peak = max(event.get("gpu_memory_gib", 0.0) for event in events)
-    idle = [event["data_wait"] for event in events if "data_wait" in event and event["step"] > steps // 3]
-    print(f"{name}: idle {statistics.median(idle) if idle else 'unknown'}", flush=True)
-    return Side(round(statistics.median(spans), 4), round(peak, 2), round(times[0][1] - started, 1))
+    idle = round(statistics.median(event.get("data_wait", 0.0) for event in events[len(events) // 3 :]), 4)
+    return Side(round(statistics.median(spans), 4), round(peak, 2), round(times[0][1] - started, 1), idle)
+
+
+def steps_of(log: Path) -> list[dict[str, Any]]:
+    """Return the steps that a run has logged so far."""
+    return [event for event in read_log(log) if event["event"] == "step"] if log.is_file() else []
 
 
 def _side(times: list[float], started: float, gib: float, steps: int) -> Side:
@@ -222,16 +247,20 @@ def _side(times: list[float], started: float, gib: float, steps: int) -> Side:
     return Side(round(statistics.median(spans), 4), round(gib, 2), round(times[0] - started, 1))
 
 
-def _run(command: list[str], output: Path, timeout: int) -> None:
+def _run(command: list[str], output: Path, timeout: int, done: Callable[[], bool] = lambda: False) -> None:
+    """Run a command until it ends, the time is over, or ``done`` is true."""
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "COLUMNS": "160"}
+    end = time.monotonic() + timeout
     with output.open("wb") as file:
-        try:
-            subprocess.run(
-                command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=timeout, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            file.write(f"{error}\n".encode())
+        process = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+        while process.poll() is None and not done() and time.monotonic() < end:
+            time.sleep(0.2)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -240,7 +269,7 @@ def _run(command: list[str], output: Path, timeout: int) -> None:
 def main() -> None:
     """Run the benchmark."""
     if sys.argv[1:2] == ["--script"]:
-        run_script(sys.argv[2], Path(sys.argv[3]), sys.argv[5:])
+        run_script(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the results")
@@ -256,19 +285,21 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     args.out, args.scripts = args.out.absolute(), args.scripts.absolute()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shape = TOY if args.toy else MEDIUM
+    side = 128 if args.toy else 1024
     table: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "rows": {}}
     for family in dict.fromkeys(ROWS[name].family for name in args.row):
         with tempfile.TemporaryDirectory() as temporary:
             work = Path(temporary)
-            write_images(work / "images", shape.side)
+            write_images(work / "images", side)
             (work / "only_images").mkdir()
             for image in (work / "images").glob("*.jpg"):
                 (work / "only_images" / image.name).hardlink_to(image)
-            table[f"parameters of {family}"] = make_model(family, work / "model", shape, device)
+            table[f"parameters of {family}"] = write_model(
+                Model(family, toy=args.toy), work / "model", [*captions(), PROMPT], device
+            )
             torch.cuda.empty_cache()
             for name in (name for name in args.row if ROWS[name].family == family):
-                row = replace(ROWS[name], resolution=min(ROWS[name].resolution, shape.side))
+                row = replace(ROWS[name], resolution=min(ROWS[name].resolution, side))
                 theirs = Side() if args.only == "ours" else peer(name, row, work, args.out, args)
                 own = Side() if args.only == "peer" else ours(name, row, work, args.out, args)
                 ratio = round(theirs.seconds / own.seconds, 2) if theirs.seconds and own.seconds else None

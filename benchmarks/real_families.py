@@ -31,6 +31,7 @@ Entries = dict[str, Any]
 _T5 = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 2, "num_heads": 64}
 _T5_DEEP = {"num_layers": 24, "vocab_size": 32128}
 _CLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "num_hidden_layers": 2}
+_CLIP |= {"max_position_embeddings": _CLIP_TOKENS}
 _QWEN3 = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 2, "num_attention_heads": 32}
 _QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128}
 _QWEN3_DEEP = {"num_hidden_layers": 36, "vocab_size": 151936}
@@ -53,13 +54,17 @@ _FLUX = {"attention_head_dim": 128, "num_attention_heads": 24, "axes_dims_rope":
 
 @dataclass(frozen=True)
 class Family:
-    """The published shape of a stock family: entries of configs by part. ``deep``: those of encoders of real depth."""
+    """The published shape of a stock family: entries of configs by part. ``deep``: those of encoders of real depth.
+
+    ``tokens`` are the lengths of tokenizers by part, where those of the tiny pipeline are smaller.
+    """
 
     name: str
     denoiser: Entries
     vae: Entries
     encoders: dict[str, Entries]
     deep: dict[str, Entries] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ STOCK = {
             {**_LEVELS, "latent_channels": 16},
             {"text_encoder": _CLIP, "text_encoder_2": _T5},
             {"text_encoder": {"num_hidden_layers": 12, "vocab_size": 49408}, "text_encoder_2": _T5_DEEP},
+            {"tokenizer": _CLIP_TOKENS, "tokenizer_2": _T5_TOKENS},
         ),
         Family(
             "flux2",
@@ -131,6 +137,7 @@ STOCK = {
             _VIDEO_VAE,
             {"text_encoder": _T5},
             {"text_encoder": {"num_layers": 24, "vocab_size": 256384}},
+            {"tokenizer": _T5_TOKENS},
         ),
     )
 }
@@ -265,6 +272,8 @@ def _write_stock(model: Model, folder: Path, device: torch.device) -> int:
             with torch.device("meta"):
                 encoder = type(encoder)(_config(encoder.config, merged(entries, deep)))
         parts[name] = encoder
+    for name, tokens in ({} if model.toy else real.tokens).items():
+        getattr(tiny, name).model_max_length = tokens
     tiny.save_pretrained(folder)  # tokenizers, scheduler and model_index.json; the other parts are replaced
     for name, part in parts.items():
         for file in (folder / name).iterdir():

@@ -2,9 +2,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from tests import warm
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "real_size.py"
 SHORT = ("--journey", "train lora", "sample", "--images", "4", "--minutes", "30")
@@ -13,8 +14,8 @@ Row = dict[str, Any]
 
 
 def bench(family: str, out: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    """Run the benchmark, one journey at a time."""
-    command = [sys.executable, str(SCRIPT), family, str(out), "--lanes", "1", *words]
+    """Run the benchmark, one journey at a time; CUDA cannot start in a fork of the tests' server."""
+    command = [warm.REAL_PYTHON, str(SCRIPT), family, str(out), "--lanes", "1", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -6,9 +6,12 @@ from sd3_light.core.cost import Cost, Layout
 LAUNCH_BOUND_FLOPS = 1e12
 """FLOPs per block and micro-batch up to which a step is bound by launches: an H200 needs 2 to 3 ms for them, and the
 host 8 ms to queue the kernels of a block (docs/LOG.md). Larger steps gain little, and graphs need memory."""
-ADAPTER_FLOPS = 3e12
-"""The same of an adapter's blocks, which have more and smaller products: compiled, the host queues one in 5.7 ms, and
-an H200 computes 1.2e12 in 2.5 ms (docs/LOG.md)."""
+STOCK_FLOPS = 3e12
+"""The same of stock blocks, compiled or not, which have more kernels: the host queues a compiled one of an adapter in
+5.7 ms and one of all weights in 6.7 ms, and an H200 computes 1.2e12 in 2.5 and 5.1 ms (docs/LOG.md)."""
+RECOMPUTED_FLOPS = 6e12
+"""The same if blocks are computed again in the backward pass: the host queues one in 17 ms, and an H200 computes 5.6e12
+in 15.7 ms (docs/LOG.md)."""
 REAL_TEXT_FLOPS = 5e12
 """The same with real text: these are the FLOPs of the longest captions, a multiple of those of a usual batch."""
 MAX_GRAPHS = 16
@@ -36,13 +39,15 @@ def why_no_graphs(config: TrainConfig, cost: Cost, flops: float, layout: Layout)
         return "blocks are swapped"
     if config.gradient_release:
         return "gradient_release = true"
-    if config.cuda_graphs == "auto" and flops > _launch_bound(config) * cost.num_blocks:
+    if config.cuda_graphs == "auto" and flops > _launch_bound(config, cost, layout) * cost.num_blocks:
         return "its kernels take longer than their launches"
     return None
 
 
-def _launch_bound(config: TrainConfig) -> float:
+def _launch_bound(config: TrainConfig, cost: Cost, layout: Layout) -> float:
     """Return the FLOPs per block up to which a run is bound by launches."""
     if config.model.text_tokens == "real":
         return REAL_TEXT_FLOPS
-    return LAUNCH_BOUND_FLOPS if config.adapter is None else ADAPTER_FLOPS
+    if cost.why_stock(config, layout) is None:
+        return LAUNCH_BOUND_FLOPS
+    return RECOMPUTED_FLOPS if config.activation_checkpointing else STOCK_FLOPS

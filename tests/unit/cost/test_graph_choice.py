@@ -48,13 +48,19 @@ def test_real_text_is_judged_by_its_longest_captions() -> None:
     assert why_no_graphs(real, DEMO, 6e12 * DEMO.num_blocks, Layout()) == "its kernels take longer than their launches"
 
 
-def test_adapters_are_recorded_up_to_larger_steps() -> None:
-    """A LoRA on SD3.5 medium gains at 512 px with batch 4 and at 1024 px with batch 1, not at 1024 px with batch 4."""
+def test_stock_blocks_are_recorded_up_to_larger_steps() -> None:
+    """SD3.5 medium gains at 512 px with batch 4 and at 1024 px with batch 1; with batch 4 only if blocks run twice."""
     cost = SD3Cost(SIZES["sd3.5_medium"])
-    lora = config(adapter={"type": "lora", "rank": 16})
-    for tokens, batch in ((Tokens(1024, 333), 4), (Tokens(4096, 333), 1)):
-        assert why_no_graphs(lora, cost, flops(cost, tokens, batch), Layout()) is None
-    assert why_no_graphs(lora, cost, flops(cost, Tokens(4096, 333), 4), Layout()) is not None
+    lora = {"adapter": {"type": "lora", "rank": 16}}
+    large = flops(cost, Tokens(4096, 333), 4)
+    for keys in ({}, lora):
+        for tokens, batch in ((Tokens(1024, 333), 4), (Tokens(4096, 333), 1)):
+            assert why_no_graphs(config(**keys), cost, flops(cost, tokens, batch), Layout()) is None
+        assert why_no_graphs(config(**keys), cost, large, Layout()) == "its kernels take longer than their launches"
+        assert why_no_graphs(config(activation_checkpointing=True, **keys), cost, large, Layout()) is None
+    fast = SD3Cost(replace(SIZES["sd3.5_medium"], dual_attention_layers=()))
+    small = flops(fast, Tokens(1024, 333), 4)
+    assert why_no_graphs(config(), fast, small, Layout()) == "its kernels take longer than their launches"
 
 
 @pytest.mark.parametrize("cuda_graphs", ["auto", True])
