@@ -144,7 +144,8 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
     values = replace(first, keys=keys, family=family.title, prompts=_STAND_IN)  # sampling takes memory too
     values = _fitted(values, model, kind, resolution)
     loaded, estimate = _estimated(kind, values, folder)
-    kind = kind.with_fair_batch([row.samples for row in estimate.data.rows])
+    if kind.continues:
+        kind = kind.with_fair_batch([row.samples for row in estimate.data.rows])
     plan = plan_memory(estimate, loaded.train, kind, gpus)
     if kind.smaller_size is not None and not plan.is_roomy:
         values = replace(values, size=kind.smaller_size)
