@@ -131,7 +131,7 @@ class Enough(Exception):
 
 
 def run_script(script: str, results: Path, steps: int, arguments: list[str]) -> None:
-    """Run a script as it is; record when its progress bar moves, and end it after so many steps."""
+    """Run a script as it is; record when its progress bar moves, and end it after ``steps`` of them."""
     from diffusers import AutoencoderKL
     from tqdm.auto import tqdm
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -53,7 +54,8 @@ class MicroBatchGraphs:
 
     def __init__(self, run: RunPass, weights: Sequence[nn.Parameter], recorder: Recorder) -> None:
         self._run, self._weights, self._recorder = run, weights, recorder
-        self._gradients = [torch.zeros_like(weight) for weight in weights]
+        self._gradients: list[Tensor] = []  # those of the first pass
+        self._is_clear = True
         self._graphs: dict[Any, _Graph] = {}
         self._records = True
 
@@ -64,8 +66,10 @@ class MicroBatchGraphs:
 
     def clear_gradients(self) -> None:
         """Set the gradients to zero, in the memory that graphs add to."""
-        self._use(self._gradients)
-        torch._foreach_zero_(self._gradients)
+        self._use_gradients()
+        if self._gradients:
+            torch._foreach_zero_(self._gradients)
+        self._is_clear = True
 
     def run(self, batch: Batch, count: int) -> Numbers:
         """Queue forward and backward pass; the numbers are valid until the next call."""
@@ -76,17 +80,19 @@ class MicroBatchGraphs:
                 self._graphs[key] = graph
             self._records = graph is not None and len(self._graphs) < MAX_GRAPHS
         graph = self._graphs.get(key)
+        self._is_clear = False
         return self._run(batch, count) if graph is None else graph.run(batch)
 
     def _record(self, batch: Batch, count: int) -> "_Graph | None":
         assert all(isinstance(value, int) for value in batch.host.values()), "tensors on the host cannot be recorded"
-        device = self._gradients[0].device
+        device = self._weights[0].device
         try:
-            inputs = batch.map_tensors(lambda tensor: tensor.to(device, copy=True))
-            run = partial(self._run, inputs, count)
-            expected = self._warm_up(run)
-            graph = _Graph(inputs.tensors(), self._recorder.record(run))
-            is_right = self._agrees(graph.recording, expected)
+            with self._keeping_gradients():
+                inputs = batch.map_tensors(lambda tensor: tensor.to(device, copy=True))
+                run = partial(self._run, inputs, count)
+                expected = self._warm_up(run)
+                graph = _Graph(inputs.tensors(), self._recorder.record(run))
+                is_right = self._agrees(graph.recording, expected)
         except RuntimeError as error:  # also if the GPU's memory is full
             reason = str(error).partition("\n")[0]
             info(f"CUDA graphs: recording failed, so kernels are launched one by one ({reason})")
@@ -96,35 +102,45 @@ class MicroBatchGraphs:
             return None
         return graph
 
-    def _warm_up(self, run: Callable[[], Numbers]) -> tuple[Tensor, Tensor]:
-        """Run twice, the second time adding to gradients; return numbers and squared gradient norm of the first."""
-        self._use([None] * len(self._weights))
+    @contextmanager
+    def _keeping_gradients(self) -> Iterator[None]:
+        """Restore the gradients after the block: earlier micro-batches of the step may have added to them."""
+        earlier = [] if self._is_clear else [gradient.clone() for gradient in self._gradients]
         try:
-            with self._recorder.warming_up():
-                _, numbers = run()
-                gradients = [weight.grad for weight in self._weights if weight.grad is not None]
-                assert len(gradients) == len(self._weights), "no gradient reached some weights"
-                squares = sum_of_squares(gradients)
-                run()
+            yield
         finally:
-            self._use(self._gradients)
+            self._use_gradients()
+            if earlier:
+                torch._foreach_copy_(self._gradients, earlier)
+            elif self._gradients:
+                torch._foreach_zero_(self._gradients)
+
+    def _warm_up(self, run: Callable[[], Numbers]) -> tuple[Tensor, Tensor]:
+        """Run twice, the second time adding to gradients; return numbers and squared gradient norm of the first.
+
+        The very first pass makes the gradients that all graphs add to.
+        """
+        if self._gradients:
+            torch._foreach_zero_(self._gradients)
+        with self._recorder.warming_up():
+            _, numbers = run()
+            gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+            assert len(gradients) == len(self._weights), "no gradient reached some weights"
+            self._gradients = gradients
+            squares = sum_of_squares(gradients)
+            run()
         return numbers, squares
 
     def _agrees(self, recording: Recording, expected: tuple[Tensor, Tensor]) -> bool:
-        """Replay on zero gradients and compare with the warm-up; the gradients are restored."""
-        before = [gradient.clone() for gradient in self._gradients]
-        try:
-            torch._foreach_zero_(self._gradients)
-            _, numbers = recording.replay()
-            squares = sum_of_squares(self._gradients)
-            is_same = torch.allclose(numbers, expected[0], rtol=0, atol=0, equal_nan=True)
-            is_close = torch.allclose(squares, expected[1], rtol=2 * _NORM_TOLERANCE, atol=0, equal_nan=True)
-        finally:  # earlier micro-batches of the step have added to them
-            torch._foreach_copy_(self._gradients, before)
-        return is_same and is_close
+        """Replay on zero gradients and compare with the warm-up."""
+        torch._foreach_zero_(self._gradients)
+        _, numbers = recording.replay()
+        squares = sum_of_squares(self._gradients)
+        is_same = torch.allclose(numbers, expected[0], rtol=0, atol=0, equal_nan=True)
+        return is_same and torch.allclose(squares, expected[1], rtol=2 * _NORM_TOLERANCE, atol=0, equal_nan=True)
 
-    def _use(self, gradients: Sequence[Tensor | None]) -> None:
-        for weight, gradient in zip(self._weights, gradients, strict=True):
+    def _use_gradients(self) -> None:
+        for weight, gradient in zip_longest(self._weights, self._gradients):
             weight.grad = gradient
 
 

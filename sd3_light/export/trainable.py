@@ -39,13 +39,13 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
     denoiser, stored = weights.unread(start)
 
     def read(name: str) -> Tensor:
-        return stored[name].load().float()
+        return stored[name].load()
 
     swapped = _swapped_blocks(denoiser, config)
     quantize_base(denoiser, config.adapter.base_bits, device, read, tuple(swapped))
     stand_in = torch.zeros(())  # the adapter takes dtype and device of the weights below it
     assign_weights(denoiser, lambda _, weight: stand_in.expand(weight.shape) if weight.is_meta else weight)
-    put_adapter(denoiser, config.adapter, config.seed, read)
+    put_adapter(denoiser, config.adapter, config.seed, lambda name: read(name).float())
     # the processes of a pipeline hold only some of the layers on their devices
     dtype = frozen_dtype(config, device)
     resident = {name: weight for name, weight in stored.items() if not name.startswith(tuple(swapped))}

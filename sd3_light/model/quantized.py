@@ -30,7 +30,8 @@ def quantize_base(
 
     Blocks are modules in a list. Embeddings and the output layer, which are small and affect the image most, keep
     their dtype. Call this before adding the adapter, and train only the adapter afterwards. ``read`` returns the
-    weights of a model that has none yet. Weights whose names begin with one of ``hosted`` are then in host memory.
+    weights of a model that has none yet, in any dtype. Weights whose names begin with one of ``hosted`` are then in
+    host memory.
     """
     if bits == 16:
         return 0
@@ -49,7 +50,9 @@ def quantize_base(
         layer: Any = transformer.get_submodule(name)
         if read is not None:
             for own, _ in list(layer.named_parameters()):
-                setattr(layer, own, nn.Parameter(read(f"{name}.{own}")))
+                values = read(f"{name}.{own}")
+                values = values if bits == 8 and own == "weight" else values.float()
+                setattr(layer, own, nn.Parameter(values, requires_grad=False))
         place = device or layer.weight.device
         quantized: Any = Linear8(layer, place) if bits == 8 else _nf4(layer, place)
         if name.startswith(hosted):

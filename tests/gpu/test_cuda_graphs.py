@@ -1,6 +1,6 @@
 """Steps that replay CUDA graphs compute the same bits as steps that launch their kernels one by one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,10 +43,17 @@ def make(tmp_path: Path, request: Any) -> Make:
     return lambda graphs: _engine(tmp_path, fast, graphs, keys, model)
 
 
-def _engine(folder: Path, fast: bool, graphs: bool, keys: dict[str, Any], model: dict[str, Any]) -> TorchEngine:
+def _engine(
+    folder: Path,
+    fast: bool,
+    graphs: bool,
+    keys: dict[str, Any],
+    model: dict[str, Any],
+    shape: Mapping[str, Any] = SIZES["tiny2"].transformer_config(),
+) -> TorchEngine:
     table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 10, "model": {**MODEL, **model}, **keys}
     config = TrainConfig.model_validate(table, context={"base": folder})
-    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    transformer = new_transformer(shape, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # without zero weights, so that every weight trains
         for parameter in transformer.parameters():
@@ -194,3 +201,15 @@ def test_memory_does_not_grow_with_steps_or_shapes(tmp_path: Path) -> None:
     before = torch.cuda.memory_reserved()
     train(engine, averages, 6, 40)
     assert torch.cuda.memory_reserved() <= before + (4 << 20)
+
+
+def test_gradients_exist_once(tmp_path: Path) -> None:
+    """Weights, two moments and one set of gradients; a small batch needs little beside them."""
+    keys = {"activation_checkpointing": True}
+    engine = _engine(tmp_path, False, True, keys, {}, {**SIZES["tiny2"].transformer_config(), "num_layers": 100})
+    weights = sum(weight.nbytes for weight in engine.module.parameters())
+    torch.cuda.reset_peak_memory_stats(CUDA)
+    before = torch.cuda.memory_allocated(CUDA) - weights
+    for seed in (0, 3):
+        engine.train_step([batch(seed, SIDES[0])], 1e-3).read()
+    assert torch.cuda.max_memory_allocated(CUDA) - before < 4 * weights + (128 << 20)

@@ -108,6 +108,25 @@ def test_steps_are_the_same_as_without_graphs(make: Make, tmp_path: Path) -> Non
     assert sum(recording.replays for recording in recorder.recordings) == 2 * 6 + 4
 
 
+def test_a_recording_needs_no_second_gradients(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of all weights are gigabytes; only those of earlier micro-batches of a step are copied."""
+    copies = []
+    clone = torch.Tensor.clone
+    monkeypatch.setattr(torch.Tensor, "clone", lambda tensor, **keys: copies.append(tensor) or clone(tensor, **keys))
+    engine, recorder = make()
+    addresses = []
+    for size, micro_batches in ((8, 1), (12, 1), (8, 2)):
+        engine.train_step(line_batch(0, size).split(micro_batches), 1e-2)
+        gradients = [weight.grad for weight in engine.module.denoiser.parameters()]
+        addresses.append([gradient.data_ptr() for gradient in gradients])
+        assert not any(tensor is gradient for tensor in copies for gradient in gradients)
+    assert addresses[0] == addresses[1] == addresses[2]
+    assert len(recorder.recordings) == 3
+    some = line_batch(0, 8).with_values({"mask": torch.ones(8)})
+    engine.train_step([line_batch(0, 8), some], 1e-2)
+    assert any(tensor is gradient for tensor in copies for gradient in gradients)
+
+
 def test_steps_of_other_numbers_of_micro_batches_have_their_own_graphs(make: Make, tmp_path: Path) -> None:
     """A gradient is divided by the number, which is a constant of the graph."""
     expected, (engine, _) = plain(tmp_path), make()
