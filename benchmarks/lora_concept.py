@@ -1,129 +1,291 @@
-"""Teaches the demo model an unknown word with a LoRA, and measures what it learns and what it loses.
+"""Does a LoRA from 20 images learn a word, or its captions? A sweep of learning rate, rank and steps, with seeds.
 
-    python benchmarks/lora_concept.py [--out FOLDER] [--steps 150] [--images 20] [--prompts 96] [--set KEY=VALUE]
+    python benchmarks/lora_concept.py FOLDER [--lr 1e-4 2e-4 ...] [--rank 4 16 ...] [--steps 200 400 ...] [--batch 4]
+                                      [--seeds 1 2 3] [--minutes 25] [--set KEY=VALUE ...] [--toy]
+    python benchmarks/lora_concept.py FOLDER --show [OTHER.jsonl ...]
 
-The word is `zorb`: a combination of colour and shape that the model has never seen. Training follows
-`recipes/lora.toml` with the values of `DEMO_KEYS`, on a few captioned images (one or several zorbs on each background).
-Both scores are composition scores, of the base and of the base with the LoRA loaded by stock diffusers:
+The demo's base learns "zorb", a word it never saw for a pair of colour and shape it never drew, with
+`recipes/lora.toml` and the values of `DEMO_KEYS`. The 20 images show one or two large zorbs on two of the four
+backgrounds. The exact judge of the world counts the images in which everything is right, for prompts of these groups:
 
-    concept   prompts with the word: the captions of the training images; chance is 1 in 49 pairs of colour and shape
-    rest      the demo's held-out prompts, which never contain the word
+    captions      the captions of the images: memorising is enough
+    backgrounds   one or two zorbs on the other backgrounds
+    sizes         a small zorb
+    counts        three or four zorbs
+    beside        a zorb left of, right of, above or below another object
+    rest          the demo's held-out prompts, without the word: what the model forgets
 
-Prints one JSON line: both scores before and after, and the seconds of training and in total. Measured with the defaults
-on two shared CPU cores, three seeds: concept 0.00 before and 1.00 after, rest 1.00 before and 0.96 to 0.98 after (0.92
-with a constant learning rate), two minutes of training and export, a file of 135 KB. With earlier defaults, rank 16 and
-twice the learning rate, the rest fell to 0.90; with alpha 4 the concept reached only 0.84, and the rest 0.99.
+`word` is the mean of the four groups between `captions` and `rest`. A cell is one learning rate, rank, number of steps,
+batch and seed; the seed also draws the images. Alpha is the rank. A finished cell is a line of FOLDER/results.jsonl and
+is skipped the next time, unless the recipe or `--set` changed; several processes may share a folder. After `--minutes`
+no cell begins. The table of all cells, also those of OTHER files, is printed and written to FOLDER/table.md: means over
+seeds, the best `word` less what is forgotten first. `--toy` shows on a CPU that it works.
 """
 
 import argparse
+import hashlib
+import itertools
 import json
-import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import torch
+from world_runs import judged, start_judges
 
 from sd3_light.assets import DEMO
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.engines import Launch
-from sd3_light.evaluate.composition import ScoreOptions, score
-from sd3_light.export.lora_file import diffusers_tensors
-from sd3_light.export.lora_stack import Lora, add_loras
-from sd3_light.export.open_pipeline import open_pipeline
-from sd3_light.journeys import cache_then_train
+from sd3_light.journeys import build_caches
 from sd3_light.randomness import stream
-from sd3_light.recipes import FOLDER
+from sd3_light.recipes import FOLDER as RECIPES
+from sd3_light.sample.in_training import Sampler
+from sd3_light.sample.loop import Denoise
+from sd3_light.train import verb as train
 from sd3_light.world import Prompt, draw_prompts, render_scene, scene_captions
-from sd3_light.world.scene import BACKGROUNDS, OBJECT_SIZES, Item, Scene
+from sd3_light.world.scene import ALL_PAIRS, BACKGROUNDS, RELATIONS, Item, Scene, pick
 
 WORD = "zorb"
-COLOUR, SHAPE = "red", "triangle"
-GUIDANCE = 2.0
+COLOUR = "red"
+SHAPE = "triangle"
+GROUNDS = ("white", "grey")  # of the training images
+IMAGES = 20
+RESULTS = "results.jsonl"
+WORD_GROUPS = ("backgrounds", "sizes", "counts", "beside")
+GROUPS = ("captions", *WORD_GROUPS, "rest")
 DEMO_KEYS = (
     "model.t5_max_length=16",
     'model.dtype="float32"',
     "model.shift=1.0",
-    "model.enable_uncond_text_dropout=true",
     "num_dataloader_workers=0",
     "activation_checkpointing=false",
-    "micro_batch_size_per_gpu=16",
-    "optimizer.lr=5e-4",
-    "adapter.rank=4",
-    "adapter.alpha=16.0",
-    "save_every_n_steps=100000",
+    "compile=false",
+    "save_every_n_steps=1000000",
+    "checkpoint_every_n_steps=1000000",
     "logging_steps=20",
-    "caching_batch_size=32",
+    "sampling.every_n_steps=1000000",
+    "sampling.guidance=2.0",
 )
+_PAIR = (COLOUR, SHAPE)
+_BATCH = 256  # images that are drawn at a time
 
 
-def concept_scenes() -> list[Scene]:
-    """Return every scene with only the concept: small and large, two to four objects, on each background."""
-    singles = [
-        Scene("single", (Item(SHAPE, COLOUR, size),), None, 1, ground)
-        for size in OBJECT_SIZES
-        for ground in BACKGROUNDS
-    ]
-    counts = [Scene("count", (Item(SHAPE, COLOUR),), None, n, ground) for n in (2, 3, 4) for ground in BACKGROUNDS]
-    return singles + counts
+@dataclass(frozen=True)
+class Cell:
+    """One run; a cell without steps is the base."""
+
+    lr: float
+    rank: int
+    steps: int
+    batch: int
+    seed: int
+
+    @property
+    def keys(self) -> list[str]:
+        """The overrides of its run."""
+        shared = (f"micro_batch_size_per_gpu={self.batch}", f"seed={self.seed}", f"optimizer.lr={self.lr}")
+        lengths = (f"max_steps={max(1, self.steps)}", f"warmup_steps={self.steps // 20}")
+        return [*shared, *lengths, f"adapter.rank={self.rank}", f"adapter.alpha={float(self.rank)}"]
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where cells train, with how many prompts per group and sampler steps, and which other keys."""
+
+    folder: Path
+    prompts: int
+    sampler_steps: int
+    more: tuple[str, ...] = ()
+
+    @property
+    def recipe(self) -> str:
+        """A hash of everything that cells have in common."""
+        text = (RECIPES / "lora.toml").read_text(encoding="utf-8")
+        facts = (text, DEMO_KEYS, self.prompts, self.sampler_steps, self.more)
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:8]
+
+    def groups(self) -> list[tuple[str, Prompt]]:
+        """Return all prompts with their groups."""
+        chosen: list[tuple[str, Prompt]] = []
+        for name in GROUPS[:-1]:
+            scenes = [_group_scene(name, index) for index in range(self.prompts)]
+            chosen += [(name, Prompt(caption(scene), scene)) for scene in scenes]
+        rest = draw_prompts(2 * self.prompts, 0, held_out=True, language="mixed")
+        return [*chosen, *(("rest", prompt) for prompt in rest)]
+
+    def load(self, cell: Cell) -> LoadedConfig:
+        """Write the images of a seed and the recipe unless they exist; return the config of a cell."""
+        home = self.folder / f"seed-{cell.seed}"
+        if not (home / "lora.toml").is_file():
+            write_images(home / "data" / "concept", cell.seed)
+            data = (RECIPES / "lora_data.toml").read_text(encoding="utf-8")
+            (home / "lora_data.toml").write_text(data.replace("[1024]", "[64]"), encoding="utf-8")
+            recipe = (RECIPES / "lora.toml").read_text(encoding="utf-8")
+            (home / "lora.toml").write_text(recipe, encoding="utf-8")
+        texts = json.dumps([prompt.text for _, prompt in self.groups()], ensure_ascii=False)
+        run = "-".join(str(value) for value in asdict(cell).values())
+        own = (f'output_dir="runs/{run}-{self.recipe}"', f'model.diffusers_path="{DEMO}"')
+        drawn = (f"sampling.prompts={texts}", f"sampling.steps={self.sampler_steps}")
+        return load_config(home / "lora.toml", [*DEMO_KEYS, *own, *drawn, *cell.keys, *self.more])
 
 
 def caption(scene: Scene) -> str:
-    """Return the caption of a scene with the new word instead of colour and shape."""
+    """Return the caption of a scene with the new word in place of its colour and shape."""
     return scene_captions(scene)["en"].replace(f"{COLOUR} {SHAPE}", WORD)
 
 
-def write_images(folder: Path, count: int) -> None:
-    """Write captioned images of the concept, with varying position and size."""
-    folder.mkdir(parents=True)
-    scenes = concept_scenes()
-    for index in range(count):
-        scene = scenes[index % len(scenes)]
-        render_scene(scene, 64, 64, stream(5, "concept", 0, 0, index)).save(folder / f"{index:03d}.png")
+def _scene(count: int, ground: str, size: str = "large") -> Scene:
+    """Return one zorb of a size, or several."""
+    if count == 1:
+        return Scene("single", (Item(SHAPE, COLOUR, size),), None, 1, ground)
+    return Scene("count", (Item(SHAPE, COLOUR),), None, count, ground)
+
+
+def _group_scene(group: str, index: int) -> Scene:
+    """Return scene ``index`` of a group; small groups repeat, with other noise."""
+    rng = stream(7, f"concept {group}", 0, 0, index)
+    ground = pick(rng, tuple(BACKGROUNDS))
+    if group == "captions":
+        return _scene(1 + index % 2, GROUNDS[index // 2 % 2])
+    if group == "backgrounds":
+        return _scene(1 + index % 2, pick(rng, tuple(name for name in BACKGROUNDS if name not in GROUNDS)))
+    if group == "sizes":
+        return _scene(1, ground, "small")
+    if group == "counts":
+        return _scene(3 + index % 2, ground)
+    others = tuple(pair for pair in ALL_PAIRS if COLOUR not in pair and SHAPE not in pair)
+    colour, shape = pick(rng, others)
+    items = (Item(SHAPE, COLOUR), Item(shape, colour))
+    return Scene("pair", items if index % 2 else items[::-1], pick(rng, RELATIONS), 2, ground)
+
+
+def write_images(folder: Path, seed: int) -> None:
+    """Write the captioned images, whose positions and sizes vary with the seed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(IMAGES):
+        scene = _group_scene("captions", index)
+        render_scene(scene, 64, 64, stream(seed, "concept", 0, 0, index)).save(folder / f"{index:03d}.png")
         (folder / f"{index:03d}.txt").write_text(caption(scene), encoding="utf-8")
 
 
-def prepare_folder(out: Path, count: int, keys: list[str]) -> LoadedConfig:
-    """Write the recipe and its data, with the settings of the demo model instead of SD3.5."""
-    write_images(out / "data" / "concept", count)
-    for name in ("lora.toml", "lora_data.toml"):
-        text = (FOLDER / name).read_text(encoding="utf-8").replace("resolutions = [512]", "resolutions = [64]")
-        (out / name).write_text(text, encoding="utf-8")
-    return load_config(out / "lora.toml", [*DEMO_KEYS, f'model.diffusers_path="{DEMO}"', *keys])
+def run_cell(bench: Bench, cell: Cell) -> dict[str, Any]:
+    """Train and score a cell; return its line of the results."""
+    loaded = bench.load(cell)
+    build_caches(loaded, Launch())
+    groups = bench.groups()
+    rates: dict[str, float] = {}
+    started = time.monotonic()
+
+    def on_sample(progress: Progress, sampler: Sampler, denoise: Denoise) -> None:
+        if progress.step != cell.steps:
+            return
+        requests = tuple(replace(request, seed=index) for index, request in enumerate(sampler.requests))
+        images = [image for _, image in replace(sampler, requests=requests, batch_size=_BATCH).draw(denoise)]
+        verdicts = judged([prompt for _, prompt in groups], images).verdicts
+        for name in GROUPS:
+            own = [verdict.all for (group, _), verdict in zip(groups, verdicts, strict=True) if group == name]
+            rates[name] = sum(own) / len(own)
+
+    table = loaded.train.sampling.model_copy(update={"before_first_step": cell.steps == 0})
+    config = replace(loaded, train=loaded.train.model_copy(update={"sampling": table}))
+    train.run(config, resume=train.Resume(restart=True), on_sample=on_sample)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    facts = {"recipe": bench.recipe, "seconds": round(time.monotonic() - started, 1), "device": device}
+    return {**asdict(cell), "groups": rates, **facts, "date": datetime.now(UTC).strftime("%Y-%m-%d")}
 
 
-def concept_prompts(count: int) -> list[Prompt]:
-    """Return prompts with the word, cycling through the scenes."""
-    scenes = concept_scenes()
-    return [Prompt(caption(scenes[index % len(scenes)]), scenes[index % len(scenes)]) for index in range(count)]
+# --- results -------------------------------------------------------------------------------------
 
 
-def scores(lora: Path | None, count: int) -> dict[str, float | None]:
-    """Return the shares of fully correct images for the concept and for the rest."""
-    pipe, policy = open_pipeline(DEMO, Launch().device())
-    if lora is not None:
-        add_loras(pipe, [Lora(lora)], diffusers_tensors)
-    prompts = {"concept": concept_prompts(count), "rest": draw_prompts(count, 0, True, language="mixed")}
-    policy = type(policy)(16, "empty", "padded")
-    options = ScoreOptions(20, GUIDANCE, 0, 16)
-    return {name: score(pipe, group, policy, options).rates["all"] for name, group in prompts.items()}
+def read_results(paths: Iterable[Path], recipe: str | None = None) -> dict[Cell, dict[str, Any]]:
+    """Return the finished cells of files of results, of one recipe or all; a later line replaces an earlier one."""
+    found = {}
+    for path in paths:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for line in map(json.loads, lines):
+            if recipe is None or line["recipe"] == recipe:
+                found[Cell(*(line[name] for name in Cell.__dataclass_fields__))] = line
+    return found
+
+
+def table_of(results: dict[Cell, dict[str, Any]]) -> str:
+    """Return a table of means over seeds, the best first; the base is its first row."""
+    rows: dict[tuple[Any, ...], list[dict[str, float]]] = defaultdict(list)
+    for cell, line in results.items():
+        groups = line["groups"]
+        word = mean(groups[name] for name in WORD_GROUPS)
+        rows[(cell.lr, cell.rank, cell.steps, cell.batch)].append({**groups, "word": word})
+    base = [row["rest"] for key, seeds in rows.items() if key[2] == 0 for row in seeds]
+    kept = mean(base) if base else 1.0
+
+    def rank(item: tuple[tuple[Any, ...], list[dict[str, float]]]) -> tuple[bool, float]:
+        key, seeds = item
+        return key[2] > 0, -mean(row["word"] + min(0.0, row["rest"] - kept) for row in seeds)
+
+    names = ("word", *GROUPS)
+    lines = [f"| lr | rank | steps | batch | seeds | {' | '.join(names)} |", "|---:" * (5 + len(names)) + "|"]
+    for key, seeds in sorted(rows.items(), key=rank):
+        lr, size, steps, batch = key
+        head = "| base | | 0 | |" if steps == 0 else f"| {lr:g} | {size} | {steps} | {batch} |"
+        cells = [_spread([row[name] for row in seeds]) for name in names]
+        lines.append(f"{head} {len(seeds)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _spread(values: Sequence[float]) -> str:
+    deviation = f" ±{stdev(values):.2f}" if len(values) > 1 else ""
+    return f"{mean(values):.2f}{deviation}"
+
+
+def show(folder: Path, others: Sequence[Path] = (), recipe: str | None = None) -> None:
+    """Print the table of all results and write it."""
+    text = table_of(read_results([folder / RESULTS, *others], recipe))
+    (folder / "table.md").write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 def main() -> None:
-    """Run the benchmark."""
+    """Run the cells that are missing, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--images", "--pictures", type=int, default=20)
-    parser.add_argument("--prompts", type=int, default=96)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-4, 2e-4, 5e-4, 1e-3])
+    parser.add_argument("--rank", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--steps", type=int, nargs="+", default=[200, 400, 800, 1600])
+    parser.add_argument("--batch", type=int, nargs="+", default=[4])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--prompts", type=int, default=64, help="per group")
+    parser.add_argument("--sampler-steps", type=int, default=20)
+    parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--show", type=Path, nargs="*", metavar="OTHER")
     args = parser.parse_args()
-    out = args.out or Path(tempfile.mkdtemp())
-    started = time.monotonic()
-    loaded = prepare_folder(out, args.images, [f"max_steps={args.steps}", *args.set])
-    cache_then_train(loaded, Launch())
-    trained = time.monotonic()
-    (file,) = (loaded.train.output_dir / "exports").glob(f"step-{args.steps:08d}/*.safetensors")
-    before, after = scores(None, args.prompts), scores(file, args.prompts)
-    seconds = {"train": round(trained - started), "all": round(time.monotonic() - started)}
-    print(json.dumps({"before": before, "after": after, "seconds": seconds, "file_bytes": file.stat().st_size}))
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.show is not None:
+        show(args.folder, args.show)
+        return
+    bench = Bench(args.folder, args.prompts, args.sampler_steps, tuple(args.set))
+    values = (args.seeds, args.steps, args.lr, args.rank, args.batch)  # all settings get their first seed first
+    if args.toy:
+        bench = replace(bench, prompts=2, sampler_steps=2)
+        values = ([1], [2, 4], [1e-3], [4], [4])
+    cells = [Cell(lr, rank, steps, batch, seed) for seed, steps, lr, rank, batch in itertools.product(*values)]
+    base = Cell(1e-9, 1, 0, 1, args.seeds[0])
+    start_judges()
+    deadline = time.monotonic() + 60 * args.minutes
+    for cell in (base, *cells):
+        done = read_results([args.folder / RESULTS], bench.recipe)
+        if cell not in done and time.monotonic() < deadline:
+            line = run_cell(bench, cell)
+            with (args.folder / RESULTS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+    show(args.folder, recipe=bench.recipe)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ class Plan:
 
     def _new(self, kind: str, project: Path) -> tuple[object, ...]:
         words = ("new", kind, "--data", self.work / "images", "--model", self.work / "model", "--out", project)
-        return (*words, *(self._sizes("--resolution") or (("--resolution", 512) if kind == "finetune" else ())))
+        return (*words, *(self._sizes("--resolution") or ("--resolution", 512)))
 
     def _train(self, toml: Path, folder: str, settings: Sequence[str], **fields: Any) -> Journey:
         run = self.work / "runs" / folder

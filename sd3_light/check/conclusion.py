@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sd3_light.check.estimate import RunEstimate
-from sd3_light.config import TrainConfig
+from sd3_light.check.training_time import Work
+from sd3_light.config import EmaConfig, TrainConfig
 from sd3_light.config.cross_checks import config_warnings
-from sd3_light.core.caption_lengths import cut_prompts
+from sd3_light.core.caption_lengths import cut_prompts, short_captions
 from sd3_light.core.registry import family_of
 from sd3_light.cost.amount import Amount, format_bytes
 from sd3_light.cost.disk_space import (
@@ -22,19 +23,14 @@ from sd3_light.cost.disk_space import (
 from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.cost.host_memory import MEASURED_CORES, export_host, export_seconds
 from sd3_light.cost.residence import FROM_HOST, LARGEST_SHARE, Room, choose_residence
-from sd3_light.cost.throughput import (
-    cpu_assumption,
-    cpu_seconds,
-    measured_blocks,
-    measured_speed,
-    training_seconds,
-)
+from sd3_light.cost.throughput import measured_blocks
 from sd3_light.cost.traffic import needed_bandwidth, sent_per_step
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.formats import duration, plural
 from sd3_light.model.base_values import other_shift, with_base_values
 from sd3_light.model.folder import TRANSFORMER, count_weights
-from sd3_light.system import Gpu, available_memory, usable_cores
+from sd3_light.optim.power_function import ramp_end, ramped_decay
+from sd3_light.system import Gpu, available_memory
 
 Line = tuple[str, str]
 """A label and a sentence."""
@@ -45,12 +41,14 @@ _SAMPLE_BYTES = {"float32": 4, "bfloat16": 2}  # of a weight, by --dtype
 class Target:
     """Where a run is checked for: a GPU of this machine or kind, GPUs elsewhere (``gpu`` None), or a CPU.
 
-    ``elsewhere``: on another machine, so that the disk and memory of this one decide nothing.
+    ``elsewhere``: on another machine, so that the disk and memory of this one decide nothing. ``cpu_speed`` are the
+    FLOP/s of `step_time.cpu_speed`.
     """
 
     gpu: Gpu | None = None
     on_cpu: bool = False
     elsewhere: bool = False
+    cpu_speed: float | None = None
 
 
 def conclude(train: TrainConfig, estimate: RunEstimate, target: Target) -> list[Line]:
@@ -67,14 +65,15 @@ def resources(train: TrainConfig, estimate: RunEstimate, target: Target) -> list
         lines.append(
             ("device", "CPU: no GPU is visible; --gpu-memory GIB or --processes N estimate a run on GPUs elsewhere")
         )
-        lines.append(("time", _cpu_time(estimate)))
+        lines.append(("time", work(train, estimate).time_on_cpu(target.cpu_speed)))
     else:
         lines.append(("GPU memory", _gpu_memory(estimate, target.gpu)))
-        lines.append(("time", _time(train, estimate, target.gpu)))
+        lines.append(("time", work(train, estimate).time_on(target.gpu)))
         if estimate.setup.world > 1:
             lines.append(("network", _network(train, estimate, target.gpu)))
     lines += [*_disk(train, estimate, target), ("host memory", _host_memory(estimate, target))]
-    return [*lines, ("cache residence", _residence(estimate, target))]
+    lines.append(("cache residence", _residence(estimate, target)))
+    return [*lines, *_averages(train.ema, estimate.total_steps)]
 
 
 def what_does_not_fit(conclusion: Sequence[Line]) -> list[str]:
@@ -123,50 +122,45 @@ def _gpu_memory(estimate: RunEstimate, gpu: Gpu | None) -> str:
     return f"{DOES_NOT_FIT}: {format_bytes(needed)}, {gpu.name} has {format_bytes(gpu.total_bytes)}; {remedy}"
 
 
-def _seconds(train: TrainConfig, estimate: RunEstimate, name: str) -> float | None:
-    """Return the time of all steps on a kind of GPU; None if its speed was not measured."""
+def work(train: TrainConfig, estimate: RunEstimate) -> Work:
+    """Return all steps of a run."""
     setup = estimate.setup
-    micro_batches = estimate.total_steps * setup.accumulation
-    flops = estimate.run_flops.value
-    blocks = measured_blocks(setup.block_kind, setup.adapter is not None, train.fp8)
-    layers = setup.cost.num_blocks
-    return training_seconds(name, blocks, flops, micro_batches, layers, setup.world, setup.graphs)
+    return Work(
+        estimate.run_flops.value,
+        estimate.total_steps * setup.accumulation,
+        measured_blocks(setup.block_kind, setup.adapter is not None, train.fp8),
+        setup.cost.num_blocks,
+        setup.world,
+        setup.graphs,
+        setup.cost.text.at_most,
+    )
 
 
 def _network(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
     sent = sent_per_step(estimate.setup).value
     text = f"each GPU sends {format_bytes(sent)} per step"
-    seconds = None if gpu is None else _seconds(train, estimate, gpu.name)
+    seconds = None if gpu is None else work(train, estimate).seconds_on(gpu.name)
     if not seconds:
         return f"{text}; how fast the network must be depends on the time of a step, which is unknown"
     gigabits = needed_bandwidth(sent, seconds / estimate.total_steps) / 1e9
     return f"{text}: hidden behind computing from about {gigabits:.2g} Gbit/s per GPU on, estimated"
 
 
-def _time(train: TrainConfig, estimate: RunEstimate, gpu: Gpu | None) -> str:
-    setup = estimate.setup
-    name = "" if gpu is None else gpu.name
-    blocks = measured_blocks(setup.block_kind, setup.adapter is not None, train.fp8)
-    seconds = _seconds(train, estimate, name)
-    speed = measured_speed(name, blocks)
-    if seconds is None or speed is None:
-        return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"
-    several = "; several GPUs were not measured" if setup.world > 1 else ""
-    recorded = " in CUDA graphs" if setup.graphs else ""
-    share = f"{speed.share_of_peak:.0%} of its peak with {blocks} blocks{recorded}"
-    return f"{_about(estimate, seconds)} of training steps on {setup.world} x {name} ({share}, measured{several})"
-
-
-def _cpu_time(estimate: RunEstimate) -> str:
-    cores = usable_cores()
-    seconds = cpu_seconds(estimate.run_flops.value, cores)
-    return f"{_about(estimate, seconds)} of training steps {cpu_assumption(cores)}"
-
-
-def _about(estimate: RunEstimate, seconds: float) -> str:
-    if seconds < 1:
-        return "less than a second"
-    return f"{estimate.setup.cost.text.at_most or 'about '}{duration(seconds)}"
+def _averages(ema: EmaConfig, steps: int) -> Iterator[Line]:
+    """Say which decay each average with a ramp has at the last step."""
+    own = (("EMA", ema.decay, ema.update_every),)
+    others = ((f"EMA {track.name}", track.decay, track.update_every or ema.update_every) for track in ema.track)
+    for name, decay, interval in (*own, *others) if ema.enable else ():
+        if decay is None:
+            continue
+        if interval > steps:
+            yield name, f"warning: it is never updated, as update_every = {interval:,} exceeds the {steps:,} steps"
+            continue
+        last = ramped_decay(steps, interval, decay)
+        covered = f"the average covers about the last {min(steps, round(interval / (1 - last))):,} of {steps:,} steps"
+        end = ramp_end(interval, decay)
+        ramp = f"reached at step {end:,}" if last == decay else f"not {decay:g}, which the ramp reaches at step {end:,}"
+        yield name, f"decay {last:.4g} at the last step, {ramp}; {covered}"
 
 
 def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
@@ -176,6 +170,9 @@ def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
         yield "shift", other
     yield from (("warning", leak.sentence()) for leak in estimate.leaks)
     yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
+    side = max((min(row.resolution) for row in estimate.data.rows), default=0)
+    if not train.model.continues_weights and (sentence := short_captions(estimate.data.captions, side)):
+        yield "captions", f"warning: {sentence}"
     for data in (estimate.data, *estimate.evals):
         if data.cut is not None and (sentence := data.cut.sentence()):
             yield f"captions {data.name}", sentence

@@ -52,29 +52,35 @@ NOTHING = Counts(0, 0, 0, 0, 0, 0, 0, (BlockBytes(0, 0, 0),))
 """Stands for a pass that cannot be counted."""
 
 
+def keep_one_of_each(denoiser: nn.Module) -> tuple[list[nn.Module], list[int]]:
+    """Reduce a denoiser to one block of each kind; return these blocks, and the kind of every block."""
+    found: list[nn.Module] = []
+    kinds: list[int] = []
+    known: dict[Any, int] = {}
+    lists = [(parent, name) for parent in block_parents(denoiser) for name, _ in parent.named_children()]
+    for parent, name in lists:
+        blocks = getattr(parent, name)
+        if not is_block_list(blocks):
+            continue
+        kept = []
+        for block in blocks:
+            shapes = tuple((key, weight.shape) for key, weight in block.named_parameters())
+            signature = (name, type(block), shapes)
+            if signature not in known:
+                known[signature] = len(found)
+                found.append(block)
+                kept.append(block)
+            kinds.append(known[signature])
+        setattr(parent, name, nn.ModuleList(kept))
+    return found, kinds
+
+
 class OneOfEachBlock:
     """A denoiser on the meta device, reduced to one block of each kind. ``kinds`` has the kind of every block."""
 
     def __init__(self, denoiser: nn.Module) -> None:
         self.denoiser = denoiser
-        self.blocks: list[nn.Module] = []
-        self.kinds: list[int] = []
-        known: dict[Any, int] = {}
-        lists = [(parent, name) for parent in block_parents(denoiser) for name, _ in parent.named_children()]
-        for parent, name in lists:
-            blocks = getattr(parent, name)
-            if not is_block_list(blocks):
-                continue
-            kept = []
-            for block in blocks:
-                shapes = tuple((key, weight.shape) for key, weight in block.named_parameters())
-                signature = (name, type(block), shapes)
-                if signature not in known:
-                    known[signature] = len(self.blocks)
-                    self.blocks.append(block)
-                    kept.append(block)
-                self.kinds.append(known[signature])
-            setattr(parent, name, nn.ModuleList(kept))
+        self.blocks, self.kinds = keep_one_of_each(denoiser)
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         denoiser.float().train()
         with self._mode:

@@ -77,7 +77,7 @@ class DatasetEstimate:
     """The numbers of a dataset. ``samples`` counts usable images; each is in one bucket per resolution.
 
     ``index`` is the host memory of the cache's index if the cache is held in memory. ``shapes`` counts those of
-    micro-batches. About ``held_out`` images are not trained on.
+    micro-batches. About ``held_out`` images are not trained on. ``captions`` are some of all, spread over the samples.
     """
 
     name: str
@@ -89,6 +89,7 @@ class DatasetEstimate:
     cache: Amount
     index: int
     shapes: int
+    captions: tuple[str, ...] = ()
     cut: CutCaptions | None = None
     held_out: int = 0
     extremes: ExtremeFits = field(default_factory=ExtremeFits)
@@ -247,6 +248,7 @@ class Estimator:
         on_device = self.train.residence == "device" and not streams
         shapes = sum(map(_num_shapes, counts.buckets.values()))
         estimator = replace(estimator, resident=cache.value if on_device else 0, shapes=shapes)
+        texts = counts.captions.captions()
         images = sum(count.samples for bucket in counts.buckets.values() for count in bucket.values())
         captions = sum(count.captions for bucket in counts.buckets.values() for count in bucket.values())
         held_out = expected_split(counts.samples) if dataset.is_divided else 0
@@ -273,9 +275,8 @@ class Estimator:
             shapes=shapes,
             extremes=counts.extremes,
             held_out=held_out,
-            cut=count_cut_captions(
-                counts.captions.captions(), family_of(self.train.model).encoding.model_limits(self.train.model)
-            ),
+            captions=tuple(texts),
+            cut=count_cut_captions(texts, family_of(self.train.model).encoding.model_limits(self.train.model)),
         )
 
     def _order(self, directories: Mapping[int, BucketCount], micro_batch: int, repeats: Sequence[float]) -> BucketOrder:

@@ -13,6 +13,8 @@ from sd3_light.check.estimate import RunEstimate, empty_faults, estimate_run
 from sd3_light.check.figures import figures
 from sd3_light.check.hub_paths import hub_keys, with_local_paths
 from sd3_light.check.render import render
+from sd3_light.check.step_time import cpu_speed
+from sd3_light.check.training_time import Work
 from sd3_light.config import ConfigFaults, Fault, LoadedConfig, UserError, load_config
 from sd3_light.config.cross_checks import deepspeed_problem, one_process_problem
 from sd3_light.core.cost import Layout
@@ -23,7 +25,9 @@ __all__ = [
     "PATH_HINT",
     "RunEstimate",
     "Target",
+    "Work",
     "conclude",
+    "cpu_speed",
     "disk_faults",
     "estimate_run",
     "figures",

@@ -12,7 +12,7 @@ from sd3_light.cli.process import command_line, echo, suggest, torchrun_line
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.runlog import info
-from sd3_light.system import Gpu, usable_cores, visible_gpus
+from sd3_light.system import Gpu, visible_gpus
 
 if TYPE_CHECKING:
     from sd3_light.new.verb import NewProject
@@ -44,6 +44,12 @@ def new(
         float | None,
         typer.Option(metavar="GIB", min=1, help="Plan for one GPU of this memory (default: the GPUs of this machine)."),
     ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Plan for this many GPUs: they share the batch (default: all of this machine)."
+        ),
+    ] = None,
     validation: Annotated[
         bool,
         typer.Option("--validation/--no-validation", help="Hold out a part of the images for the validation loss."),
@@ -54,14 +60,24 @@ def new(
     from sd3_light.new import verb as stage
 
     kind, data, model = _ask(kind, data, model)
-    gpus = visible_gpus() if gpu_memory is None else [Gpu("the GPU", int(gpu_memory * 2**30))]
-    project = stage.run(kind, data, model, out, resolution, tuple(gpus), validation)
+    project = stage.run(kind, data, model, out, resolution, _planned_gpus(gpus, gpu_memory), validation)
     _report(project)
     train = ("train", project.train_toml)
     suggest(("check", project.train_toml), train, ("sample", project.run, "a prompt"))
     if project.plan.processes > 1:
         count = project.plan.processes
         info(f"on all {count} GPUs: {torchrun_line(count, project.train_toml)}")
+
+
+def _planned_gpus(count: int | None, gib: float | None) -> tuple[Gpu, ...]:
+    """Return the GPUs to plan for: ``count`` of ``gib``, or like those of this machine."""
+    visible = [Gpu("the GPU", int(gib * 2**30))] if gib is not None else visible_gpus()
+    if count is None:
+        return tuple(visible)
+    if not visible:
+        raise UserError(f"--gpus {count}: no GPU is visible; give the memory of each with --gpu-memory GIB")
+    smallest = min(visible, key=lambda gpu: gpu.total_bytes or 0)
+    return (smallest,) * count
 
 
 def is_terminal() -> bool:
@@ -115,15 +131,18 @@ def _data_problem(data: str) -> str | None:
 
 def _report(project: "NewProject") -> None:
     from sd3_light.cost.amount import format_bytes
+    from sd3_light.formats import plural
 
     plan = project.plan
     kind = "clips and images" if project.has_clips else "images"
     size = f"{project.images:,} {kind} at {project.resolution} px"
-    steps = f"{project.steps:,} steps of {plan.samples_per_step} samples"
+    steps = f"{project.steps:,} steps of {plural(plan.samples_per_step, 'sample')}"
     echo(f"wrote {project.train_toml} and {project.data_toml}: {size}, {steps}")
     if project.held_out:
         info(f"validation: about {project.held_out:,} of them are held out; --no-validation trains on all")
-    info(f"time: {_time(project)}")
+    info(f"time: {project.time}")
+    for note in project.notes:
+        info(note)
     if plan.needed is None or plan.available is None:
         info("no GPU is visible: the batch size is for a CPU; --gpu-memory 24 plans for a GPU of 24 GiB elsewhere")
         return
@@ -142,15 +161,3 @@ def _report(project: "NewProject") -> None:
         info(
             f"does not fit: {memory}; give a smaller --resolution or --model, or use several GPUs (docs/multi-node.md)"
         )
-
-
-def _time(project: "NewProject") -> str:
-    from sd3_light.cost.throughput import cpu_assumption
-    from sd3_light.formats import duration
-
-    if project.seconds is None:
-        return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"
-    text = f"about {duration(project.seconds)} of training steps"
-    if project.plan.needed is not None:
-        return f"{text}, from measurements on this kind of GPU"
-    return f"{text} {cpu_assumption(usable_cores())}"

@@ -97,7 +97,8 @@ def check(
     memory = None if gpu_memory is None else int(gpu_memory * 2**30)
     gpus = [Gpu(gpu or "the GPU", memory)] if is_other else visible_gpus()
     on_cpu = not (gpus or processes or estimate.setup.deepspeed)
-    target = stage.Target(gpus[0] if gpus else None, on_cpu, elsewhere=is_other or not (gpus or on_cpu))
+    speed = stage.cpu_speed(loaded, set_ or (), estimate) if on_cpu and not as_json else None
+    target = stage.Target(gpus[0] if gpus else None, on_cpu, is_other or not (gpus or on_cpu), speed)
     conclusion = stage.conclude(loaded.train, estimate, target)
     if as_json:
         echo(json.dumps(stage.figures(loaded.train, estimate, target, conclusion), indent=1))

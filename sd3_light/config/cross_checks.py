@@ -343,8 +343,9 @@ def sampling(train: TrainConfig) -> Iterator[Fault]:
     table = train.sampling
     if table.images and table.every_n_steps is None:
         yield _fault("sampling.every_n_steps", "is required with sampling.prompts: no image would be drawn")
-    if table.every_n_steps is not None and not table.images:
-        yield _fault("sampling.prompts", "is required with sampling.every_n_steps: there is nothing to draw")
+    for key in ("every_n_steps", "at_steps"):
+        if getattr(table, key) and not table.images:
+            yield _fault("sampling.prompts", f"is required with sampling.{key}: there is nothing to draw")
     default = "empty" if train.model.continues_weights else "zero"
     yield from negative_prompts(train, train.model.uncond_text or default)
 

@@ -297,6 +297,8 @@ class SamplingConfig(Table):
     """Seeds of the initial noise."""
     every_n_steps: Count | None = None
     """Optimizer steps between sample images; required with `prompts` or `image`."""
+    at_steps: tuple[Count, ...] = ()
+    """Also draw after these optimizer steps, such as the first."""
     before_first_step: Flag = False
     """Also draw with the initial weights."""
     after_last_step: Flag = True

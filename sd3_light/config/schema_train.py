@@ -211,7 +211,7 @@ class TrainConfig(Table):
     as after later failures; the next save may succeed."""
 
     eval_every_n_steps: Count | None = None
-    """Optimizer steps between evaluations."""
+    """Optimizer steps between evaluations; the last step is evaluated too."""
     eval_every_n_epochs: Count | None = None
     """Epochs between evaluations."""
     eval_every_n_examples: Count | None = None

@@ -1,5 +1,6 @@
 """Captions and prompts that are longer than text encoders read."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,9 @@ MAX_CAPTIONS = 10_000
 """Captions to count at most, chosen by their samples' ids: enough for a share, and a few seconds."""
 _SHOWN = 120  # characters of a caption
 _SHOWN_PROMPTS = 5
+_WORDS = re.compile(r"[\u3400-\u9fff]{1,2}|[^\W\u3400-\u9fff]+")  # two Chinese characters count as a word
+_FEW_WORDS = 20
+_DETAILED_SIDE = 256  # pixels of images that show more than a few words say
 
 
 @dataclass
@@ -76,6 +80,18 @@ class CutCaptions:
             f"of {self.captions:,} captions {', '.join(counts)}: the rest of each is cut ({self.remedy}); the longest "
             f"has {length:,} {encoder} tokens: {_shown(caption)}"
         )
+
+
+def short_captions(captions: Sequence[str], side: int) -> str:
+    """Return one line if captions are too short to learn from images of this side from scratch; "" if not."""
+    lengths = sorted(len(_WORDS.findall(caption)) for caption in captions)
+    median = lengths[len(lengths) // 2] if lengths else _FEW_WORDS
+    if median >= _FEW_WORDS or side < _DETAILED_SIDE:
+        return ""
+    return (
+        f"half of the captions have at most {median} words: random weights learn less from short ones (PRX: FID 36.8 "
+        "with short captions, 18.2 with long ones); `sd3-light caption` writes longer ones"
+    )
 
 
 def count_cut_captions(captions: Iterable[str], limits: Sequence[TextLimit]) -> CutCaptions | None:

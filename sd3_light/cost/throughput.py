@@ -12,16 +12,10 @@ from sd3_light.cost.device_peaks import peak_flops
 
 CPU_CORE_FLOPS = 20e9
 """Assumed FLOP/s of training in float32 per CPU core; cores differ several times."""
-
-
-def cpu_seconds(flops: float, cores: int) -> float:
-    """Return the time of training steps on CPU cores, at an assumed speed."""
-    return flops / (CPU_CORE_FLOPS * cores)
-
-
-def cpu_assumption(cores: int) -> str:
-    """Return the device and the assumed speed behind `cpu_seconds`, to follow a duration."""
-    return f"on {cores} CPU cores, at an assumed {CPU_CORE_FLOPS / 1e9:.0f} GFLOP/s per core"
+CPU_CORE_RANGE = (4e9, 60e9)
+"""FLOP/s of training in float32 per CPU core, where nothing was measured; with a tiny denoiser they may be lower."""
+PEAK_RANGE = (0.1, 0.5)
+"""Share of its bf16 peak that training reaches on a kind of GPU that was not measured."""
 
 
 class MeasuredSpeed(NamedTuple):
@@ -59,6 +53,17 @@ def measured_speed(device_name: str, blocks: str) -> MeasuredSpeed | None:
     """Return what was measured on this kind of GPU with these blocks; None if nothing was."""
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     return next((row for row in _MEASURED if row.blocks == blocks and words.issuperset(row.words.split())), None)
+
+
+def time_range(device_name: str, flops: float, micro_batches: int, num_layers: int) -> tuple[float, float] | None:
+    """Return the least and the most seconds of ``flops`` on one GPU by `PEAK_RANGE`; None if its peak is unknown.
+
+    The most are at least those of the launches on the GPUs that were measured.
+    """
+    peak = peak_flops(device_name, "bfloat16")
+    low, high = PEAK_RANGE
+    launches = micro_batches * num_layers * max(row.block_seconds for row in _MEASURED)
+    return None if peak is None else (flops / (high * peak), max(flops / (low * peak), launches))
 
 
 def training_seconds(

@@ -285,6 +285,7 @@ class StockFamily(Family):
         own = self.own_drawing(config)
         keys = {
             **dict.fromkeys(("freeze", "model.init", "model.t5_max_length", "model.uncond_text")),
+            "model.uncond_text_dropout": None,
             "model.text_max_length": min(self.text_length, limit),
             "model.shift": None if is_dynamic else float(shift),
             "sampling.guidance": own.guidance,

@@ -1,6 +1,8 @@
 """The kinds of projects that `sd3-light new` writes: one record each."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 _SD3 = "stabilityai/stable-diffusion-3-medium-diffusers"
 _SD35 = "stabilityai/stable-diffusion-3.5-medium"
@@ -38,6 +40,23 @@ class Kind:
     continues: bool = False
     """Whether training starts from the weights of the model; otherwise it uses its text encoders and its VAE."""
     t5_length: int = 256
+    shrunk: int = 1
+    """How many times smaller the batch is than that of the recipe."""
+    smaller_size: str | None = None
+    """Size of the denoiser where the recipe's does not fit."""
+    pads_for_others: bool = False
+    """Whether text is padded if the model has encoders that other programs know, so that they draw the same images."""
+
+    def with_fair_batch(self, buckets: Sequence[int]) -> "Kind":
+        """Return the kind with the largest batch that shows no image much more often than others, and as many samples.
+
+        ``buckets`` are their numbers of images: the samples of a bucket repeat to fill its last batch.
+        """
+        batch = self.batch
+        while batch > 1 and not _is_fair(batch, buckets):
+            batch //= 2
+        shrunk = self.batch // batch
+        return replace(self, batch=batch, shrunk=shrunk, shortest=self.shortest * shrunk)
 
     def steps(self, epoch_steps: int, affordable: int | None = None) -> int:
         """Return the number of optimizer steps, from those of an epoch; at most ``affordable``."""
@@ -45,10 +64,17 @@ class Kind:
         return min([max(self.shortest, self.epochs * epoch_steps), *(limit for limit in limits if limit is not None)])
 
 
+def _is_fair(batch: int, buckets: Sequence[int]) -> bool:
+    """Return whether no image has more than 1.5 times its share of an epoch, or 2% of it if that is more."""
+    padded = [batch * math.ceil(images / batch) for images in buckets]
+    largest = max((samples / images for samples, images in zip(padded, buckets, strict=True)), default=1.0)
+    return largest / max(1, sum(padded)) <= max(1.5 / max(1, sum(buckets)), 0.02)
+
+
 KINDS = {
     "lora": Kind(
         "a LoRA on SD3 or SD3.5: a subject or a style, from about 20 images",
-        *("lora", _SD35, 512, 4, 4),
+        *("lora", _SD35, 1024, 4, 4),
         epochs=10,
         shortest=400,
         continues=True,
@@ -60,11 +86,12 @@ KINDS = {
         continues=True,
     ),
     "pretrain": Kind(
-        "a model of 1.3 billion parameters from random weights, on millions of images",
+        "a model of 0.5 or 1.3 billion parameters from random weights, on millions of images",
         *("sd3_light_256", _SD3, 256, 512, 128),
         epochs=100,
         shortest=10_000,
         longest=500_000,
+        smaller_size="sd3_light_square",
     ),
     "icons": Kind(
         "a small model from random weights, on thousands of icons or other simple images",
@@ -75,5 +102,6 @@ KINDS = {
         most_epochs=1000,
         cpu=CpuScale(batch=16, layers=4, minutes=60),
         t5_length=77,
+        pads_for_others=True,
     ),
 }

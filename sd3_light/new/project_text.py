@@ -9,8 +9,10 @@ from typing import Any
 import tomli_w
 
 from sd3_light.cost.amount import format_bytes
+from sd3_light.formats import plural
 from sd3_light.new.kinds import Kind
 from sd3_light.new.memory_plan import MemoryPlan
+from sd3_light.optim.power_function import ramped_decay
 from sd3_light.recipes import FOLDER
 
 _HEAD = """# Trains {description}.
@@ -25,8 +27,11 @@ _COMMENTS = {
     "model.shift": "as in the model's scheduler",
     "model.flux_shift": "as in the model's scheduler, by its resolution",
     "model.text_max_length": "tokens",
+    "model.text_tokens": 'as other programs pad prompts; "real" trains faster, and they then draw other images',
+    "model.dtype": "of the encoders",
     "model.guidance": "of the distilled denoiser, as is usual; not measured",
 }
+_REASONED = ("model.text_tokens",)  # the recipe's comments explain its value
 _RELEASE: dict[str, tuple[Any, str]] = {
     "gradient_clipping": (0.0, "gradient_release frees gradients one by one"),
     "gradient_release": (True, "update weights in the backward pass"),
@@ -40,12 +45,16 @@ _CLIP_KEYS = {
 }  # of the dataset TOML
 
 
+_EXPORT_STEPS = 100  # a shorter run exports its last step alone
+
+
 @dataclass(frozen=True)
 class TextValues:
     """The values of a project: its name, data and model as written, and what they were fitted to.
 
-    ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU. ``keys`` are
-    those of `Family.recipe`. With ``validation`` a part of the ``images`` is held out.
+    ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU, ``size`` that of
+    its denoiser. ``keys`` are those of `Family.recipe`. With
+    ``validation`` a part of the ``images`` is held out.
     """
 
     name: str
@@ -58,6 +67,7 @@ class TextValues:
     epoch_steps: int = 1
     affordable: int | None = None
     layers: int | None = None
+    size: str | None = None
     prompts: tuple[str, ...] = ()
     keys: Mapping[str, Any] = field(default_factory=dict)
     family: str = _SD3
@@ -91,7 +101,7 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     text = re.sub(r"(\n#)?\n# For sample images during training.*", "\n", text, flags=re.DOTALL)
     text = re.sub(r"^eval_.*\n", "", text, flags=re.MULTILINE)  # the validation images are a part of the dataset
     text = _HEAD.format(description=kind.description.replace(_SD3, values.family), name=values.name) + text
-    for key, (value, comment) in {**_changes(kind, values, text), **_lengths(values, text, steps)}.items():
+    for key, (value, comment) in {**_changes(kind, values, text), **_lengths(kind, values, text, steps)}.items():
         text = _set(text, key, value, comment)
     for key, (value, comment) in _evaluation(values, text).items():
         text = _set(text, key, value, comment)
@@ -99,7 +109,7 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     if plan.accumulation > 1:
         line = f"gradient_accumulation_steps = {plan.accumulation}"
         text = re.sub(r"^(micro_batch_size_per_gpu =.*)$", rf"\1\n{line}", text, flags=re.MULTILINE)
-    sampling = _sampling(values.prompts, max(1, steps // 10), values.keys) if values.prompts else ""
+    sampling = _sampling(values.prompts, steps, values.keys) if values.prompts else ""
     return text.rstrip() + "\n" + sampling
 
 
@@ -109,7 +119,7 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
     changes = {
         "output_dir": (f"runs/{values.name}", ""),
         "dataset": (f"{values.name}_data.toml", ""),
-        "micro_batch_size_per_gpu": (plan.micro_batch, f"{plan.samples_per_step} samples per step in all"),
+        "micro_batch_size_per_gpu": (plan.micro_batch, _batch_comment(plan, kind.shrunk > 1)),
         "activation_checkpointing": (plan.checkpointing, 'fast to small: false, "selective", true'),
         "model.diffusers_path": (values.model, ""),
         "model.t5_max_length": (values.t5_length, "tokens"),
@@ -119,6 +129,8 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
     if plan.swap_blocks:
         held = ", for weights and moments that do not fit on the GPU" if plan.release else ""
         changes["swap_blocks"] = (plan.swap_blocks, f"{format_bytes(plan.host)} of host memory{held}")
+    if values.size is not None:
+        changes["model.size"] = (values.size, "so that it fits the memory of the GPU")
     if values.layers is not None:
         changes |= {f"model.shape.num_{part}": (values.layers, "few, for a CPU") for part in ("layers", "heads")}
     if kind.continues and "shift" in tomllib.loads(text)["model"]:
@@ -133,18 +145,24 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
     return changes
 
 
-def _lengths(values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, str]]:
-    """Return the number of steps, and the intervals of the recipe that are too long for it."""
+def _lengths(kind: Kind, values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, str]]:
+    """Return the number of steps, and the intervals of the recipe by it: smaller batches have more steps."""
     keys = _keys(text)
     changes: dict[str, tuple[Any, str]] = {}
     if "max_steps" in keys:
         changes["max_steps"] = (steps, f"{steps / values.epoch_steps:,.0f} epochs")
-    if "cooldown_steps" in keys:
+    if keys.get("cooldown_steps", 0) > 1:
         changes["cooldown_steps"] = (0.17, "decay to 0 over the last sixth")  # a share: max_steps may be edited
-    for key, share in (("save_every_n_steps", 4), ("checkpoint_every_n_steps", 4), ("warmup_steps", 10)):
-        limit = max(1, steps // share)
-        if int(keys.get(key, 0)) > limit:
-            changes[key] = (limit, "")
+    limits = {"save_every_n_steps": max(_EXPORT_STEPS, steps // 4), "checkpoint_every_n_steps": max(1, steps // 4)}
+    for key, limit in {**limits, "warmup_steps": max(1, steps // 10)}.items():
+        if key in keys:
+            changes[key] = (min(kind.shrunk * int(keys[key]), limit), "")
+    ema = tomllib.loads(text)["ema"]
+    wanted = ema["decay"] ** (1 / kind.shrunk)
+    decay = round(min(wanted, ramped_decay(steps, ema["update_every"], wanted)), 4)
+    if decay != ema["decay"] and values.plan.averages:
+        covered = min(steps, round(ema["update_every"] / (1 - decay)))
+        changes["ema.decay"] = (decay, f"the average covers about the last {plural(covered, 'step')}")
     return changes
 
 
@@ -163,6 +181,13 @@ def _evaluation(values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
     return changes
 
 
+def _batch_comment(plan: MemoryPlan, is_shrunk: bool) -> str:
+    """Return the samples per step, the GPUs that share them, and why they are few."""
+    gpus = "" if plan.needed is None else f" on {plural(plan.processes, 'GPU')}"
+    reason = "; more would repeat images of small buckets" if is_shrunk else ""
+    return f"{plural(plan.samples_per_step, 'sample')} per step{gpus}{reason}"
+
+
 def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
     """Return ``text`` with the keys of a family, and without comments about the lines that it replaces."""
     tables = tomllib.loads(text)
@@ -171,16 +196,23 @@ def _with_keys(text: str, keys: Mapping[str, Any]) -> str:
         if value is None:
             text = re.sub(rf"((^#.*\n)*^|^# ){name} =.*\n", "", text, flags=re.MULTILINE)
         elif key not in ("side_step", *_CLIP_KEYS) and (not table or table in tables):
-            text = re.sub(rf"(^#.*\n)*^# {name} =.*\n", "", text, flags=re.MULTILINE)
+            own = "" if key in _REASONED else "# "
+            text = re.sub(rf"(^#.*\n)*^{own}{name} =.*\n", "", text, flags=re.MULTILINE)
             text = _set(text, key, value, _COMMENTS.get(key, ""))
     return text
 
 
-def _sampling(prompts: tuple[str, ...], interval: int, keys: Mapping[str, Any]) -> str:
+def _sampling(prompts: tuple[str, ...], steps: int, keys: Mapping[str, Any]) -> str:
+    """Return the table of samples: after the first step, after 2% of the run, and then ten times."""
+    interval = max(1, steps // 10)
+    early = sorted(step for step in {1, max(1, steps // 50)} if step % interval)
     lines = "".join(f"    {_toml(prompt)},\n" for prompt in prompts)
     own = {name: keys.get(f"sampling.{name}") for name in ("steps", "guidance")}
     more = "".join(f"{name} = {value:g}\n" for name, value in own.items() if value is not None)
-    return f"\n# sample images during training\n[sampling]\nprompts = [\n{lines}]\nevery_n_steps = {interval}\n{more}"
+    schedule = f"at_steps = {early}\n" if early else ""
+    schedule += f"every_n_steps = {interval}\n"
+    head = "\n# sample images during training; no prompt is a training caption\n[sampling]\n"
+    return f"{head}prompts = [\n{lines}]\n{schedule}{more}"
 
 
 def _without_head(text: str) -> str:
@@ -199,11 +231,16 @@ def _keys(text: str) -> dict[str, Any]:
 
 
 def _set(text: str, key: str, value: Any, comment: str = "") -> str:
-    """Return ``text`` with another value of a key, or with the key added to its table; `table.key` names a table."""
+    """Return ``text`` with another value of a key, or with the key added to its table; `table.key` names a table.
+
+    Without a ``comment`` that of the line stays.
+    """
     table, _, name = key.rpartition(".")
     head, header, rest = text.partition(f"\n[{table}]\n") if table else ("", "", text)
     body, tail = re.match(r"(.*?)((?:^\[.*)?)\Z", rest, re.DOTALL | re.MULTILINE).groups()  # type: ignore[union-attr]
     line = f"{name} = {_toml(value)}"
+    old = re.search(rf"^{name} = [^#\n]*# (.*)$", body, re.MULTILINE)
+    comment = comment or (old[1] if old else "")
     line = f"{line:<31} # {comment}" if comment else line
     changed, count = re.subn(rf"^{name} =.*$", lambda _: line, body, count=1, flags=re.MULTILINE)
     if not count:

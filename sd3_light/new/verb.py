@@ -7,7 +7,6 @@ import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,30 +15,36 @@ from sd3_light.config import ConfigFaults, LoadedConfig
 from sd3_light.config.base import is_url
 from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import SCHEME, parse_hub_id
+from sd3_light.core.caption_lengths import short_captions
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of_folder
-from sd3_light.cost.throughput import cpu_seconds, measured_blocks, training_seconds
+from sd3_light.cost.throughput import CPU_CORE_FLOPS, measured_blocks
 from sd3_light.files import write_atomically
+from sd3_light.formats import plural
+from sd3_light.model.folder import JUDGE
 from sd3_light.model.part_configs import read_config
 from sd3_light.new.kinds import KINDS, Kind
 from sd3_light.new.memory_plan import MemoryPlan, plan_memory
 from sd3_light.new.project_text import TextValues, data_toml, train_toml
-from sd3_light.sources.records import Rejected
-from sd3_light.sources.scan import scan
+from sd3_light.new.prompts import sample_prompts
 from sd3_light.system import Gpu, usable_cores
 
 __all__ = ["KINDS", "NewProject", "run"]
 
-_PROMPTS = 4
-_SCANNED = 200  # samples that are read for prompts
+_STAND_IN = ("a prompt",)
 _FEWEST = 100  # steps on a CPU, however slow it is
+_MOST_EPOCHS = 200  # of pretraining
 _SMALLEST = 64  # a resolution that every model accepts
 _LENGTH = "model.t5_max_length"
 
 
 @dataclass(frozen=True)
 class NewProject:
-    """The files that were written, and what they were fitted to."""
+    """The files that were written, and what they were fitted to.
+
+    ``images`` may be clips if it ``has_clips``; about ``held_out`` of them are for validation. ``time`` is that of
+    all steps, ``notes`` are sentences about what the family offers and what the data lacks.
+    """
 
     train_toml: Path
     data_toml: Path
@@ -48,12 +53,10 @@ class NewProject:
     steps: int
     resolution: int
     plan: MemoryPlan
-    seconds: float | None
-    """Estimated training time; None for a kind of GPU that was not measured."""
+    time: str
     has_clips: bool = False
-    """Whether ``images`` may be clips."""
     held_out: int = 0
-    """About how many of ``images`` are held out for validation."""
+    notes: tuple[str, ...] = ()
 
 
 def run(
@@ -82,51 +85,89 @@ def run(
     source, base = _located(data), _located(model or kind.model)
     if not kind.continues and Path(base).is_dir():
         _require_random_start(family_of_folder(Path(base)), base)
-    processes = max(1, len(gpus))
-    cpu = None if gpus else kind.cpu
-    first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, processes))
-    first = replace(first, layers=None if cpu is None else cpu.layers, validation=validation)
+    first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, max(1, len(gpus))))
+    first = replace(first, layers=None if gpus or kind.cpu is None else kind.cpu.layers, validation=validation)
     with TemporaryDirectory() as folder:
-        loaded = _load_first(kind, first, Path(folder))
-        family = family_of_folder(loaded.train.model.diffusers_path)
-        keys = family.recipe(loaded.train.model.diffusers_path)
-        values = replace(first, keys=keys, family=family.title)
-        loaded = _load(kind, values, Path(folder))  # which may read videos
-        values = replace(values, prompts=tuple(_prompts(loaded)))  # sampling takes memory too
-        values = _fitted(values, loaded.train.model.diffusers_path, kind, resolution)
-        loaded = _load(kind, values, Path(folder))
-        try:
-            estimate = check.run(loaded, processes)
-        except ConfigFaults as error:
-            raise _about_options(error) from None
-    plan = plan_memory(estimate, loaded.train, kind, gpus)
-    epoch_steps = sum(math.ceil(row.samples / plan.samples_per_step) for row in estimate.data.rows)
-    step_seconds = _step_seconds(estimate, plan, gpus)
-    affordable = max(_FEWEST, int(60 * cpu.minutes / step_seconds)) if cpu and step_seconds else None
-    values = replace(values, plan=plan, epoch_steps=epoch_steps, affordable=affordable, images=estimate.data.samples)
+        project = _fit(kind, first, Path(folder), resolution, gpus)
+    kind, values, family = project.kind, project.values, project.family
     values = replace(values, data=_relative(source, out), model=_relative(base, out))
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(data_file, data_toml(kind, values).encode())
     write_atomically(train_file, train_toml(kind, values).encode())
-    images, steps = estimate.data.samples, kind.steps(epoch_steps, affordable)
-    seconds = step_seconds and steps * step_seconds
-    project = NewProject(
-        train_file, data_file, out / "runs" / kind_name, images, steps, values.resolution, plan, seconds
+    return NewProject(
+        train_file,
+        data_file,
+        out / "runs" / kind_name,
+        project.estimate.data.samples,
+        project.steps,
+        values.resolution,
+        values.plan,
+        project.work.time_on(gpus[0]) if gpus else project.work.time_on_cpu(project.cpu_speed),
+        has_clips=family.media == "video",
+        held_out=project.estimate.data.held_out,
+        notes=tuple(_notes(project)),
     )
-    return replace(project, has_clips=family.media == "video", held_out=estimate.data.held_out)
 
 
-def _step_seconds(estimate: check.RunEstimate, plan: MemoryPlan, gpus: tuple[Gpu, ...]) -> float | None:
-    """Return the estimated time of an optimizer step; None for a kind of GPU that was not measured."""
-    images = sum(row.samples for row in estimate.data.rows)
-    epoch_flops = sum(row.samples * row.step_flops.value / row.global_batch for row in estimate.data.rows)
-    flops = plan.samples_per_step * epoch_flops / images
-    if not gpus:
-        return cpu_seconds(flops, usable_cores())
-    setup = estimate.setup
-    blocks = measured_blocks(setup.block_kind, setup.adapter is not None)
-    layers = setup.cost.num_blocks
-    return training_seconds(gpus[0].name, blocks, flops, plan.accumulation, layers, plan.processes, setup.graphs)
+@dataclass(frozen=True)
+class _Fitted:
+    """A project before it is written: a kind with a batch for the data, the values of the files, and the estimate."""
+
+    kind: Kind
+    values: TextValues
+    family: Family
+    estimate: check.RunEstimate
+    cpu_speed: float | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the run."""
+        return self.kind.steps(self.values.epoch_steps, self.values.affordable)
+
+    @property
+    def work(self) -> check.Work:
+        """All steps of the run."""
+        return self.work_of(self.steps)
+
+    def work_of(self, steps: int) -> check.Work:
+        """Return what a number of steps computes."""
+        rows, plan, setup = self.estimate.data.rows, self.values.plan, self.estimate.setup
+        epoch_flops = sum(row.samples * row.step_flops.value / row.global_batch for row in rows)
+        flops = steps * plan.samples_per_step * epoch_flops / sum(row.samples for row in rows)
+        blocks = setup.cost.num_blocks
+        at_most = setup.cost.text.at_most
+        kind = measured_blocks(setup.block_kind, setup.adapter is not None)
+        micro_batches = steps * plan.accumulation
+        return check.Work(flops, micro_batches, kind, blocks, plan.processes, setup.graphs, at_most)
+
+
+def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gpus: tuple[Gpu, ...]) -> _Fitted:
+    """Return the project with values that fit its data, its model and the GPUs; ``folder`` is temporary."""
+    loaded = _load_first(kind, first, folder)
+    model = loaded.train.model.diffusers_path
+    family = family_of_folder(model)
+    keys = dict(family.recipe(model))
+    if kind.pads_for_others and not (model / JUDGE).is_dir():
+        keys |= {"model.text_tokens": "padded", "model.dtype": "bfloat16"}
+    values = replace(first, keys=keys, family=family.title, prompts=_STAND_IN)  # sampling takes memory too
+    values = _fitted(values, model, kind, resolution)
+    loaded, estimate = _estimated(kind, values, folder)
+    if kind.continues:
+        kind = kind.with_fair_batch([row.samples for row in estimate.data.rows])
+    plan = plan_memory(estimate, loaded.train, kind, gpus)
+    if kind.smaller_size is not None and not plan.is_roomy:
+        values = replace(values, size=kind.smaller_size)
+        loaded, estimate = _estimated(kind, values, folder)
+        plan = plan_memory(estimate, loaded.train, kind, gpus)
+    speed = None if gpus else check.cpu_speed(loaded, (), estimate, plan.micro_batch)
+    epoch_steps = sum(math.ceil(row.samples / plan.samples_per_step) for row in estimate.data.rows)
+    prompts = sample_prompts(estimate.data.captions, kind.continues)
+    values = replace(values, plan=plan, epoch_steps=epoch_steps, prompts=prompts, images=estimate.data.samples)
+    project = _Fitted(kind, values, family, estimate, speed)
+    if gpus or kind.cpu is None:
+        return project
+    step = project.work_of(1).flops / (speed or CPU_CORE_FLOPS * usable_cores())
+    return replace(project, values=replace(values, affordable=max(_FEWEST, int(60 * kind.cpu.minutes / step))))
 
 
 def _located(value: str) -> str:
@@ -152,6 +193,37 @@ def _load(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:
         return check.load(path)
     except ConfigFaults as error:
         raise _about_options(error) from None
+
+
+def _estimated(kind: Kind, values: TextValues, folder: Path) -> tuple[LoadedConfig, check.RunEstimate]:
+    """Load a project and estimate it."""
+    loaded = _load(kind, values, folder)
+    try:
+        return loaded, check.run(loaded, values.plan.processes)
+    except ConfigFaults as error:
+        raise _about_options(error) from None
+
+
+def _notes(project: _Fitted) -> Iterator[str]:
+    """Yield what the family offers against forgetting and for its text encoders, and what the data lacks."""
+    kind, data, plan = project.kind, project.estimate.data, project.values.plan
+    if kind.continues:
+        title = project.family.title
+        yield f"prior preservation: available for {title}; add a [[directory]] of class images (docs/finetune.md)"
+        yield f"text encoders: not trained for {title}, because the cache holds their outputs"
+    if plan.samples_per_step > kind.batch:
+        yield (
+            f"{plural(plan.processes, 'GPU')} train {plan.samples_per_step} samples per step, and images of small "
+            "buckets are repeated to fill them: train on fewer GPUs, or give more images of these shapes"
+        )
+    epochs = project.steps / project.values.epoch_steps
+    if kind.smaller_size is not None and epochs > _MOST_EPOCHS:
+        yield (
+            f"warning: {data.samples:,} images are too few for random weights of this size, which see each of them "
+            f"{epochs:,.0f} times; give more images, or continue a model with `new finetune`"
+        )
+    if not kind.continues and (sentence := short_captions(data.captions, project.values.resolution)):
+        yield f"warning: {sentence}"
 
 
 def _require_random_start(family: Family, model: str) -> None:
@@ -187,14 +259,3 @@ def _fitted(values: TextValues, model: Path, kind: Kind, resolution: int | None)
     if resolution is None and kind.continues:
         resolution = min(kind.resolution, checks.trained_side(model))
     return replace(values, t5_length=t5_length, shift=shift, resolution=resolution or kind.resolution)
-
-
-def _prompts(loaded: LoadedConfig) -> Iterator[str]:
-    """Yield the captions of some images, as prompts for sample images."""
-    captions = {
-        item.captions[0]: None
-        for item in islice(scan(loaded.dataset.directories[0], 0), _SCANNED)
-        if not isinstance(item, Rejected) and item.captions[0].strip()
-    }
-    distance = max(1, len(captions) // _PROMPTS)
-    yield from islice(list(captions)[::distance], _PROMPTS)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sd3_light.config import EmaConfig
-from sd3_light.optim.power_function import decay_at, gamma_from_sigma_rel
+from sd3_light.optim.power_function import decay_at, gamma_from_sigma_rel, ramped_decay
 
 MAIN_TRACK = "ema"
 """Name of the track that [ema] itself describes; [[ema.track]] entries have their own names."""
@@ -33,8 +33,7 @@ class Track:
         if self.gamma is not None:
             return decay_at(step, self.update_every, self.gamma)
         assert self.decay is not None
-        done = max(0, step // self.update_every - 1)  # updates before this one
-        return min(self.decay, (1 + done) / (10 + done))
+        return ramped_decay(step, self.update_every, self.decay)
 
 
 class Averages:

@@ -1,8 +1,11 @@
-"""The arithmetic of EDM2's power-function averages (Karras et al. 2024, section 3.1 and appendix C).
+"""The arithmetic of averages: a decay that ramps up, and EDM2's power functions.
 
-At time t the average weighs the weights of time tau by p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1), a profile that
-grows with training. It is named by its width sigma_rel: the profile's standard deviation as a share of t.
+At time t a power function (Karras et al. 2024, section 3.1 and appendix C) weighs the weights of time tau by
+p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1), a profile that grows with training. It is named by its width sigma_rel:
+the profile's standard deviation as a share of t.
 """
+
+import math
 
 import numpy as np
 
@@ -25,6 +28,18 @@ def decay_at(step: int, update_every: int, gamma: float) -> float:
     integral over the steps that each represents, with sum 1.
     """
     return float(max(0.0, 1.0 - update_every / step) ** (gamma + 1)) if step > 0 else 0.0
+
+
+def ramped_decay(step: int, update_every: int, decay: float) -> float:
+    """Return the decay of the update at ``step`` of an average that ramps up to ``decay``."""
+    done = max(0, step // update_every - 1)  # updates before this one
+    return min(decay, (1 + done) / (10 + done))
+
+
+def ramp_end(update_every: int, decay: float) -> int:
+    """Return the step from which on `ramped_decay` is ``decay``."""
+    done = max(0, math.ceil((10 * decay - 1) / (1 - decay) - 1e-6))
+    return (done + 1) * update_every
 
 
 def inner_products(times_a: np.ndarray, gammas_a: np.ndarray, times_b: np.ndarray, gammas_b: np.ndarray) -> np.ndarray:

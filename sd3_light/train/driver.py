@@ -60,7 +60,8 @@ class RunHooks:
 
 @dataclass(frozen=True)
 class HookSchedule:
-    """When the hooks run. The last step and requests from outside add checkpoints, the last step an export."""
+    """When the hooks run. The last step adds an evaluation, a checkpoint and an export, requests from outside a
+    checkpoint."""
 
     evaluate: Due = never
     sample: Due = never
@@ -122,7 +123,7 @@ class Driver:
         snapshot = every(snapshot_interval(ema, self.run.total_steps))
         scheduled = [
             (True, Hook("report", lambda old, new: self.saves.has_reports(), lambda _: self.report())),
-            (hooks.evaluate, Hook("evaluate", schedule.evaluate, self.evaluate)),
+            (hooks.evaluate, Hook("evaluate", lambda *at: schedule.evaluate(*at) | last(*at), self.evaluate)),
             (hooks.sample, Hook("sample", schedule.sample, self.sample)),
             (hooks.measure, Hook("measure", lambda *at: schedule.measure(*at) | last(*at), self.measure)),
             (hooks.save, Hook("save", schedule.save, self.save)),

@@ -286,10 +286,11 @@ def _grids(context: RunContext, state: TrainState, sampler: Sampler) -> Callable
 def _make_schedule(config: TrainConfig, steps_per_epoch: int, total_steps: int) -> HookSchedule:
     """Return the schedule of the intervals in a config."""
     c = config
-    sample, last = every(c.sampling.every_n_steps), every(total_steps if c.sampling.after_last_step else None)
+    sample = every(c.sampling.every_n_steps)
+    chosen = {*c.sampling.at_steps, *((total_steps,) if c.sampling.after_last_step else ())}
     return HookSchedule(
         evaluate=every(c.eval_every_n_steps, c.eval_every_n_epochs, c.eval_every_n_examples, steps_per_epoch),
-        sample=lambda *at: sample(*at) or last(*at),
+        sample=lambda before, after: sample(before, after) or after.step in chosen,
         measure=every(None if c.metrics is None else c.metrics.every_n_steps),
         checkpoint=every(c.checkpoint_every_n_steps, c.checkpoint_every_n_epochs, steps_per_epoch=steps_per_epoch),
         export=every(c.save_every_n_steps, c.save_every_n_epochs, c.save_every_n_examples, steps_per_epoch),

@@ -1,16 +1,19 @@
 """SD3 and SD3.5."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config import ModelConfig, TrainConfig
+from sd3_light.config.schema_tables import LORA_TARGETS
+from sd3_light.config.sizes import IMAGE_ATTENTION
 from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.family import Family
-from sd3_light.core.start import WeightsStart
+from sd3_light.core.start import WeightsStart, denoiser_folder
 from sd3_light.core.training import FastBlocks
 from sd3_light.families.sd3.fast.choice import why_stock_on_device
+from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
     import torch
@@ -84,6 +87,13 @@ class SD3(Family):
     def fast_blocks(self) -> "SD3FastBlocks":
         """The kernels of `fast`."""
         return SD3FastBlocks()
+
+    def recipe(self, folder: Path) -> Mapping[str, Any]:
+        """See `Family.recipe`: the second attention of SD3.5 is adapted too."""
+        path = denoiser_folder(folder) / "config.json"
+        if not path.is_file() or not read_json(path).get("dual_attention_layers"):
+            return {}
+        return {"adapter.target_modules": [*LORA_TARGETS, *(f"attn2.{name}" for name in IMAGE_ATTENTION)]}
 
     def cost(self, start: WeightsStart, model: ModelConfig) -> "SD3Cost":
         """See `Family.cost`."""

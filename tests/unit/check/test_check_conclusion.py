@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from sd3_light.assets import DEMO
 from sd3_light.check import conclusion
 from sd3_light.check import verb as check
 from sd3_light.check.verb import Target, conclude
-from sd3_light.config import SIZES
+from sd3_light.config import SIZES, EmaConfig
+from sd3_light.config.schema_tables import EmaTrack
 from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.model.folder import count_weights
 from sd3_light.system import Gpu, visible_gpus
@@ -42,10 +44,12 @@ def concluded(files: Any) -> Callable[..., dict[str, str]]:
 def test_a_cpu_run_has_no_line_about_gpus(files: Any, concluded: Callable[..., dict[str, str]]) -> None:
     lines = concluded(Target(on_cpu=True))
     assert "GPU memory" not in lines
-    speed = r"of training steps on \d+ CPU cores, at an assumed 20 GFLOP/s per core"
-    assert re.fullmatch(rf"less than a second {speed}", lines["time"])
-    longer = concluded(Target(on_cpu=True), top="max_steps = 100000")
-    assert re.fullmatch(rf"about .* {speed}", longer["time"])
+    time = r"of training steps on \d+ CPU cores \(4 to 60 GFLOP/s per core; not measured\)"
+    assert re.fullmatch(rf"less than a second {time}", lines["time"])
+    longer = {"top": "max_steps = 100000"}
+    assert re.fullmatch(rf".* s to .* {time}", concluded(Target(on_cpu=True), **longer)["time"])
+    measured = concluded(Target(on_cpu=True, cpu_speed=1e9), **longer)["time"]
+    assert re.fullmatch(r"about .* of training steps on \d+ CPU cores, by a few steps timed here", measured)
     assert lines["device"].startswith("CPU: no GPU is visible; --gpu-memory GIB or --processes N")
     loaded = files.load(model=PRETRAIN)
     estimate = check.run(loaded)
@@ -81,7 +85,10 @@ def test_the_duration_is_known_for_measured_gpus(concluded: Callable[..., dict[s
     text = concluded(Target(Gpu("NVIDIA H200")), top="max_steps = 100000\ncuda_graphs = false")["time"]
     # 9 ms each: by their launches
     assert text == f"about 1 h of training steps on 1 x NVIDIA H200 ({speed}, measured)"
-    assert concluded(Target(Gpu("NVIDIA A100")))["time"].startswith("unknown: no speed was measured on this kind")
+    assert concluded(Target(Gpu("a GPU")))["time"].startswith("unknown: no speed was measured on this kind")
+    others = concluded(Target(Gpu("NVIDIA A100")), top="max_steps = 100000")["time"]
+    shares = r"\(10% to 50% of its peak: no speed was measured on this kind of GPU\)"
+    assert re.fullmatch(rf".* s to 1 h of training steps on 1 x NVIDIA A100 {shares}", others)
     real = concluded(
         Target(Gpu("NVIDIA H200")), "max_steps = 100000", world=2, model=f'{PRETRAIN}\ntext_tokens = "real"'
     )["time"]
@@ -284,3 +291,35 @@ def test_a_line_says_whether_sampling_works_in_phases(
     assert line(None).endswith(" in bfloat16; with less memory works in phases")
     monkeypatch.setattr(conclusion, "available_memory", lambda: 1 << 20)
     assert concluded(Target(on_cpu=True))["sample"].startswith("works in phases")
+
+
+@pytest.mark.parametrize(
+    ("decay", "interval", "steps", "line"),
+    [
+        (
+            0.98,
+            1,
+            400,
+            "decay 0.978 at the last step, not 0.98, which the ramp reaches at step 441; the average covers",
+        ),
+        (0.98, 1, 900, "decay 0.98 at the last step, reached at step 441; the average covers about the last 50 of 900"),
+        (
+            0.999,
+            10,
+            400,
+            "decay 0.8163 at the last step, not 0.999, which the ramp reaches at step 89,910; the average",
+        ),
+        (0.99, 100, 99, "warning: it is never updated, as update_every = 100 exceeds the 99 steps"),
+    ],
+)
+def test_the_decay_at_the_last_step_is_shown(files: Any, decay: float, interval: int, steps: int, line: str) -> None:
+    files.image("0.png", 64, 64)
+    loaded = files.load(model=PRETRAIN)
+    estimate = replace(check.run(loaded), total_steps=steps)
+    assert "EMA" not in dict(conclude(loaded.train, estimate, Target(on_cpu=True)))
+    for track in ({}, {"track": (EmaTrack(name="long", decay=decay), EmaTrack(name="wide", power_width=0.1))}):
+        ema = EmaConfig(enable=True, decay=decay, update_every=interval, **track)
+        lines = dict(conclude(loaded.train.model_copy(update={"ema": ema}), estimate, Target(on_cpu=True)))
+        assert lines["EMA"].startswith(line)
+        assert lines.get("EMA long") == (lines["EMA"] if track else None)
+        assert "EMA wide" not in lines

@@ -121,7 +121,7 @@ def test_new_writes_the_recipe_of_flux(tmp_path: Path, raw_project: Project, flu
     assert table["model"]["guidance"] == 1.0
     assert table["sampling"]["guidance"] == 3.5
     assert table["adapter"]["target_modules"] == list(family_named("flux").adapter_targets)  # type: ignore[attr-defined]
-    assert project.resolution == 512
+    assert project.resolution == 1024
     set_json(flux / "transformer/config.json", guidance_embeds=False)
     project = new.run("lora", str(raw_project.images), str(flux), tmp_path / "schnell", gpus=GPU)
     table = tomllib.loads(project.train_toml.read_text(encoding="utf-8"))

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from sd3_light.optim.power_function import MAX_SIGMA_REL, decay_at, gamma_from_sigma_rel, inner_products
+from sd3_light.optim.power_function import (
+    MAX_SIGMA_REL,
+    decay_at,
+    gamma_from_sigma_rel,
+    inner_products,
+    ramp_end,
+    ramped_decay,
+)
 
 WIDTHS = [0.001, 0.02, 0.05, 0.1, 0.2, 0.28, MAX_SIGMA_REL]
 
@@ -51,3 +58,11 @@ def test_inner_products_are_the_integrals() -> None:
         for j, b in enumerate(curves):
             assert products[i, j] == pytest.approx(integral(a * b, tau), rel=1e-3), (i, j)
     np.testing.assert_allclose(products, products.T, rtol=1e-12)
+
+
+@pytest.mark.parametrize("interval", [1, 10])
+@pytest.mark.parametrize("decay", [0.0, 0.1, 0.5, 0.98, 0.999, 0.9995])
+def test_a_ramp_ends_where_the_decay_is_reached(decay: float, interval: int) -> None:
+    end = ramp_end(interval, decay)
+    assert ramped_decay(end, interval, decay) == pytest.approx(decay)
+    assert end == interval or ramped_decay(end - interval, interval, decay) < decay

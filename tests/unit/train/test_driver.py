@@ -176,6 +176,14 @@ def test_a_run_ends_with_a_checkpoint(tmp_path: Path) -> None:
     assert float(checkpoint.tensor("ema/w")) == float(case.averages.tracks["ema"].shadow["w"])
 
 
+def test_the_last_step_is_evaluated(tmp_path: Path) -> None:
+    hooks = RunHooks(lambda: [("held_out", {"flow": 1.0})])
+    for interval, steps in ((4, [4, 6]), (3, [3, 6]), (100, [6])):
+        case = Case(tmp_path / str(interval), hooks=hooks, schedule=HookSchedule(every(interval)))
+        case.train()
+        assert case.of("eval") == steps
+
+
 def test_hooks_see_the_average_and_the_weights_come_back(tmp_path: Path) -> None:
     seen: dict[str, float] = {}
 

@@ -1,0 +1,65 @@
+"""How long all steps of a run take: measured, or a range."""
+
+from dataclasses import dataclass
+
+from sd3_light.cost.throughput import CPU_CORE_RANGE, PEAK_RANGE, measured_speed, time_range, training_seconds
+from sd3_light.formats import duration
+from sd3_light.system import Gpu, usable_cores
+
+_SHORT = "less than a second"
+
+
+@dataclass(frozen=True)
+class Work:
+    """The steps of a run: FLOPs in all, micro-batches per GPU, the kind and number of blocks, and GPUs.
+
+    ``blocks`` are named by `measured_blocks`, ``graphs``: they are recorded. ``at_most`` is the prefix of numbers that
+    hold for the longest captions.
+    """
+
+    flops: float
+    micro_batches: int
+    blocks: str
+    num_blocks: int
+    gpus: int = 1
+    graphs: bool = False
+    at_most: str = ""
+
+    def seconds_on(self, name: str) -> float | None:
+        """Return the time on a kind of GPU; None if its speed was not measured."""
+        return training_seconds(
+            name, self.blocks, self.flops, self.micro_batches, self.num_blocks, self.gpus, self.graphs
+        )
+
+    def time_on(self, gpu: Gpu | None) -> str:
+        """Return the time on GPUs, and where it comes from."""
+        name = "" if gpu is None else gpu.name
+        seconds = self.seconds_on(name)
+        speed = measured_speed(name, self.blocks)
+        where = f"of training steps on {self.gpus} x {name}"
+        if seconds is not None and speed is not None:
+            several = "; several GPUs were not measured" if self.gpus > 1 else ""
+            recorded = " in CUDA graphs" if self.graphs else ""
+            share = f"{speed.share_of_peak:.0%} of its peak with {self.blocks} blocks{recorded}"
+            return f"{self._about(seconds)} {where} ({share}, measured{several})"
+        limits = time_range(name, self.flops / self.gpus, self.micro_batches, self.num_blocks)
+        if limits is None:
+            return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"
+        shares = f"{PEAK_RANGE[0]:.0%} to {PEAK_RANGE[1]:.0%} of its peak: no speed was measured on this kind of GPU"
+        return f"{self._range(*limits)} {where} ({shares})"
+
+    def time_on_cpu(self, speed: float | None) -> str:
+        """Return the time on this machine's CPU with the FLOP/s that were measured, or a range."""
+        cores = usable_cores()
+        where = f"of training steps on {cores} CPU cores"
+        if speed is not None:
+            return f"{self._about(self.flops / speed)} {where}, by a few steps timed here"
+        slow, fast = CPU_CORE_RANGE
+        limits = self._range(self.flops / (fast * cores), self.flops / (slow * cores))
+        return f"{limits} {where} ({slow / 1e9:.0f} to {fast / 1e9:.0f} GFLOP/s per core; not measured)"
+
+    def _about(self, seconds: float) -> str:
+        return _SHORT if seconds < 1 else f"{self.at_most or 'about '}{duration(seconds)}"
+
+    def _range(self, low: float, high: float) -> str:
+        return _SHORT if high < 1 else f"{self.at_most}{duration(low)} to {duration(high)}"
