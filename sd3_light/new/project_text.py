@@ -168,14 +168,10 @@ def _lengths(kind: Kind, values: TextValues, text: str, steps: int) -> dict[str,
 
 def _evaluation(values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
     """Return when the held-out images are evaluated: at every export, so that `--best` can choose, and in between."""
-    keys = _keys(text)
     if not values.validation:
         return {}
-    if epochs := keys.get("save_every_n_epochs"):
-        changes: dict[str, tuple[Any, str]] = {"eval_every_n_epochs": (epochs, _EVALUATED)}
-    else:
-        saves = int(keys.get("save_every_n_steps", 1000))
-        changes = {"eval_every_n_steps": (saves if saves % 2 else saves // 2, _EVALUATED)}
+    saves = int(_keys(text).get("save_every_n_steps", 1000))
+    changes: dict[str, tuple[Any, str]] = {"eval_every_n_steps": (saves if saves % 2 else saves // 2, _EVALUATED)}
     if values.images < _FEW_IMAGES:
         changes["eval_at_fixed_t"] = (True, "few images: the loss at fixed t has less noise")
     return changes
