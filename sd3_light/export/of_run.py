@@ -106,7 +106,7 @@ def _run_fields(
     config: TrainConfig, weights: str, progress: Progress, run: Path | None, facts: ModelFacts | None
 ) -> dict[str, Any]:
     own: dict[str, Any] = {"weights": weights, **progress.as_dict()}
-    # the scheduler belongs to a denoiser whose config has the size
+    # elsewhere the exported config of the denoiser has the size
     if facts is not None and facts.trained_at is not None and not family_of(config.model).files.writes_scheduler:
         own[TRAINED_AT] = list(facts.trained_at)
     return {
