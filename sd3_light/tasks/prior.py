@@ -19,6 +19,7 @@ from sd3_light.files import atomic_file
 from sd3_light.inputs import open_regular
 from sd3_light.runlog import progress
 from sd3_light.tasks.batches import item_of, length_of
+from sd3_light.tasks.sides import Sides, sides_of
 
 DrawImage = Callable[[str, int], Image.Image]
 """(prompt, seed) -> an image, drawn by the model before it is trained."""
@@ -77,7 +78,10 @@ class ClassPictures(Dataset[Any]):
 
 
 class WithPrior(Dataset[Any]):
-    """A dataset followed by class images, whose losses count ``weight`` times (`FlowMatchSFTLoss`)."""
+    """A dataset followed by class images, whose losses count ``weight`` times (`FlowMatchSFTLoss`).
+
+    What the dataset holds out stays held out; class images are trained on.
+    """
 
     def __init__(self, dataset: Dataset[Any], prior: Dataset[Any], weight: float = 1.0) -> None:
         number: Any = weight
@@ -85,6 +89,12 @@ class WithPrior(Dataset[Any]):
             raise UserError(f"the weight of prior images is {weight!r}; give a number >= 0")
         self.dataset, self.prior, self.weight = dataset, prior, weight
         self._count = length_of(dataset)
+
+    @property
+    def sides(self) -> Sides | None:
+        """The sides of all samples; None if the dataset is not divided."""
+        own = sides_of(self.dataset)
+        return None if own is None else Sides((*own.names, *("train",) * length_of(self.prior)))
 
     def __len__(self) -> int:
         return self._count + len(self.prior)  # type: ignore[arg-type]
