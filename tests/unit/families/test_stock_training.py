@@ -189,9 +189,10 @@ def test_blocks_in_host_memory_train_alike(
     for name, tensor in whole.items():
         assert torch.equal(tensor, resumed[name]), name
     assert project.losses("swapped") == project.losses("whole")
-    evals = [[event["flow"] for event in project.events("eval", name)] for name in ("whole", "swapped")]
+    # the last step of the first part is evaluated, too
+    evals = [[event for event in project.events("eval", name) if event["step"] == 4] for name in ("whole", "swapped")]
     assert evals[0]
-    assert evals[0] == evals[1]
+    assert [event["flow"] for event in evals[0]] == [event["flow"] for event in evals[1]]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,10 @@ def test_trained_blocks_in_host_memory_train_alike(
     for name, tensor in whole.items():
         assert torch.equal(tensor, resumed[name]), name
     for kind, names in (("step", ("loss", "grad_norm", "param_norm")), ("eval", ("flow", "weights"))):
-        logs = [[[event[key] for key in names] for event in project.events(kind, run)] for run in ("whole", "swapped")]
+        logs = []
+        for name in ("whole", "swapped"):
+            events = [event for event in project.events(kind, name) if kind == "step" or event["step"] == 4]
+            logs.append([[event[key] for key in names] for event in events])
         assert logs[0]
         assert logs[0] == logs[1]
     exports = [project.folder / name / "exports" / checkpoint_name(4) / "transformer" for name in ("whole", "swapped")]
