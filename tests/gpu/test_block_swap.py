@@ -27,7 +27,8 @@ DEVICE = torch.device("cuda", 0)
 def make_engine(folder: Path, base_bits: int, **keys: Any) -> TorchEngine:
     adapter = {"rank": 4, "target_modules": ["attn.to_*", "ff.net.*"], "base_bits": base_bits}
     model = {"type": "sd3", "diffusers_path": "folder"}
-    settings = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": model, "adapter": adapter, **keys}
+    settings = {"output_dir": "out", "dataset": "data.toml", "max_steps": 9, "model": model, "adapter": adapter}
+    settings |= {"compile": False, **keys}
     config = TrainConfig.model_validate(settings, context={"base": folder})
     denoiser: Any = load_what_trains(config, family_named("sd3").weights.start(config.model), DEVICE)
     if config.compile:
