@@ -109,7 +109,10 @@ def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> N
     for name in ("whole", "broken", "zero-1", "foreign", "narrow", "fsdp2"):
         out, tolerance = tmp_path / name, 0.05 if name == "narrow" else 1e-5
         assert numbers(out) == pytest.approx(numbers(tmp_path / "torch"), rel=tolerance)
-        assert validations(out) == pytest.approx(validations(tmp_path / "torch"), rel=tolerance)
+        reference = validations(tmp_path / "torch")
+        found = validations(out)
+        assert found.keys() - reference.keys() == ({(3, "ema")} if name == "broken" else set()), "where it stopped"
+        assert {step: found[step] for step in reference} == pytest.approx(reference, rel=tolerance)
         saved = load_file(out / "step-5.safetensors")
         assert all(torch.allclose(saved[key], saved_by_torch(expected, key), atol=tolerance) for key in saved)
         assert len(saved) == len(expected)
@@ -118,7 +121,7 @@ def test_custom_forwards_train_by_deepspeed(tmp_path: Path, processes: int) -> N
     resumed, whole = (load_file(tmp_path / name / "step-5.safetensors") for name in ("broken", "whole"))
     assert all(torch.equal(resumed[key], whole[key]) for key in whole), "a resumed task continues exactly"
     assert validations(tmp_path / "averages") == pytest.approx(validations(tmp_path / "torch-averages"), rel=1e-5)
-    assert len(validations(tmp_path / "averages")) == 6, "of the weights and of both averages"
+    assert len(validations(tmp_path / "averages")) == 9, "of the weights and of both averages, at steps 2, 4 and 5"
     for name in ("step-5", "step-5.long"):
         ours, reference = (load_file(tmp_path / out / f"{name}.safetensors") for out in ("averages", "torch-averages"))
         assert all(torch.allclose(ours[key], reference[key], atol=1e-5) for key in reference)
@@ -129,5 +132,6 @@ def saved_by_torch(expected: dict[str, Tensor], key: str) -> Tensor:
     return expected[key.removeprefix("inner.")]
 
 
-def validations(out: Path) -> list[float]:
-    return [event["flow"] for event in read_log(out / "log.jsonl") if event["event"] == "eval"]
+def validations(out: Path) -> dict[tuple[int, str], float]:
+    events = [event for event in read_log(out / "log.jsonl") if event["event"] == "eval"]
+    return {(event["step"], event["weights"]): event["flow"] for event in events}

@@ -30,7 +30,7 @@ def config(**keys: Any) -> TrainConfig:
         ({"adapter": LORA}, Layout(world=2, by_deepspeed=True), [RECOMPUTE]),
         ({}, Layout(), [RELEASE, RECOMPUTE]),
         ({"gradient_clipping": 0}, Layout(), ["gradient_release = true", RECOMPUTE]),
-        ({"gradient_release": True, "gradient_clipping": 0}, Layout(), [RECOMPUTE]),
+        ({"gradient_release": True, "gradient_clipping": 0}, Layout(), [SWAP, RECOMPUTE]),
         ({"gradient_accumulation_steps": 2}, Layout(), [RECOMPUTE]),
         ({}, Layout(world=2), [RECOMPUTE]),
         ({"activation_checkpointing": "selective"}, Layout(world=2), [RECOMPUTE]),
