@@ -58,6 +58,8 @@ class Row:
     family: str = "sd3"
     targets: tuple[str, ...] = BOTH_STREAMS
     flags: tuple[str, ...] = LORA
+    cudnn: bool = True
+    """Whether the script may use cuDNN's attention, whose backward pass fails on Flux (H200, torch 2.11)."""
     keys: dict[str, Any] = field(default_factory=dict)
 
 
@@ -71,8 +73,15 @@ ROWS = {
         flags=(*LORA, *SD3_TEXT, "--gradient_checkpointing"),
         keys={"activation_checkpointing": True},
     ),
+    "lora-1024-4-half": Row(
+        "train_dreambooth_lora_sd3.py",
+        1024,
+        4,
+        flags=(*LORA, *SD3_TEXT, "--gradient_checkpointing"),
+        keys={"activation_checkpointing": 0.5},
+    ),
     "all-512-4": Row("train_dreambooth_sd3.py", 512, 4, targets=(), flags=SD3_TEXT),
-    "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS, FLUX_FLAGS),
+    "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS, FLUX_FLAGS, cudnn=False),
     "qwen-1024-1": Row("train_dreambooth_lora_qwen_image.py", 1024, 1, "qwen_image", ATTENTION),
     "z-image-1024-1": Row("train_dreambooth_lora_z_image.py", 1024, 1, "z_image", ATTENTION),
 }
@@ -130,11 +139,12 @@ class Enough(Exception):
     """The last timed step is done."""
 
 
-def run_script(script: str, results: Path, steps: int, arguments: list[str]) -> None:
+def run_script(script: str, results: Path, steps: int, cudnn: bool, arguments: list[str]) -> None:
     """Run a script as it is; record when its progress bar moves, and end it after ``steps`` of them."""
     from diffusers import AutoencoderKL
     from tqdm.auto import tqdm
 
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
     encode = AutoencoderKL.encode
     AutoencoderKL.encode = lambda vae, pixels, *rest, **more: encode(vae, pixels.to(vae.dtype), *rest, **more)
     times: list[float] = []
@@ -175,7 +185,8 @@ def peer(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
     if not script.is_file():
         return Side(failure=f"there is no {row.script} in {args.scripts}")
     arguments = known_flags(arguments, script.read_text(encoding="utf-8"))
-    command = [sys.executable, __file__, "--script", str(script), str(results), str(args.steps), *arguments]
+    facts = [str(script), str(results), str(args.steps), str(int(row.cudnn))]
+    command = [sys.executable, __file__, "--script", *facts, *arguments]
     _run(command, out / f"{name}_peer.txt", args.timeout)
     if not results.is_file():
         return Side(failure="it did not end; see its output")
@@ -256,11 +267,13 @@ def _run(command: list[str], output: Path, timeout: int, done: Callable[[], bool
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-        while process.poll() is None and not done() and time.monotonic() < end:
-            time.sleep(0.2)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        try:
+            while process.poll() is None and not done() and time.monotonic() < end:
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
 # --- the table -----------------------------------------------------------------------------------
@@ -269,7 +282,8 @@ def _run(command: list[str], output: Path, timeout: int, done: Callable[[], bool
 def main() -> None:
     """Run the benchmark."""
     if sys.argv[1:2] == ["--script"]:
-        run_script(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), sys.argv[5:])
+        script, results, steps, cudnn, *arguments = sys.argv[2:]
+        run_script(script, Path(results), int(steps), cudnn == "1", arguments)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the results")
@@ -282,6 +296,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=300, help="of a command, in seconds")
     parser.add_argument("--toy", action="store_true", help="a tiny model")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # what it started ends with it
     args.out.mkdir(parents=True, exist_ok=True)
     args.out, args.scripts = args.out.absolute(), args.scripts.absolute()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

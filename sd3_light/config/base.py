@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -132,6 +133,19 @@ def flag_or(*words: str) -> Callable[[Any], Any]:
     return validate
 
 
+def parse_level(value: Any) -> Any:
+    """Accept how activations are recomputed."""
+    if isinstance(value, float) and 0 < value < 1:
+        return value
+    return flag_or("selective", "host")(value)
+
+
+def recomputed_blocks(level: "Checkpointing", blocks: int) -> int:
+    """Return how many of the blocks recompute their activations: the first ones."""
+    share = level if isinstance(level, float) else bool(level)
+    return ceil(share * blocks)
+
+
 def is_count(value: Any) -> bool:
     """Return whether a TOML value is a positive integer."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -214,11 +228,13 @@ TomlLocation = Annotated[
     Allowed("a path, or a URL such as s3://bucket/folder without credentials"),
 ]
 FlagOrAuto = Annotated[bool | Literal["auto"], BeforeValidator(flag_or("auto")), Allowed('true, false or "auto"')]
-Checkpointing = bool | Literal["selective", "host"]
-"""Recompute no activations, those of whole blocks, or all except the outputs of matrix products and attention; with
-``"host"`` those of whole blocks, whose inputs are in host memory."""
+Checkpointing = bool | float | Literal["selective", "host"]
+"""Recompute no activations, those of whole blocks, of a share of the blocks, or all except the outputs of matrix
+products and attention; with ``"host"`` those of whole blocks, whose inputs are in host memory."""
 FlagOrLevel = Annotated[
-    Checkpointing, BeforeValidator(flag_or("selective", "host")), Allowed('true, false, "selective" or "host"')
+    Checkpointing,
+    BeforeValidator(parse_level),
+    Allowed('true, false, a share of the blocks between 0 and 1, "selective" or "host"'),
 ]
 RandomOrPath = Annotated[
     Literal["random"] | Path,

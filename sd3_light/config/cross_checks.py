@@ -232,10 +232,13 @@ def blocks(train: TrainConfig) -> Iterator[Fault]:
         yield _fault("fast", problem, "true", hint="keep one")
     if train.compile is True and train.activation_checkpointing == "selective":
         problem = "does not work with compile = true, which hides the single operations of a block"
-        yield _fault("activation_checkpointing", problem, '"selective"', hint="write true, or compile = false")
-    if train.pipeline_stages > 1 and train.activation_checkpointing == "host":
-        problem = "pipeline stages keep the inputs of their blocks"
-        yield _fault("activation_checkpointing", problem, '"host"', hint="write true, or pipeline_stages = 1")
+        hint = "write true or a share of the blocks, or compile = false"
+        yield _fault("activation_checkpointing", problem, '"selective"', hint=hint)
+    level = train.activation_checkpointing
+    if train.pipeline_stages > 1 and (level == "host" or isinstance(level, float)):
+        problem = "the blocks of pipeline stages all keep their inputs, on the GPU"
+        value = '"host"' if level == "host" else str(level)
+        yield _fault("activation_checkpointing", problem, value, hint="write true, or pipeline_stages = 1")
 
 
 def fp8(train: TrainConfig) -> Iterator[Fault]:

@@ -160,9 +160,11 @@ class TrainConfig(Table):
     partition_split: tuple[Count, ...] = ()
     """`manual` only: index of the first layer of each stage after the first (0 is the embedding)."""
     activation_checkpointing: FlagOrLevel = False
-    """Recompute activations in the backward pass to save memory. true: whole blocks, a third more arithmetic.
-    selective: everything except matrix products and attention, a few percent more time. host: whole blocks, whose
-    inputs are in pinned host memory until then; for long videos, whose inputs are a large part of the memory."""
+    """Recompute activations in the backward pass to save memory. true: whole blocks, a third more arithmetic. A number
+    between 0 and 1: that share of the blocks, the first ones, so that a run uses the memory that there is. selective:
+    everything except matrix products and attention, a few percent more time, not for compiled blocks. host: whole
+    blocks, whose inputs are in pinned host memory until then; for long videos, whose inputs are a large part of the
+    memory."""
     swap_blocks: CountOrAll = 0
     """Blocks of the denoiser whose weights are in host memory, evenly spread: the frozen ones under an adapter, or with
     `gradient_release` those that train, with their optimizer state and averages. Each block is copied to the GPU ahead

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from sd3_light.config.base import recomputed_blocks
 from sd3_light.config.optimizers import OPTIMIZERS, PART_ELEMENTS
 from sd3_light.cost.amount import GIB, Amount, format_bytes
 from sd3_light.cost.training_setup import TrainingSetup
@@ -172,14 +173,13 @@ def _inputs(setup: TrainingSetup) -> int:
 def activation_bytes(setup: TrainingSetup) -> int:
     """Return the bytes that a micro-batch's forward pass saves for the backward pass, without copies of weights."""
     blocks = [setup.sample.blocks[block] for block in setup.blocks]
-    if setup.checkpointing is True:
-        saved = sum(block.inputs for block in blocks)
-    elif setup.checkpointing == "host":
+    if setup.checkpointing == "host":
         saved = HOST_INPUTS * max((block.inputs for block in blocks), default=0)
     elif setup.checkpointing == "selective":
         saved = sum(block.selective for block in blocks)
     else:
-        saved = sum(block.saved for block in blocks)
+        recomputed = recomputed_blocks(setup.checkpointing, len(blocks))
+        saved = sum(block.inputs for block in blocks[:recomputed]) + sum(block.saved for block in blocks[recomputed:])
     outputs = 0 if setup.is_last else setup.sample.stream  # they wait for their gradients
     return setup.batch * (saved + outputs + _ends(setup))
 
@@ -200,7 +200,7 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
     work = batch * sample.work
     one_block = batch * sample.largest.saved + work if setup.blocks else work
     # recomputed for one block when the backward pass starts
-    recomputed = one_block if setup.checkpointing else work
+    recomputed = one_block if setup.recomputes_all else work
     if setup.checkpointing == "selective":
         recomputed -= batch * sample.largest.selective
     gradients = _gradients(setup)
@@ -209,7 +209,8 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
     # before the last micro-batch; graphs add to zeros
     accumulated = _all_gradients(setup) if setup.accumulation > 1 or setup.graphs else 0
     all_copies, block_copies = _weight_copies(setup)
-    name = {False: "activations", "selective": "products"}.get(setup.checkpointing, "block inputs")
+    name = "block inputs" if setup.recomputes_all else "activations"
+    name = "products" if setup.checkpointing == "selective" else name
     name += f" of {setup.in_flight} micro-batches" if setup.in_flight > 1 else ""
     return {
         "end of forward": {
@@ -224,7 +225,7 @@ def _bytes_by_moment(setup: TrainingSetup) -> dict[str, Mapping[str, int]]:
             "one block": recomputed,
             "released gradients": setup.weight_bytes * setup.block_parameters if setup.release else 0,
             "optimizer work": _unit_work(setup) if setup.release else 0,
-            "copies of weights": block_copies if setup.checkpointing else all_copies,
+            "copies of weights": block_copies if setup.recomputes_all else all_copies,
             "accumulated gradients": accumulated,
             "sent and received": exchanged,
         },
@@ -300,9 +301,9 @@ def _weight_copies(setup: TrainingSetup) -> tuple[int, int]:
         return gathered + 2 * setup.trained_parameters, gathered + 2 * setup.trained_parameters
     if setup.stages > 1:
         return 2 * (block if setup.checkpointing else setup.in_flight * setup.parameters), 2 * block
-    if setup.checkpointing and setup.compiled:  # a compiled block casts for itself
+    if setup.recomputes_all and setup.compiled:  # a compiled block casts for itself
         return gathered + 2 * block, gathered + 2 * block
-    if setup.checkpointing and setup.hosted_parameters:  # those since the last block from host memory
+    if setup.recomputes_all and setup.hosted_parameters:  # those since the last block from host memory
         return 2 * block * -(-setup.cost.num_blocks // len(setup.hosted_parameters)), 2 * block
     return gathered + 2 * setup.parameters, gathered + 2 * block
 

@@ -21,9 +21,10 @@ def training_flops(
     few percent at usual ranks, is not counted. The ``terms`` of an objective may take several passes, each of which a
     teacher repeats.
     """
-    passes = 3 + (checkpointing in (True, "host")) - adapter
+    again = checkpointing if isinstance(checkpointing, float) else int(checkpointing in (True, "host"))
+    passes = 3 + again - adapter
     forward = cost.forward_flops(tokens)
-    value = passes * forward - cost.input_flops(tokens)
+    value = round(passes * forward) - cost.input_flops(tokens)
     formula = f"{passes}·({cost.flops_formula}) - inputs' gradients"
     if terms is None or terms.teacher is None:
         return Amount(value, formula)

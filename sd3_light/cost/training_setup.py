@@ -99,6 +99,11 @@ class TrainingSetup:
         """The kind of the blocks on GPUs."""
         return "fast" if self.fast else "compiled" if self.compiled else "stock"
 
+    @property
+    def recomputes_all(self) -> bool:
+        """Whether every block recomputes activations in the backward pass, some or all of its own."""
+        return bool(self.checkpointing) and not isinstance(self.checkpointing, float)
+
     # --- the layers of this stage --------------------------------------------------------------
 
     @cached_property

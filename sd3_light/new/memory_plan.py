@@ -24,6 +24,7 @@ from sd3_light.system import Gpu
 
 CPU_MICRO_BATCH = 4
 _LEVELS: tuple[Checkpointing, ...] = (False, "selective", True)  # from the fastest to the smallest
+_COMPILED_LEVELS: tuple[Checkpointing, ...] = (False, 0.25, 0.5, 0.75, True)
 _STORED = ((4, 1), (2, 1), (4, 0), (2, 0))  # bytes per weight, and averages, from the most memory to the least
 _ROOMY = 8  # samples of a micro-batch below which a smaller denoiser learns more per hour; not measured
 _ENOUGH = 4  # a quarter of the largest micro-batch is nearly as fast: no need to recompute activations for more
@@ -131,7 +132,8 @@ class _Search:
 
     def fastest(self, largest: int) -> MemoryPlan:
         """Return the fastest plan without swapped blocks that fits, or the smallest one."""
-        levels = [self._fitting(largest, level) for level in _LEVELS]
+        choices = _COMPILED_LEVELS if self.estimate.setup.block_kind == "compiled" else _LEVELS
+        levels = [self._fitting(largest, level) for level in choices]
         fitting = [plan for plan in levels if plan.fits]
         enough = [plan for plan in fitting if plan.micro_batch * _ENOUGH >= largest]
         return enough[0] if enough else max(fitting, key=lambda plan: plan.micro_batch, default=levels[-1])

@@ -113,6 +113,11 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     return text.rstrip() + "\n" + sampling
 
 
+def _levels(plan: MemoryPlan) -> str:
+    """Return the other levels of checkpointing for the same kind of blocks."""
+    return "false, a share of the blocks, true" if isinstance(plan.checkpointing, float) else 'false, "selective", true'
+
+
 def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
     """Return the keys that name the project or depend on memory, each with its value and a comment."""
     plan = values.plan
@@ -120,7 +125,7 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
         "output_dir": (f"runs/{values.name}", ""),
         "dataset": (f"{values.name}_data.toml", ""),
         "micro_batch_size_per_gpu": (plan.micro_batch, _batch_comment(plan, kind.shrunk > 1)),
-        "activation_checkpointing": (plan.checkpointing, 'fast to small: false, "selective", true'),
+        "activation_checkpointing": (plan.checkpointing, f"fast to small: {_levels(plan)}"),
         "model.diffusers_path": (values.model, ""),
         "model.t5_max_length": (values.t5_length, "tokens"),
     }

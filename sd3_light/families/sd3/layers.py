@@ -6,7 +6,7 @@ text rows per sample, and the values of the other rows change nothing. Shapes: B
 N image tokens, T text tokens, D width.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sd3_light.config.base import Checkpointing
+from sd3_light.config.base import Checkpointing, recomputed_blocks
 from sd3_light.core.model import save_products
 from sd3_light.families.sd3.between_blocks import BetweenBlocks
 from sd3_light.families.sd3.masked_attention import MaskedJointAttention, mask_attention, real_text_mask
@@ -124,7 +124,7 @@ def build_layers(
 
 
 def run_layers(
-    layers: Iterable[nn.Module],
+    layers: Sequence[nn.Module],
     inputs: Sequence[Tensor],
     checkpointing: Checkpointing = False,
     between: BetweenBlocks | None = None,
@@ -132,20 +132,22 @@ def run_layers(
 ) -> LayerState:
     """Run the layers in order and return the last state; ``draws``: they draw random numbers.
 
-    With ``checkpointing`` the backward pass recomputes the blocks' activations: all, or with ``"selective"`` all except
-    the outputs of matrix products and attention; with ``"host"`` from inputs in host memory. ``between``, for the whole
-    list of layers, gets the image tokens between them.
+    With ``checkpointing`` the backward pass recomputes the blocks' activations: all, those of the first blocks, or with
+    ``"selective"`` all except the outputs of matrix products and attention; with ``"host"`` from inputs in host memory.
+    ``between``, for the whole list of layers, gets the image tokens between them.
     """
+    blocks = [layer for layer in layers if isinstance(layer, JointBlock)]
+    recomputed = recomputed_blocks(checkpointing, len(blocks)) if torch.is_grad_enabled() else 0
+    recomputing = set(blocks[:recomputed])
     context: dict[str, Any] = {"context_fn": save_products} if checkpointing == "selective" else {}
     state: Any = tuple(inputs)
     for number, layer in enumerate(layers):
-        recomputed = checkpointing and isinstance(layer, JointBlock) and torch.is_grad_enabled()
-        if recomputed and checkpointing == "host":
-            state = checkpoint_on_host(_together(layer), *state, preserve_rng_state=draws)
-        elif recomputed:
-            state = checkpoint(layer, state, use_reentrant=False, preserve_rng_state=draws, **context)
-        else:
+        if layer not in recomputing:
             state = layer(state)
+        elif checkpointing == "host":
+            state = checkpoint_on_host(_together(layer), *state, preserve_rng_state=draws)
+        else:
+            state = checkpoint(layer, state, use_reentrant=False, preserve_rng_state=draws, **context)
         if between is not None and between.acts_after(number):
             state = (between.after(number, state[0]), *state[1:])
     return tuple(state)

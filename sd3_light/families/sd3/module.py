@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from sd3_light.config import TrainConfig
+from sd3_light.config.base import recomputed_blocks
 from sd3_light.core.batch import LENGTH, Batch
 from sd3_light.core.model import Losses, TrainedModel
 from sd3_light.core.objective import Prediction
@@ -28,7 +29,7 @@ from sd3_light.model.device_copy import to_device
 _LENGTHS = f"prompt{LENGTH}"
 _ROWS = "prompt.rows"
 _TEXT_STEP = 32  # recorded text is padded to a multiple of this
-_KEEPS: dict[bool | str, Keep] = {False: "all", True: "inputs", "selective": "products"}
+_KEEPS: dict[bool | float | str, Keep] = {False: "all", "selective": "products"}  # otherwise inputs
 
 
 class SD3TrainingModule(TrainedModel):
@@ -157,8 +158,11 @@ class SD3TrainingModule(TrainedModel):
         """Return the fast denoiser, built at first use, when the weights are on their device."""
         if self._fast is None:
             dtype = self.compute_dtype if device.type == "cuda" else torch.float32
-            options = BlockOptions(keep=_KEEPS[self.checkpointing], products=self.products)
-            sharded = any(isinstance(block, FSDPModule) for block in self.blocks())
+            blocks = self.blocks()
+            keep = _KEEPS.get(self.checkpointing, "inputs")
+            recomputed = recomputed_blocks(self.checkpointing, len(blocks))
+            options = BlockOptions(keep=keep, products=self.products, recomputed=recomputed)
+            sharded = any(isinstance(block, FSDPModule) for block in blocks)
             self._fast = FastDenoiser(self.denoiser, dtype, options, sharded)
         return self._fast
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from sd3_light.config import TrainConfig
-from sd3_light.config.base import Checkpointing
+from sd3_light.config.base import Checkpointing, recomputed_blocks
 from sd3_light.core.batch import Batch
 from sd3_light.core.model import TrainedModel, denoiser_blocks, save_products, tapped
 from sd3_light.core.objective import Objective, Prediction
@@ -65,6 +65,8 @@ class StockModel(TrainedModel):
         stock: Any = denoiser
         if config.activation_checkpointing:
             stock.enable_gradient_checkpointing(partial(self._checkpoint, config.activation_checkpointing))
+        blocks = self.blocks()
+        self._kept = set(blocks[recomputed_blocks(config.activation_checkpointing, len(blocks)) :])
         stock.train()  # without it diffusers keeps all activations
 
     def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
@@ -88,6 +90,8 @@ class StockModel(TrainedModel):
 
     def _checkpoint(self, level: Checkpointing, block: nn.Module, *inputs: Any) -> Any:
         """Run a block whose backward pass computes it again; only an adapter's dropout draws numbers in it."""
+        if block in self._kept:
+            return block(*inputs)
         draws = self.dropout is not None
         if level == "host":
             return checkpoint_on_host(block, *inputs, preserve_rng_state=draws)

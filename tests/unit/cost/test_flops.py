@@ -70,6 +70,8 @@ def test_checkpointing_costs_one_more_forward_which_utilisation_does_not_count()
     cost = SD3Cost(size)
     plain, checkpointed = (training_flops(cost, tokens, checkpointing) for checkpointing in (False, True))
     assert checkpointed.value - plain.value == forward_flops(size, tokens)
+    half = training_flops(cost, tokens, 0.5).value
+    assert half - plain.value == pytest.approx(forward_flops(size, tokens) / 2, abs=1)
     assert training_flops(cost, tokens, "selective") == plain, "it recomputes no product"
     assert step_flops(cost, {tokens: 1}) == plain.value
     assert "4·N²·D·13" in plain.formula

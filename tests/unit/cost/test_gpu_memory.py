@@ -118,7 +118,7 @@ def allocated_in_a_step(setup: TrainingSetup, pair: BlockPair | None = None) -> 
         return memory.peak
 
 
-CHECKPOINTING = (False, True, "selective")
+CHECKPOINTING = (False, True, 0.5, "selective")
 DUAL = (0, 1, 2, 3)
 
 
@@ -128,7 +128,7 @@ DUAL = (0, 1, 2, 3)
         CHECKPOINTING,
         ((), DUAL),
         (2, 12),
-        fast=[(False, DUAL, 2), (False, (), 12), (True, (), 2), ("selective", DUAL, 12)],
+        fast=[(False, DUAL, 2), (False, (), 12), (True, (), 2), (0.5, (), 12), ("selective", DUAL, 12)],
     ),
 )
 def test_a_step_in_bf16_allocates_what_the_formula_says(

@@ -146,6 +146,7 @@ def test_recomputed_activations_and_accumulation_train_alike(project: Project) -
     plain = project_losses(project, "plain")
     for keys in (
         ("activation_checkpointing=true",),
+        ("activation_checkpointing=0.5",),
         ('activation_checkpointing="selective"',),
         ("micro_batch_size_per_gpu=2", "gradient_accumulation_steps=2"),
     ):

@@ -16,7 +16,7 @@ Activations of one stream, in order:
 Gradients have a d in front (dh2, dqkv); gx is the gradient that arrives along the stream.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Literal
 
@@ -45,11 +45,18 @@ class BlockOptions:
 
     attention: str | None = None
     keep: Keep = "all"
+    recomputed: int | None = None
+    """How many blocks, the first ones, keep what ``keep`` says; the others keep everything. None: all of them."""
     float32_gradients: bool = True
     """Keep weight gradients in float32 instead of rounding them to the compute dtype."""
     products: Products = "plain"
     fast_sums: bool = True
     """fp8 products accumulate at the tensor cores' full speed, with less than float32 precision."""
+
+    def of_block(self, number: int) -> "BlockOptions":
+        """Return the options of a block, counted from 0."""
+        keeps_all = self.recomputed is not None and number >= self.recomputed
+        return replace(self, keep="all") if keeps_all else self
 
     def form(self, is_kept: bool) -> RowForm:
         """Return the form of rows that a product reads; ``is_kept``: the weight gradient will read them too."""

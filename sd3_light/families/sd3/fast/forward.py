@@ -59,8 +59,8 @@ class FastDenoiser:
         self.heads = int(transformer.config.num_attention_heads)
         self.views = WeightViews(dtype) if sharded else None
         self.weights = self.views or WeightCopies(transformer, dtype, self.options.products == "fp8")
-        for block in transformer.transformer_blocks if sharded else ():
-            block.forward = partial(self._run_sharded, block)
+        for number, block in enumerate(transformer.transformer_blocks if sharded else ()):
+            block.forward = partial(self._run_sharded, number, block)
 
     def __call__(self, features: Sequence[Tensor], lengths: Sequence[int] | FixedText | None = None) -> Tensor:
         """Return the predicted patches."""
@@ -136,13 +136,16 @@ class FastDenoiser:
             if self.views is not None:
                 streams = block(plan, streams, time)
             else:
-                streams = self._advance(plan, self.weights.blocks[number], streams, parts[4 * number : 4 * number + 4])
+                pair = self.weights.blocks[number]
+                streams = self._advance(number, plan, pair, streams, parts[4 * number : 4 * number + 4])
         if self.views is not None:
             parts = [modulate(self.views.modulation_of([last_norm]), time, self.options)]
         rows = FinalNorm.apply(plan.image, *streams[0], parts[-1])  # type: ignore[no-untyped-call]
         return transformer.proj_out(rows), *texts
 
-    def _run_sharded(self, block: Any, plan: RowPlan, streams: list[StreamState], time: Tensor) -> list[StreamState]:
+    def _run_sharded(
+        self, number: int, block: Any, plan: RowPlan, streams: list[StreamState], time: Tensor
+    ) -> list[StreamState]:
         """Run a block whose weights are gathered: it computes its own modulation, and hands copies of biases on."""
         assert self.views is not None
         pair = self.views.of_block(block)
@@ -151,11 +154,12 @@ class FastDenoiser:
         modulation = modulate(norms, time, self.options)
         text = modulation.shape[1] - 6 * width
         parts = modulation.split([5 * width, width, *([5 * width, width] if text == 6 * width else [text])], dim=1)
-        advanced = self._advance(plan, pair, streams, parts)
+        advanced = self._advance(number, plan, pair, streams, parts)
         return [(x, y, bias.to(torch.float32, copy=True), gate) for x, y, bias, gate in advanced if bias is not None]
 
     def _advance(
         self,
+        number: int,
         plan: RowPlan,
         pair: tuple[StreamWeights, StreamWeights],
         streams: list[StreamState],
@@ -163,7 +167,7 @@ class FastDenoiser:
     ) -> list[StreamState]:
         """Return the streams after a block; ``parts`` are those of its modulation and the gates of both streams."""
         gates = [parts[1], parts[3] if pair[1].out is not None else None]
-        outputs = self._run_block(plan, pair, streams, (parts[0], parts[2]))
+        outputs = self._run_block(number, plan, pair, streams, (parts[0], parts[2]))
         return [
             (x, y, stream.down.modules[0].bias, gate)
             for (x, y), stream, gate in zip(outputs, pair, gates, strict=False)
@@ -172,6 +176,7 @@ class FastDenoiser:
 
     def _run_block(
         self,
+        number: int,
         plan: RowPlan,
         pair: tuple[StreamWeights, StreamWeights],
         streams: list[StreamState],
@@ -181,7 +186,8 @@ class FastDenoiser:
         for stream, values, parts in zip(pair, streams, modulation, strict=True):
             tensors += [*values, parts, None if stream.out is None else stream.out.modules[0].bias.float()]
         parameters = [parameter for stream in pair for parameter in stream.parameters()]
-        outputs = FastBlock.apply(plan, pair, self.heads, self.options, *tensors, *parameters)  # type: ignore[no-untyped-call]
+        options = self.options.of_block(number)
+        outputs = FastBlock.apply(plan, pair, self.heads, options, *tensors, *parameters)  # type: ignore[no-untyped-call]
         return [(outputs[index], outputs[index + 1]) for index in range(0, len(outputs), 2)]
 
 

@@ -148,7 +148,7 @@ def test_tokens_keep_their_places(run: Run) -> None:
     torch.testing.assert_close(routed, run(transformer, None, None), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("checkpointing", [True, "selective"])
+@pytest.mark.parametrize("checkpointing", [True, 0.5, "selective"])
 def test_checkpointing_changes_no_gradient(checkpointing: Any) -> None:
     gradients = []
     for choice in (False, checkpointing):

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "real-recon": ({"text_tokens": "real", **RECON, "text_recon_target_layer": 1}, {}),
     "selective": ({"text_tokens": "real", **RECON}, {"activation_checkpointing": "selective"}),
     "blocks-again": ({**RECON}, {"activation_checkpointing": True}),
+    "half-again": ({**RECON}, {"activation_checkpointing": 0.5}),
     "sync": ({"layer_sync": {"weight": 2.0}, **RECON}, {}),
     "route": ({"routing": {"first_block": 1}}, {}),
     "real-all": ({"text_tokens": "real", **RECON, **BETWEEN}, {}),

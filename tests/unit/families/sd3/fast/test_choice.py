@@ -181,6 +181,10 @@ def test_conflicting_keys_are_reported() -> None:
     assert reported_keys(fast=True, compile=True) == ["fast"]
     assert reported_keys(activation_checkpointing="selective", compile=True) == ["activation_checkpointing"]
     assert reported_keys(activation_checkpointing="selective", fast=True) == []
+    assert reported_keys(activation_checkpointing=0.5, compile=True) == []
+    stages = {"pipeline_stages": 2}
+    assert "activation_checkpointing" in reported_keys(activation_checkpointing=0.5, **stages)
+    assert "activation_checkpointing" not in reported_keys(activation_checkpointing=True, **stages)
 
 
 def test_fp8_needs_the_fast_blocks_and_a_gpu_with_fp8(transformer: Any) -> None:
