@@ -60,6 +60,8 @@ def _heads(attn: Any, stream: Tensor, projections: tuple[Any, ...], norms: tuple
 
 def mask_attention(transformer: SD3Transformer2DModel) -> None:
     """Make every joint attention of a transformer apply masks; without a mask its results do not change."""
+    # with a mask its backward pass gives NaN for some lengths (torch 2.11 to 2.13, pytorch issue 196678)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     transformer.set_attn_processor(MaskedJointAttention())
 
 

@@ -88,6 +88,17 @@ def test_without_a_mask_it_is_the_stock_processor_bit_for_bit(transformer: SD3Tr
     assert all(torch.equal(actual_gradients[name], expected_gradients[name]) for name in expected_gradients)
 
 
+def test_masks_are_not_applied_by_cudnn(transformer: SD3Transformer2DModel) -> None:
+    """Whose backward pass gives NaN with a mask, at lengths such as 704."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        with use_masked_attention(transformer):
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 def test_masked_padding_has_no_effect(transformer: SD3Transformer2DModel) -> None:
     """Compared with the stock model on each sample alone, without padding."""
     features = inputs()
