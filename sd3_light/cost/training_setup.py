@@ -101,7 +101,7 @@ class TrainingSetup:
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether every block recomputes activations in the backward pass, some or all of its own."""
+        """Whether every block recomputes some or all of its activations in the backward pass."""
         return bool(self.checkpointing) and not isinstance(self.checkpointing, float)
 
     # --- the layers of this stage --------------------------------------------------------------
