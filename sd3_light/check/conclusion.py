@@ -159,7 +159,9 @@ def _averages(ema: EmaConfig, steps: int) -> Iterator[Line]:
         last = ramped_decay(steps, interval, decay)
         covered = f"the average covers about the last {min(steps, round(interval / (1 - last))):,} of {steps:,} steps"
         end = ramp_end(interval, decay)
-        ramp = f"reached at step {end:,}" if last == decay else f"not {decay:g}, which the ramp reaches at step {end:,}"
+        is_reached = 1 - last <= 1.01 * (1 - decay)
+        missed = f"not {decay:g}, which the ramp reaches at step {end:,}"
+        ramp = f"reached at step {min(end, steps):,}" if is_reached else missed
         yield name, f"decay {last:.4g} at the last step, {ramp}; {covered}"
 
 

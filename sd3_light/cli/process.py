@@ -123,9 +123,8 @@ def command_line(*parts: str | Path) -> str:
 
 def torchrun_line(processes: int, config: Path, *options: str) -> str:
     """Return the command that trains in several processes of one machine."""
-    return shlex.join(
-        ["torchrun", "--nproc_per_node", str(processes), "train.py", "--config", _short(config), *options]
-    )
+    command = ["torchrun", "--nproc_per_node", str(processes), "-m", "sd3_light", "train", _short(config)]
+    return shlex.join([*command, *options])
 
 
 def _short(path: Path) -> str:

@@ -160,9 +160,12 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
         loaded, estimate = _estimated(kind, values, folder)
         plan = plan_memory(estimate, loaded.train, kind, gpus)
     speed = None if gpus else check.cpu_speed(loaded, (), estimate, plan.micro_batch)
-    epoch_steps = sum(math.ceil(row.samples / plan.samples_per_step) for row in estimate.data.rows)
-    prompts = sample_prompts(estimate.data.captions, kind.continues)
-    values = replace(values, plan=plan, epoch_steps=epoch_steps, prompts=prompts, images=estimate.data.samples)
+    data = estimate.data
+    kept = 1 - data.held_out / max(1, data.samples)
+    trained = [max(1, round(kept * row.samples)) for row in data.rows]
+    epoch_steps = sum(math.ceil(samples / plan.samples_per_step) for samples in trained)
+    prompts = sample_prompts(data.captions, kind.continues)
+    values = replace(values, plan=plan, epoch_steps=epoch_steps, prompts=prompts, images=data.samples)
     project = _Fitted(kind, values, family, estimate, speed)
     if gpus or kind.cpu is None:
         return project
@@ -221,6 +224,12 @@ def _notes(project: _Fitted) -> Iterator[str]:
         yield (
             f"warning: {data.samples:,} images are too few for random weights of this size, which see each of them "
             f"{epochs:,.0f} times; give more images, or continue a model with `new finetune`"
+        )
+    enlarged = sum(row.enlarged for row in data.rows)
+    if 2 * enlarged > sum(row.samples for row in data.rows):
+        yield (
+            f"warning: {enlarged:,} of {data.samples:,} images are smaller than {project.values.resolution} px and are "
+            "enlarged; a smaller --resolution trains at their size"
         )
     if not kind.continues and (sentence := short_captions(data.captions, project.values.resolution)):
         yield f"warning: {sentence}"

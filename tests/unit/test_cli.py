@@ -807,7 +807,7 @@ def test_check_of_several_processes_ends_with_their_command(
 ) -> None:
     monkeypatch.chdir(project.folder)
     result = verb("check", "train.toml", "--processes", 2, "--gpu-memory", 80, "--set", "seed=3")
-    command = "torchrun --nproc_per_node 2 train.py --config train.toml --set seed=3"
+    command = "torchrun --nproc_per_node 2 -m sd3_light train train.toml --set seed=3"
     assert result.err.splitlines()[-1] == f"on all 2 GPUs: {command}"
 
 

@@ -304,6 +304,12 @@ def test_a_line_says_whether_sampling_works_in_phases(
             400,
             "decay 0.978 at the last step, not 0.98, which the ramp reaches at step 441; the average covers",
         ),
+        (
+            0.978,
+            1,
+            400,
+            "decay 0.978 at the last step, reached at step 400; the average covers about the last 45 of 400",
+        ),
         (0.98, 1, 900, "decay 0.98 at the last step, reached at step 441; the average covers about the last 50 of 900"),
         (
             0.999,
