@@ -21,6 +21,7 @@ from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.model import folder as pipeline_folder
 from sd3_light.model.base_values import with_base_values
+from sd3_light.model.part_configs import read_config
 from sd3_light.runlog import missing_trackers
 from sd3_light.sources.access import CONTAINERS, exists
 from sd3_light.sources.buckets import buckets_for
@@ -28,6 +29,7 @@ from sd3_light.sources.listing import VIDEOS
 from sd3_light.sources.video import has_av
 from sd3_light.urls import protocol_problem
 
+_EULER = "FlowMatchEulerDiscreteScheduler"
 PATH_HINT = "relative paths start at the folder of the TOML"
 
 
@@ -75,6 +77,7 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
     if start is not None:
         checks.add_all(family.checks.key_faults(checks.train, start))
         checks.objective(family)
+        checks.distillation(family, start)
         checks.adapter(family, start)
         with checks.model_errors_of("model.diffusers_path"):
             checks.largest_side = family.checks.largest_side(start, model)
@@ -151,8 +154,24 @@ class _DiskChecks:
             self.add_all(unknown_keys(self.train.objective, "objective.", family.name, family.title))
         folder = self.train.terms.teacher
         if isinstance(folder, Path):
-            with self.user_errors_of("objective.dpo.teacher", folder):
+            with self.user_errors_of(self.train.terms.teacher_key, folder):
                 family.weights.require(denoiser_folder(folder))
+
+    def distillation(self, family: Family, start: WeightsStart) -> None:
+        """Check that the denoiser takes a guidance that is drawn, and that its sampler takes plain steps."""
+        term = self.train.terms.distill
+        if term is None:
+            return
+        if term.most_guidance is not None and family.no_guidance(start) is not None:
+            problem = f"this {family.title} takes no guidance as a number"
+            self.add("objective.distill.most_guidance", problem, f"{term.most_guidance:g}", "write guidance alone")
+        file = self.model.diffusers_path / "scheduler" / "scheduler_config.json"
+        if term.steps is not None and file.is_file():
+            kind = read_config(file.parent, "scheduler").get("_class_name")
+            if kind != _EULER:
+                hint = "leave it out: guidance alone is distilled"
+                problem = f"the model's sampler is {kind}, and only {_EULER} takes the steps that are learnt"
+                self.add("objective.distill.steps", problem, str(term.steps), hint)
 
     def engines(self, family: Family) -> None:
         """Check that the family has the kernels and the pipeline stages that the config requires."""

@@ -120,15 +120,34 @@ def spellings(train: TrainConfig) -> Iterator[Fault]:
 def terms(train: TrainConfig) -> Iterator[Fault]:
     """One term trains the velocity, in whole models, and a teacher exists."""
     table = train.terms
-    if table.flow is None and table.dpo is None:
-        hint = "add [objective.flow] or [objective.dpo]"
+    if table.flow is None and table.taught is None:
+        hint = "add [objective.flow], [objective.dpo] or [objective.distill]"
         yield _fault("objective", "none of its terms trains the prediction", hint=hint)
     if table.teacher == "average" and not train.ema.enable:
         hint = 'write ema.enable = true, or teacher = "start"'
-        yield _fault("objective.dpo.teacher", "the run keeps no average", '"average"', hint=hint)
-    if table.dpo is not None and train.pipeline_stages > 1:
+        yield _fault(table.teacher_key, "the run keeps no average", '"average"', hint=hint)
+    if table.taught is not None and train.pipeline_stages > 1:
         problem = "pipeline stages run one pass and no teacher"
-        yield _fault("objective.dpo", problem, hint="write pipeline_stages = 1")
+        yield _fault(f"objective.{table.taught[0]}", problem, hint="write pipeline_stages = 1")
+    yield from _distill_faults(table)
+
+
+def _distill_faults(table: ObjectiveConfig) -> Iterator[Fault]:
+    term = table.distill
+    if term is None:
+        return
+    others = [f"[objective.{name}]" for name in table.tables() if name != "distill"]
+    if others:
+        yield _fault("objective.distill", f"trains at its own times, without {', '.join(others)}", hint="keep one term")
+    if term.most_guidance is not None and term.most_guidance <= term.guidance:
+        hint = "write a larger number, or leave it out"
+        yield _fault("objective.distill.most_guidance", "is not above guidance", f"{term.most_guidance:g}", hint=hint)
+    if term.steps is not None and term.steps > term.teacher_steps:
+        hint = "write at most teacher_steps"
+        yield _fault("objective.distill.steps", "the teacher takes fewer steps", str(term.steps), hint=hint)
+    if term.steps is None and not term.is_guided:
+        hint = "write steps, or guidance above 1"
+        yield _fault("objective.distill", "saves nothing without steps and guidance", hint=hint)
 
 
 def shape(train: TrainConfig) -> Iterator[Fault]:
@@ -540,8 +559,9 @@ def deepspeed_problem(config: TrainConfig, world: int) -> str | None:
         return "adapter.base_bits under 16 needs whole weights; write zero_stage = 2, or base_bits = 16"
     if config.swap_blocks != 0:
         return "swap_blocks needs the torch engine; start without --deepspeed, or write swap_blocks = 0"
-    if config.terms.dpo is not None and config.zero_stage == 0:
-        return "objective.dpo takes several passes, which ZeRO 0 does not run; write zero_stage = 1"
+    if config.terms.taught is not None and config.zero_stage == 0:
+        name = config.terms.taught[0]
+        return f"objective.{name} takes several passes, which ZeRO 0 does not run; write zero_stage = 1"
     if config.parallel != "ddp":
         hint = "start without --deepspeed, or write zero_stage = 3 instead"
         return f"parallel = {config.parallel!r} needs the torch engine; {hint}"

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, Strict
 
 from sd3_light.config.base import Allowed, CountOrZero, Positive, Table, word_or_path
 from sd3_light.config.family_keys import KnownTo
@@ -53,6 +54,39 @@ class DpoTerm(Table):
     another model of the family, which is kept on every GPU too."""
 
 
+class DistillTerm(Table):
+    """[objective.distill]: learn in one pass what a teacher computes in several. It is the only term.
+
+    Without `steps`: its guidance, so that sampling needs no pass without text. With `steps`: its path too, so that
+    sampling needs this many calls.
+    """
+
+    steps: Annotated[int, Strict(), Ge(1), Le(64)] | None = None
+    """Calls of the denoiser per image after training, each without guidance. Absent: as many as before."""
+    guidance: Positive = 4.0
+    """Guidance scale of the teacher, as its pipeline takes it. At 1 it is not guided."""
+    most_guidance: Positive | None = None
+    """Each sample draws its scale between `guidance` and this, for a denoiser that takes guidance as a number (Flux.1
+    dev). Absent: `guidance` alone."""
+    teacher_steps: Annotated[int, Strict(), Ge(1), Le(1000)] = 28
+    """Steps of the teacher from noise to image, of which each sample computes those of one call; with `steps` only."""
+    teacher: TeacherModel = "start"
+    """The model that is distilled. `start`: the initial weights; with [adapter] they are in memory already, otherwise a
+    copy in the compute dtype is kept on every GPU. `average`: the moving average of [ema]. Or the folder of another
+    model of the family, which is kept on every GPU too."""
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether the teacher computes a pass without text."""
+        return max(self.guidance, self.most_guidance or 0) > 1
+
+    @property
+    def teacher_passes(self) -> int:
+        """Passes of the teacher per sample."""
+        steps = 1 if self.steps is None else -(-self.teacher_steps // self.steps)
+        return steps * (1 + self.is_guided)
+
+
 class TextReconTerm(Table):
     """[objective.text_recon]: reconstruct earlier text tokens from the last ones (SD3 only)."""
 
@@ -70,6 +104,8 @@ class ObjectiveConfig(Table):
     """Flow matching."""
     dpo: DpoTerm | None = None
     """Preferences."""
+    distill: DistillTerm | None = None
+    """Distillation."""
     text_recon: Annotated[TextReconTerm | None, _TEXT] = None
     """Text reconstruction."""
     layer_sync: LayerSyncConfig | None = None
@@ -83,9 +119,27 @@ class ObjectiveConfig(Table):
     @property
     def teacher(self) -> Literal["start", "average"] | Path | None:
         """The model that a term compares with; None if no term does."""
-        return None if self.dpo is None else self.dpo.teacher
+        term = self.taught
+        return None if term is None else term[1].teacher
+
+    @property
+    def taught(self) -> tuple[str, DpoTerm | DistillTerm] | None:
+        """The term that compares with another model, and its name; None if no term does."""
+        named: dict[str, DpoTerm | DistillTerm | None] = {"dpo": self.dpo, "distill": self.distill}
+        return next(((name, term) for name, term in named.items() if term is not None), None)
+
+    @property
+    def teacher_key(self) -> str:
+        """The key that names the teacher."""
+        assert self.taught is not None, "no term compares with another model"
+        return f"objective.{self.taught[0]}.teacher"
 
     @property
     def passes(self) -> int:
         """Forward passes with gradients per sample."""
         return 1 if self.dpo is None else 2
+
+    @property
+    def teacher_passes(self) -> int:
+        """Passes of the teacher per sample, without gradients."""
+        return 2 if self.dpo is not None else 0 if self.distill is None else self.distill.teacher_passes

@@ -15,7 +15,7 @@ from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.cost import Cost
 from sd3_light.core.encoding import Encoding
 from sd3_light.core.files import Files
-from sd3_light.core.sampling import Sampling
+from sd3_light.core.sampling import OwnDrawing, Sampling
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import FastBlocks, TrainingParts
 
@@ -116,6 +116,10 @@ class Family(ABC):
     def fast_blocks(self) -> FastBlocks | None:
         """The family's own kernels; None if it has none."""
         return None
+
+    @abstractmethod
+    def drawing(self, config: TrainConfig) -> OwnDrawing:
+        """Return the steps and the guidance that a run's export states, None where its kind of model says them."""
 
     def completed(self, config: TrainConfig) -> TrainConfig:
         """Return a config with the family's own values in place of absent keys; those of the schema are SD3's."""

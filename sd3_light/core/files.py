@@ -143,7 +143,7 @@ class CustomPipeline:
 class CardTexts:
     """What a model card says about the denoiser, its text, and its use; ``note`` says where stock code differs.
 
-    ``call`` is the line of code that draws with an adapter.
+    ``call`` is the line of code that draws with an adapter, ``guidance`` the argument of the guidance scale.
     """
 
     denoiser: str
@@ -152,6 +152,7 @@ class CardTexts:
     note: str
     loader: str
     call: str
+    guidance: str = "guidance_scale"
 
 
 class Files(ABC):

@@ -41,9 +41,10 @@ class TrainedModel(nn.Module):
 
     Weights have the names of the stock denoiser, in checkpoints and exports alike, and those of the objective's heads
     begin with `HEADS`. A family's own model defines `predict`. ``dropout`` is that of an adapter on the denoiser,
-    ``teacher`` the prediction of the objective's teacher. ``release`` frees weights that an engine gathered for a pass
-    of `infer`. ``step`` counts the steps done. With a ``text_step`` real text is padded to multiples of it, where that
-    changes no result: compiled blocks then see few shapes.
+    ``teacher`` the prediction of the objective's teacher. ``empty_text`` replaces a batch's text by that of guidance.
+    ``release`` frees weights that an engine gathered for a pass of `infer`. ``step`` counts the steps done. With a
+    ``text_step`` real text is padded to multiples of it, where that changes no result: compiled blocks then see few
+    shapes.
     """
 
     compute_dtype: torch.dtype = torch.float32
@@ -53,6 +54,7 @@ class TrainedModel(nn.Module):
         self.denoiser = denoiser
         self.dropout: StepDropout | None = None
         self.teacher: Callable[[Batch, Sequence[int]], Prediction] | None = None
+        self.empty_text: Callable[[Batch], Batch] | None = None
         self.release: Callable[[], None] = lambda: None
         self.step = 0
         self.text_step: int | None = None
@@ -109,6 +111,11 @@ class TrainedModel(nn.Module):
         """Run the objective's teacher."""
         assert self.teacher is not None, f"the teacher of {type(self.objective).__name__} is not loaded"
         return self.teacher(batch, taps)
+
+    def without_text(self, batch: Batch) -> Batch:
+        """Return the batch with the text of guidance without a prompt in place of its own."""
+        assert self.empty_text is not None, f"{type(self.objective).__name__} has no text of guidance"
+        return self.empty_text(batch)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the validation loss of every sample [B]: ``each``, unless the objective draws its batches."""

@@ -70,6 +70,13 @@ class Observes(Protocol):
     def teach(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
         """Run the objective's teacher."""
 
+    def without_text(self, batch: Batch) -> Batch:
+        """Return the batch with the text of guidance without a prompt in place of its own."""
+
+
+class Model(Predicts, Observes, Protocol):
+    """A model as an objective sees it in validation."""
+
 
 class Objective(ABC):
     """A training loss: the sum of ``weights[NAME]`` times the mean of each of its `losses`, in this order.
@@ -109,7 +116,7 @@ class Objective(ABC):
         """Return the losses [B] of the ``networks`` by name, on the batch that `draw` returned."""
         return {}
 
-    def evaluate(self, model: Predicts, batch: Batch) -> Tensor:
+    def evaluate(self, model: Model, batch: Batch) -> Tensor:
         """Return the validation loss [B] of an objective that draws its batches, on one that is not drawn."""
         return next(iter(self(model, batch).values()))
 
@@ -173,7 +180,7 @@ class Objectives(Objective):
         """See `Objective.network_losses`."""
         return {name: each for part in self.parts for name, each in part.network_losses(model, batch).items()}
 
-    def evaluate(self, model: Predicts, batch: Batch) -> Tensor:
+    def evaluate(self, model: Model, batch: Batch) -> Tensor:
         """See `Objective.evaluate`."""
         return self.parts[0].evaluate(model, batch)
 

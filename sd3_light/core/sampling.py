@@ -50,6 +50,18 @@ class OwnDrawing:
     guidance: float | None = None
     note: str = ""
 
+    def or_else(self, other: "OwnDrawing") -> "OwnDrawing":
+        """Return this with the other's values in place of those that are None."""
+        return OwnDrawing(
+            other.steps if self.steps is None else self.steps,
+            other.guidance if self.guidance is None else self.guidance,
+            self.note or other.note,
+        )
+
+
+UNSTATED = OwnDrawing()
+"""Neither steps nor guidance."""
+
 
 class Decoder(Protocol):
     """Decodes latents; inside its context, the VAE is on the device."""
@@ -117,7 +129,7 @@ class PipelineInputs(ABC):
     @property
     def own_drawing(self) -> OwnDrawing:
         """What the model's configs say about steps and guidance."""
-        return OwnDrawing()
+        return UNSTATED
 
     def drawing(self, steps: int | None, guidance: float | None, usual_steps: int = 28) -> tuple[int, float]:
         """Return the steps and the guidance of images: as given, or the model's own, or the usual ones."""
@@ -125,6 +137,10 @@ class PipelineInputs(ABC):
         steps = own.steps if steps is None else steps
         guidance = own.guidance if guidance is None else guidance
         return usual_steps if steps is None else steps, DEFAULT_GUIDANCE if guidance is None else guidance
+
+    def stating(self, drawing: OwnDrawing) -> "PipelineInputs":
+        """Return the same for a model whose export states steps or guidance."""
+        return self
 
     def for_folder(self, folder: Path) -> "PipelineInputs":
         """Return the same for the model in ``folder``, if an adapter's folder states the settings."""

@@ -18,17 +18,18 @@ def training_flops(
     """Return the FLOPs of one training sample: the backward pass costs two forward passes, checkpointing one more.
 
     With an ``adapter`` the frozen weights' gradients are not computed: one forward pass less. The adapter itself, a
-    few percent at usual ranks, is not counted. The ``terms`` of an objective may take several passes, each of which a
-    teacher repeats.
+    few percent at usual ranks, is not counted. The ``terms`` of an objective may take several passes, and those of a
+    teacher.
     """
     again = checkpointing if isinstance(checkpointing, float) else int(checkpointing in (True, "host"))
     passes = 3 + again - adapter
     forward = cost.forward_flops(tokens)
     value = round(passes * forward) - cost.input_flops(tokens)
     formula = f"{passes}·({cost.flops_formula}) - inputs' gradients"
-    if terms is None or terms.teacher is None:
+    if terms is None or not terms.teacher_passes:
         return Amount(value, formula)
-    return Amount(terms.passes * (value + forward), f"{terms.passes} passes and their teacher's, each {formula}")
+    taught = f"{terms.passes} x ({formula}) and {terms.teacher_passes} forward passes of the teacher"
+    return Amount(terms.passes * value + terms.teacher_passes * forward, taught)
 
 
 def step_flops(

@@ -8,11 +8,14 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from sd3_light.config import DEFAULT_GUIDANCE, AdapterConfig
+from sd3_light.core.drawing import stated_drawing
 from sd3_light.core.family import Family
 from sd3_light.core.files import CardTexts
+from sd3_light.core.sampling import OwnDrawing
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportSpec
 from sd3_light.flow.scheduler import folder_scheduler
 from sd3_light.inputs import read_limited
+from sd3_light.model.part_configs import FACTS_FILE
 
 _MODEL_CARD = """---
 {metadata}
@@ -46,7 +49,9 @@ _SAMPLES = """
 Drawn during training with the prompts of `[sampling]`, without selection.
 """
 SEED = 'seed = torch.Generator("cpu").manual_seed(0)'
-SETTINGS = f"guidance_scale={DEFAULT_GUIDANCE}, generator=seed"
+_USUAL_GUIDANCE = f"guidance_scale={DEFAULT_GUIDANCE}"
+_GENERATOR = "generator=seed"
+SETTINGS = f"{_USUAL_GUIDANCE}, {_GENERATOR}"
 """Arguments of a pipeline's call in an example."""
 _UNSTATED = """Not stated. Before you publish, fill in `license`, `license_name` and `license_link` at the top of this
 file. The frozen parts (VAE, text encoders, tokenizers) keep the licence of the model they come from."""
@@ -111,16 +116,33 @@ def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, A
     """Return the card as Markdown. ``facts`` are those of `sd3_light.json`; ``about`` adds data, sizes and scores."""
     licence = _licence_of(spec.base)
     texts = spec.family.files.card(spec.transformer_config, spec.text)
+    drawing = stated_drawing(facts, Path(FACTS_FILE))
     return _MODEL_CARD.format(
         metadata=_metadata(spec.family, licence, about),
         media=spec.family.media,
         table="\n".join(f"| {name} | {_cell(value)} |" for name, value in _rows(spec, texts, facts, about)),
         samples=_samples(spec),
-        code=texts.code,
+        code=_drawn_as(drawing, texts.code, texts.guidance),
         note=texts.note,
         loader=texts.loader,
         licence=_INHERITED.format(licence["license"]) if licence else _UNSTATED,
     )
+
+
+def _drawn_as(drawing: OwnDrawing, code: str, guidance: str) -> str:
+    """Return code whose call has the steps and the guidance that an export states."""
+    values = {"num_inference_steps": drawing.steps, guidance: drawing.guidance}
+    stated = [f"{name}={value:g}" for name, value in values.items() if value is not None]
+    if drawing.guidance is not None:
+        code = code.replace(f"{_USUAL_GUIDANCE}, ", "")
+    return code.replace(_GENERATOR, ", ".join([*stated, _GENERATOR]))
+
+
+def _stated_row(drawing: OwnDrawing) -> Iterator[tuple[str, str]]:
+    steps = [] if drawing.steps is None else [f"{drawing.steps} steps"]
+    guidance = [] if drawing.guidance is None else [f"guidance {drawing.guidance:g}"]
+    if steps or guidance:
+        yield "sampling", ", ".join([*steps, *guidance])
 
 
 def _samples(spec: ExportSpec) -> str:
@@ -175,6 +197,7 @@ def _rows(
     yield "samples seen", facts.get("samples", 0)
     yield "text", texts.text
     yield "schedule", "shift by resolution" if spec.flux_shift else f"shift {spec.shift or 1.0:g}"
+    yield from _stated_row(stated_drawing(facts, Path(FACTS_FILE)))
     yield from ((f"{metric}, {data}", f"{value:.4g}") for data, metric, value in _results(about))
 
 
@@ -251,20 +274,26 @@ def _adapter_rows(spec: AdapterSpec, facts: Mapping[str, Any]) -> list[tuple[str
     rows += [(name, about[name]) for name in ("data set", "resolutions") if about.get(name)]
     if spec.own_shift is not None:
         rows.append(("schedule", "shift by resolution" if spec.flux_shift else f"shift {spec.shift:g}"))
+    rows += _stated_row(stated_drawing(facts, Path(FACTS_FILE)))
     rows += [(f"flow matching loss, {name}", f"{loss:.4g}") for name, loss in about.get("losses", {}).items()]
     return [(name, str(value).replace("|", "\\|")) for name, value in rows]
 
 
 def _scheduler_code(spec: AdapterSpec) -> str:
-    """Return the code that gives a pipeline the adapter's own shift; none if it is that of the base model."""
-    if spec.own_shift is None:
-        return ""
+    """Return the code that gives a pipeline the adapter's own shift and last time; none if they are the base's."""
+    changes: dict[str, list[str]] = {}
     if spec.flux_shift:
-        return _SCHEDULER.format(shift="a shift by resolution", settings="use_dynamic_shifting=True")
-    own = {} if spec.family.files.writes_scheduler else folder_scheduler(spec.encoders or spec.base_folder).config
-    key = "flow_shift" if "flow_shift" in own else "shift"
-    settings = f"{key}={spec.shift}, use_dynamic_shifting=False"
-    return _SCHEDULER.format(shift=f"shift {spec.shift:g}", settings=settings)
+        changes["a shift by resolution"] = ["use_dynamic_shifting=True"]
+    elif spec.shift is not None:
+        own = {} if spec.family.files.writes_scheduler else folder_scheduler(spec.encoders or spec.base_folder).config
+        key = "flow_shift" if "flow_shift" in own else "shift"
+        changes[f"shift {spec.shift:g}"] = [f"{key}={spec.shift}", "use_dynamic_shifting=False"]
+    if spec.last_time is not None:
+        changes[f"a last call at {spec.last_time:g}"] = [f"shift_terminal={spec.last_time}"]
+    if not changes:
+        return ""
+    settings = ", ".join(setting for change in changes.values() for setting in change)
+    return _SCHEDULER.format(shift=" and ".join(changes), settings=settings)
 
 
 def _adapter_use(spec: AdapterSpec) -> str:
@@ -277,6 +306,7 @@ def _adapter_use(spec: AdapterSpec) -> str:
     comfy = (_PADDED_COMFY if blocks else _COMFY).format(file=spec.file, blocks=blocks)
     comfy = _NO_COMFY if spec.adapter.use_dora else comfy
     base = f'"{spec.base_repo}"' if spec.base_repo else f'"path/to/{spec.base_folder.name}"'
-    call = spec.family.files.card(spec.transformer_config, spec.text).call
+    texts = spec.family.files.card(spec.transformer_config, spec.text)
+    call = _drawn_as(stated_drawing(spec.facts, Path(FACTS_FILE)), texts.call, texts.guidance)
     use = _DIFFUSERS.format(base=base, pipeline=spec.family.pipeline, call=call, scheduler=_scheduler_code(spec))
     return f"{use}\n{comfy}" if comfyui else use.rstrip()

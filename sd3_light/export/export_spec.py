@@ -34,7 +34,8 @@ class ExportSpec:
     """What an exported folder contains. ``base`` is the folder of the same ``family`` that the frozen parts come from.
 
     ``scheduler`` is a scheduler's config that is kept as it is; otherwise ``shift`` and ``flux_shift`` make one. For a
-    family that writes none they change the base's: to a constant ``shift``, if it is not None.
+    family that writes none they change the base's: to a constant ``shift``, if it is not None. ``last_time`` is that of
+    the last call of sampling.
     ``facts`` are written to `sd3_light.json`, ``about`` only to the model card; ``files`` are more text files by name,
     ``images`` the content of image files.
     """
@@ -45,6 +46,7 @@ class ExportSpec:
     shift: float | None = None
     flux_shift: bool = False
     scheduler: Mapping[str, Any] | None = None
+    last_time: float | None = None
     text: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +59,7 @@ class ExportSpec:
         """Return the export's scheduler."""
         if not self.family.files.writes_scheduler:
             return folder_scheduler(self.base, None if self.flux_shift else self.shift)
-        return flow_scheduler(self.shift, self.flux_shift, self.scheduler)
+        return flow_scheduler(self.shift, self.flux_shift, self.scheduler, self.last_time)
 
 
 @dataclass(frozen=True, kw_only=True)

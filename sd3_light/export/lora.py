@@ -8,13 +8,21 @@ from typing import Any, get_args
 import torch
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.drawing import drawing_facts
 from sd3_light.core.family import Family
 from sd3_light.core.files import AdapterNames, Padding, is_single_file
 from sd3_light.core.registry import family_of_file, family_of_folder, single_files
 from sd3_light.export.diffusers_folder import read_facts, write_folder
 from sd3_light.export.export_spec import DYNAMIC, ExportError, ExportSpec, first_few
 from sd3_light.export.lora_file import LoraLayout, check_new_lora, names_of_file, write_lora
-from sd3_light.export.lora_merge import Extraction, denoiser_state, extract_lora, merged_on_demand, merged_settings
+from sd3_light.export.lora_merge import (
+    Extraction,
+    denoiser_state,
+    drawing_of_adapters,
+    extract_lora,
+    merged_on_demand,
+    merged_settings,
+)
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import read_any_adapter, write_lycoris
 from sd3_light.export.proof import ProofError
@@ -118,7 +126,9 @@ def _spec(model: Path, family: Family, config: dict[str, Any], dtype: torch.dtyp
     added = [{"file": lora.file.name, "strength": lora.strength} for lora in loras]
     text, own_shift = merged_settings(model, loras)
     is_dynamic = bool(scheduler.get("use_dynamic_shifting")) if own_shift is None else own_shift == DYNAMIC
+    drawing, last_time = drawing_of_adapters(loras)
     names = " and ".join(f"{lora.file.name} at {lora.strength:g}" for lora in loras)
+    weights = f"{facts.get('weights', model.name)} with {names}"
     return ExportSpec(
         family=family,
         base=model,
@@ -126,8 +136,9 @@ def _spec(model: Path, family: Family, config: dict[str, Any], dtype: torch.dtyp
         save_dtype=dtype,
         shift=float(own_shift) if isinstance(own_shift, int | float) else shift,
         flux_shift=is_dynamic,
+        last_time=scheduler.get("shift_terminal") if last_time is None else last_time,
         text=text,
-        facts={**facts, "weights": f"{facts.get('weights', model.name)} with {names}", "loras": added},
+        facts={**facts, **drawing_facts(drawing), "weights": weights, "loras": added},
     )
 
 

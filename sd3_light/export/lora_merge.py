@@ -10,21 +10,24 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.drawing import stated_drawing, stated_last_time
 from sd3_light.core.family import Family
 from sd3_light.core.files import AdapterNames
 from sd3_light.core.registry import family_of_class, family_of_file, family_of_folder
+from sd3_light.core.sampling import UNSTATED, OwnDrawing, PipelineInputs
 from sd3_light.core.start import denoiser_folder
 from sd3_light.export.chosen import ChosenModel
 from sd3_light.export.diffusers_folder import WeightsOnDemand, is_finite, read_facts
-from sd3_light.export.lora_file import diffusers_tensors
+from sd3_light.export.lora_file import diffusers_tensors, own_metadata
 from sd3_light.export.lora_stack import Lora, add_loras
 from sd3_light.export.lycoris_file import is_lycoris, read_any_adapter, read_lycoris
 from sd3_light.export.open_pipeline import adapter_shift, read_text_policy
 from sd3_light.export.stored_parts import read_denoiser
+from sd3_light.flow.scheduler import ending_at
 from sd3_light.model.adapter_layers import AdapterModules
 from sd3_light.model.lora_layers import LoraModule
 from sd3_light.runlog import info
-from sd3_light.tensor_file import StoredTensor
+from sd3_light.tensor_file import StoredTensor, open_tensors
 
 StateDict = Mapping[str, Tensor]
 
@@ -118,6 +121,25 @@ def _text_exports(loras: Sequence[Lora]) -> Iterator[Path]:
 
 def _listed(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} = {value}" for key, value in settings.items())
+
+
+def drawing_of_adapters(loras: Sequence[Lora]) -> tuple[OwnDrawing, float | None]:
+    """Return the steps and the guidance of the first adapter file that states any, and its time of the last call."""
+    for lora in loras:
+        own = own_metadata(open_tensors(lora.file)[1], lora.file)
+        facts = own.get("facts", {})
+        drawing = stated_drawing(facts, lora.file)
+        if drawing != UNSTATED:
+            return drawing, stated_last_time(facts, lora.file)
+    return UNSTATED, None
+
+
+def draw_as_adapters(pipe: Any, policy: PipelineInputs, loras: Sequence[Lora]) -> PipelineInputs:
+    """Return the policy of a pipeline that draws as its adapters state; its scheduler gets their last time."""
+    drawing, last_time = drawing_of_adapters(loras)
+    if last_time is not None:
+        pipe.scheduler = ending_at(pipe.scheduler, last_time)
+    return policy if drawing == UNSTATED else policy.stating(drawing)
 
 
 def add_adapters(pipe: Any, loras: Sequence[Lora]) -> None:

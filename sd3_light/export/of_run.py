@@ -19,6 +19,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove, step_of
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
 from sd3_light.config.load_dataset import load_directories
+from sd3_light.core.drawing import drawing_facts
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.engines.protocol import to_host
@@ -29,7 +30,7 @@ from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError,
 from sd3_light.export.model_facts import TRAINED_AT, ModelFacts
 from sd3_light.flow.timesteps import constant_shift
 from sd3_light.inputs import open_regular, read_json_file
-from sd3_light.model.base_values import kept_scheduler, other_shift
+from sd3_light.model.base_values import kept_scheduler, other_shift, own_last_time
 from sd3_light.model.loading import kept_in_float32
 from sd3_light.runlog import info, measured, read_log
 
@@ -53,6 +54,7 @@ def model_spec(model: ModelConfig, transformer_config: Mapping[str, Any], **fiel
         "shift": _constant_shift(model, transformer_config),
         "flux_shift": model.flux_shift or kept is not None,
         "scheduler": kept,
+        "last_time": model.last_time,
         "text": family_of(model).files.text_facts(model),
     }
     return ExportSpec(**{**spec, **fields})
@@ -88,6 +90,7 @@ def adapter_spec(
         base=start.source,
         transformer_config=transformer_config,
         **_own_shift(config.model, transformer_config),
+        last_time=own_last_time(config.model),
         text=family_of(config.model).files.text_facts(config.model),
         encoders=config.model.diffusers_path,
         **_run_fields(config, weights, progress, run, facts),
@@ -106,6 +109,8 @@ def _run_fields(
     config: TrainConfig, weights: str, progress: Progress, run: Path | None, facts: ModelFacts | None
 ) -> dict[str, Any]:
     own: dict[str, Any] = {"weights": weights, **progress.as_dict()}
+    last_time = None if config.adapter is None else own_last_time(config.model)
+    own |= drawing_facts(family_of(config.model).drawing(config), last_time)
     # elsewhere the exported config of the denoiser has the size
     if facts is not None and facts.trained_at is not None and not family_of(config.model).files.writes_scheduler:
         own[TRAINED_AT] = list(facts.trained_at)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sd3_light.config.faults import UserError
+from sd3_light.core.drawing import stated_drawing
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of_folder
 from sd3_light.core.sampling import PipelineInputs
@@ -71,6 +72,7 @@ def open_policy(folder: Path, text_facts: Path | None = None) -> tuple[Family, P
             needs = f"{family.title} needs {package} for its captions, which is not installed"
             raise UserError(f"{folder}: {needs}; run `pip install {package}`")
     policy = read_text_policy(text_facts or folder, family).for_folder(folder)
+    policy = policy.stating(stated_drawing(read_facts(folder), folder / FACTS_FILE))
     check_configs(folder)
     family.weights.require(folder / "transformer")
     has_own = text_facts is not None and isinstance(adapter_shift(text_facts), int | float)

@@ -5,10 +5,9 @@ from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, TrainConfig
-from sd3_light.config.schema_tables import MetricsConfig, SamplingConfig
 from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
 from sd3_light.core.family import Family
 from sd3_light.core.sampling import OwnDrawing
@@ -17,6 +16,7 @@ from sd3_light.families.stock.checks import StockChecks
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.families.stock.texts import encoder_width
 from sd3_light.families.stock.weights import StockWeights
+from sd3_light.model.base_values import drawing_of_run, drawn_as
 from sd3_light.model.part_configs import read_config, read_json
 from sd3_light.sources.buckets import SIDE_STEP
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from sd3_light.families.stock.sampling import StockSampling
 
 _DROPPED = {"uncond_text_dropout": "joint", "uncond_text_dropout_prob": 0.1}
-_Drawn = TypeVar("_Drawn", SamplingConfig, MetricsConfig)
 
 
 class StockFamily(Family):
@@ -252,13 +251,21 @@ class StockFamily(Family):
         if not path.is_file():
             return config.model_copy(update=tables)
         denoiser = read_json(path)
-        own = self.own_drawing(denoiser)
-        tables["sampling"] = _drawn_by(own, config.sampling)
-        tables["metrics"] = None if config.metrics is None else _drawn_by(own, config.metrics)
+        drawn = drawn_as(self.own_drawing(denoiser), drawn_as(self.drawing(config), config))
+        tables |= {"sampling": drawn.sampling, "metrics": drawn.metrics}
         if adapter is None:
             frozen = (pattern for pattern in self.frozen(denoiser) if pattern not in config.freeze)
             tables["freeze"] = (*config.freeze, *frozen)
         return config.model_copy(update=tables)
+
+    def drawing(self, config: TrainConfig) -> OwnDrawing:
+        """See `Family.drawing`."""
+        path = denoiser_folder(start_source(config.model) or config.model.diffusers_path) / "config.json"
+        if config.terms.distill is None or not path.is_file():
+            return drawing_of_run(config, self.unguided)
+        denoiser = read_json(path)
+        unguided = None if self.takes_guidance(denoiser) else self.unguided
+        return drawing_of_run(config, unguided, self.own_drawing(denoiser).guidance)
 
     def scheduler_fault(self, folder: Path) -> str | None:
         """See `Family.scheduler_fault`."""
@@ -335,13 +342,6 @@ class StockFamily(Family):
             Column("mask", MASK, "float32", moments.shape[-2:], ()),
             *(column for column in columns if column.reads == CAPTION),
         )
-
-
-def _drawn_by(own: OwnDrawing, table: _Drawn) -> _Drawn:
-    """Return a table with the model's own steps and guidance in place of absent ones."""
-    values = {"steps": own.steps, "guidance": own.guidance}
-    absent = {key: value for key, value in values.items() if value is not None and key not in table.model_fields_set}
-    return table.model_copy(update=absent)
 
 
 @lru_cache(maxsize=4)

@@ -1,4 +1,4 @@
-"""The terms of [objective]: flow matching, preferences, text reconstruction and LayerSync.
+"""The terms of [objective]: flow matching, preferences, distillation, text reconstruction and LayerSync.
 
 To add one, write its table in `config/schema_objective.py`, its class here and its curve's title in `runlog/log.py`.
 """
@@ -11,9 +11,11 @@ from torch.nn import functional
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.schema_blocks import BlockPair, LayerSyncConfig
-from sd3_light.config.schema_objective import DpoTerm, FlowTerm, TextReconTerm
+from sd3_light.config.schema_objective import DistillTerm, DpoTerm, FlowTerm, TextReconTerm
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Objectives, Observes, Prediction, Predicts, Teacher
+from sd3_light.core.registry import family_of
+from sd3_light.flow.distill import GuidanceDistillation, StepDistillation, sampler_times
 from sd3_light.flow.objective import alignment_loss, flow_loss, text_reconstruction_loss
 
 
@@ -25,7 +27,7 @@ class FlowMatching(Objective):
         self.weights = {"flow": weight}
 
     @classmethod
-    def of(cls, table: FlowTerm, num_blocks: int) -> Self:
+    def of(cls, table: FlowTerm, num_blocks: int, config: TrainConfig) -> Self:
         """Return the term of a table."""
         return cls(table.pseudo_huber_c, table.weight)
 
@@ -50,7 +52,7 @@ class Preference(Objective):
         self.weights = {"dpo": weight}
 
     @classmethod
-    def of(cls, table: DpoTerm, num_blocks: int) -> Self:
+    def of(cls, table: DpoTerm, num_blocks: int, config: TrainConfig) -> Self:
         """Return the term of a table."""
         return cls(table.beta, table.teacher, table.weight)
 
@@ -83,6 +85,26 @@ def _error(out: Prediction, batch: Batch) -> Tensor:
     return flow_loss(out.velocity, batch["target"], batch.get("mask"))
 
 
+class Distillation:
+    """The term of [objective.distill]: guidance alone, or guidance and fewer calls."""
+
+    @staticmethod
+    def of(table: DistillTerm, num_blocks: int, config: TrainConfig) -> GuidanceDistillation:
+        """Return the term of a table."""
+        sampling = family_of(config.model).sampling
+        options: dict[str, Any] = {
+            "guidance": table.guidance,
+            "most_guidance": table.most_guidance,
+            "teacher": table.teacher,
+            "guide": sampling.guide,
+            "is_guided": sampling.is_guided,
+            "seed": config.seed,
+        }
+        if table.steps is None:
+            return GuidanceDistillation(**options)
+        return StepDistillation(sampler_times(config.model, table.steps), table.teacher_steps, **options)
+
+
 class TextReconstruction(Objective):
     """The distance of the last text tokens from earlier ones, for denoisers that keep both."""
 
@@ -90,7 +112,7 @@ class TextReconstruction(Objective):
         self.weights = {"text_recon": gamma}
 
     @classmethod
-    def of(cls, table: TextReconTerm, num_blocks: int) -> Self:
+    def of(cls, table: TextReconTerm, num_blocks: int, config: TrainConfig) -> Self:
         """Return the term of a table."""
         return cls(table.weight)
 
@@ -108,7 +130,7 @@ class LayerSync(Objective):
         self.taps = () if pair is None else tuple(pair)
 
     @classmethod
-    def of(cls, table: LayerSyncConfig, num_blocks: int) -> Self:
+    def of(cls, table: LayerSyncConfig, num_blocks: int, config: TrainConfig) -> Self:
         """Return the term of a table."""
         return cls(table.weight, table.pair(num_blocks) if num_blocks else None)
 
@@ -123,10 +145,11 @@ class LayerSync(Objective):
 TERMS: dict[str, Any] = {
     "flow": FlowMatching,
     "dpo": Preference,
+    "distill": Distillation,
     "text_recon": TextReconstruction,
     "layer_sync": LayerSync,
 }
-"""Name of a term in [objective] -> its class, which ``of(table, num_blocks)`` creates."""
+"""Name of a term in [objective] -> its class, which ``of(table, num_blocks, config)`` creates."""
 
 
 def configured_objective(config: TrainConfig, num_blocks: int = 0) -> Objectives:
@@ -136,4 +159,4 @@ def configured_objective(config: TrainConfig, num_blocks: int = 0) -> Objectives
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return Objectives([TERMS[name].of(table, num_blocks) for name, table in config.terms.tables().items()])
+        return Objectives([TERMS[name].of(table, num_blocks, config) for name, table in config.terms.tables().items()])

@@ -28,21 +28,32 @@ SAMPLERS = {"euler": "Euler", "heun": "Heun", "dpm++": "DPM++ 2M"}
 """Our name of each sampler -> the name in other programs."""
 
 _DYNAMIC = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+_LAST_TIME = "shift_terminal"
 # Scheduler settings that change the timesteps further; the other samplers do not support them.
 _EULER_ONLY = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "invert_sigmas", "shift_terminal")
 
 
 def flow_scheduler(
-    shift: float | None, flux_shift: bool, kept: Mapping[str, Any] | None = None
+    shift: float | None, flux_shift: bool, kept: Mapping[str, Any] | None = None, last_time: float | None = None
 ) -> FlowMatchEulerDiscreteScheduler:
     """Return the stock Euler scheduler with the shift of training: 1.0 by default, dynamic with `flux_shift`.
 
-    ``kept`` is the config of a scheduler to use as it is.
+    ``kept`` is the config of a scheduler to use as it is; ``last_time`` is that of the last call.
     """
     if kept is not None:
-        scheduler: FlowMatchEulerDiscreteScheduler = FlowMatchEulerDiscreteScheduler.from_config(dict(kept))
+        ends = {} if last_time is None else {_LAST_TIME: last_time}
+        scheduler: FlowMatchEulerDiscreteScheduler = FlowMatchEulerDiscreteScheduler.from_config({**kept, **ends})
         return scheduler
-    return FlowMatchEulerDiscreteScheduler(shift=shift or 1.0, use_dynamic_shifting=flux_shift)
+    return FlowMatchEulerDiscreteScheduler(
+        shift=shift or 1.0, use_dynamic_shifting=flux_shift, shift_terminal=last_time
+    )
+
+
+def ending_at(scheduler: Any, last_time: float) -> Any:
+    """Return a scheduler whose last call is at this time; of another kind than flow matching's Euler as it is."""
+    if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+        return scheduler
+    return type(scheduler).from_config({**scheduler.config, _LAST_TIME: last_time})
 
 
 def folder_scheduler(folder: Path, shift: float | None = None) -> Any:

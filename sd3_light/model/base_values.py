@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sd3_light.config import ModelConfig, UserError
+from sd3_light.config import ModelConfig, TrainConfig, UserError
+from sd3_light.config.schema_tables import MetricsConfig, SamplingConfig
+from sd3_light.core.drawing import stated_drawing
 from sd3_light.core.registry import family_of
+from sd3_light.core.sampling import UNSTATED, OwnDrawing
 from sd3_light.core.start import start_source
 from sd3_light.model.part_configs import FACTS_FILE, check_config, read_config, read_json, single_file_metadata
 
@@ -28,11 +31,17 @@ _LINE_KEYS = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_le
 
 @dataclass(frozen=True)
 class _Base:
-    """The scheduler of continued weights and where it was found, and their text without a prompt."""
+    """The scheduler of continued weights, where it was found, their text without a prompt, and how they are drawn."""
 
     scheduler: Mapping[str, Any]
     where: Path
     uncond_text: str
+    drawing: OwnDrawing
+
+    @property
+    def last_time(self) -> float | None:
+        """The time of the last call of sampling, if the scheduler sets it."""
+        return self.scheduler.get("shift_terminal")
 
     @property
     def is_dynamic(self) -> bool:
@@ -59,7 +68,7 @@ class _Base:
 
 
 def with_base_values(model: ModelConfig) -> ModelConfig:
-    """Return the [model] table with the shift and `uncond_text` of the weights that the run continues.
+    """Return the [model] table with shift, `last_time` and `uncond_text` of the weights that the run continues.
 
     Given values stay. Random weights have no shift, and zeros in place of text.
     """
@@ -69,7 +78,62 @@ def with_base_values(model: ModelConfig) -> ModelConfig:
         update["uncond_text"] = "zero" if base is None else base.uncond_text
     if base is not None and not _has_shift(model):
         update |= {"flux_shift": True} if base.is_dynamic else {"shift": base.shift}
+    if base is not None and model.last_time is None and family_of(model).files.writes_scheduler:
+        update["last_time"] = base.last_time
     return model.model_copy(update=update)
+
+
+def own_last_time(model: ModelConfig) -> float | None:
+    """Return the time of the last call of sampling if it is not that of the weights that the run continues."""
+    base = _read_base(model)
+    same = base is not None and (base.last_time or 0.0) == (model.last_time or 0.0)
+    return None if same else model.last_time
+
+
+def drawing_of_run(config: TrainConfig, unguided: float | None, usual: float | None = None) -> OwnDrawing:
+    """Return the steps and the guidance of a run's model, where its kind does not say it: distilled, or continued ones.
+
+    ``unguided`` is the largest guidance that is none. It is None for a denoiser that takes guidance as a number, the
+    ``usual`` one if it is among those that a distilled model learnt.
+    """
+    base = _read_base(config.model)
+    stated = UNSTATED if base is None else base.drawing
+    term = config.terms.distill
+    if term is None:
+        return stated
+    guidance = unguided
+    if guidance is None:
+        most = term.guidance if term.most_guidance is None else term.most_guidance
+        guidance = min(max(term.guidance if usual is None else usual, term.guidance), most)
+    return OwnDrawing(term.steps or stated.steps, guidance)
+
+
+def drawn_as(drawing: OwnDrawing, config: TrainConfig) -> TrainConfig:
+    """Return a config with these steps and this guidance in place of absent ones, for samples and metrics."""
+    given = {"steps": drawing.steps, "guidance": drawing.guidance}
+    stated = {key: value for key, value in given.items() if value is not None}
+
+    def absent(table: SamplingConfig | MetricsConfig) -> dict[str, Any]:
+        return {key: value for key, value in stated.items() if key not in table.model_fields_set}
+
+    metrics = config.metrics
+    tables = {
+        "sampling": config.sampling.model_copy(update=absent(config.sampling)),
+        "metrics": None if metrics is None else metrics.model_copy(update=absent(metrics)),
+    }
+    return config.model_copy(update=tables)
+
+
+def few_step_values(config: TrainConfig) -> TrainConfig:
+    """Return a config whose sampler spreads the calls of a distilled model over all times, unless it says otherwise.
+
+    Diffusers' own last call is at about 0.001, where there is nothing left to do.
+    """
+    term = config.terms.distill
+    if term is None or term.steps is None or config.model.last_time is not None:
+        return config
+    last = 1 / term.steps if term.steps > 1 else 0.0
+    return config.model_copy(update={"model": config.model.model_copy(update={"last_time": last})})
 
 
 def shift_line(model: ModelConfig) -> ShiftLine:
@@ -123,14 +187,15 @@ def _read_base(model: ModelConfig) -> _Base | None:
     if (own / FACTS_FILE).is_file():
         facts = read_json(own / FACTS_FILE)
     text = _uncond_text(facts)
+    drawing = stated_drawing(facts if isinstance(facts, dict) else {}, own)
     scheduler = metadata.get("scheduler")
     if isinstance(scheduler, dict) and scheduler:
         check_config(scheduler, "scheduler", str(source))
-        return _Base(scheduler, source, text)
+        return _Base(scheduler, source, text, drawing)
     for folder in (own, model.diffusers_path):
         if (folder / "scheduler" / "scheduler_config.json").is_file():
-            return _Base(read_config(folder / "scheduler", "scheduler"), folder, text)
-    return _Base({}, own, text)
+            return _Base(read_config(folder / "scheduler", "scheduler"), folder, text, drawing)
+    return _Base({}, own, text, drawing)
 
 
 def _uncond_text(facts: Any) -> str:

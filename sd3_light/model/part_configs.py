@@ -155,6 +155,8 @@ def _problem(part: str, key: str, value: Any) -> str | None:
         return f"not an integer from 1 to {largest}"
     if key in _FACTORS.get(part, ()) and not (value is None and key == "shift_factor") and not _is_factor(value, key):
         return f"not a number up to {_MAX_FACTOR:g}"
+    if part == "scheduler" and key == "shift_terminal" and not (value is None or _is_time(value)):
+        return "not a number from 0 to 1"
     if key in _FLAGS.get(part, ()) and not (value is None or isinstance(value, bool)):
         return "neither true nor false"
     if part == "vae" and key == "block_out_channels" and not _is_counts(value, _MAX_LEVELS, _WIDTH):
@@ -195,6 +197,10 @@ def _is_layers(value: Any) -> bool:
 def _is_factor(value: Any, key: str) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return is_number and abs(value) <= _MAX_FACTOR and (value > 0 or key == "shift_factor")
+
+
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
 
 
 def single_file_metadata(path: Path) -> dict[str, Any]:

@@ -242,6 +242,7 @@ _ANY = (lambda value: True, "")
 LOSS_TERMS = {
     "flow": "flow",
     "dpo": "preference",
+    "distill": "distillation",
     "text_recon": "text reconstruction",
     "layer_sync": "layer sync",
 }

@@ -131,6 +131,8 @@ def stream_images(
     for request in full:
         settings = pipe.pipe if isinstance(pipe, Phases) else pipe
         fault = policy.size_fault(settings, request.width, request.height) or policy.frames_fault(request.frames)
+        if request.steps == 1 and settings.scheduler.config.get("shift_terminal"):
+            fault = fault or "this model's scheduler has a last time, and needs at least 2 steps"
         if fault:
             raise UserError(fault)
     batches = [[index] for index in range(len(full))]

@@ -19,7 +19,7 @@ from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.encoding.residence import free_memory
 from sd3_light.encoding.vae import VaeDecoder, vae_class
 from sd3_light.export.chosen import ChosenModel
-from sd3_light.export.lora_merge import add_adapters, text_folder
+from sd3_light.export.lora_merge import add_adapters, draw_as_adapters, text_folder
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import is_lycoris
 from sd3_light.export.open_pipeline import open_pipeline, open_policy, require_finite_denoiser
@@ -93,6 +93,7 @@ class Phases:
         vae = empty_model(vae_class(chosen.folder), read_config(chosen.folder / "vae", "vae"))
         parts = {**_without_encoders(chosen), "transformer": family.weights.empty(arguments), "vae": vae}
         pipe, _ = open_pipeline(chosen.folder, torch.device("meta"), chosen.text_facts, parts=parts)
+        policy = draw_as_adapters(pipe, policy, loras)
         use_sampler(pipe, sampler, policy)
         return Phases(chosen, tuple(loras), device, dtype, pipe), policy
 
@@ -150,5 +151,6 @@ def open_with_adapters(
     if (in_phases := Phases.of_model(chosen, all_loras, device)) is not None:
         return in_phases
     pipe, policy = open_pipeline(chosen.folder, device, chosen.text_facts)
+    policy = draw_as_adapters(pipe, policy, all_loras)
     add_adapters(pipe, all_loras)
     return pipe, policy

@@ -25,7 +25,7 @@ from sd3_light.core.caption_lengths import cut_prompts
 from sd3_light.core.sampling import ImageRequest, PipelineInputs
 from sd3_light.engines import Launch
 from sd3_light.export.chosen import ChosenModel, choose_model
-from sd3_light.export.lora_merge import add_adapters, text_folder
+from sd3_light.export.lora_merge import add_adapters, draw_as_adapters, text_folder
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import is_lycoris
 from sd3_light.export.open_pipeline import open_pipeline
@@ -275,6 +275,7 @@ def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel
     # a LoKr or LoHa is added to the weights, in float32
     loaded_dtype = torch.float32 if any(is_lycoris(lora.file) for lora in loras) else dtype
     pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), text, loaded_dtype)
+    policy = draw_as_adapters(pipe, policy, loras)
     use_sampler(pipe, options.sampler, policy)
     add_adapters(pipe, loras)
     compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32

@@ -30,7 +30,7 @@ from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.train.compiled_code import CompiledCode, code_facts, left_code
 from sd3_light.train.context import RunContext
-from sd3_light.train.teacher import load_teacher, teach_by_average
+from sd3_light.train.teacher import load_teacher, teach_by_average, text_of_guidance
 
 MakeObjective = Callable[[nn.Module], Objective]
 """Denoiser -> what it is trained for."""
@@ -76,6 +76,7 @@ def make_train_state(context: RunContext, objective: MakeObjective | None = None
     if objective is not None:
         module.use(objective(denoiser))
     load_teacher(module, config, device)
+    module.empty_text = text_of_guidance(config, context.data.empty_text())
     compile_time = None
     if blocks.kind == "compiled":
         module.text_step = _text_step(context, steps) if note is None else note.text_step

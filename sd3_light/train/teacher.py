@@ -4,12 +4,13 @@ A copy is whole in every process, also where the trained weights are sharded. It
 runs the stock blocks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
@@ -54,6 +55,25 @@ def load_teacher(model: TrainedModel, config: TrainConfig, device: torch.device)
         read_weights(denoiser, stored, dtype, device)
     copy = family.training.model(denoiser.requires_grad_(False), config, fast=False).to(device)
     model.teacher = copy.infer
+
+
+def text_of_guidance(config: TrainConfig, empty: Mapping[str, Tensor]) -> Callable[[Batch], Batch]:
+    """Return what replaces a batch's text by that of guidance without a prompt, given the cached empty caption."""
+    sampling = family_of(config.model).sampling
+    text = sampling.text(empty)
+    negative = sampling.negative_text(text, config.model)
+    one = sampling.batch([text if negative is None else negative], config.model, 1.0)
+    values = {name: value for name, value in one.values.items() if name != "guidance"}
+
+    def without_text(batch: Batch) -> Batch:
+        device = batch["t"].device
+        for name, value in values.items():  # copied once
+            values[name] = value.to(device)
+        rows = {name: value.expand(batch.size, *value.shape[1:]) for name, value in values.items()}
+        host = {name: value.expand(batch.size, *value.shape[1:]) for name, value in one.host.items()}
+        return replace(batch.with_values(rows), host={**batch.host, **host})
+
+    return without_text
 
 
 def teach_by_average(model: TrainedModel, engine: Engine, averages: Averages) -> None:

@@ -10,9 +10,11 @@ from sd3_light.config.schema_tables import LORA_TARGETS
 from sd3_light.config.sizes import IMAGE_ATTENTION
 from sd3_light.core.columns import Bucket, Column
 from sd3_light.core.family import Family
+from sd3_light.core.sampling import OwnDrawing
 from sd3_light.core.start import WeightsStart, denoiser_folder
 from sd3_light.core.training import FastBlocks
 from sd3_light.families.sd3.fast.choice import why_stock_on_device
+from sd3_light.model.base_values import drawing_of_run, drawn_as, few_step_values
 from sd3_light.model.part_configs import read_json
 
 if TYPE_CHECKING:
@@ -87,6 +89,14 @@ class SD3(Family):
     def fast_blocks(self) -> "SD3FastBlocks":
         """The kernels of `fast`."""
         return SD3FastBlocks()
+
+    def drawing(self, config: TrainConfig) -> OwnDrawing:
+        """See `Family.drawing`."""
+        return drawing_of_run(config, unguided=1.0)
+
+    def completed(self, config: TrainConfig) -> TrainConfig:
+        """See `Family.completed`: how images are drawn."""
+        return few_step_values(drawn_as(self.drawing(config), config))
 
     def recipe(self, folder: Path) -> Mapping[str, Any]:
         """See `Family.recipe`: the second attention of SD3.5 is adapted too."""

@@ -5,7 +5,7 @@ Shapes: B texts, T tokens, W width of a token, P width of a pooled vector, N ima
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sd3_light.core.batch import LENGTH, Batch
 from sd3_light.core.caption_lengths import TextLimit
-from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs
+from sd3_light.core.sampling import UNSTATED, EncodedText, ImageRequest, OwnDrawing, PipelineInputs
 from sd3_light.families.sd3.encoding import text_limits
 from sd3_light.families.sd3.masked_attention import real_text_mask, use_masked_attention
 from sd3_light.families.sd3.text import Tokenizer, encode_clip, encode_t5, join_text
@@ -33,10 +33,20 @@ class TextPolicy(PipelineInputs):
     t5_max_length: int
     uncond_text: Literal["zero", "empty"]
     text_tokens: Literal["padded", "real"]
+    stated: OwnDrawing = UNSTATED
 
     def facts(self) -> dict[str, Any]:
         """See `PipelineInputs.facts`."""
-        return asdict(self)
+        return {name: getattr(self, name) for name in ("t5_max_length", "uncond_text", "text_tokens")}
+
+    @property
+    def own_drawing(self) -> OwnDrawing:
+        """See `PipelineInputs.own_drawing`."""
+        return self.stated
+
+    def stating(self, drawing: OwnDrawing) -> "TextPolicy":
+        """See `PipelineInputs.stating`."""
+        return replace(self, stated=drawing)
 
     def negative_fault(self) -> str | None:
         """See `PipelineInputs.negative_fault`."""

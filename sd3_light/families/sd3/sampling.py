@@ -46,7 +46,8 @@ class SD3Sampling(Sampling):
         """See `Sampling.scheduler`."""
         width, height = size
         tokens = image_tokens(width, height)
-        scheduler = flow_scheduler(constant_shift(model, tokens), model.flux_shift, kept_scheduler(model))
+        shift = constant_shift(model, tokens)
+        scheduler = flow_scheduler(shift, model.flux_shift, kept_scheduler(model), model.last_time)
         set_timesteps(scheduler, steps, tokens, device)
         return scheduler
 

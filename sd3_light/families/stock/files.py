@@ -125,7 +125,11 @@ class StockFiles(Files):
         policy = ", ".join(f"{key} = {value}" for key, value in text.items()) or "as in the stock pipeline"
         call = self._call(text)
         code = _CODE.format(pipeline=self._family.pipeline, drawn=call)
-        return CardTexts(blocks, policy, code, "", "stock diffusers", call)
+        known = inspect.signature(getattr(diffusers, self._family.pipeline).__call__).parameters
+        # Flux's negative prompts have one too, which is 1 by default
+        is_true = "true_cfg_scale" in known and known["true_cfg_scale"].default > 1
+        guidance = "true_cfg_scale" if is_true else "guidance_scale"
+        return CardTexts(blocks, policy, code, "", "stock diffusers", call, guidance)
 
     def _call(self, text: Mapping[str, Any]) -> str:
         """Return how an image or a clip is drawn with text of the length of training."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.caption_lengths import TextLimit
-from sd3_light.core.sampling import EncodedText, ImageRequest, OwnDrawing, PipelineInputs
+from sd3_light.core.sampling import UNSTATED, EncodedText, ImageRequest, OwnDrawing, PipelineInputs
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.families.stock.sampling import batch_texts
 from sd3_light.model.part_configs import read_json
@@ -33,6 +33,7 @@ class StockInputs(PipelineInputs):
     folder: Path
     settings: Mapping[str, Any]
     trained_at: tuple[int, int] | None = None
+    stated: OwnDrawing = UNSTATED
 
     @property
     def largest_batch(self) -> int | None:
@@ -42,7 +43,11 @@ class StockInputs(PipelineInputs):
     @property
     def own_drawing(self) -> OwnDrawing:
         """See `PipelineInputs.own_drawing`."""
-        return self.family.own_drawing(read_json(self.folder / "transformer" / "config.json"))
+        return self.stated.or_else(self.family.own_drawing(read_json(self.folder / "transformer" / "config.json")))
+
+    def stating(self, drawing: OwnDrawing) -> "StockInputs":
+        """See `PipelineInputs.stating`."""
+        return replace(self, stated=drawing)
 
     def for_folder(self, folder: Path) -> "StockInputs":
         """See `PipelineInputs.for_folder`."""
