@@ -154,12 +154,12 @@ class ModelConfig(Table):
     """Timestep shift sqrt(tokens / 256), for mixed resolutions: with tokens of 16 px 1 at 256 px, 2 at 512 px, 4 at
     1024 px; excludes `shift` and `flux_shift`. The export's sampler has the shift of its default size."""
     last_time: Annotated[
-        Annotated[float, Strict(), Gt(0), Lt(1)] | None,
+        Annotated[float, Strict(), Ge(0), Lt(1)] | None,
         KnownTo("its pipeline sets the times of sampling", only=_SD3),
     ] = None
     """Time of the last call of sampling, in training and in the export's scheduler (diffusers' `shift_terminal`).
-    Absent: that of the scheduler of continued weights; 1 / steps with `objective.distill.steps`, so that each of a few
-    calls counts; otherwise about 0.001."""
+    0: diffusers' own, about 0.001. Absent: that of the scheduler of continued weights; 1 / steps with
+    `objective.distill.steps`, so that each of a few calls counts; otherwise 0."""
     guidance: Annotated[
         NotNegative | None,
         KnownTo("SD3 has no guidance embedding", "for sample images use sampling.guidance", without=_SD3),
