@@ -174,10 +174,8 @@ def run(args: argparse.Namespace) -> None:
         return
     for calls in args.calls:
         own = (f"objective.distill.steps={calls}", f"objective.distill.teacher_steps={args.teacher_steps}")
-        drawing = Drawing(calls)
-        bench.run(
-            f"steps-{calls}-{args.seed}", (*shared, *own), args.train_steps, {f"student, {drawing.name}": drawing}
-        )
+        student = {f"student, {Drawing(calls).name}": Drawing(calls)}
+        bench.run(f"steps-{calls}-{args.seed}", (*shared, *own), args.train_steps, student)
 
 
 def table_of(files: Iterable[Path]) -> str:

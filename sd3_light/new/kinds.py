@@ -104,4 +104,12 @@ KINDS = {
         t5_length=77,
         pads_for_others=True,
     ),
+    "distill": Kind(
+        "a LoRA on SD3 or SD3.5 that draws in few steps without guidance, from some hundred images",
+        *("distill", _SD35, 1024, 8, 8),
+        epochs=10,
+        shortest=2000,
+        longest=10_000,
+        continues=True,
+    ),
 }

@@ -1,5 +1,6 @@
 """Training of stock families on the CPU: all weights and a LoRA, resumed, from shards and from memory."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -251,6 +252,30 @@ def test_features_of_blocks_are_aligned(project: Project) -> None:
         run(project, "no", "objective.flow.weight=1.0", "objective.layer_sync.late_block=99")
     with pytest.raises(ConfigFaults, match=r"objective\.text_recon: .*does not know this key"):
         run(project, "no", "objective.flow.weight=1.0", "objective.text_recon.weight=1.0")
+
+
+@pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
+def test_distillation_trains_and_resumes_exactly(project: Project, tables: str) -> None:
+    table = check.load(project.train_toml).train.model
+    family = family_of(table)
+    project.train_toml.write_text(project.train_toml.read_text() + tables)
+    takes_number = "number" in family.guidance and family.no_guidance(family.weights.start(table)) is None
+    keys = ["objective.distill.guidance=2.0"]
+    steps = None
+    if takes_number:
+        keys.append("objective.distill.most_guidance=6.0")
+    if "Euler" in (table.diffusers_path / "scheduler" / "scheduler_config.json").read_text():
+        steps = 2
+        keys += [f"objective.distill.steps={steps}", "objective.distill.teacher_steps=4"]
+    whole = tensors(run(project, "whole", *keys) / checkpoint_name(4))
+    assert all(event["distill"] > 0 for event in project.events("step", "whole"))
+    run(project, "parts", *keys, "max_steps=2")
+    resumed = tensors(run(project, "parts", *keys, resume=Resume()) / checkpoint_name(4))
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    facts = json.loads((project.folder / "whole" / "exports" / checkpoint_name(4) / "sd3_light.json").read_text())
+    stated = facts["sampling"]
+    assert stated.get("steps") == steps
+    assert (2 <= stated["guidance"] <= 6) if takes_number else not family.sampling.is_guided(stated["guidance"])
 
 
 @pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])

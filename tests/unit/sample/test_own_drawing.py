@@ -1,5 +1,7 @@
 """Steps and guidance by default: those that the configs of a distilled model tell, or the usual ones."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,19 @@ from PIL import Image
 
 from sd3_light.assets import DEMO
 from sd3_light.config import TrainConfig
-from sd3_light.core.registry import family_of_folder
+from sd3_light.core.registry import family_named, family_of_folder
+from sd3_light.core.sampling import ImageRequest
+from sd3_light.engines import Launch
 from sd3_light.evaluate import against
 from sd3_light.evaluate.composition import ScoreOptions, score
+from sd3_light.export import lora
 from sd3_light.export.chosen import choose_model
+from sd3_light.export.lora_file import write_lora
+from sd3_light.export.lora_stack import Lora
 from sd3_light.export.open_pipeline import open_policy
+from sd3_light.model.lora_layers import LoraModule
 from sd3_light.sample import verb as sample
+from sd3_light.sample.generate import stream_images
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.png import read_png_facts
 from sd3_light.sample.verb import SampleOptions
@@ -95,3 +104,71 @@ def test_models_with_different_defaults_are_not_compared(tmp_path: Path, monkeyp
     for name in ("a", "b"):
         score(None, [], open_policy(chosen[name].folder)[1], ScoreOptions())  # type: ignore[arg-type]
     assert [args[3:5] for args in drawn] == [(20, 4.0), (4, 1.0)]
+
+
+def stating(folder: Path, **sampling: Any) -> Path:
+    """Return a copy of the demo's model that states how it is drawn."""
+    shutil.copytree(DEMO, folder)
+    (folder / "sd3_light.json").write_text(json.dumps({"sampling": sampling}))
+    return folder
+
+
+def test_a_model_is_drawn_as_its_export_states_unless_the_user_says_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = stating(tmp_path / "model", steps=3, guidance=1.0)
+    _, policy = open_policy(folder)
+    assert policy.drawing(None, None) == (3, 1.0)
+    assert policy.drawing(None, None, 20) == (3, 1.0)
+    assert policy.drawing(5, None) == (5, 1.0)
+    assert policy.drawing(None, 2.0) == (3, 2.0)
+    assert "stated" not in policy.facts()
+    rows = [PromptRow("a star")]
+    sample.run(folder, rows, [3], tmp_path / "own", SampleOptions(**SIZE, grid=False))
+    assert "3 steps, guidance 1: as its export says" in shown(capsys)
+    facts = read_png_facts(tmp_path / "own" / "00000.png")
+    assert (facts["steps"], facts["guidance"]) == (3, 1.0)
+    chosen = {"a": choose_model(folder)}
+    assert against._drawing(chosen, against.AgainstOptions()) == (3, 1.0)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"steps": 0},
+        {"steps": True},
+        {"steps": "4"},
+        {"steps": 10**9},
+        {"guidance": -1},
+        {"guidance": None},
+        {"guidance": float("nan")},
+        {"last_time": 1.0},
+        [4],
+        None,
+    ],
+)
+def test_an_invalid_statement_is_one_line(tmp_path: Path, sampling: Any) -> None:
+    folder = stating(tmp_path / "model")
+    (folder / "sd3_light.json").write_text(json.dumps({"sampling": sampling}))
+    with pytest.raises(sample.UserError, match=r"sd3_light\.json: sampling.* is .*; export the model again"):
+        open_policy(folder)
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_an_adapter_s_file_states_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str], moved: bool) -> None:
+    layer = "transformer_blocks.0.attn.to_q"
+    module = LoraModule(torch.zeros(2, 256), torch.zeros(256, 2), 1.0)
+    facts = {"sampling": {"steps": 2, "guidance": 1.0, "last_time": 0.5}}
+    names = family_named("sd3").files.adapters
+    file = write_lora(tmp_path / "lora.safetensors", {layer: module}, facts=facts, names=names)
+    if moved:  # a program that renames files keeps their metadata
+        file = file.rename(tmp_path / "other.safetensors")
+    opened = sample.open_model(DEMO, SampleOptions(loras=(Lora(file),)), Launch())
+    assert opened.policy.drawing(None, None) == (2, 1.0)
+    assert opened.pipe.scheduler.config.shift_terminal == 0.5
+    lora.merge(DEMO, [Lora(file)], tmp_path / "merged")
+    assert open_policy(tmp_path / "merged")[1].drawing(None, None) == (2, 1.0)
+    scheduler = json.loads((tmp_path / "merged" / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["shift_terminal"] == 0.5
+    with pytest.raises(sample.UserError, match="needs at least 2 steps"):
+        next(stream_images(opened.pipe, [ImageRequest("a star", 0, 64, 64, steps=1)], opened.policy))
