@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from sd3_light.config.faults import UserError
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Prediction
 
@@ -114,7 +115,9 @@ class TrainedModel(nn.Module):
 
     def without_text(self, batch: Batch) -> Batch:
         """Return the batch with the text of guidance without a prompt in place of its own."""
-        assert self.empty_text is not None, f"{type(self.objective).__name__} has no text of guidance"
+        if self.empty_text is None:
+            name = type(self.objective).__name__
+            raise UserError(f"{name} needs the text of guidance, which only runs of a config have; use train.run")
         return self.empty_text(batch)
 
     def evaluate(self, batch: Batch) -> Tensor:

@@ -41,11 +41,16 @@ _CAPTIONS_TRIED = 8
 
 
 def require_eval_sets(loaded: LoadedConfig) -> None:
-    """Raise a UserError if the config names no evaluation set, and its dataset has no part that is held out."""
+    """Raise a UserError if the config names no evaluation set and holds nothing out, or its loss needs a teacher."""
     if not loaded.evaluates:
         raise UserError(
             f"{loaded.path} has no eval_datasets, and its dataset no validation = true; add one of them, or evaluate "
             "without --config"
+        )
+    if loaded.train.terms.distill is not None:
+        raise UserError(
+            f"{loaded.path} distils a teacher, and its validation loss is the distance from it, which training computes; "
+            "evaluate the images: without --config, or with --against"
         )
 
 

@@ -11,8 +11,10 @@ from sd3_light.check import verb as check
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import ConfigFaults
+from sd3_light.config.faults import UserError
 from sd3_light.core.registry import with_family_values
 from sd3_light.cost.training_setup import TrainingSetup
+from sd3_light.evaluate.verb import require_eval_sets
 from sd3_light.model.base_values import with_base_values
 from sd3_light.train.verb import Resume
 from tests.project import Project
@@ -113,6 +115,8 @@ def test_faults_name_what_cannot_be(project: Project) -> None:
     assert "most_guidance: is not above guidance" in fault(*STEPS, "objective.distill.most_guidance=2.0")
     assert "steps: the teacher takes fewer steps" in fault(*STEPS, "objective.distill.steps=8")
     assert "saves nothing without steps and guidance" in fault("objective.distill.guidance=1.0")
+    with pytest.raises(UserError, match="distils a teacher, and its validation loss is the distance from it"):
+        require_eval_sets(project.load(*GUIDANCE, *EVAL))
     with pytest.raises(ConfigFaults, match="takes no guidance as a number"):
         check.run(project.load(*GUIDANCE, "objective.distill.most_guidance=6.0"))
 
