@@ -49,8 +49,8 @@ def require_eval_sets(loaded: LoadedConfig) -> None:
         )
     if loaded.train.terms.distill is not None:
         raise UserError(
-            f"{loaded.path} distils a teacher, and its validation loss is the distance from it, which training computes; "
-            "evaluate the images: without --config, or with --against"
+            f"{loaded.path} distils a teacher, and its validation loss is the distance from it, which training "
+            "computes; evaluate the images: without --config, or with --against"
         )
 
 
