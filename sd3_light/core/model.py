@@ -114,7 +114,7 @@ class TrainedModel(nn.Module):
         return self.teacher(batch, taps)
 
     def without_text(self, batch: Batch) -> Batch:
-        """Return the batch with the text of guidance without a prompt in place of its own."""
+        """Return the batch with the text of guidance without a prompt in place of the prompts."""
         if self.empty_text is None:
             name = type(self.objective).__name__
             raise UserError(f"{name} needs the text of guidance, which only runs of a config have; use train.run")

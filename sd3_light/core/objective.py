@@ -71,7 +71,7 @@ class Observes(Protocol):
         """Run the objective's teacher."""
 
     def without_text(self, batch: Batch) -> Batch:
-        """Return the batch with the text of guidance without a prompt in place of its own."""
+        """Return the batch with the text of guidance without a prompt in place of the prompts."""
 
 
 class Model(Predicts, Observes, Protocol):

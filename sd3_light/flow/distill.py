@@ -69,7 +69,7 @@ class GuidanceDistillation(Objective):
         return {"distill": flow_loss(out.velocity, batch["taught"])}
 
     def evaluate(self, model: Model, batch: Batch) -> Tensor:
-        """Return the same loss on a validation batch: of data, a distilled model is no estimate."""
+        """Return the same loss on a validation batch: a distilled model is far from data by intention."""
         drawn = self.draw(model, batch)
         return self.losses(model.predict(drawn), drawn)["distill"]
 

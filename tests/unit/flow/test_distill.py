@@ -1,12 +1,13 @@
 """What a distilled model is trained towards: the teacher's guided velocity, and where its path arrives."""
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Prediction
@@ -110,3 +111,117 @@ def test_all_calls_are_trained_equally_often() -> None:
     drawn = [objective.draw(Linear(1.0), batch(epoch))["t"] for epoch in range(100)]
     share = (torch.cat(drawn) == 1.0).float().mean()
     assert share == pytest.approx(0.5, abs=0.1)
+
+
+# --- a toy with curved paths: does training by the loss do what it promises? --------------------
+
+
+class Toy(nn.Module):
+    """A denoiser of points [B, 2, 1, 1] with a text of one number; it stands for model, teacher and student alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+
+    def forward(self, noisy: Tensor, t: Tensor, text: Tensor) -> Tensor:
+        columns = [noisy.flatten(1), t[:, None], (4 * t[:, None]).sin(), text[:, None]]
+        velocity: Tensor = self.net(torch.cat(columns, dim=1))
+        return velocity.view_as(noisy)
+
+
+class Student:
+    """Trains a toy; its teacher has a frozen one."""
+
+    step = 0
+
+    def __init__(self, student: Toy, teacher: Toy) -> None:
+        self.student = student
+        self.teacher = teacher
+
+    def predict(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        return Prediction(self.student(batch["noisy"], batch["t"], batch["text"]))
+
+    def infer(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def teach(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        return Prediction(self.teacher(batch["noisy"], batch["t"], batch["text"]))
+
+    def without_text(self, batch: Batch) -> Batch:
+        return batch.with_values({"text": torch.zeros_like(batch["text"])})
+
+
+def toy_batch(epoch: int, size: int = 256) -> Batch:
+    """Points of two clusters: text 1 is at (2, 0), text -1 at (-2, 0), and without text (0) both."""
+    generator = torch.Generator().manual_seed(epoch)
+    text = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1
+    shape = (size, 2, 1, 1)
+    clean = 0.3 * torch.randn(shape, generator=generator)
+    clean[:, 0, 0, 0] += 2 * text
+    noise = torch.randn(shape, generator=generator)
+    t = torch.rand(size, generator=generator)
+    words = torch.from_numpy(occurrence_words(epoch, 0, np.arange(size))).view(torch.int32)
+    values = {"noisy": interpolate(clean, noise, t.view(-1, 1, 1, 1)), "t": t, "target": velocity(clean, noise)}
+    dropped = torch.where(torch.rand(size, generator=generator) < 0.2, 0.0, text)
+    return Batch(size, {**values, "words": words, "text": dropped, "noise": noise})
+
+
+def fit(model: Toy, loss: Callable[[Batch], Tensor], steps: int) -> Toy:
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * (1 - step / steps)
+        optimizer.zero_grad()
+        loss(toy_batch(step)).mean().backward()
+        optimizer.step()
+    return model
+
+
+@torch.no_grad()
+def drawn(model: Toy, given: Batch, calls: int, guidance: float) -> Tensor:
+    latents = given["noise"]
+    for number in range(calls):
+        t = torch.full((given.size,), 1 - number / calls)
+        positive = model(latents, t, given["text"])
+        negative = model(latents, t, torch.zeros_like(given["text"]))
+        latents = latents - (negative + guidance * (positive - negative)) / calls
+    return latents
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return (a - b).flatten(1).norm(dim=1).mean().item()
+
+
+def learnt(objective: GuidanceDistillation, teacher: Toy, steps: int) -> Toy:
+    student = copy.deepcopy(teacher)
+    model = Student(student, teacher)
+    return fit(student, lambda given: objective.evaluate(model, given), steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_students_arrive_where_their_teacher_does() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    teacher = Toy()
+
+    def flow(given: Batch) -> Tensor:
+        predicted = teacher(given["noisy"], given["t"], given["text"])
+        return (predicted - given["target"]).square().flatten(1).mean(1)
+
+    fit(teacher, flow, 1500)
+    given = toy_batch(10_000)
+    given = given.with_values({"text": given["text"].where(given["text"] != 0, torch.ones(given.size))})
+    goal = drawn(teacher, given, 32, 2.0)
+    without = distance(drawn(teacher, given, 32, 1.0), goal)
+    guided = learnt(GuidanceDistillation(2.0), teacher, 800)
+    assert distance(drawn(guided, given, 32, 1.0), goal) < without / 3
+    for calls in (1, 2):
+
+        def calls_at(batch: Batch, calls: int = calls) -> Tensor:
+            return torch.linspace(1, 0, calls + 1)
+
+        student = learnt(StepDistillation(calls_at, 32, guidance=2.0), teacher, 800)
+        best = min(distance(drawn(teacher, given, calls, scale), goal) for scale in (1.0, 2.0))
+        assert distance(drawn(student, given, calls, 1.0), goal) < best / 3
