@@ -104,7 +104,8 @@ def log_report(title: str, report: CacheReport, policy: str, folder: str) -> Non
     if counts.get(UNMATCHED):
         info(f"{title}: {counts[UNMATCHED]:,} samples do not match `where` and are left out")
     if excluded := counts.get(EXCLUDED):
-        info(f"{title}: {plural(excluded, 'sample')} {'is' if excluded == 1 else 'are'} listed in `exclude` and left out")
+        verb = "is" if excluded == 1 else "are"
+        info(f"{title}: {plural(excluded, 'sample')} {verb} listed in `exclude` and left out")
     if rejected:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
         total = sum(rejected.values())
