@@ -93,7 +93,9 @@ class CaptionPlaces:
         if not isinstance(image, FileBytes) or os.path.join(self._root, name) != image.path:
             container = next((part for part in name.split("/") if part.lower().endswith((".tar", ".parquet"))), "")
             kind = "Parquet files" if container.lower().endswith(".parquet") else "tar files"
-            raise UserError(f"the caption is in {container or self._root}; {kind} cannot be changed in place: unpack it")
+            raise UserError(
+                f"the caption is in {container or self._root}; {kind} cannot be changed in place: unpack it"
+            )
         folders = [*name.split("/")[:-1]]
         bases = ["/".join(folders[:depth]) + "/" if depth else "" for depth in range(len(folders), -1, -1)]
         try:

@@ -260,8 +260,9 @@ class Catalogue:
             path.touch()
             return
         parts, count, unmatched, excluded = [], 0, itertools.count(), itertools.count()
-        counts = {"on_unmatched": partial(next, unmatched), "on_excluded": partial(next, excluded)}
-        items = scan(source.directory, source.index, **counts)
+        items = scan(
+            source.directory, source.index, on_unmatched=partial(next, unmatched), on_excluded=partial(next, excluded)
+        )
         rows_in_order = (_as_row(entry, source.root) for entry in items)
         for rows in chunks(rows_in_order, lambda row: sample_id(row.key), PART_ROWS):
             parts.append(digest := _digest_of(rows, source))
@@ -270,7 +271,7 @@ class Catalogue:
             if any(row.reason == _UNREADABLE for row in rows):
                 current = ""
             if not self._mark_used(digest):
-                _write_table(self._rows_file(digest), rows)
+                write_part(self._rows_file(digest), rows)
         listing = {"signature": current, "rows": count, "parts": parts, "thumbnails": source.has_thumbnails}
         listing |= {"unmatched": next(unmatched), "excluded": next(excluded)}
         write_atomically(path, json.dumps(listing).encode())
@@ -287,7 +288,7 @@ class Catalogue:
             probes += batch
             on_probed(len(batch))
         results = iter(probes)
-        _write_table(self._part(part), [row if row.reason else replace(row, **asdict(next(results))) for row in rows])
+        write_part(self._part(part), [row if row.reason else replace(row, **asdict(next(results))) for row in rows])
         if any(probe.reason == _UNREADABLE for probe in probes):
             self._rows_file(part).touch()
         else:
@@ -426,10 +427,10 @@ _ROW_SCHEMA = pa.schema(
 )
 
 
-def _write_table(path: Path, rows: Sequence[InputRow]) -> None:
+def write_part(path: Path, rows: Sequence[InputRow]) -> None:
+    """Write the rows of a part, uncompressed: reading the rows of a unit does not read the whole part."""
     columns = {name: [getattr(row, name) for row in rows] for name in InputRow.__dataclass_fields__}
     with atomic_file(path) as temporary:
-        # uncompressed, so that reading a unit's rows does not read the whole part
         feather.write_feather(pa.table(columns, schema=_ROW_SCHEMA), str(temporary), compression="uncompressed")
 
 

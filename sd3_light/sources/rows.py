@@ -184,6 +184,7 @@ class LineReader:
 
     @property
     def position(self) -> str:
+        """Where the next line is, as text."""
         return f"byte {self.offset}"
 
     def __iter__(self) -> "LineReader":

@@ -129,7 +129,7 @@ class TableText:
         key = next((key for name in ([column] if column else names) if (key := _key_of(cells, name)) is not None), None)
         if key is None:
             raise UserError(_ODD)
-        value = [*cells[key][:item], new, *cells[key][item + 1 :]] if isinstance(cells[key], list) else new
+        value: Any = [*cells[key][:item], new, *cells[key][item + 1 :]] if isinstance(cells[key], list) else new
         text = _decode(row)
         changed = self._with_cell(text, key, value) if self._is_csv else _with_member(text, key, value)
         data = changed.encode("utf-8", "surrogateescape")

@@ -22,7 +22,7 @@ class ChangedFileError(UserError):
 
 
 @dataclass(frozen=True)
-class ServedFiles:
+class DataFiles:
     """The files below ``roots``, which are absolute. Everything else is refused with a UserError."""
 
     roots: Sequence[Path]
