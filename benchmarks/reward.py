@@ -39,7 +39,7 @@ from sd3_light.config import LoadedConfig, load_config
 from sd3_light.core.sampling import ImageRequest
 from sd3_light.engines import Launch
 from sd3_light.evaluate.rewards import Images, Reward, world_reward
-from sd3_light.export.open_pipeline import open_pipeline, open_policy
+from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.sample.generate import generate
 from sd3_light.train import verb as train
@@ -206,7 +206,7 @@ class Bench:
         key = str(model)
         if key not in self._opened:
             self._opened.clear()
-            self._opened[key] = (open_pipeline(model, Launch().device()), open_policy(model)[1])
+            self._opened[key] = open_pipeline(model, Launch().device())
         pipe, policy = self._opened[key]
         requests = [ImageRequest(text, first + number, 64, 64) for number, text in enumerate(prompts)]
         return generate(pipe, requests, policy, STEPS, guidance)
