@@ -195,9 +195,8 @@ def _is_equal(kernel: Advance, device: torch.device) -> bool:
             return False
         for name in ("first", "second"):
             codes = (getattr(actual, name).int() - getattr(expected, name).int()).abs()
-            scale = getattr(actual, f"{name}_scale")
-            is_scale = torch.allclose(scale, getattr(expected, f"{name}_scale"), rtol=1e-4)
-            if codes.max() > 1 or codes.float().mean() > 0.01 or not is_scale:
+            scales = [getattr(part, f"{name}_scale") for part in (actual, expected)]
+            if codes.max() > 1 or codes.float().mean() > 0.01 or not torch.allclose(scales[0], scales[1], rtol=1e-4):
                 return False
     return True
 
