@@ -23,7 +23,9 @@ def new(
     kind: Annotated[
         str | None,
         typer.Argument(
-            metavar="KIND", help="`lora`, `finetune`, `pretrain`, `icons` or `distill`.", show_default=False
+            metavar="KIND",
+            help="`lora`, `finetune`, `reward`, `pretrain`, `icons` or `distill`.",
+            show_default=False,
         ),
     ] = None,
     data: Annotated[

@@ -135,6 +135,16 @@ class ObjectiveConfig(Table):
         return f"objective.{self.taught[0]}.teacher"
 
     @property
+    def keeps_start(self) -> bool:
+        """Whether the loss compares with the start of the run, beside the teacher."""
+        return False
+
+    @property
+    def trains_prediction(self) -> bool:
+        """Whether a term trains the prediction."""
+        return self.flow is not None or self.taught is not None
+
+    @property
     def passes(self) -> int:
         """Forward passes with gradients per sample."""
         return 1 if self.dpo is None else 2

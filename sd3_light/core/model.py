@@ -42,10 +42,10 @@ class TrainedModel(nn.Module):
 
     Weights have the names of the stock denoiser, in checkpoints and exports alike, and those of the objective's heads
     begin with `HEADS`. A family's own model defines `predict`. ``dropout`` is that of an adapter on the denoiser,
-    ``teacher`` the prediction of the objective's teacher. ``empty_text`` replaces a batch's text by that of guidance.
-    ``release`` frees weights that an engine gathered for a pass of `infer`. ``step`` counts the steps done. With a
-    ``text_step`` real text is padded to multiples of it, where that changes no result: compiled blocks then see few
-    shapes.
+    ``teacher`` the prediction of the objective's teacher, ``start`` that of the first weights, where an objective or an
+    adapter keeps them. ``empty_text`` replaces a batch's text by that of guidance. ``release`` frees weights that an
+    engine gathered for a pass of `infer`. ``step`` counts the steps done. With a ``text_step`` real text is padded to
+    multiples of it, where that changes no result: compiled blocks then see few shapes.
     """
 
     compute_dtype: torch.dtype = torch.float32
@@ -56,6 +56,7 @@ class TrainedModel(nn.Module):
         self.dropout: StepDropout | None = None
         self.teacher: Callable[[Batch, Sequence[int]], Prediction] | None = None
         self.empty_text: Callable[[Batch], Batch] | None = None
+        self.start: Callable[[Batch, Sequence[int]], Prediction] | None = None
         self.release: Callable[[], None] = lambda: None
         self.step = 0
         self.text_step: int | None = None
@@ -119,6 +120,12 @@ class TrainedModel(nn.Module):
             name = type(self.objective).__name__
             raise UserError(f"{name} needs the text of guidance, which only runs of a config have; use train.run")
         return self.empty_text(batch)
+
+    @torch.no_grad()
+    def first(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        """Run the denoiser as it was at the start of the run."""
+        assert self.start is not None, "the start is not kept"
+        return self.start(batch, taps)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the validation loss of every sample [B]: ``each``, unless the objective draws its batches."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from sd3_light.config.base import Checkpointing
 from sd3_light.config.schema_objective import ObjectiveConfig
+from sd3_light.config.schema_reward import RewardConfig
 from sd3_light.core.cost import Cost, Tokens
 from sd3_light.cost.amount import Amount
 
@@ -28,8 +29,17 @@ def training_flops(
     formula = f"{passes}·({cost.flops_formula}) - inputs' gradients"
     if terms is None or not terms.teacher_passes:
         return Amount(value, formula)
-    taught = f"{terms.passes} x ({formula}) and {terms.teacher_passes} forward passes of the teacher"
-    return Amount(terms.passes * value + terms.teacher_passes * forward, taught)
+    text = f"{terms.passes} x ({formula}) and {terms.teacher_passes} forward passes of the teacher"
+    taught = Amount(terms.passes * value + terms.teacher_passes * forward, text)
+    return Amount(taught.value + forward, f"{taught.formula}; one of the start") if terms.keeps_start else taught
+
+
+def drawing_flops(cost: Cost, tokens: Tokens, table: RewardConfig) -> Amount:
+    """Return the FLOPs per step of drawing the images of [reward], without their VAE and their score."""
+    value = table.images * table.steps * cost.forward_flops(tokens) / table.every_n_steps
+    return Amount(
+        round(value), f"{table.images} images·{table.steps} sampler steps / {table.every_n_steps} steps·one pass"
+    )
 
 
 def step_flops(

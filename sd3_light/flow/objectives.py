@@ -17,6 +17,7 @@ from sd3_light.core.objective import Objective, Objectives, Observes, Prediction
 from sd3_light.core.registry import family_of
 from sd3_light.flow.distill import GuidanceDistillation, StepDistillation, sampler_times
 from sd3_light.flow.objective import alignment_loss, flow_loss, text_reconstruction_loss
+from sd3_light.flow.reward import Rewarded
 
 
 class FlowMatching(Objective):
@@ -148,8 +149,9 @@ TERMS: dict[str, Any] = {
     "distill": Distillation,
     "text_recon": TextReconstruction,
     "layer_sync": LayerSync,
+    "reward": Rewarded,
 }
-"""Name of a term in [objective] -> its class, which ``of(table, num_blocks, config)`` creates."""
+"""Name of a term in [objective], or `reward` for [reward] -> its class; ``of(table, num_blocks, config)`` creates it."""
 
 
 def configured_objective(config: TrainConfig, num_blocks: int = 0) -> Objectives:
