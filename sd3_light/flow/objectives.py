@@ -151,7 +151,7 @@ TERMS: dict[str, Any] = {
     "layer_sync": LayerSync,
     "reward": Rewarded,
 }
-"""Name of a term in [objective], or `reward` for [reward] -> its class; ``of(table, num_blocks, config)`` creates it."""
+"""A term in [objective], or `reward` for [reward] -> its class, which ``of(table, num_blocks, config)`` creates."""
 
 
 def configured_objective(config: TrainConfig, num_blocks: int = 0) -> Objectives:
