@@ -116,7 +116,7 @@ def test_objectives_share_one_prediction_and_read_features(make: Callable[..., S
 
 
 def test_layer_sync_compares_the_features_of_any_denoiser(make: Callable[..., StockModel]) -> None:
-    term = LayerSync.of(LayerSyncConfig(early_block=1, late_block=2), 4)
+    term = LayerSync.of(LayerSyncConfig(early_block=1, late_block=2), 4, TrainConfig.model_construct())
     model, batch = make(FlowMatching(), term), flux_batch()
     early, late = model.predict(batch, (1, 2)).features.values()
     expected = 1 - torch.nn.functional.cosine_similarity(early, late, dim=-1).mean()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sd3_light.config import TrainConfig
 from sd3_light.config.schema_objective import DpoTerm
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objectives, Prediction
@@ -57,7 +58,7 @@ def test_preferences_have_the_loss_of_tasks() -> None:
 
     loss = FlowMatchDPOLoss(timestep_sample_method="uniform", beta=5.0)
     expected = loss(multiple(model.factor), inputs, multiple(model.taught))
-    objective = Preference.of(DpoTerm(beta=5.0, weight=0.5), 0)
+    objective = Preference.of(DpoTerm(beta=5.0, weight=0.5), 0, TrainConfig.model_construct())
     each = objective(model, objective.draw(model, batch))["dpo"]
     torch.testing.assert_close(each, expected)
     assert objective.weights == {"dpo": 0.5}
