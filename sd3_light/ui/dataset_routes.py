@@ -31,6 +31,7 @@ def dataset_routes(datasets: Datasets) -> list[Route]:
         Route("/datasets/{dataset}/undo", routes.undo, methods=["POST"]),
         Route("/datasets/{dataset}/list", routes.list_images, methods=["POST"]),
         Route("/datasets/{dataset}/tokens", routes.count_tokens, methods=["POST"]),
+        Route("/datasets/{dataset}/psnr", routes.measure_psnr, methods=["POST"]),
         Route("/datasets/{dataset}/plan", routes.plan, methods=["POST"]),
     ]
 
@@ -103,6 +104,9 @@ class _DatasetRoutes:
 
     async def count_tokens(self, request: Request) -> Response:
         return await self._do(request, lambda dataset, form: dataset.count_tokens())
+
+    async def measure_psnr(self, request: Request) -> Response:
+        return await self._do(request, lambda dataset, form: dataset.measure_psnr())
 
     async def plan(self, request: Request) -> Response:
         return await self._do(

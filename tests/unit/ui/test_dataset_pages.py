@@ -313,7 +313,7 @@ def test_markup_in_names_and_captions_is_text(pages: Pages) -> None:
 
 
 def test_other_websites_cannot_change_captions(pages: Pages, root: Path) -> None:
-    for path in ("caption", "change", "apply", "undo", "list", "tokens", "plan"):
+    for path in ("caption", "change", "apply", "undo", "list", "tokens", "psnr", "plan"):
         headers = {"Origin": "http://evil.example"}
         assert pages.client.post(f"/datasets/{pages.id}/{path}", headers=headers).status_code == 403
         assert pages.client.get(f"/datasets/{pages.id}/{path}").status_code in (404, 405)
@@ -343,9 +343,14 @@ def test_the_part_of_a_caption_that_is_not_read_is_marked(pages: Pages) -> None:
     assert "a b c d"[: read_length("a b c d", [limit(3), limit(2)])].strip() == "a b"
     pages.dataset.limits = [limit(1)]
     pages.dataset.lost = {"images#0/a.png": 2, "images#0/sub/c.png": 3}
-    page = pages.get(sort="tokens cut")
+    page = pages.get(sort="tokens cut", order="descending")
     assert names(page) == ["sub/c", "a"]
     assert "2 tokens cut" in page.text
+    pages.dataset.psnr = {"images#0/a.png": 20.0, "images#0/b.png": 9.96}
+    page = pages.get(sort="PSNR")
+    assert names(page) == ["b", "a"]
+    assert "10.0 dB" in page.text
+    assert names(pages.get(sort="PSNR", text="red")) == ["a"]
     assert '<mark title="text encoders do not read this part">cat, house</mark>' in page.source.replace("> ", ">")
 
 
