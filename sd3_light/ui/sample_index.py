@@ -401,7 +401,10 @@ def _read(path: Path) -> Any:
         require_regular(path)
         table = feather.read_table(path, columns=list(_COLUMNS), memory_map=True)
         table.validate(full=True)  # pyarrow would read outside the file where offsets are damaged
-        return table.cast(_SCHEMA) if table.schema != _SCHEMA else table
+        table = table.select(_SCHEMA.names).cast(_SCHEMA)
+        if any(table[name].null_count for name in _SCHEMA.names) or pc.list_flatten(table["captions"]).null_count:
+            raise ValueError("values are missing")
+        return table
     except (OSError, ValueError, pa.ArrowException, KeyError) as error:
         raise UserError(f"{path} is damaged ({error}); list the images again") from error
 

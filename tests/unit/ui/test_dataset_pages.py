@@ -9,10 +9,13 @@ from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
 import pytest
 from PIL import Image
 
 from sd3_light.config import load_dataset
+from sd3_light.sources.catalogue import InputRow, make_sources, write_part
 from sd3_light.ui import sample_index
 from sd3_light.ui.datasets import read_length, tokens_lost
 from sd3_light.ui.folders import folder_id
@@ -355,8 +358,6 @@ def test_the_part_of_a_caption_that_is_not_read_is_marked(pages: Pages) -> None:
 
 
 def test_a_damaged_or_foreign_catalogue_is_not_used(root: Path) -> None:
-    from sd3_light.sources.catalogue import make_sources
-
     sources = make_sources(load_dataset(root / "data.toml").directories)
     folder = root / "data.cache/catalogue"
     (folder / "parts").mkdir(parents=True)
@@ -364,6 +365,19 @@ def test_a_damaged_or_foreign_catalogue_is_not_used(root: Path) -> None:
     for content in ("{", '{"parts": ["../../x"]}', '{"parts": [7]}', '{"parts": 7}', '{"parts": ["none"]}', "[]"):
         listing.write_text(content)
         assert SampleIndex.of_cache(root / "data.cache", sources) is None
+    rows = [InputRow(f"images#0/{number}.png", captions=("a",)) for number in range(3)]
+    part = folder / "parts/x.arrow"
+    write_part(part, rows)
+    listing.write_text('{"parts": ["x"]}')
+    assert len(SampleIndex.of_cache(root / "data.cache", sources) or ()) == 3
+    table = feather.read_table(part)
+    for name in ("key", "captions", "width"):
+        position = table.schema.get_field_index(name)
+        column = pa.array([None, *table[name].to_pylist()[1:]], table[name].type)
+        feather.write_feather(table.set_column(position, name, column), str(part), "uncompressed")
+        assert SampleIndex.of_cache(root / "data.cache", sources) is None
+    part.write_bytes(part.read_bytes()[:500])
+    assert SampleIndex.of_cache(root / "data.cache", sources) is None
     listing.write_text('{"parts": []}')
     index = SampleIndex.of_cache(root / "data.cache", sources)
     assert index is not None
