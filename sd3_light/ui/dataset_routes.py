@@ -114,7 +114,7 @@ class _DatasetRoutes:
         )
 
     def _dataset(self, request: Request) -> Dataset:
-        return self.datasets.open(request.path_params["dataset"])
+        return self.datasets.get(request.path_params["dataset"])
 
     async def _do(
         self, request: Request, work: Callable[[Dataset, dict[str, str]], object], part: str = ""

@@ -459,7 +459,7 @@ class Dataset:
             for key in dict.fromkeys(keys):
                 source = max((label for label in sources if key.startswith(f"{label}/")), key=len, default=None)
                 if source is None:
-                    raise UserError(f"{key:.200} is no key of this dataset")
+                    raise UserError(f"{key:.200} is not a key of this dataset")
                 by_list.setdefault(sources[source].directory.exclude, []).append(key)
             before = self.excluded
             for path, own in by_list.items():
@@ -500,7 +500,7 @@ class Datasets:
                 self._searched = time.monotonic()
             return self._known
 
-    def open(self, dataset_id: str) -> Dataset:
+    def get(self, dataset_id: str) -> Dataset:
         """Return a dataset. Raises UserError for an unknown id."""
         known = self.all().get(dataset_id)
         if known is None:

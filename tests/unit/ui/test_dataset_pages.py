@@ -65,7 +65,7 @@ class Pages:
 
     @property
     def dataset(self) -> Any:
-        return self.site.datasets.open(self.id)
+        return self.site.datasets.get(self.id)
 
     def get(self, **query: str) -> ParsedPage:
         reply = self.client.get(f"/datasets/{self.id}", params=query)
@@ -279,10 +279,10 @@ def test_excluded_samples_are_listed_in_a_file_that_the_dataset_names(pages: Pag
     assert names(pages.get()) == ["b", "copy", "sub/c"]
     assert names(pages.get(show="excluded")) == ["a", "evil<b>"]
     with (root / "data.exclude.txt").open("a") as file:
-        file.write("# by hand\nimages#0/b.png\n")
+        file.write("# manual\nimages#0/b.png\n")
     assert names(pages.list().get(show="excluded")) == ["a", "b", "evil<b>"]
     pages.post("change", action="include", scope="all", query="show=excluded&text=a.png")
-    assert (root / "data.exclude.txt").read_text() == "images#0/evil<b>.png\n# by hand\nimages#0/b.png\n"
+    assert (root / "data.exclude.txt").read_text() == "images#0/evil<b>.png\n# manual\nimages#0/b.png\n"
     assert (root / "images/a.png").exists()
 
 
@@ -297,7 +297,7 @@ def test_a_list_that_the_toml_names_is_used_and_a_toml_that_changed_meanwhile_is
     assert (root / "sub/list.txt").read_text() == "images#0/a.png\n"
     for keys in ("other#0/a.png", "images", "images#0/"):
         reply = pages.post("change", [("key", keys)], action="exclude", scope="marked")
-        assert reply.status_code == 303 if keys.endswith("/") else "is no key of this dataset" in reply.text
+        assert reply.status_code == 303 if keys.endswith("/") else "is not a key of this dataset" in reply.text
 
 
 def test_a_faulty_toml_is_an_error_page(pages: Pages, root: Path) -> None:
