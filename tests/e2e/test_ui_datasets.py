@@ -88,6 +88,8 @@ def write_caption(browser: Browser, text: str) -> None:
     wait_for(browser, "document.querySelector('[data-saved]') !== null")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_fix_captions_see_what_is_encoded_again_and_resume(browser: Browser, project: Project) -> None:
     captions = json.loads((project.images / "captions.json").read_text(encoding="utf-8"))
     (project.images / "captions.json").unlink()  # its rows cannot be changed in place
