@@ -432,10 +432,13 @@ def fill(ablations: Sequence[Ablation], results: Path, deadline: float | None) -
 
 
 def keep_result(file: Path, result: Mapping[str, Any]) -> None:
-    """Append a line, whole and on the disk before this returns."""
-    with open(file, "a", encoding="utf-8") as out:
+    """Append a line, whole and on the disk before this returns; a line that was cut before it stays alone."""
+    with open(file, "ab+") as out:
         fcntl.flock(out, fcntl.LOCK_EX)
-        out.write(json.dumps(result, ensure_ascii=False) + "\n")
+        size = out.seek(0, os.SEEK_END)
+        out.seek(max(0, size - 1))
+        start = b"" if out.read() in (b"", b"\n") else b"\n"
+        out.write(start + json.dumps(result, ensure_ascii=False).encode() + b"\n")
         out.flush()
         os.fsync(out.fileno())
 

@@ -74,8 +74,8 @@ class Bench:
     def report_prompts(self) -> list[Prompt]:
         """The held-out prompts of a run's result, none of which is in `prompts`."""
         used = {prompt.text for prompt in self.prompts}
-        drawn = self._drawn(self.num_report + self.num_prompts, REPORT_SEED)
-        chosen = [prompt for prompt in drawn if prompt.text not in used][: self.num_report]
+        drawn = {prompt.text: prompt for prompt in self._drawn(2 * (self.num_report + self.num_prompts), REPORT_SEED)}
+        chosen = [prompt for text, prompt in drawn.items() if text not in used][: self.num_report]
         if len(chosen) < self.num_report:
             raise UserError(f"only {len(chosen)} held-out prompts are left for the report; choose fewer with --report")
         return chosen
