@@ -18,7 +18,8 @@ error is at least that of all rows together. Prompts of the result differ from t
 until 0.9 are read: the first point above it, `-` if the points around it are further apart than 100,000 samples. The
 curve and the result are drawn with the average of the weights; `draws` of a row are the same training drawn otherwise
 (raw weights, another average, another shift of the sampler), compared with the row itself. The table of all results is
-printed and written to table.md beside the results; `--show` only does that. Minutes of rows that share a GPU do not count.
+printed and written to table.md beside the results; `--show` only does that. Minutes of rows that share a GPU do not
+count.
 """
 
 import argparse
@@ -98,7 +99,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a table file, and the minutes of one that nobody has measured."""
+    """The rows of a table file, and the minutes of one that was not measured."""
 
     rows: Mapping[str, Row]
     minutes: float = 5.0

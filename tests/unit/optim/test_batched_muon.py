@@ -44,9 +44,7 @@ def test_matrices_train_as_with_torchs_muon(monkeypatch: pytest.MonkeyPatch, max
 
 
 @pytest.mark.parametrize("max_elements", [2**24, 1])
-def test_parts_of_a_fused_matrix_train_as_matrices_of_their_own(
-    monkeypatch: pytest.MonkeyPatch, max_elements: int
-) -> None:
+def test_parts_of_a_fused_matrix_train_as_separate_matrices(monkeypatch: pytest.MonkeyPatch, max_elements: int) -> None:
     monkeypatch.setattr(batched_muon, "MAX_ELEMENTS", max_elements)
     fused = [nn.Parameter(torch.cat(draw(seed)[3:4] * 2 + draw(seed + 1)[3:4])) for seed in (0, 2)]
     alone = [nn.Parameter(part.clone()) for weight in fused for part in weight.detach().chunk(3)]
