@@ -54,6 +54,7 @@ from sd3_light.engines import Launch
 from sd3_light.export import verb as export
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.flow.scheduler import folder_scheduler
+from sd3_light.formats import plural
 from sd3_light.runlog import read_log
 from sd3_light.sample.generate import choose_drawing, generate
 from sd3_light.world import Prompt
@@ -467,8 +468,8 @@ def estimate(
     wall = max(total / lanes, *map(chain, todo))
     slots = math.ceil(wall / slot)
     return (
-        f"{len(todo)} runs are missing: {total:.0f} minutes in all, {wall:.0f} with {lanes} lanes, "
-        f"{slots} slots of {slot:g} minutes"
+        f"missing: {plural(len(todo), 'run')}, {total:.0f} minutes in all, {wall:.0f} with {plural(lanes, 'lane')}: "
+        f"{plural(slots, 'slot')} of {slot:g} minutes"
     )
 
 

@@ -194,12 +194,12 @@ def test_a_row_that_the_deadline_cuts_is_not_kept(
 def test_the_rest_is_estimated_from_what_rows_took(bench: SimpleNamespace) -> None:
     todo = bench.select("slow", "grown")  # base, slow, grown
     text = bench.estimate(todo, [], bench.table, 1, 10)
-    assert text == "3 runs are missing: 18 minutes in all, 18 with 1 lanes, 2 slots of 10 minutes"
+    assert text == "missing: 3 runs, 18 minutes in all, 18 with 1 lane: 2 slots of 10 minutes"
     text = bench.estimate(todo, [], bench.table, 3, 20)  # grown waits for base
-    assert text == "3 runs are missing: 18 minutes in all, 14 with 3 lanes, 1 slots of 20 minutes"
+    assert text == "missing: 3 runs, 18 minutes in all, 14 with 3 lanes: 1 slot of 20 minutes"
     (base,) = bench.select("base", seeds=(2,))
     text = bench.estimate(bench.select("slow", seeds=(1, 2))[:3], [result(base)], bench.table, 1, 20)
-    assert text.startswith("3 runs are missing: 9 minutes in all")  # the usual time of what finished
+    assert text.startswith("missing: 3 runs, 9 minutes in all")  # the usual time of what finished
     assert bench.estimate([], [], bench.table, 1, 20) == "every row is done"
 
 
