@@ -1,12 +1,15 @@
 """Lanes on one GPU: NVIDIA's daemon around them (a stand-in here), their ends, and what failed."""
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from tests.waiting import wait_until
 
 DAEMON = """#!/bin/sh
 echo "$* $(test -t 0 || cat) $CUDA_MPS_PIPE_DIRECTORY" >> "$MPS_LOG"
@@ -68,14 +71,24 @@ def test_a_lane_that_fails_is_reported(scripts: SimpleNamespace) -> None:
     assert failures == [f"lane {number} failed with exit code 3" for number in (1, 2)]
 
 
-def test_lanes_end_at_the_deadline_with_what_they_started(scripts: SimpleNamespace, tmp_path: Path) -> None:
-    child = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid, file=open(sys.argv[1], 'w')); "
-    command = [sys.executable, "-c", child + "import time; time.sleep(600)", str(tmp_path / "pid")]
-    failures = scripts.lanes.run_lanes(command, 1, time.monotonic() + 3, dict(os.environ))
-    assert "lane 1 was ended at the time limit" in failures[0]
-    pid = int((tmp_path / "pid").read_text(encoding="utf-8"))
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text(encoding="utf-8").split()[2] == "Z"
+def test_lanes_end_at_the_deadline_with_what_they_started(
+    scripts: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = tmp_path / "pid"
+
+    class Lane(subprocess.Popen[bytes]):
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout is None or timeout < 1000:
+                return super().wait(timeout)
+            wait_until(lambda: started.is_file() and started.read_text(encoding="utf-8").endswith("\n"))
+            raise subprocess.TimeoutExpired(self.args, timeout)  # as at the deadline
+
+    monkeypatch.setattr(scripts.lanes.subprocess, "Popen", Lane)
+    command = ["sh", "-c", 'sleep 600 & echo $! > "$0"; wait', str(started)]
+    failures = scripts.lanes.run_lanes(command, 1, time.monotonic() + 2000, dict(os.environ))
+    assert failures == ["lane 1 was ended at the time limit; the same command continues its row"]
+    state = Path(f"/proc/{started.read_text(encoding='utf-8').strip()}/stat")
+    wait_until(lambda: not state.exists() or state.read_text(encoding="utf-8").split()[2] == "Z")
 
 
 def test_a_run_list_gives_its_commands_the_daemon(
