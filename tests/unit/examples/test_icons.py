@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 
 from sd3_light.cli import app
 from sd3_light.config.load_dataset import load_directories
+from sd3_light.evaluate.against import SHUFFLED, TRUE
+from sd3_light.evaluate.nearest import BY_CAPTION, BY_CAPTION_IN_GROUP, ORACLE
 from sd3_light.sources.preprocess import make_thumbnail
 
 FOLDER = Path(__file__).parents[3] / "examples" / "icons"
@@ -143,7 +145,7 @@ def test_a_model_from_icons_alone(build: Any, packages: Path, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     smaller = {
-        "parts": "--vae-steps 2 --text-steps 2 --vae-batch 4 --text-batch 8",
+        "parts": "--vae-steps 2 --text-steps 2 --judge-steps 2 --vae-batch 4 --text-batch 8",
         "train": "--set max_steps=2 --set cooldown_steps=1 --set micro_batch_size_per_gpu=2 "
         "--set num_dataloader_workers=0 --set sampling.steps=2",
         "evaluate": "--prompts 8 --steps 1 --out scores.json",
@@ -157,7 +159,7 @@ def test_a_model_from_icons_alone(build: Any, packages: Path, tmp_path: Path, mo
         if verb == "parts":
             assert f"next: {commands[1]}" in " ".join(result.output.split()), "the page has the command that it prints"
     rows = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["rows"]
-    assert list(rows) == ["true images", "true images, captions shuffled", "same concept, nearest style", "runs/icons"]
+    assert list(rows) == [TRUE, SHUFFLED, BY_CAPTION, BY_CAPTION_IN_GROUP, ORACLE, "runs/icons"]
     assert rows["runs/icons"]["images"] == 8
 
 
