@@ -31,6 +31,7 @@ from PIL import Image
 
 from sd3_light.evaluate.against import IMAGES_FILE, TRUE
 from sd3_light.evaluate.truths import load_truths
+from sd3_light.files import new_folder
 from sd3_light.randomness import stream
 from sd3_light.sample.grid import make_grid
 
@@ -79,13 +80,13 @@ def write(images: Path, prompts: Path, out: Path, model: str, others: Sequence[s
             raise SystemExit(f"prompt {number} of {prompts} has another caption or true image in {images}")
     captions = [prompt["caption"] for prompt in fixed]
     items = _items(captions, (model, *others), folders)
-    out.mkdir(parents=True)
     orders = [stream(0, "blind-sheet", 0, 0, judge).permutation(len(items)).tolist() for judge in range(JUDGES)]
-    for judge, order in enumerate(orders, start=1):
-        shown = [(items[index], _image(folders, items[index])) for index in order]
-        _write_sheet(out / f"judge-{judge}", shown)
     key = {"model": model, "items": [asdict(item) for item in items], "orders": orders}
-    (out / KEY).write_text(json.dumps(key, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    with new_folder(out) as folder:
+        for judge, order in enumerate(orders, start=1):
+            shown = [(items[index], _image(folders, items[index])) for index in order]
+            _write_sheet(folder / f"judge-{judge}", shown)
+        (folder / KEY).write_text(json.dumps(key, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     print(f"wrote {out}: {len(items)} items for {JUDGES} judges; keep {KEY} from them")
 
 
