@@ -132,20 +132,26 @@ def read_drawing(name: str, content: bytes) -> Drawing | None:
 def captioned(drawings: list[Drawing]) -> Iterator[Icon]:
     """Yield the drawings whose title, or else file name, tells what they show.
 
-    A title of more than `MOST_EQUAL_TITLES` drawings names a collection; then the file name says more.
+    A title of more than `MOST_EQUAL_TITLES` drawings names a collection; then the file name may say more.
     """
-    titles = Counter(drawing.title for drawing in drawings)
-    for drawing in drawings:
-        path = drawing.name.removesuffix(".svg")
-        is_of_many = titles[drawing.title] > MOST_EQUAL_TITLES
-        title = clean(path.rpartition("/")[2].replace("-", " ")) if is_of_many else drawing.title
-        if not set(words(title)) - EMPTY_WORDS:
+    own = Counter(drawing.title for drawing in drawings)
+    titles = [
+        drawing.title if own[drawing.title] <= MOST_EQUAL_TITLES else file_title(drawing.name) for drawing in drawings
+    ]
+    counts = Counter(titles)
+    for drawing, title in zip(drawings, titles, strict=True):
+        if counts[title] > MOST_EQUAL_TITLES or not set(words(title)) - EMPTY_WORDS:
             continue
         keywords = [word for word in drawing.keywords if word and word not in title and word not in EMPTY_WORDS]
         captions = [title, f"{title}: {', '.join(keywords[:MOST_KEYWORDS])}"] if keywords else [title]
         category = drawing.name.split("/")[0]
-        file = path.replace("/", "__")
+        file = drawing.name.removesuffix(".svg").replace("/", "__")
         yield Icon(Cell(f"{category}/{file}.png", title, category, captions), drawing.content)
+
+
+def file_title(name: str) -> str:
+    """Return a file name as a title."""
+    return clean(name.rpartition("/")[2].removesuffix(".svg").replace("-", " "))
 
 
 def clean(text: str) -> str:

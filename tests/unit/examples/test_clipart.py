@@ -144,8 +144,10 @@ def test_another_package_is_refused(
 def test_titles_of_collections_give_way_to_file_names(clipart: Any) -> None:
     names = ("a/go-home.svg", "a/go-back.svg", "a/001.svg", "b/trash_full.svg", "b/kiwi.svg")
     titles = ("lemon theme", "lemon theme", "lemon theme", "lemon theme", "Kiwi")
+    numbered = [(f"b/star{number}.svg", "lemon theme") for number in range(4)]  # four equal names
     drawings = [
-        clipart.read_drawing(name, svg(title, "x", "icon", "fruit")) for name, title in zip(names, titles, strict=True)
+        clipart.read_drawing(name, svg(title, "x", "icon", "fruit"))
+        for name, title in (*zip(names, titles, strict=True), *numbered)
     ]
     captions = {icon.cell.file: icon.cell.captions for icon in clipart.captioned(drawings)}
     assert captions == {
