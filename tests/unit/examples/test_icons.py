@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,17 @@ def test_blank_and_broken_icons_are_left_out(build: Any, tmp_path: Path) -> None
     assert not build.draw(build.Icon(cell, icon_png((0, 0, 0, 0))), tmp_path, 32)
     assert not build.draw(build.Icon(cell, b"nonsense"), tmp_path, 32)
     assert build.draw(build.Icon(cell, icon_png((0, 0, 0, 255))), tmp_path, 32)
+
+
+def test_drawings_in_millimetres_have_a_size(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The renderer counts pixels per inch from 0 unless it is asked otherwise, and then refuses such drawings."""
+
+    def render(svg_string: str, width: int, dpi: int = 0, skip_system_fonts: bool = False) -> list[int]:
+        assert dpi == 96
+        return list(icon_png((0, 0, 0, 255)))
+
+    monkeypatch.setitem(sys.modules, "resvg_py", SimpleNamespace(svg_to_bytes=render))
+    assert build.open_image(b'<svg width="210mm" height="297mm"/>', 32).size == (48, 32)
 
 
 def test_iconify_sets_are_chosen_by_licence(build: Any, tmp_path: Path) -> None:
