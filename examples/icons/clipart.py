@@ -1,7 +1,7 @@
 """Builds a captioned set of clip art from Debian's package openclipart-svg: drawings of many makers, with their titles.
 
     pip install resvg_py
-    python examples/icons/clipart.py OUT                   # about 3,000 images, English
+    python examples/icons/clipart.py OUT                   # about 4,300 images, English
 
 OUT has what `build.py` writes: train, held_out, data.toml, held_out.toml, cells.json, ATTRIBUTION.md; a folder per
 category. The first caption is the title, or the file name where many drawings share the title; the second has keywords
