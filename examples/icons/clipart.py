@@ -64,6 +64,7 @@ EMPTY_WORDS = {
     "icon",
     "unsorted",
 }
+NO_KEYWORD = re.compile(r"hash\b|0x")  # addresses that a program wrote
 MOST_KEYWORDS = 5
 MOST_EQUAL_TITLES = 3
 
@@ -126,6 +127,7 @@ def read_drawing(name: str, content: bytes) -> Drawing | None:
         return None
     subject = work.find(SUBJECT)
     keywords = [clean(item.text or "") for item in subject.iter(ITEM)] if subject is not None else []
+    keywords = [word for word in keywords if not NO_KEYWORD.match(word)]
     return Drawing(name, clean(work.findtext(TITLE) or ""), tuple(dict.fromkeys(keywords)), content)
 
 

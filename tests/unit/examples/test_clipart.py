@@ -146,7 +146,7 @@ def test_titles_of_collections_give_way_to_file_names(clipart: Any) -> None:
     titles = ("lemon theme", "lemon theme", "lemon theme", "lemon theme", "Kiwi")
     numbered = [(f"b/star{number}.svg", "lemon theme") for number in range(4)]  # four equal names
     drawings = [
-        clipart.read_drawing(name, svg(title, "x", "icon", "fruit"))
+        clipart.read_drawing(name, svg(title, "x", "icon", "hash(0x86a4aa)", "HASH", "fruit"))
         for name, title in (*zip(names, titles, strict=True), *numbered)
     ]
     captions = {icon.cell.file: icon.cell.captions for icon in clipart.captioned(drawings)}
