@@ -22,6 +22,7 @@ from sd3_light.sample.grid import make_grid
 TRUE = "true images"
 _CARD = re.compile(r'<article class="sample">(.*?)</article>', re.DOTALL)
 _IMAGE = re.compile(r'<img src="data:image/\w+;base64,([^"]+)" alt="([^";]+)([^"]*)"')
+_DISTANCE = re.compile(r"distance (-?[\d.]+)")
 _TAGS = re.compile(r"<figure>.*?</figure>|<[^>]+>", re.DOTALL)
 
 
@@ -52,7 +53,10 @@ def read_pairs(page: Path, model: str | None) -> list[Pair]:
             sys.exit(f"error: {page} has no row {row}; it has {', '.join(images)}")
         data, rest = images[row]
         caption = " ".join(_TAGS.sub(" ", card).split())
-        pairs.append(Pair(caption, _decode(data), _decode(images[TRUE][0]), float(rest.rsplit("distance ", 1)[1])))
+        distance = _DISTANCE.search(rest)
+        if distance is None:
+            sys.exit(f"error: {page} has no distance of {row}; name a row with one by --model")
+        pairs.append(Pair(caption, _decode(data), _decode(images[TRUE][0]), float(distance.group(1))))
     return pairs
 
 

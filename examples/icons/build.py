@@ -47,6 +47,7 @@ VARIANTS = re.compile(
 SKIN_TONES = {chr(code) for code in range(0x1F3FB, 0x1F400)}
 PERMISSIVE = {"MIT", "Apache-2.0", "CC0-1.0", "CC-BY-4.0", "ISC", "Unlicense", "BSD-3-Clause"}
 SAME_ART = {"fluent-emoji", "fluent-emoji-flat", "twemoji", "noto", "noto-v1", "openmoji"}  # would leak held-out cells
+DPI = 96  # as in CSS; resvg_py refuses sizes in millimetres and points without it
 MIN_CONTRAST = 24  # between the darkest and the lightest pixel; below this an icon is blank on white
 DATA = """# {count:,} images; see ATTRIBUTION.md
 resolutions = [{size}]
@@ -189,7 +190,7 @@ def open_image(content: bytes, size: int) -> Image.Image:
         import resvg_py
 
         text = content.decode()
-        content = bytes(resvg_py.svg_to_bytes(svg_string=text, width=size, skip_system_fonts=True))
+        content = bytes(resvg_py.svg_to_bytes(svg_string=text, width=size, dpi=DPI, skip_system_fonts=True))
     with Image.open(io.BytesIO(content)) as image:
         return image.convert("RGBA")
 

@@ -122,10 +122,10 @@ def run(
         out.parent.mkdir(parents=True, exist_ok=True)
         rows = {name: {**scores.as_dict(), "each": _each(scores)} for name, scores in measured.scores.items()}
         write_json(out, {**facts, "captions": len(truths), "among": measured.among, "rows": rows})
-    if save is not None:
-        save_images(measured, save)
     if page is not None:
         save_page(page, render_template("evaluation.html", **_page_values(measured, facts)))
+    if save is not None:
+        save_images(measured, save)
     return measured
 
 

@@ -71,7 +71,7 @@ _SCALED_CAPTIONS = 2048  # captions that the scale of the text encoders is measu
 @dataclass(frozen=True)
 class PartsOptions:
     """What to train and how. ``only`` is one of the parts; ``words`` are words of Chinese, Japanese or Korean that are
-    one token each; ``stop_after`` limits this run in minutes. ``judge_share`` of the captions train a judge of its own,
+    one token each; ``stop_after`` limits this run in minutes. ``judge_share`` of the captions train a separate judge,
     and not the text encoders; with 0 the judge is the second text encoder."""
 
     only: Literal["vae", "text", "judge"] | None = None
@@ -271,7 +271,7 @@ class _Stage:
         self._write_encoders(task, images, note)
 
     def _train_judge(self, pools: list[Pool], tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-        """Train a judge of its own: other weights, other batches, other captions."""
+        """Train a separate judge: other weights, other batches, other captions."""
         share = self.options.judge_share
         images = captioned_images(pools, tokenizers, self.device, lambda caption: is_of_judge(caption, share))
         task = self._text_task(tokenizers, images, self.out / WORK / JUDGE, self.options.text.seed + 1)
@@ -365,7 +365,7 @@ def check_options(options: PartsOptions) -> None:
     if options.only not in (None, "vae", "text", "judge"):
         raise UserError(f"--only: unknown part {options.only!r}; give vae, text or judge")
     if options.only == "judge" and not options.judge_share:
-        raise UserError("--only judge trains a judge of its own; give the share of the captions with --judge-share")
+        raise UserError("--only judge trains a separate judge; give the share of the captions with --judge-share")
     if options.random_text and options.judge_share:
         raise UserError("--random-text trains on no captions; leave out --judge-share")
     if options.vae.decoder_only and options.init is None:

@@ -61,7 +61,7 @@ def test_captions_choose_without_the_true_image(training: Path) -> None:
     assert all(pixels.shape == (32, 32, 3) for rows in answers.values() for pixels in rows.values())
 
 
-def test_one_group_makes_no_row_of_its_own(training: Path, tmp_path: Path) -> None:
+def test_one_group_makes_no_second_row(training: Path, tmp_path: Path) -> None:
     toml = tmp_path / "flat.toml"
     toml.write_text(f"resolutions = [32]\n[[directory]]\npath = {json.dumps(str(training.parent / 'flat'))}\n")
     answers = training_answers(toml, [truth("boat", "flat", 0)], embed([np.zeros((2, 2, 3), np.uint8)]), embed)

@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from typer.testing import CliRunner
 
 from sd3_light.cli import app
 from sd3_light.config.load_dataset import load_directories
+from sd3_light.evaluate.against import SHUFFLED, TRUE
+from sd3_light.evaluate.nearest import BY_CAPTION, BY_CAPTION_IN_GROUP, ORACLE
 from sd3_light.sources.preprocess import make_thumbnail
 
 FOLDER = Path(__file__).parents[3] / "examples" / "icons"
@@ -143,7 +146,7 @@ def test_a_model_from_icons_alone(build: Any, packages: Path, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     smaller = {
-        "parts": "--vae-steps 2 --text-steps 2 --vae-batch 4 --text-batch 8",
+        "parts": "--vae-steps 2 --text-steps 2 --judge-steps 2 --vae-batch 4 --text-batch 8",
         "train": "--set max_steps=2 --set cooldown_steps=1 --set micro_batch_size_per_gpu=2 "
         "--set num_dataloader_workers=0 --set sampling.steps=2",
         "evaluate": "--prompts 8 --steps 1 --out scores.json",
@@ -157,7 +160,7 @@ def test_a_model_from_icons_alone(build: Any, packages: Path, tmp_path: Path, mo
         if verb == "parts":
             assert f"next: {commands[1]}" in " ".join(result.output.split()), "the page has the command that it prints"
     rows = json.loads((tmp_path / "scores.json").read_text(encoding="utf-8"))["rows"]
-    assert list(rows) == ["true images", "true images, captions shuffled", "same concept, nearest style", "runs/icons"]
+    assert list(rows) == [TRUE, SHUFFLED, BY_CAPTION, BY_CAPTION_IN_GROUP, ORACLE, "runs/icons"]
     assert rows["runs/icons"]["images"] == 8
 
 
@@ -192,6 +195,17 @@ def test_blank_and_broken_icons_are_left_out(build: Any, tmp_path: Path) -> None
     assert not build.draw(build.Icon(cell, icon_png((0, 0, 0, 0))), tmp_path, 32)
     assert not build.draw(build.Icon(cell, b"nonsense"), tmp_path, 32)
     assert build.draw(build.Icon(cell, icon_png((0, 0, 0, 255))), tmp_path, 32)
+
+
+def test_drawings_in_millimetres_have_a_size(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The renderer counts pixels per inch from 0 unless it is asked otherwise, and then refuses such drawings."""
+
+    def render(svg_string: str, width: int, dpi: int = 0, skip_system_fonts: bool = False) -> list[int]:
+        assert dpi == 96
+        return list(icon_png((0, 0, 0, 255)))
+
+    monkeypatch.setitem(sys.modules, "resvg_py", SimpleNamespace(svg_to_bytes=render))
+    assert build.open_image(b'<svg width="210mm" height="297mm"/>', 32).size == (48, 32)
 
 
 def test_iconify_sets_are_chosen_by_licence(build: Any, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_an_interrupted_run_continues_to_the_same_bytes(built: Path, data: Path,
             assert (out / relative).read_bytes() == file.read_bytes(), relative
 
 
-def test_a_judge_of_its_own_shares_no_caption_with_the_encoders(
+def test_a_separate_judge_shares_no_caption_with_the_encoders(
     built: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other captions, other weights; VAE and tokenizers stay the same, and an interruption changes nothing."""
@@ -155,7 +155,7 @@ def all_captions(data: Path) -> list[tuple[str, ...]]:
 
 
 def test_options_of_a_judge_that_contradict_each_other() -> None:
-    with pytest.raises(UserError, match="--only judge trains a judge of its own; give the share"):
+    with pytest.raises(UserError, match="--only judge trains a separate judge; give the share"):
         stage.check_options(options(only="judge"))
     with pytest.raises(UserError, match="--random-text trains on no captions; leave out --judge-share"):
         stage.check_options(options(random_text=True, judge_share=0.5))
