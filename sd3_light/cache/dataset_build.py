@@ -48,6 +48,7 @@ from sd3_light.data.prompt_features import (
     read_prompt,
     write_prompt,
 )
+from sd3_light.data.prompt_lists import prompts_to_encode
 from sd3_light.data.shards import Origin, write_shard
 from sd3_light.data.sides import HeldOut
 from sd3_light.data.store import private_temp_folder
@@ -100,7 +101,7 @@ class DatasetBuild:
             place.push_catalogue()
             if not plan.units:
                 raise UserError(f"{dataset.path}: {_why_empty(plan)}")
-            prompts = () if name else self._train.sampling.texts
+            prompts = () if name else prompts_to_encode(self._train)
             state, reuse = self._check(dataset, place, plan, recipe, prompts, claims)
             if self._options.dry_run:
                 return CacheReport(folder, reused=state.fresh, missing=len(state.todo))
@@ -267,10 +268,11 @@ class DatasetBuild:
         return written
 
     def complete_prompts(self, dataset: DatasetConfig) -> None:
-        """Encode missing prompts of [sampling] into an existing cache, if it is a writable folder."""
+        """Encode missing prompts into an existing cache, if it is a writable folder."""
         folder = dataset.cache_dir
         if isinstance(folder, Path) and os.access(folder, os.W_OK) and not self._options.dry_run:
-            self._encode_prompts("cache", folder, Manifest.load(folder).recipe, self._train.sampling.texts)
+            prompts = prompts_to_encode(self._train)
+            self._encode_prompts("cache", folder, Manifest.load(folder).recipe, prompts)
 
     def _encode_prompts(self, title: str, folder: Path, recipe: Mapping[str, Any], prompts: Sequence[str]) -> None:
         if not self._launch.is_main:
@@ -280,7 +282,8 @@ class DatasetBuild:
         if not todo:
             return
         warn_of_cut_prompts(title, todo, self._train.model)
-        info(f"{title}: encoding {plural(len(todo), 'prompt')} of [sampling]")
+        tables = "[sampling]" if self._train.reward is None else "[sampling] and [reward]"
+        info(f"{title}: encoding {plural(len(todo), 'prompt')} of {tables}")
         names = family_of(self._train.model).encoding.text_encoders
         for prompt, features in zip(todo, self._builder.call(encode_prompts, todo, names), strict=True):
             write_prompt(folder, prompt, recipe, features)
@@ -321,6 +324,8 @@ def _why_empty(plan: CachePlan) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
     if plan.counts.unmatched:
         reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
+    if plan.counts.excluded:
+        reasons = ", ".join(filter(None, (f"{plan.counts.excluded:,} are listed in exclude", reasons)))
     details = (row.detail for row in plan.rejected() if row.reason == "no_caption")
     first = next((f"; the first has {detail}" for detail in details), "")
     return f"no usable sample found ({reasons or 'the directories are empty'}){first}"

@@ -26,6 +26,7 @@ from sd3_light.cost.residence import FROM_HOST, LARGEST_SHARE, Room, choose_resi
 from sd3_light.cost.throughput import measured_blocks
 from sd3_light.cost.traffic import needed_bandwidth, sent_per_step
 from sd3_light.data.manifest import MANIFEST
+from sd3_light.data.prompt_lists import prompts_to_encode
 from sd3_light.formats import duration, plural
 from sd3_light.model.base_values import other_shift, with_base_values
 from sd3_light.model.folder import TRANSFORMER, count_weights
@@ -101,7 +102,11 @@ def _subject(estimate: RunEstimate) -> Iterator[Line]:
     batch = f"{batches[0]:,}" if len(batches) == 1 else f"{batches[0]:,} to {batches[-1]:,}"
     epochs = estimate.total_steps / max(1, data.steps)
     images = f"{data.samples:,} images in {plural(len(data.rows), 'bucket')}"
-    yield "steps", f"{estimate.total_steps:,} of {batch} samples: {epochs:,.1f} epochs of {images}"
+    if estimate.drawing is None:
+        yield "steps", f"{estimate.total_steps:,} of {batch} samples: {epochs:,.1f} epochs of {images}"
+    else:
+        yield "steps", f"{estimate.total_steps:,} of {batch} samples, which the run draws"
+        yield "rewards", estimate.drawing
     if data.held_out:
         yield "validation", f"about {data.held_out:,} of {data.samples:,} images are held out and not trained on"
 
@@ -183,7 +188,7 @@ def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
 
 
 def _cut_prompts(train: TrainConfig) -> list[str]:
-    return cut_prompts(train.sampling.texts, family_of(train.model).encoding.model_limits(train.model))
+    return cut_prompts(prompts_to_encode(train), family_of(train.model).encoding.model_limits(train.model))
 
 
 # --- disk ---------------------------------------------------------------------------------------

@@ -14,19 +14,23 @@ from sd3_light.config.cross_checks import negative_prompts
 from sd3_light.config.family_keys import AUTO, unknown_keys
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.optimizers import INSTALL_BITSANDBYTES, OPTIMIZERS
+from sd3_light.config.schema_reward import PYTHON, WORLD
 from sd3_light.core.clips import clip_faults
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of, names_family
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.data.manifest import MANIFEST, Manifest
+from sd3_light.data.prompt_lists import read_prompts
 from sd3_light.model import folder as pipeline_folder
 from sd3_light.model.base_values import with_base_values
 from sd3_light.runlog import missing_trackers
 from sd3_light.sources.access import CONTAINERS, exists
 from sd3_light.sources.buckets import buckets_for
+from sd3_light.sources.exclusions import read_exclusions
 from sd3_light.sources.listing import VIDEOS
 from sd3_light.sources.video import has_av
 from sd3_light.urls import protocol_problem
+from sd3_light.world.captions import parse_caption
 
 PATH_HINT = "relative paths start at the folder of the TOML"
 
@@ -50,6 +54,7 @@ def check_disk(
     if checks.family is not None:
         start = _check_model(checks, checks.family, caching, with_size)
     checks.metrics()
+    checks.reward()
     for dataset in (loaded.dataset, *loaded.eval_datasets.values()):
         # training uses a cache at a URL as it is: its machines need not have the images
         if caching or isinstance(dataset.cache_dir, Path):
@@ -151,7 +156,7 @@ class _DiskChecks:
             self.add_all(unknown_keys(self.train.objective, "objective.", family.name, family.title))
         folder = self.train.terms.teacher
         if isinstance(folder, Path):
-            with self.user_errors_of("objective.dpo.teacher", folder):
+            with self.user_errors_of(self.train.terms.teacher_key, folder):
                 family.weights.require(denoiser_folder(folder))
 
     def engines(self, family: Family) -> None:
@@ -284,17 +289,42 @@ class _DiskChecks:
         table = self.train.metrics
         if table is None:
             return
-        if (
-            not (table.features / "config.json").is_file()
-            and not (table.features / pipeline_folder.JUDGE / "config.json").is_file()
-        ):
-            hint = "give a folder of `sd3-light parts`, or of a CLIP or vision model"
-            self.add("metrics.features", "is not a model folder (no config.json)", table.features, hint)
+        self._model_folder("metrics.features", table.features, "of a CLIP or vision model")
         directories, faults = load_directories(table.dataset)
         self.faults += faults
         dataset = DatasetConfig(table.dataset, table.dataset.with_suffix(".cache"), directories)
         self.sources(dataset)
         self.buckets(dataset)
+
+    def reward(self) -> None:
+        """Check the prompts of [reward], and that their score is there."""
+        table = self.train.reward
+        if table is None:
+            return
+        if self.family is not None and self.family.media == "video":
+            self.add("reward", f"{self.family.title} draws clips, and rewards are of images", hint="remove it")
+        prompts: tuple[str, ...] = ()
+        with self.user_errors_of("reward.prompts"):
+            prompts = read_prompts(table.prompts)
+        if 0 < len(prompts) < table.prompts_per_draw:
+            hint = f"write {len(prompts)} or less, or add prompts"
+            self.add("reward.prompts_per_draw", f"there are {len(prompts)} prompts", table.prompts_per_draw, hint)
+        if table.score == WORLD:
+            for prompt in prompts:
+                with self.user_errors_of("reward.prompts"):
+                    parse_caption(prompt)
+        elif isinstance(table.score, Path):
+            self._model_folder("reward.score", table.score, "of a CLIP model")
+        elif table.score != PYTHON and find_spec(table.score.partition(".")[0].partition(":")[0]) is None:
+            self.add("reward.score", "the package is not installed", table.score, "install it, or correct the name")
+
+    def _model_folder(self, key: str, folder: Path, kind: str) -> None:
+        """Check that there is a model of features."""
+        if any((place / "config.json").is_file() for place in (folder, folder / pipeline_folder.JUDGE)):
+            return
+        self.add(
+            key, "is not a model folder (no config.json)", folder, f"give a folder of `sd3-light parts`, or {kind}"
+        )
 
     # --- outputs and memory -------------------------------------------------------------------
 
@@ -344,7 +374,13 @@ def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataL
         yield "default_mask_file", "not a file", mask
     if rejected is not None and rejected.exists() and not rejected.is_dir():
         yield "rejected", "not a folder", rejected
-    for key, source in zip(sources, (path, masks, mask, rejected), strict=True):
+    if directory.exclude is not None and directory.exclude.exists():
+        try:
+            read_exclusions(directory.exclude)
+        except UserError as error:
+            yield "exclude", str(error).removeprefix("exclude: "), directory.exclude
+    files = {**dict(zip(sources, (path, masks, mask, rejected), strict=True)), "exclude": directory.exclude}
+    for key, source in files.items():
         if source is not None and not source.exists():
             yield key, "no such file or folder", source
         elif source is not None and not os.access(source, os.R_OK | (os.X_OK if source.is_dir() else 0)):

@@ -28,7 +28,7 @@ from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of, video_titles
 from sd3_light.core.start import WeightsStart
-from sd3_light.cost.amount import MIB, Amount
+from sd3_light.cost.amount import MIB, Amount, format_bytes
 from sd3_light.cost.data_bytes import (
     ReaderMemory,
     batch_bytes,
@@ -39,12 +39,14 @@ from sd3_light.cost.data_bytes import (
     resident_index_bytes,
     sample_bytes,
 )
+from sd3_light.cost.drawing_memory import BYTES_PER_PIXEL
 from sd3_light.cost.gpu_memory import GpuMemory, checkpoint_copy_bytes, gpu_memory
-from sd3_light.cost.training_flops import training_flops
+from sd3_light.cost.training_flops import drawing_flops, training_flops
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.data.split import expected_split
 from sd3_light.data.store.remote import download_bytes
+from sd3_light.formats import plural
 from sd3_light.sources.buckets import Bucket, ExtremeFits
 from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.leaks import EvaluationImages, Leak, open_evaluation_images
@@ -105,7 +107,8 @@ class RunEstimate:
     """The numbers of a run; memory is that of the costliest bucket. ``why_stock``: why GPUs run stock blocks.
 
     With ``residence`` "auto" memory does not contain the cache, which is in memory only if it fits beside the rest.
-    ``facts`` are shown about the weights, ``leaks`` are training images in evaluation sets.
+    ``facts`` are shown about the weights, ``leaks`` are training images in evaluation sets. ``drawing`` describes the
+    images that the run draws for [reward].
     """
 
     path: Path
@@ -121,6 +124,7 @@ class RunEstimate:
     gpu: GpuMemory
     residence: str
     leaks: tuple[Leak, ...] = ()
+    drawing: str | None = None
 
 
 def estimate_run(loaded: LoadedConfig, start: WeightsStart, layout: Layout) -> RunEstimate:
@@ -223,6 +227,23 @@ class Estimator:
             host=_host(train, data, evals, setup),
             gpu=max((row.gpu for row in data.rows), key=lambda gpu: gpu.total, default=gpu_memory(setup)),
             residence=train.residence,
+            drawing=self._drawing(data),
+        )
+
+    def _drawing(self, data: DatasetEstimate) -> str | None:
+        """Describe the images that the run draws for [reward], in the commonest bucket."""
+        table = self.train.reward
+        row = max(data.rows, key=lambda row: row.samples, default=None)
+        if table is None or row is None:
+            return None
+        share = drawing_flops(self.cost, row.tokens, table).value / row.step_flops.value
+        uses = row.global_batch * table.every_n_steps / table.images
+        decoding = format_bytes(row.bucket.area * BYTES_PER_PIXEL)
+        state = format_bytes(table.images * row.latents // (2 * row.micro_batch))  # which has targets beside latents
+        return (
+            f"{table.images} images of {row.bucket} every {plural(table.every_n_steps, 'step')} in {table.steps} "
+            f"sampler steps, {share:.0%} of the FLOPs; each trains {uses:.2g} times; the VAE decodes one at a time, "
+            f"with up to {decoding} on the device between steps; {state} of host memory and of a checkpoint"
         )
 
     def eval_set(self, name: str, dataset: DatasetConfig, held: EvaluationImages) -> DatasetEstimate:
@@ -320,13 +341,17 @@ class Estimator:
         adapter = train.adapter is not None
         flops = training_flops(self.cost, tokens, train.activation_checkpointing, adapter, train.terms)
         formula = f"{self.cost.text.at_most}samples per step·{flops.formula}"
+        drawing = 0
+        if train.reward is not None:
+            drawn = drawing_flops(self.cost, tokens, train.reward)
+            drawing, formula = drawn.value, f"{formula}; drawing {drawn.formula}"
         return {
             "micro_batch": micro_batch,
             "global_batch": order.batch,
             "steps": order.num_batches,
             "padding": order.padding,
             "tokens": tokens,
-            "step_flops": Amount(order.batch * flops.value, formula),
+            "step_flops": Amount(order.batch * flops.value + drawing, formula),
             "gpu": gpu_memory(self._setup(tokens, micro_batch)),
         }
 

@@ -11,7 +11,7 @@ from sd3_light.cost.graph_choice import MAX_GRAPHS, REAL_TEXT_GRAPHS, why_no_gra
 from sd3_light.cost.partition import stage_bounds
 from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
-from sd3_light.model.folder import stored_weights
+from sd3_light.model.folder import JUDGE, stored_weights
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class BatchPlan:
 
 def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, cache: int = 0) -> TrainingSetup:
     """Return the setup of a run; ``cache`` are the bytes of the cache in GPU memory."""
-    draws_samples = bool(train.sampling.images) or train.metrics is not None
+    draws_samples = bool(train.sampling.images) or train.metrics is not None or train.reward is not None
     terms = train.terms
     adapter = None if train.adapter is None else cost.adapter_parameters(train.adapter)
     weights = cost.layer_parameters if adapter is None else adapter
@@ -52,7 +52,7 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         world=layout.world,
         parallel=train.parallel,
         evaluates=train.has_evaluations or draws_samples or terms.teacher == "average",
-        other_models=4 * sum(count for _, count in vae) + teacher_bytes(train, cost),
+        other_models=4 * sum(count for _, count in vae) + teacher_bytes(train, cost) + _score_bytes(train),
         cache=cache,
         adapter=adapter,
         weight_bytes=2 if train.optimizer.weight_dtype == "bfloat16" else 4,
@@ -74,4 +74,14 @@ def teacher_bytes(train: TrainConfig, cost: Cost) -> int:
     kept = (4 - width) * sum(cost.float32_parameters)
     if isinstance(teacher, Path):
         return width * sum(count for _, count in stored_weights(denoiser_folder(teacher))) + kept
-    return width * sum(cost.layer_parameters) + kept if teacher == "start" and train.adapter is None else 0
+    is_copied = train.adapter is None and (teacher == "start" or train.terms.keeps_start)
+    return width * sum(cost.layer_parameters) + kept if is_copied else 0
+
+
+def _score_bytes(train: TrainConfig) -> int:
+    """Return the bytes of the model that scores images, in float32; those of an installed function are not known."""
+    folder = None if train.reward is None else train.reward.score
+    if not isinstance(folder, Path):
+        return 0
+    folder = folder / JUDGE if (folder / JUDGE).is_dir() else folder
+    return 4 * sum(count for _, count in stored_weights(folder))

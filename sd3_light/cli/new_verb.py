@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def new(
     kind: Annotated[
         str | None,
-        typer.Argument(metavar="KIND", help="`lora`, `finetune`, `pretrain` or `icons`.", show_default=False),
+        typer.Argument(metavar="KIND", help="`lora`, `finetune`, `reward`, `pretrain` or `icons`.", show_default=False),
     ] = None,
     data: Annotated[
         str | None,

@@ -11,6 +11,7 @@ from sd3_light.config.faults import Fault
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.config.schema_blocks import LayerSyncConfig, RoutingConfig, layer_sync_problem, routing_problem
 from sd3_light.config.schema_objective import SPELLINGS, ObjectiveConfig
+from sd3_light.config.schema_reward import RewardConfig
 from sd3_light.config.schema_tables import AdapterConfig, ModelConfig
 from sd3_light.config.schema_train import TrainConfig
 from sd3_light.config.sizes import PRETRAIN_SIZE, SIZES, chosen_size_name
@@ -120,15 +121,43 @@ def spellings(train: TrainConfig) -> Iterator[Fault]:
 def terms(train: TrainConfig) -> Iterator[Fault]:
     """One term trains the velocity, in whole models, and a teacher exists."""
     table = train.terms
-    if table.flow is None and table.dpo is None:
+    if not table.trains_prediction:
         hint = "add [objective.flow] or [objective.dpo]"
         yield _fault("objective", "none of its terms trains the prediction", hint=hint)
     if table.teacher == "average" and not train.ema.enable:
         hint = 'write ema.enable = true, or teacher = "start"'
-        yield _fault("objective.dpo.teacher", "the run keeps no average", '"average"', hint=hint)
+        yield _fault(table.teacher_key, "the run keeps no average", '"average"', hint=hint)
     if table.dpo is not None and train.pipeline_stages > 1:
         problem = "pipeline stages run one pass and no teacher"
         yield _fault("objective.dpo", problem, hint="write pipeline_stages = 1")
+
+
+def reward(train: TrainConfig) -> Iterator[Fault]:
+    """Rewards are the whole loss, on images that the run draws with whole models."""
+    table = train.reward
+    if table is None:
+        return
+    model = train.model
+    others = {
+        "objective": train.objective is not None,
+        "pseudo_huber_c": train.pseudo_huber_c is not None,
+        "model.text_recon_gamma": model.text_recon_gamma != 0,
+        "model.layer_sync": model.layer_sync is not None,
+        "model.routing": model.routing is not None,
+    }
+    for key in (name for name, is_given in others.items() if is_given):
+        yield _fault(key, "has no effect with [reward], which is the whole loss", hint="remove one of the two")
+    if train.max_steps is None:
+        hint = "write it: a run that draws its images has no epochs"
+        yield _fault("max_steps", "is required with [reward]", hint=hint)
+    if not isinstance(train.micro_batch_size_per_gpu, int):
+        hint = "write one number"
+        yield _fault("micro_batch_size_per_gpu", "the images of [reward] have one size", hint=hint)
+    if train.pipeline_stages > 1:
+        yield _fault("reward", "pipeline stages do not draw images in a step", hint="write pipeline_stages = 1")
+    if table.kl > 0 and train.adapter is None and train.swap_blocks != 0:
+        problem = "compares with the start of weights that are swapped"
+        yield _fault("reward.kl", problem, f"{table.kl:g}", hint="write 0, or swap_blocks = 0")
 
 
 def shape(train: TrainConfig) -> Iterator[Fault]:
@@ -466,6 +495,7 @@ _TOKEN_KEYS = (
     *_all_keys(LayerSyncConfig, "model.layer_sync"),
 )
 _TERM_KEYS = _all_keys(ObjectiveConfig, "objective")
+_REWARD_KEYS = _all_keys(RewardConfig, "reward")
 _RECON_KEYS = ("model.text_recon_gamma", "model.text_recon_target_layer")
 CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     length: ("epochs", "max_steps"),
@@ -473,7 +503,11 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     text_recon: (*_DEPTH_KEYS, *_RECON_KEYS, *_TERM_KEYS),
     token_keys: (*_DEPTH_KEYS, *_TOKEN_KEYS, *_TERM_KEYS, "pipeline_stages"),
     spellings: ("model", *SPELLINGS, *_TERM_KEYS),
-    terms: (*_TERM_KEYS, "ema", "ema.enable", "pipeline_stages"),
+    terms: (*_TERM_KEYS, *_REWARD_KEYS, "ema", "ema.enable", "pipeline_stages"),
+    reward: (
+        *(*_TERM_KEYS, *_REWARD_KEYS, *_TOKEN_KEYS, *_RECON_KEYS, "model", "max_steps", "micro_batch_size_per_gpu"),
+        *("pipeline_stages", "adapter", "swap_blocks", "pseudo_huber_c"),
+    ),
     shape: ("model", "model.shape", "model.shape.head_dim", "model.size", "model.num_layers"),
     timesteps: ("model", *(f"model.{key}" for key in TIME_KEYS)),
     schedule: ("lr_scheduler", "lr_step_size", "lr_step_gamma"),
@@ -499,7 +533,15 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     sampling: (*_SAMPLING_KEYS, "model", "model.uncond_text", "model.train_type", "model.init"),
     eval_names: ("eval_datasets",),
     base_bits: ("adapter", "adapter.base_bits", "parallel", "pipeline_stages"),
-    swapped_blocks: ("swap_blocks", "adapter", "parallel", "pipeline_stages", "gradient_release", *_TERM_KEYS),
+    swapped_blocks: (
+        "swap_blocks",
+        "adapter",
+        "parallel",
+        "pipeline_stages",
+        "gradient_release",
+        *_TERM_KEYS,
+        *_REWARD_KEYS,
+    ),
     adapter: ("adapter", *_ADAPTER_KEYS, "freeze", "model.init"),
 }
 """Each check and the keys that it reads."""
@@ -542,6 +584,8 @@ def deepspeed_problem(config: TrainConfig, world: int) -> str | None:
         return "swap_blocks needs the torch engine; start without --deepspeed, or write swap_blocks = 0"
     if config.terms.dpo is not None and config.zero_stage == 0:
         return "objective.dpo takes several passes, which ZeRO 0 does not run; write zero_stage = 1"
+    if config.reward is not None and config.zero_stage == 0:
+        return "[reward] draws images in a step, which ZeRO 0 does not do; write zero_stage = 1"
     if config.parallel != "ddp":
         hint = "start without --deepspeed, or write zero_stage = 3 instead"
         return f"parallel = {config.parallel!r} needs the torch engine; {hint}"

@@ -86,6 +86,21 @@ class ObjectiveConfig(Table):
         return None if self.dpo is None else self.dpo.teacher
 
     @property
+    def teacher_key(self) -> str:
+        """The key that names the teacher."""
+        return "objective.dpo.teacher"
+
+    @property
+    def keeps_start(self) -> bool:
+        """Whether the loss compares with the start of the run, beside the teacher."""
+        return False
+
+    @property
+    def trains_prediction(self) -> bool:
+        """Whether a term trains the prediction."""
+        return self.flow is not None or self.dpo is not None
+
+    @property
     def passes(self) -> int:
         """Forward passes with gradients per sample."""
         return 1 if self.dpo is None else 2

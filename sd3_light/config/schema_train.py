@@ -30,6 +30,7 @@ from sd3_light.config.base import (
     is_count,
 )
 from sd3_light.config.schema_objective import SPELLINGS, FlowTerm, ObjectiveConfig, TextReconTerm
+from sd3_light.config.schema_reward import RewardConfig, RewardTerms
 from sd3_light.config.schema_tables import (
     AdapterConfig,
     EmaConfig,
@@ -268,6 +269,8 @@ class TrainConfig(Table):
     """The denoiser."""
     objective: ObjectiveConfig | None = None
     """The terms of the loss. Absent: flow matching with `pseudo_huber_c`, and the terms that [model] names."""
+    reward: RewardConfig | None = None
+    """Images that the run draws and scores, in place of the dataset. Absent: train on the dataset."""
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     """The optimizer."""
     ema: EmaConfig = Field(default_factory=EmaConfig)
@@ -284,6 +287,8 @@ class TrainConfig(Table):
     @property
     def terms(self) -> ObjectiveConfig:
         """The terms of the loss, in either spelling."""
+        if self.reward is not None:
+            return RewardTerms(reward=self.reward)
         if self.objective is not None:
             return self.objective
         gamma = self.model.text_recon_gamma

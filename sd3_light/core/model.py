@@ -41,7 +41,8 @@ class TrainedModel(nn.Module):
 
     Weights have the names of the stock denoiser, in checkpoints and exports alike, and those of the objective's heads
     begin with `HEADS`. A family's own model defines `predict`. ``dropout`` is that of an adapter on the denoiser,
-    ``teacher`` the prediction of the objective's teacher. ``release`` frees weights that an engine gathered for a pass
+    ``teacher`` the prediction of the objective's teacher, ``start`` that of the first weights, where an objective or an
+    adapter keeps them. ``release`` frees weights that an engine gathered for a pass
     of `infer`. ``step`` counts the steps done. With a ``text_step`` real text is padded to multiples of it, where that
     changes no result: compiled blocks then see few shapes.
     """
@@ -53,6 +54,7 @@ class TrainedModel(nn.Module):
         self.denoiser = denoiser
         self.dropout: StepDropout | None = None
         self.teacher: Callable[[Batch, Sequence[int]], Prediction] | None = None
+        self.start: Callable[[Batch, Sequence[int]], Prediction] | None = None
         self.release: Callable[[], None] = lambda: None
         self.step = 0
         self.text_step: int | None = None
@@ -109,6 +111,12 @@ class TrainedModel(nn.Module):
         """Run the objective's teacher."""
         assert self.teacher is not None, f"the teacher of {type(self.objective).__name__} is not loaded"
         return self.teacher(batch, taps)
+
+    @torch.no_grad()
+    def first(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        """Run the denoiser as it was at the start of the run."""
+        assert self.start is not None, "the start is not kept"
+        return self.start(batch, taps)
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the validation loss of every sample [B]: ``each``, unless the objective draws its batches."""

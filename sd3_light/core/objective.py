@@ -70,6 +70,9 @@ class Observes(Protocol):
     def teach(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
         """Run the objective's teacher."""
 
+    def first(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        """Run the denoiser as it was at the start of the run."""
+
 
 class Objective(ABC):
     """A training loss: the sum of ``weights[NAME]`` times the mean of each of its `losses`, in this order.
@@ -79,7 +82,7 @@ class Objective(ABC):
     the sample's own latents, and others as they are. ``words`` are the sample's `randomness.occurrence_words`, for
     further draws. ``heads`` are trained beside the denoiser by the run's optimizer; they are part of checkpoints,
     and of no average or export. ``networks`` have separate optimizers. ``teacher`` is the model of
-    `Observes.teach`.
+    `Observes.teach`; with ``keeps_start`` the start is kept beside it, for `Observes.first`.
     """
 
     weights: Mapping[str, float]
@@ -88,6 +91,7 @@ class Objective(ABC):
     heads: Mapping[str, nn.Module] = MappingProxyType({})
     networks: Mapping[str, Network] = MappingProxyType({})
     teacher: Teacher | None = None
+    keeps_start: bool = False
 
     @abstractmethod
     def losses(self, out: Prediction, batch: Batch) -> dict[str, Tensor]:
@@ -119,6 +123,11 @@ class Objective(ABC):
         is_half = torch.bfloat16 in (tokens.dtype, *(weight.dtype for weight in module.parameters()))
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=is_half):
             return module(tokens)
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """What it must remember between steps: tensors by name, equal in every process, which checkpoints have."""
+        return {}
 
     @property
     def draws(self) -> bool:
@@ -153,6 +162,7 @@ class Objectives(Objective):
             names = " and ".join(map(str, teachers))
             raise UserError(f"an objective has one teacher, not {names}; keep one")
         self.teacher = teachers[0] if teachers else None
+        self.keeps_start = any(part.keeps_start for part in parts)
 
     def losses(self, out: Prediction, batch: Batch) -> dict[str, Tensor]:
         """See `Objective.losses`."""
@@ -176,6 +186,11 @@ class Objectives(Objective):
     def evaluate(self, model: Predicts, batch: Batch) -> Tensor:
         """See `Objective.evaluate`."""
         return self.parts[0].evaluate(model, batch)
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """See `Objective.state`."""
+        return _joined("state", [part.state for part in self.parts])
 
     @property
     def draws(self) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from sd3_light.config.base import Checkpointing
 from sd3_light.config.schema_objective import ObjectiveConfig
+from sd3_light.config.schema_reward import RewardConfig
 from sd3_light.core.cost import Cost, Tokens
 from sd3_light.cost.amount import Amount
 
@@ -28,7 +29,16 @@ def training_flops(
     formula = f"{passes}·({cost.flops_formula}) - inputs' gradients"
     if terms is None or terms.teacher is None:
         return Amount(value, formula)
-    return Amount(terms.passes * (value + forward), f"{terms.passes} passes and their teacher's, each {formula}")
+    taught = Amount(terms.passes * (value + forward), f"{terms.passes} passes and their teacher's, each {formula}")
+    return Amount(taught.value + forward, f"{taught.formula}; one of the start") if terms.keeps_start else taught
+
+
+def drawing_flops(cost: Cost, tokens: Tokens, table: RewardConfig) -> Amount:
+    """Return the FLOPs per step of drawing the images of [reward], without their VAE and their score."""
+    value = table.images * table.steps * cost.forward_flops(tokens) / table.every_n_steps
+    return Amount(
+        round(value), f"{table.images} images·{table.steps} sampler steps / {table.every_n_steps} steps·one pass"
+    )
 
 
 def step_flops(

@@ -75,6 +75,13 @@ def _values_sha256(data: bytes) -> str:
     return hashlib.sha256(data[read_header(BytesIO(data)).start :]).hexdigest()
 
 
+def has_prompt(cache: CacheLocation, prompt: str, recipe: Mapping[str, Any]) -> bool:
+    """Return whether a cache has a prompt's features; those in a folder are not read."""
+    if isinstance(cache, Path):
+        return (cache / PROMPTS_FOLDER / prompt_file(prompt, recipe)).is_file()
+    return read_prompt(cache, prompt, recipe) is not None
+
+
 def encode_prompts(encoders: Encoders, prompts: Sequence[str], names: Iterable[str]) -> list[PromptFeatures]:
     """Encode prompts with the named text encoders, as captions are encoded for the cache."""
     tokens = [encoders.tokenize([prompt]) for prompt in prompts]

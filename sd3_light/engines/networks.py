@@ -14,6 +14,8 @@ from sd3_light.optim.build import create_adamw_state
 
 NETWORK_KIND = "network"
 """The kind under which a checkpoint stores their weights; those of optimizer state begin with it."""
+STATE_KIND = "objective"
+"""The kind under which a checkpoint stores the `Objective.state`."""
 
 
 class Networks:
@@ -78,12 +80,14 @@ class Networks:
                 yield self._piece(f"{NETWORK_KIND}/{name}.{key}", weight)
 
     def pieces(self) -> Iterator[TensorPiece]:
-        """Yield the weights, then the optimizer state of each."""
+        """Yield the weights, then the optimizer state of each, then the state of the objective."""
         yield from self.weights()
         for name, named in self._weights.items():
             for key, weight in named.items():
                 for kind, value in self._optimizers[name].state[weight].items():
                     yield self._piece(f"{NETWORK_KIND}.{kind}/{name}.{key}", value)
+        for name, value in self._model.objective.state.items():
+            yield self._piece(f"{STATE_KIND}/{name}", value)
 
     def _piece(self, name: str, value: Tensor) -> TensorPiece:
         return TensorPiece(name, value.detach().view(-1), 0, tuple(value.shape), writes=self._launch.rank == 0)

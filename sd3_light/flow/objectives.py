@@ -15,6 +15,7 @@ from sd3_light.config.schema_objective import DpoTerm, FlowTerm, TextReconTerm
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Objectives, Observes, Prediction, Predicts, Teacher
 from sd3_light.flow.objective import alignment_loss, flow_loss, text_reconstruction_loss
+from sd3_light.flow.reward import Rewarded
 
 
 class FlowMatching(Objective):
@@ -125,8 +126,9 @@ TERMS: dict[str, Any] = {
     "dpo": Preference,
     "text_recon": TextReconstruction,
     "layer_sync": LayerSync,
+    "reward": Rewarded,
 }
-"""Name of a term in [objective] -> its class, which ``of(table, num_blocks)`` creates."""
+"""Name of a term in [objective], or `reward` for [reward] -> its class, which ``of(table, num_blocks)`` creates."""
 
 
 def configured_objective(config: TrainConfig, num_blocks: int = 0) -> Objectives:

@@ -47,6 +47,9 @@ class Kind:
     pads_for_others: bool = False
     """Whether text is padded if the model has encoders that other programs know, so that they draw the same images."""
 
+    draws: bool = False
+    """Whether the run draws images of prompts, which are the captions, in place of training on images."""
+
     def with_fair_batch(self, buckets: Sequence[int]) -> "Kind":
         """Return the kind with the largest batch that shows no image much more often than others, and as many samples.
 
@@ -84,6 +87,15 @@ KINDS = {
         *("finetune", _SD35, 1024, 32, 32),
         epochs=10,
         continues=True,
+    ),
+    "reward": Kind(
+        "a LoRA on SD3 or SD3.5 towards a score of images that the run draws",
+        *("reward", _SD35, 512, 16, 16),
+        epochs=1,
+        shortest=1000,
+        longest=1000,
+        continues=True,
+        draws=True,
     ),
     "pretrain": Kind(
         "a model of 0.5 or 1.3 billion parameters from random weights, on millions of images",

@@ -49,6 +49,7 @@ _CLIP_KEYS = {
 }  # of the dataset TOML
 
 
+_PROMPTS_PER_DRAW = 8
 _EXPORT_STEPS = 100  # a shorter run exports its last step alone
 
 
@@ -58,7 +59,7 @@ class TextValues:
 
     ``affordable`` steps and ``layers`` (and heads) of the denoiser replace those of the kind on a CPU, ``size`` that of
     its denoiser. ``keys`` are those of `Family.recipe`. With
-    ``validation`` a part of the ``images`` is held out.
+    ``validation`` a part of the ``images`` is held out. ``drawn`` are the prompts of a kind that draws.
     """
 
     name: str
@@ -77,6 +78,12 @@ class TextValues:
     family: str = _SD3
     images: int = 0
     validation: bool = True
+    drawn: tuple[str, ...] = ()
+
+
+def prompts_file(values: TextValues) -> str:
+    """Return the name of the file of `TextValues.drawn`."""
+    return f"{values.name}_prompts.txt"
 
 
 def data_toml(kind: Kind, values: TextValues) -> str:
@@ -133,6 +140,9 @@ def _changes(kind: Kind, values: TextValues, text: str) -> dict[str, tuple[Any, 
         "model.diffusers_path": (values.model, ""),
         "model.t5_max_length": (values.t5_length, "tokens"),
     }
+    if kind.draws:
+        changes["reward.prompts"] = (prompts_file(values), "one per line: the captions of the images")
+        changes["reward.prompts_per_draw"] = (min(_PROMPTS_PER_DRAW, max(1, len(values.drawn))), "")
     if plan.base_bits < 16:
         changes["adapter.base_bits"] = (plan.base_bits, "of a frozen weight, so that the denoiser fits; 16 is exact")
     if plan.swap_blocks:
@@ -160,7 +170,7 @@ def _lengths(kind: Kind, values: TextValues, text: str, steps: int) -> dict[str,
     changes: dict[str, tuple[Any, str]] = {}
     shrunk = max(1, kind.batch * kind.shrunk // values.plan.samples_per_step)  # intervals are those of as many samples
     if "max_steps" in keys:
-        changes["max_steps"] = (steps, f"{steps / values.epoch_steps:,.0f} epochs")
+        changes["max_steps"] = (steps, "" if kind.draws else f"{steps / values.epoch_steps:,.0f} epochs")
     if keys.get("cooldown_steps", 0) > 1:
         changes["cooldown_steps"] = (0.17, "decay to 0 over the last sixth")  # a share: max_steps may be edited
     limits = {"save_every_n_steps": max(_EXPORT_STEPS, steps // 4), "checkpoint_every_n_steps": max(1, steps // 4)}

@@ -5,7 +5,7 @@ The files are the shipped recipes with other values. Sizes come from the estimat
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ from sd3_light.model.folder import JUDGE
 from sd3_light.model.part_configs import read_config
 from sd3_light.new.kinds import KINDS, Kind
 from sd3_light.new.memory_plan import MemoryPlan, plan_memory
-from sd3_light.new.project_text import TextValues, data_toml, train_toml
+from sd3_light.new.project_text import TextValues, data_toml, prompts_file, train_toml
 from sd3_light.new.prompts import sample_prompts
 from sd3_light.system import Gpu, usable_cores
 
@@ -79,7 +79,7 @@ def run(
             f"parts), or give --model {kind.model} to download those of SD3"
         )
     train_file, data_file = out / f"{kind_name}.toml", out / f"{kind_name}_data.toml"
-    for path in (train_file, data_file):
+    for path in (train_file, data_file, *([out / f"{kind_name}_prompts.txt"] if kind.draws else [])):
         if path.exists():
             raise UserError(f"{path} exists; choose another folder with --out")
     source, base = _located(data), _located(model or kind.model)
@@ -92,6 +92,8 @@ def run(
     kind, values, family = project.kind, project.values, project.family
     values = replace(values, data=_relative(source, out), model=_relative(base, out))
     out.mkdir(parents=True, exist_ok=True)
+    if kind.draws:
+        write_atomically(out / prompts_file(values), _lines(values.drawn))
     write_atomically(data_file, data_toml(kind, values).encode())
     write_atomically(train_file, train_toml(kind, values).encode())
     return NewProject(
@@ -152,7 +154,7 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
     values = replace(first, keys=keys, family=family.title, prompts=_STAND_IN)  # sampling takes memory too
     values = _fitted(values, model, kind, resolution)
     loaded, estimate = _estimated(kind, values, folder)
-    if kind.continues:
+    if kind.continues and not kind.draws:
         kind = kind.with_fair_batch([row.samples for row in estimate.data.rows])
     plan = plan_memory(estimate, loaded.train, kind, gpus)
     if kind.smaller_size is not None and not plan.is_roomy:
@@ -166,6 +168,7 @@ def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gp
     epoch_steps = sum(math.ceil(samples / plan.samples_per_step) for samples in trained)
     prompts = sample_prompts(data.captions, kind.continues)
     values = replace(values, plan=plan, epoch_steps=epoch_steps, prompts=prompts, images=data.samples)
+    values = replace(values, drawn=tuple(dict.fromkeys(" ".join(text.split()) for text in data.captions)))
     project = _Fitted(kind, values, family, estimate, speed)
     if gpus or kind.cpu is None:
         return project
@@ -181,6 +184,10 @@ def _located(value: str) -> str:
     return os.path.abspath(Path(value).expanduser())
 
 
+def _lines(texts: Sequence[str]) -> bytes:
+    return "".join(f"{text}\n" for text in texts).encode()
+
+
 def _relative(value: str, out: Path) -> str:
     """Return a path below ``out`` relative to it, so that the project can be moved."""
     path, folder = Path(value), Path(os.path.abspath(out))
@@ -190,6 +197,8 @@ def _relative(value: str, out: Path) -> str:
 def _load(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:
     """Write the files into a temporary folder, and load and check them; the model is downloaded if needed."""
     (folder / f"{values.name}_data.toml").write_text(data_toml(kind, values), encoding="utf-8")
+    if kind.draws:
+        (folder / prompts_file(values)).write_bytes(_lines(values.drawn or _STAND_IN))
     path = folder / f"{values.name}.toml"
     path.write_text(train_toml(kind, values), encoding="utf-8")
     try:
@@ -210,7 +219,9 @@ def _estimated(kind: Kind, values: TextValues, folder: Path) -> tuple[LoadedConf
 def _notes(project: _Fitted) -> Iterator[str]:
     """Yield what the family offers against forgetting and for its text encoders, and what the data lacks."""
     kind, data, plan = project.kind, project.estimate.data, project.values.plan
-    if kind.continues:
+    if kind.draws:
+        yield f"prompts: {len(project.values.drawn):,} captions; edit reward.score, and the prompts (docs/rewards.md)"
+    elif kind.continues:
         title = project.family.title
         yield f"prior preservation: available for {title}; add a [[directory]] of class images (docs/finetune.md)"
         yield f"text encoders: not trained for {title}, because the cache holds their outputs"

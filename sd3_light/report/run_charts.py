@@ -68,6 +68,21 @@ def _metric_charts(report: RunReport) -> Iterator[Chart]:
                 yield _chart(report, f"{name}: {title}, {weights} weights", lines, "Against true images.")
 
 
+def reward_charts(report: RunReport) -> list[Chart]:
+    """Return the score of the images that the run drew, their diversity, and the share of time that drawing took."""
+    titles = {
+        "reward": ("Score of drawn images", "Mean over all images of a draw."),
+        "diversity": ("Diversity", "Mean distance of two images of a prompt, in latents."),
+        "distance": ("Distance from the start", "Squared difference of the predictions at drawn images."),
+        "draw_share": ("Drawing", "Share of the time, with scoring."),
+    }
+    return [
+        _chart(report, title, _lines({"value": curve.points}), hint, percent=name == "draw_share")
+        for name, (title, hint) in titles.items()
+        if (curve := report.rewards.get(name)) is not None and curve.points
+    ]
+
+
 def optimization_charts(report: RunReport) -> list[Chart]:
     """Return the learning rate, the norms and the EMA decays."""
     charts = []

@@ -20,7 +20,15 @@ from typing import Any
 
 from sd3_light.config.faults import UserError
 from sd3_light.report.curves import Curve, CurveBuilder
-from sd3_light.runlog.log import LOSS_TERMS, MEASUREMENTS, METRIC_GROUPS, complete_lines, open_log, parse_event
+from sd3_light.runlog.log import (
+    LOSS_TERMS,
+    MEASUREMENTS,
+    METRIC_GROUPS,
+    REWARD_FIELDS,
+    complete_lines,
+    open_log,
+    parse_event,
+)
 
 LogEvent = dict[str, Any]
 
@@ -46,7 +54,7 @@ _SCANNED = {name: f'"{name}": '.encode() for name in ("step", "loss", "grad_norm
 _STEP_PREFIX = b'{"event": "step",'  # how `RunLog` starts a step's line
 _SEGMENT_STARTS = ("start", "resume")
 _COMPARED_BYTES = 1000  # of the first and the last line of a log that has changed
-_NUMBERS = frozenset(MEASUREMENTS)
+_NUMBERS = frozenset((*MEASUREMENTS, *REWARD_FIELDS))
 
 
 @dataclass
@@ -112,6 +120,8 @@ class RunReport:
     """Curves of the validation loss, by set and weights."""
     metrics: dict[tuple[str, str], dict[str, Curve]] = field(default_factory=dict)
     """Curves of the measurements against true images, by set and weights."""
+    rewards: dict[str, Curve] = field(default_factory=dict)
+    """Curves of the images that a run with [reward] drew."""
 
     @property
     def begin(self) -> LogEvent:
@@ -231,6 +241,7 @@ class _ReadLog:
         self._steps = CurveBuilder(counts.steps, STEP_FIELDS, STEP_GROUPS)
         self._evals = {key: CurveBuilder(count, EVAL_FIELDS) for key, count in counts.evals.items()}
         self._metrics = {key: CurveBuilder(count, (), METRIC_GROUPS) for key, count in counts.metrics.items()}
+        self._rewards = CurveBuilder(counts.rewards, REWARD_FIELDS)
         self._num_steps, self._last_step = 0, (0, b"")
         self._end, self._first_line, self._last_line = 0, b"", b""
         self._segment: RunSegment | None = None
@@ -272,6 +283,7 @@ class _ReadLog:
             steps=self._steps.curves,
             evals={key: curves for key, builder in self._evals.items() if (curves := builder.curves)},
             metrics={key: curves for key, builder in self._metrics.items() if (curves := builder.curves)},
+            rewards=self._rewards.curves,
         )
 
     def _is_start_of(self, file: BufferedReader) -> bool:
@@ -315,6 +327,8 @@ class _ReadLog:
             groups = {name: event[name] for name in METRIC_GROUPS if event.get(name) is not None}
             builder = self._metrics.setdefault(_eval_key(event), CurveBuilder(0, (), METRIC_GROUPS))
             builder.add(event.get("step", 0), groups)
+        elif kind == "reward":
+            self._rewards.add(event.get("step", 0), event)
 
 
 def _parse(path: Path, number: int, line: bytes) -> LogEvent:
@@ -340,6 +354,7 @@ class _FirstPass:
         self.steps = 0
         self.evals: Counter[tuple[str, str]] = Counter()
         self.metrics: Counter[tuple[str, str]] = Counter()
+        self.rewards = 0
 
     def add(self, event: LogEvent | None) -> None:
         """Add a line; None is a step that was not parsed."""
@@ -353,6 +368,9 @@ class _FirstPass:
             return
         if kind == "metrics":
             self.metrics[_eval_key(event)] += 1
+            return
+        if kind == "reward":
+            self.rewards += 1
             return
         if kind == "start":
             self._forget_earlier_run()
@@ -370,7 +388,7 @@ class _FirstPass:
         report.segments.clear()
         for events in (report.last, report.events, report.samples, self.evals, self.metrics):
             events.clear()
-        self.steps, self.first_line = 0, self.lines - 1
+        self.steps, self.rewards, self.first_line = 0, 0, self.lines - 1
 
     def set_limits(self) -> None:
         """Limit each segment to the steps before every later segment."""

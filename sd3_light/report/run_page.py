@@ -13,6 +13,7 @@ from sd3_light.report.run_charts import (
     loss_charts,
     memory_charts,
     optimization_charts,
+    reward_charts,
     speed_charts,
     validation_charts,
 )
@@ -48,6 +49,7 @@ def render_run_page(report: RunReport, grids: list[GridSeries], notes: list[str]
         facts=_facts(report),
         charts={
             "loss": loss_charts(report),
+            "rewards": reward_charts(report),
             "validation": validation_charts(report),
             "optimization": optimization_charts(report),
             "speed": speed_charts(report),

@@ -19,7 +19,7 @@ from sd3_light.runlog.tensorboard import TensorBoard
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-CURVE_EVENTS = ("step", "eval", "metrics")
+CURVE_EVENTS = ("step", "eval", "metrics", "reward")
 """The events whose numbers are points of curves."""
 
 _LARGEST = 2**53
@@ -244,6 +244,8 @@ LOSS_TERMS = {
     "dpo": "preference",
     "text_recon": "text reconstruction",
     "layer_sync": "layer sync",
+    "reward": "reward loss",
+    "kl": "distance from the start",
 }
 """The terms of the loss in a step's event, and the titles of their curves."""
 MEASUREMENTS = (
@@ -262,12 +264,14 @@ MEASUREMENTS = (
     *(f"{name}@0.{tenth}" for name in ("flow", "fixed") for tenth in range(1, 10)),
 )
 """The fields that are measured numbers: nan, the infinities and null are valid."""
+REWARD_FIELDS = ("reward", "reward_deviation", "diversity", "distance", "draw_seconds", "draw_share")
+"""The measurements of a draw for [reward]."""
 METRIC_GROUPS = ("frechet", "kid", "precision", "recall", "retrieval", "distance")
 """The measurements of [metrics], each with value, low and high."""
 _FIELD_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "time": (_is_time, "a time in seconds since 1970"),
     **dict.fromkeys(("step", "samples", "total", "skipped", "world", "bytes"), (_is_whole_number, "a whole number")),
-    **dict.fromkeys(MEASUREMENTS, (_is_logged_float, "a number")),
+    **dict.fromkeys((*MEASUREMENTS, *REWARD_FIELDS), (_is_logged_float, "a number")),
     **dict.fromkeys(("band", "ema_decay", "host_seconds"), (_are_logged_floats, "a table of numbers")),
     **dict.fromkeys(("weights", "set", "file", "reason", "engine", "device"), (_is_text, "a text")),
 }

@@ -192,8 +192,9 @@ def open_context(
     by_segment: bool = groups.decide_on_rank_0(lambda: launch.spans_machines)
     cost = family_of(config.model).cost(start, config.model)
     process = TrainingProcess(launch, device, groups, by_deepspeed)
-    resident = place_cache(data, order, config, cost, process)
-    if reads_data and resident is None:
+    is_drawn = config.reward is not None  # the run reads no image of its dataset
+    resident = None if is_drawn else place_cache(data, order, config, cost, process)
+    if reads_data and resident is None and not is_drawn:
         micro, position = config.gradient_accumulation_steps, progress_in_force(resumed, resume).position
         MicroBatches(data, order, share.rank, share.world, micro, by_segment).prefetch_step(position)
     return RunContext(

@@ -23,6 +23,7 @@ from sd3_light.engines import Engine, deepspeed
 from sd3_light.engines.blocks import choose_blocks
 from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
+from sd3_light.evaluate.rewards import Reward
 from sd3_light.export.of_run import Saver
 from sd3_light.export.trainable import load_what_trains
 from sd3_light.model.adapter_layers import AdapterDropout
@@ -30,6 +31,7 @@ from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
 from sd3_light.train.compiled_code import CompiledCode, code_facts, left_code
 from sd3_light.train.context import RunContext
+from sd3_light.train.rollouts import draw_rewards
 from sd3_light.train.teacher import load_teacher, teach_by_average
 
 MakeObjective = Callable[[nn.Module], Objective]
@@ -57,10 +59,12 @@ class TrainState:
             self.compile_time.report()
 
 
-def make_train_state(context: RunContext, objective: MakeObjective | None = None) -> TrainState:
+def make_train_state(
+    context: RunContext, objective: MakeObjective | None = None, reward: Reward | None = None
+) -> TrainState:
     """Build the model with its starting weights and wrap it in the engine; all processes call it together.
 
-    ``objective`` replaces that of the config.
+    ``objective`` and ``reward`` replace those of the config.
     """
     config, launch, device, start = context.config, context.launch, context.device, context.start
     family = family_of(config.model)
@@ -91,6 +95,8 @@ def make_train_state(context: RunContext, objective: MakeObjective | None = None
     saver.live = lambda: engine.gather(of_denoiser(engine.weights))
     require_columns(context.data, module.objective.reads)
     preparer = family.training.preparer(config, start, context.data.empty_text())
+    if config.reward is not None:
+        draw_rewards(module, context, preparer, reward)
     averages = Averages(of_denoiser(engine.weights), config.ema)
     teach_by_average(module, engine, averages)
     return TrainState(with_columns(preparer, module.objective.reads), module, engine, averages, saver, compile_time)

@@ -30,30 +30,45 @@ _INPUTS = ("in_channels", "joint_attention_dim", "pooled_projection_dim", "capti
 
 
 def load_teacher(model: TrainedModel, config: TrainConfig, device: torch.device) -> None:
-    """Give the model its objective's teacher, unless that is the average; call it before the engine is made."""
+    """Give the model its objective's teacher, unless that is the average, and its start if that is kept.
+
+    Call it before the engine is made.
+    """
     teacher = model.objective.teacher
-    if teacher is None or teacher == "average":
-        return
-    if teacher == "start" and config.adapter is not None:
-        model.teacher = start_of_adapter(model)
-        return
-    dtype = frozen_dtype(config, device)
-    family = family_of(config.model)
-    if teacher == "start" and trained_blocks(model.denoiser) is not None:
-        raise UserError("the objective's teacher is the start of weights that are swapped; write swap_blocks = 0")
+    if config.adapter is not None:
+        model.start = start_of_adapter(model)
+    elif model.objective.keeps_start or teacher == "start":
+        model.start = _copy_of_start(model, config, device)
     if teacher == "start":
-        parameters = dict(model.denoiser.named_parameters())
-        whole = kept_in_float32(model.denoiser)
-        state = {
-            name: tensor.detach().to(device, dtype if name in parameters and not whole(name) else None, copy=True)
-            for name, tensor in model.denoiser.state_dict().items()
-        }
-        denoiser = family.weights.from_state(model_config(model.denoiser), state)
-    else:
-        denoiser, stored = _open_folder(model, config, Path(teacher))
-        read_weights(denoiser, stored, dtype, device)
-    copy = family.training.model(denoiser.requires_grad_(False), config, fast=False).to(device)
-    model.teacher = copy.infer
+        model.teacher = model.start
+    elif isinstance(teacher, Path):
+        denoiser, stored = _open_folder(model, config, teacher)
+        read_weights(denoiser, stored, frozen_dtype(config, device), device)
+        model.teacher = _frozen(denoiser, config, device)
+
+
+def _copy_of_start(
+    model: TrainedModel, config: TrainConfig, device: torch.device
+) -> Callable[[Batch, Sequence[int]], Prediction]:
+    """Return the prediction of a copy of the weights, in the compute dtype."""
+    if trained_blocks(model.denoiser) is not None:
+        raise UserError("the objective compares with the start of weights that are swapped; write swap_blocks = 0")
+    dtype = frozen_dtype(config, device)
+    parameters = dict(model.denoiser.named_parameters())
+    whole = kept_in_float32(model.denoiser)
+    state = {
+        name: tensor.detach().to(device, dtype if name in parameters and not whole(name) else None, copy=True)
+        for name, tensor in model.denoiser.state_dict().items()
+    }
+    return _frozen(family_of(config.model).weights.from_state(model_config(model.denoiser), state), config, device)
+
+
+def _frozen(
+    denoiser: nn.Module, config: TrainConfig, device: torch.device
+) -> Callable[[Batch, Sequence[int]], Prediction]:
+    """Return the prediction of another denoiser, which runs the stock blocks."""
+    training = family_of(config.model).training
+    return training.model(denoiser.requires_grad_(False), config, fast=False).to(device).infer
 
 
 def teach_by_average(model: TrainedModel, engine: Engine, averages: Averages) -> None:

@@ -11,7 +11,7 @@ import torch
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.requests import RunRequests
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.config import LoadedConfig, TrainConfig
+from sd3_light.config import LoadedConfig, TrainConfig, batch_size_for
 from sd3_light.config.faults import Stopped
 from sd3_light.core.cost import Layout
 from sd3_light.core.registry import family_of, starting_weights, with_family_values
@@ -24,6 +24,7 @@ from sd3_light.engines.cpu_threads import use_training_threads
 from sd3_light.engines.errors import explain_runtime_errors
 from sd3_light.engines.feed import TrainingData, flops_counter, order_facts, placeholder_steps, training_steps
 from sd3_light.engines.protocol import StepStream
+from sd3_light.evaluate.rewards import Reward
 from sd3_light.evaluate.truths import load_truths
 from sd3_light.evaluate.validation_loss import Evaluator
 from sd3_light.export.background_saves import EXPORT, FOLDERS
@@ -51,6 +52,7 @@ from sd3_light.train.resume import (
     rate_settings,
     require_start,
 )
+from sd3_light.train.rollouts import drawn_samples, drawn_steps
 from sd3_light.train.state import MakeObjective, TrainState, describe_start, make_train_state
 
 __all__ = ["OnSample", "Resume", "order_review", "require_start", "run"]
@@ -66,11 +68,13 @@ def run(
     by_deepspeed: bool = False,
     on_sample: OnSample | None = None,
     objective: MakeObjective | None = None,
+    reward: Reward | None = None,
 ) -> Progress:
     """Train to the end of the config's epochs or steps, with torch's engine or DeepSpeed's, on an existing cache.
 
     With ``on_sample`` the run is only measured: it is called in place of writing sample grids, and nothing is exported.
-    ``objective`` takes the denoiser and returns what it is trained for, in place of [objective].
+    ``objective`` takes the denoiser and returns what it is trained for, in place of [objective]. ``reward`` scores
+    images in place of `reward.score`.
     Raises `Stopped` if a signal stopped the run; the checkpoint to resume from is saved.
     """
     launch = launch or Launch()
@@ -90,7 +94,7 @@ def run(
             _use_cpu(context)
         # before the engine fills the GPU: prompts that are not in the cache are encoded now
         sampler, measurer = _make_sampler(context), _make_measurer(context)
-        state, resumed, options = make_train_state(context, objective), context.resumed, resume or Resume()
+        state, resumed, options = make_train_state(context, objective, reward), context.resumed, resume or Resume()
         progress, window = Progress(), None
         if resumed is not None:
             changes = changed_keys(replace(loaded, train=context.config), resumed)
@@ -167,13 +171,18 @@ def _make_run(context: RunContext, state: TrainState, progress: Progress, window
         watch_updates(engine, gaps)
     requests = RunRequests(folder, config.checkpoint_every_n_minutes, context.groups.control)
     steps: Callable[[int], StepStream] = partial(placeholder_steps, order, share.world, micro)
-    if launch.reads_data(context.stages):
+    samples_in: Callable[[int], int] = order.batch_size
+    if config.reward is not None:
+        size = batch_size_for(config.micro_batch_size_per_gpu, context.bucket.resolution)
+        steps = partial(drawn_steps, size, micro)
+        samples_in = partial(drawn_samples, size * micro * share.world)
+    elif launch.reads_data(context.stages):
         source = TrainingData(config, context.data, order, share, context.resident, context.by_segment)
         steps = training_steps(source, engine, state.preparer, prefetch_to, times, requests.on_lost_worker)
     return Run(
         engine=engine,
         steps=steps,
-        samples_in=order.batch_size,
+        samples_in=samples_in,
         learning_rate=lambda step: rate(config, step, total),
         total_steps=total,
         progress=progress,

@@ -20,7 +20,7 @@ from tests.project import quick_caching
 RECIPES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.toml"))
 TRAIN = [name for name in RECIPES if "output_dir" in tomllib.loads((FOLDER / name).read_text(encoding="utf-8"))]
 DEMO = [name for name in TRAIN if name.startswith("demo/")]
-EDITED = ("model.diffusers_path", "model.init", "directory[", "dataset")
+EDITED = ("model.diffusers_path", "model.init", "directory[", "dataset", "reward.prompts")
 """Keys that users edit; all other keys of a recipe must be valid as shipped."""
 
 
@@ -39,7 +39,7 @@ def header(name: str) -> str:
 
 def test_the_recipes_are_found() -> None:
     assert {"demo/pretrain.toml", "demo/continue.toml", "demo/base.toml", "lora.toml", "finetune.toml"} <= set(TRAIN)
-    assert {"sd3_light_256.toml", "sd3_light_256_seed.toml", "one_gpu_256.toml"} <= set(TRAIN)
+    assert {"sd3_light_256.toml", "sd3_light_256_seed.toml", "one_gpu_256.toml", "reward.toml"} <= set(TRAIN)
     assert {"icons_128.toml", "icons_256.toml"} <= set(TRAIN)
 
 

@@ -45,7 +45,7 @@ def gpu(gib: float) -> tuple[Gpu, ...]:
     return (Gpu("a GPU", int(gib * GIB)),)
 
 
-@pytest.mark.parametrize("kind", ["lora", "finetune", "icons"])
+@pytest.mark.parametrize("kind", ["lora", "finetune", "reward", "icons"])
 def test_check_accepts_what_new_writes(tmp_path: Path, images: str, kind: str) -> None:
     project = new.run(kind, images, str(DEMO), tmp_path, gpus=gpu(24))
     estimate = check.run(check.load(project.train_toml))
@@ -354,7 +354,10 @@ def test_the_command_prints_the_next_three(tmp_path: Path, images: str, capfd: p
     [
         (["new"], "KIND is missing"),
         (["new", "lora"], "--data FOLDER is missing"),
-        (["new", "lorra", "--data", "x"], "unknown kind 'lorra'; the kinds are lora, finetune, pretrain, icons"),
+        (
+            ["new", "lorra", "--data", "x"],
+            "unknown kind 'lorra'; the kinds are lora, finetune, reward, pretrain, icons",
+        ),
     ],
 )
 def test_missing_arguments_are_named(arguments: list[str], problem: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -376,7 +379,7 @@ def test_a_wrong_answer_is_asked_again(tmp_path: Path, images: str, monkeypatch:
     answers = ("icon", "icons", "nowhere", images, str(DEMO))
     result = CliRunner().invoke(app, ["new", "--out", str(tmp_path)], input="\n".join(answers) + "\n")
     assert result.exit_code == 0, result.output
-    assert "unknown kind 'icon'; the kinds are lora, finetune, pretrain, icons" in result.output
+    assert "unknown kind 'icon'; the kinds are lora, finetune, reward, pretrain, icons" in result.output
     assert "no such file or folder: nowhere" in result.output
 
 

@@ -1,0 +1,299 @@
+"""Does training towards a score draw more prompts right than other ways to spend the same time?
+
+    python benchmarks/reward.py OUT --seed N [--minutes M] [--rows ROW ...] [--base FOLDER]
+    python benchmarks/reward.py OUT --join
+
+The demo's `pretrain` recipe trains a small denoiser from random weights with the demo's text encoders and VAE; it is
+kept in OUT/base and not counted. It is then trained for M minutes of CPU time (on a GPU of the clock) in each row:
+
+    reward        [reward] with the world's judge, on seen prompts
+    supervised    flow matching on the images of pretraining
+    best of n     flow matching on its best of 8 images of every seen prompt; drawing them takes half of the time
+    shuffled      [reward] with the scores of the images of a draw in a random order
+    preferences   [objective.dpo] on the best and the worst of these 8 images, for the other half of the time
+    chosen        flow matching on the best of them alone, for the same steps as `preferences`
+
+Every row, and the start, draws held-out prompts without guidance, one image each, and the judge counts those in which
+everything is right; the start also with guidance 2. `diversity` is the mean distance of 8 images of a prompt, in pixels
+from 0 to 1. Each row is OUT/seed-N-ROW.json; a finished row is skipped. `--join` prints the table of all seeds: means,
+and standard errors over seeds, or by the number of prompts with one seed.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from sd3_light.assets import DEMO
+from sd3_light.cache import verb as cache
+from sd3_light.config import LoadedConfig, load_config
+from sd3_light.core.sampling import ImageRequest
+from sd3_light.engines import Launch
+from sd3_light.evaluate.rewards import Images, Reward, world_reward
+from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.recipes import FOLDER as RECIPES
+from sd3_light.sample.generate import generate
+from sd3_light.train import verb as train
+from sd3_light.world import draw_prompts, write_dataset
+
+ROWS = ("reward", "supervised", "best of n", "shuffled", "preferences", "chosen")
+PAIRED = ("best of n", "preferences", "chosen")
+SEEN = 400
+"""Seen prompts, at most."""
+HELD_OUT = 192
+DIVERSE = 8
+"""Prompts of which 8 images are compared."""
+STEPS = 10
+"""Sampler steps, in training and in the scores."""
+CALIBRATION = (4, 20)
+"""Lengths of two runs whose times tell the time of a step."""
+KEYS = (
+    "eval_datasets=[]",
+    "eval_every_n_steps=1000000",
+    "checkpoint_every_n_steps=1000000",
+    "save_every_n_steps=1000000",
+    "cooldown_steps=0",
+    "compile=false",
+    "num_dataloader_workers=0",
+    "micro_batch_size_per_gpu=64",
+    "optimizer.lr=5e-4",
+)
+REWARD = """
+[reward]
+score = "python"
+prompts = "prompts.txt"
+prompts_per_draw = 8
+images_per_prompt = 8
+every_n_steps = 8
+steps = 10
+"""
+
+
+def seconds() -> float:
+    """Return the time that counts: of the clock on a GPU, of this process on a CPU, which others may share."""
+    return time.monotonic() if torch.cuda.is_available() else time.process_time()
+
+
+def prepare(out: Path, base: Path | None) -> Path:
+    """Return the weights of pretraining, which are trained if they are not there."""
+    folder = base or out / "base"
+    if not list((folder / "pretrain" / "exports").glob("step-*")):
+        write_dataset(folder / "data" / "train", 3000, 1)
+        write_dataset(folder / "data" / "held_out", 16, 2, held_out=True)
+        for name in ("pretrain", "data", "eval"):
+            (folder / f"{name}.toml").write_text((RECIPES / "demo" / f"{name}.toml").read_text(encoding="utf-8"))
+        if not (folder / "model").exists():
+            (folder / "model").symlink_to(DEMO)
+        loaded = load_config(folder / "pretrain.toml", KEYS[:2])
+        cache.run(loaded)
+        train.run(loaded)
+    return folder
+
+
+class Bench:
+    """One seed in a folder."""
+
+    def __init__(self, out: Path, base: Path, seed: int, minutes: float) -> None:
+        self.out, self.base, self.seed, self.minutes = out, base, seed, minutes
+        (self.start,) = sorted((base / "pretrain" / "exports").glob("step-*"))[-1:]
+        seen = draw_prompts(SEEN, 1000 + seed, held_out=False)
+        self.seen = list(dict.fromkeys(prompt.english for prompt in seen))
+        self.held_out = draw_prompts(HELD_OUT, 2000 + seed, held_out=True)
+
+    @property
+    def work(self) -> Path:
+        """The folder of the seed's runs."""
+        return self.out / f"seed-{self.seed}"
+
+    def run(self, row: str) -> None:
+        """Train and score a row, unless its result is there."""
+        result = self.out / f"seed-{self.seed}-{row.replace(' ', '-')}.json"
+        if result.is_file():
+            return
+        steps, model = 0, self.start
+        facts: dict[str, Any] = {}
+        if row == "start":
+            facts["guided"] = self.right(self.start, guidance=2.0)
+        else:
+            loaded, reward = self.config(row)
+            steps = self.affordable(loaded, reward, 0.5 if row in PAIRED else 1.0)
+            model, facts["minutes"] = self.trained(loaded, reward, steps)
+        scored = {"right": self.right(model), "diversity": self.diversity(model)}
+        values = {"row": row, "seed": self.seed, "steps": steps, "prompts": len(self.held_out), **scored, **facts}
+        result.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        print(json.dumps(values), flush=True)
+
+    def config(self, row: str) -> tuple[LoadedConfig, Reward | None]:
+        """Return the config of a row, whose cache is built, and its reward."""
+        text = (self.base / "pretrain.toml").read_text(encoding="utf-8")
+        text = text.replace('init = "random"', f'init = "{self.start}"').replace('size = "tiny2"\n', "")
+        text = text.replace('"model"', f'"{self.base / "model"}"').replace('"data.toml"', f'"{self.base}/data.toml"')
+        text = text.replace('"cache"', f'"{self.base / "cache"}"')
+        if row in PAIRED:
+            self.draw_pairs()
+            text = text.replace(f'"{self.base}/data.toml"', '"pairs.toml"').replace(
+                f'"{self.base / "cache"}"', '"cache-pairs"'
+            )
+        reward: Reward | None = None
+        if row in ("reward", "shuffled"):
+            text += REWARD
+            reward = world_reward if row == "reward" else shuffling(self.seed)
+        if row == "preferences":
+            text += '\n[objective.dpo]\nbeta = 500.0\nteacher = "start"\n'
+        self.work.mkdir(parents=True, exist_ok=True)
+        (self.work / "prompts.txt").write_text("\n".join(self.seen), encoding="utf-8")
+        path = self.work / f"{row.replace(' ', '-')}.toml"
+        path.write_text(text, encoding="utf-8")
+        keys = [*KEYS, f"seed={self.seed}", "warmup_steps=8", "ema.decay=0.9", "ema.update_every=8", "max_steps=1"]
+        loaded = load_config(path, [*keys, f'output_dir="{row.replace(" ", "-")}"'])
+        cache.run(loaded)
+        return loaded, reward
+
+    def affordable(self, loaded: LoadedConfig, reward: Reward | None, share: float) -> int:
+        """Return the steps that take a share of the minutes, by the times of two short runs."""
+        times = []
+        for steps in CALIBRATION:
+            began = seconds()
+            self.trained(loaded, reward, steps)
+            times.append(seconds() - began)
+        each = max(1e-3, (times[1] - times[0]) / (CALIBRATION[1] - CALIBRATION[0]))
+        return max(CALIBRATION[1], round(60 * share * self.minutes / each))
+
+    def trained(self, loaded: LoadedConfig, reward: Reward | None, steps: int) -> tuple[Path, float]:
+        """Train and return the export and the minutes, with loading and exporting."""
+        began = seconds()
+        config = loaded.train.model_copy(
+            update={"max_steps": steps, "output_dir": self.work / f"{loaded.train.output_dir.name}-{steps}"}
+        )
+        whole = LoadedConfig(**{**vars(loaded), "train": config})
+        train.run(whole, reward=reward, resume=train.Resume(restart=True))
+        (export,) = sorted((config.output_dir / "exports").glob("step-*"))[-1:]
+        return export, round((seconds() - began) / 60, 2)
+
+    def draw_pairs(self) -> None:
+        """Write the best and the worst of 8 images of seen prompts, for half of the time."""
+        folder = self.work / "pairs"
+        if (self.work / "pairs.toml").is_file():
+            return
+        (folder / "rejected").mkdir(parents=True, exist_ok=True)
+        began, captions = seconds(), {}
+        for number, prompt in enumerate(self.seen):
+            if seconds() - began > 30 * self.minutes:
+                break
+            images = self.images(self.start, [prompt] * 8, first=8 * number)
+            scored = world_reward(np.stack([np.asarray(image) for image in images]), [prompt] * 8)
+            if max(scored) > min(scored):
+                images[int(np.argmax(scored))].save(folder / f"{number:04d}.png")
+                images[int(np.argmin(scored))].save(folder / "rejected" / f"{number:04d}.png")
+                captions[f"{number:04d}.png"] = prompt
+        (folder / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
+        text = 'size_buckets = [[64, 64]]\n[[directory]]\npath = "pairs"\nrejected = "pairs/rejected"\n'
+        (self.work / "pairs.toml").write_text(text, encoding="utf-8")
+
+    # --- scores ------------------------------------------------------------------------------------
+
+    def images(self, model: Path, prompts: Sequence[str], first: int = 0, guidance: float = 1.0) -> list[Image.Image]:
+        """Return an image of every prompt, with seeds from ``first`` on."""
+        key = str(model)
+        if key not in self._opened:
+            self._opened.clear()
+            self._opened[key] = open_pipeline(model, Launch().device())
+        pipe, policy = self._opened[key]
+        requests = [ImageRequest(text, first + number, 64, 64) for number, text in enumerate(prompts)]
+        return generate(pipe, requests, policy, STEPS, guidance)
+
+    _opened: dict[str, Any] = {}  # noqa: RUF012
+
+    def right(self, model: Path, guidance: float = 1.0) -> float:
+        """Return the share of held-out prompts in which everything is right."""
+        images = self.images(model, [prompt.text for prompt in self.held_out], guidance=guidance)
+        return mean(prompt.judge(image).all for prompt, image in zip(self.held_out, images, strict=True))
+
+    def diversity(self, model: Path) -> float:
+        """Return the mean distance of two of 8 images of a held-out prompt."""
+        distances = []
+        for prompt in self.held_out[:DIVERSE]:
+            images = self.images(model, [prompt.text] * 8)
+            pixels = torch.stack([torch.from_numpy(np.asarray(image) / 255).flatten() for image in images])
+            distances.append(float(torch.pdist(pixels).mean()) / math.sqrt(pixels.shape[1]))
+        return round(mean(distances), 4)
+
+
+def shuffling(seed: int) -> Reward:
+    """Return the world's reward in a random order: it says nothing about an image."""
+    generator = np.random.default_rng(seed)
+
+    def shuffled(images: Images, prompts: Sequence[str]) -> Any:
+        return generator.permutation(world_reward(images, prompts))
+
+    return shuffled
+
+
+def join(out: Path) -> str:
+    """Return the table of all results in a folder."""
+    by_row: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for path in sorted(out.glob("seed-*.json")):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        by_row[values["row"]].append(values)
+    start = by_row["start"]
+    lines = [
+        "| row | right, % | diversity, % of the start | steps | CPU minutes | seeds |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    if start and "guided" in start[0]:
+        lines.append(
+            f"| start, guidance 2 | {_percent([each['guided'] for each in start], start)} | | | | {len(start)} |"
+        )
+    first = {each["seed"]: each["diversity"] for each in start}
+    for row in ("start", *ROWS):
+        results = by_row[row]
+        if results:
+            kept = mean(each["diversity"] / first[each["seed"]] for each in results)
+            steps = mean(each["steps"] for each in results)
+            minutes = mean(each.get("minutes", 0) for each in results)
+            right = _percent([each["right"] for each in results], results)
+            lines.append(f"| {row} | {right} | {kept:.0%} | {steps:.0f} | {minutes:.1f} | {len(results)} |")
+    return "\n".join(lines)
+
+
+def _percent(rates: Sequence[float], results: Sequence[dict[str, Any]]) -> str:
+    """Return a mean and its standard error."""
+    rate = mean(rates)
+    if len(rates) > 1:
+        error = stdev(rates) / math.sqrt(len(rates))
+    else:
+        error = math.sqrt(rate * (1 - rate) / results[0]["prompts"])
+    return f"{100 * rate:.1f} ± {100 * error:.1f}"
+
+
+def main() -> None:
+    """Run the rows of a seed, or print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS[:4])
+    parser.add_argument("--base", type=Path, help="a folder that another run prepared")
+    parser.add_argument("--join", action="store_true")
+    options = parser.parse_args()
+    out = options.out.absolute()
+    if not options.join:
+        out.mkdir(parents=True, exist_ok=True)
+        base = prepare(out, options.base and options.base.absolute())
+        bench = Bench(out, base, options.seed, options.minutes)
+        for row in ("start", *options.rows):
+            bench.run(row)
+    print(join(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Several processes draw the prompts of one, get its rewards, and resume its runs."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
+from tests.distributed.layouts import DDP, FSDP2, ONE, Job, Layout, launch
+from tests.project import Project
+from tests.unit.train.test_train_preferences import write_start
+from tests.unit.train.test_train_rewards import PROMPTS, REWARD
+
+pytestmark = pytest.mark.timeout(1800)
+STEPS, SAVED = 5, 2
+KEYS = (f"max_steps={STEPS}", "checkpoint_every_n_steps=1", "reward.kl=0.1", "gradient_clipping=0.5")
+RUNS: dict[str, tuple[Layout, str | None]] = {
+    "one": (ONE, None),
+    "ddp": (DDP, None),
+    "fsdp2": (FSDP2, None),
+    "ddp-from-one": (DDP, "one"),
+}
+"""Name of a run -> its layout, and the run whose checkpoint it resumes, inside a window of three steps."""
+
+
+@pytest.fixture(scope="module")
+def trained(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = raw_project.copy(tmp_path_factory.mktemp("trained") / "project")
+    (project.folder / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
+    text = project.train_toml.read_text().replace('init = "random"', 'init = "start"')
+    scored = REWARD.replace('"python"', '"tests.distributed.scores:redness"').replace(
+        "per_prompt = 3", "per_prompt = 8"
+    )
+    project.train_toml.write_text(text + scored)
+    write_start(project)
+    project.build_cache()
+    jobs: dict[int, list[Job]] = {1: [], 2: []}
+    for name, (layout, source) in RUNS.items():
+        checkpoint = None if source is None else str(saved(project, source, SAVED))
+        jobs[layout.world].append(Job(str(project.train_toml), name, layout, KEYS, checkpoint))
+    for world in (1, 2):
+        launch(jobs[world], tmp_path_factory.mktemp("jobs"))
+    return project
+
+
+def saved(project: Project, run: str, step: int) -> Path:
+    return Path(project.folder / run / "checkpoints" / checkpoint_name(step))
+
+
+@pytest.mark.parametrize("run", ["ddp", "fsdp2", "ddp-from-one"])
+def test_every_layout_draws_and_trains_alike(trained: Project, run: str) -> None:
+    expected = {event["step"]: event for event in trained.events("step", "one")}
+    for event in trained.events("step", run):
+        for name in ("loss", "reward", "kl", "grad_norm"):
+            assert event[name] == pytest.approx(expected[event["step"]][name], rel=2e-3, abs=1e-6), name
+    draws = {event["step"]: event for event in trained.events("reward", "one")}
+    assert list(draws) == [0, 3]
+    for event in trained.events("reward", run):
+        for name in ("reward", "reward_deviation", "diversity"):
+            assert event[name] == pytest.approx(draws[event["step"]][name], rel=1e-3), name
+    ours, theirs = (open_checkpoint(saved(trained, name, STEPS)) for name in (run, "one"))
+    assert set(ours.shapes) == set(theirs.shapes), "a checkpoint belongs to the run, not to its layout"
+    torch.testing.assert_close(
+        ours.tensor("objective/latents"), theirs.tensor("objective/latents"), rtol=1e-3, atol=1e-3
+    )
+    torch.testing.assert_close(ours.tensor("objective/rewards"), theirs.tensor("objective/rewards"), rtol=0, atol=5e-3)
+    assert theirs.tensor("objective/rewards").std() > 0.2

@@ -1,0 +1,198 @@
+"""Training towards a score: what is drawn and when, every kind of weights, and resuming inside and between draws."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.config import ConfigFaults
+from sd3_light.config.faults import UserError
+from sd3_light.evaluate.rewards import Images, reward
+from sd3_light.train import verb as train
+from sd3_light.train.verb import Resume
+from tests.project import Project
+from tests.unit.train.test_train_preferences import write_start
+
+PROMPTS = (
+    "a large red circle on a white background",
+    "a small blue star on a grey background",
+    "two green squares on a black background",
+)
+REWARD = """
+[reward]
+score = "python"
+prompts = "prompts.txt"
+prompts_per_draw = 2
+images_per_prompt = 3
+every_n_steps = 3
+steps = 2
+"""
+KEYS = ('output_dir="run"', "max_steps=5", "checkpoint_every_n_steps=1", "micro_batch_size_per_gpu=2")
+
+
+def redness(images: Images, prompts: Sequence[str]) -> Any:
+    return images[..., 0].mean((1, 2)) - images[..., 2].mean((1, 2))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Project:
+    """A project whose cache has the prompts of [reward], and a denoiser without zero weights."""
+    project = raw_project.copy(tmp_path_factory.mktemp("rewards") / "project")
+    (project.folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n", encoding="utf-8")
+    text = project.train_toml.read_text().replace('init = "random"', 'init = "start"')
+    project.train_toml.write_text(text + REWARD)
+    write_start(project)
+    project.build_cache()
+    return project
+
+
+@pytest.fixture
+def project(tmp_path: Path, built: Project, monkeypatch: pytest.MonkeyPatch) -> Project:
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {}, raising=False)
+    return built.copy(tmp_path / "project")
+
+
+def run(
+    project: Project, *keys: str, score: Callable[..., Any] = redness, resume: Resume | None = None, name: str = "run"
+) -> Path:
+    train.run(project.load(*KEYS, *keys, f'output_dir="{name}"'), resume=resume, reward=score)
+    return project.folder / name / "checkpoints"
+
+
+def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    saved = open_checkpoint(folder / checkpoint_name(step))
+    return {name: saved.tensor(name) for name in saved.shapes}
+
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "all weights": ("reward.kl=0.5",),
+    "adapter": ("adapter.rank=2",),
+    "adapter, start": ("adapter.rank=2", 'reward.teacher="start"', "ema.enable=false"),
+    "accumulated": ("gradient_accumulation_steps=2", "micro_batch_size_per_gpu=1"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_equals_the_whole(project: Project, kind: str) -> None:
+    """From inside the first window of three steps (after 2), and from its end (after 3)."""
+    keys = KINDS[kind]
+    whole = run(project, *keys)
+    expected = tensors(whole, 5)
+    assert {"objective/latents", "objective/rewards", "objective/draw"} <= expected.keys()
+    assert [event["step"] for event in project.events("reward")] == [0, 3]
+    for first in (2, 3):
+        again = run(project, *keys, resume=Resume(whole / checkpoint_name(first)), name=f"from-{first}")
+        resumed = tensors(again, 5)
+        assert resumed.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(tensor, resumed[name]), (first, name)
+        assert [event["step"] for event in project.events("reward", f"from-{first}")] == [3]
+    steps = project.events("step")
+    assert [("kl" in event) for event in steps] == [kind == "all weights"] * 5
+    assert all(event["reward"] > 0 for event in steps)
+    distances = [event.get("distance") for event in project.events("reward")]
+    if kind == "accumulated":
+        assert distances == [None, None], "the start is not kept"
+    else:
+        assert distances[0] == pytest.approx(0, abs=1e-9)
+        assert distances[1] > 1e-9
+
+
+def test_prompts_and_seeds_are_functions_of_the_step(project: Project) -> None:
+    """Other weights and another length change no prompt, and every prompt comes before one recurs."""
+    seen: dict[str, list[list[str]]] = {"a": [], "b": []}
+
+    def noting(name: str) -> Callable[[Images, Sequence[str]], Any]:
+        def score(images: Images, prompts: Sequence[str]) -> Any:
+            assert images.dtype == np.uint8
+            assert images.shape[1:] == (64, 64, 3)
+            seen[name].append(list(prompts))
+            return np.arange(len(images)) / 7
+
+        return score
+
+    run(project, "max_steps=7", score=noting("a"), name="a")
+    run(project, "max_steps=4", "optimizer.lr=1e-2", score=noting("b"), name="b")
+    draws = [[text for batch in seen["a"][first : first + 3] for text in batch] for first in (0, 3, 6)]
+    assert seen["b"] == seen["a"][:6]
+    assert all([draw.count(text) for text in dict.fromkeys(draw)] == [3, 3] for draw in draws)
+    assert {text for draw in draws for text in draw} == set(PROMPTS)
+    firsts = [text for draw in draws for text in dict.fromkeys(draw)]
+    assert sorted(firsts[:3]) == sorted(firsts[3:]) == sorted(PROMPTS)
+    events = project.events("reward", "a")
+    assert len({event["diversity"] for event in events}) == 3
+    assert all(event["diversity"] > 0.5 for event in events), "seeds differ"
+    assert "draw_share" not in events[0]
+    assert 0 < events[1]["draw_share"] < 1
+
+
+@reward
+def brightness(images: Images, prompts: Sequence[str]) -> Any:
+    return images.mean((1, 2, 3))
+
+
+def unmarked(images: Images, prompts: Sequence[str]) -> Any:
+    return images.mean((1, 2, 3))
+
+
+def test_an_installed_function_must_be_marked(project: Project) -> None:
+    from sd3_light.evaluate.rewards import open_reward
+
+    cpu = torch.device("cpu")
+    assert open_reward(f"{__name__}:brightness", cpu) is brightness
+    for name, problem in {
+        f"{__name__}:unmarked": r"is not marked as a reward; write @sd3_light\.tasks\.reward above it",
+        "os:system": "is not marked as a reward",
+        f"{__name__}:nothing": "install the package, or correct the name",
+        "no_such_package.part:score": "install the package, or correct the name",
+        "python": "a function that a script passes to",
+    }.items():
+        with pytest.raises(UserError, match=problem):
+            open_reward(name, cpu)
+
+
+@pytest.mark.parametrize(
+    ("score", "problem"),
+    [
+        (lambda images, prompts: [float("nan")] * len(images), "is not finite for the prompt '"),
+        (lambda images, prompts: 1.0, r"returned \[\] for 2 images; return one number for each"),
+        (lambda images, prompts: {}["x"], "the reward .* raised KeyError"),
+    ],
+)
+def test_a_bad_reward_is_named(project: Project, score: Any, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        run(project, score=score)
+
+
+def test_the_judge_of_the_world_scores_its_own_images() -> None:
+    from sd3_light.evaluate.rewards import world_reward
+    from sd3_light.world import render_scene
+    from sd3_light.world.captions import parse_caption
+
+    images = [np.asarray(render_scene(parse_caption(text), 64, 64, np.random.default_rng(3))) for text in PROMPTS]
+    assert world_reward(np.stack(images), PROMPTS) == [1.0, 1.0, 1.0]
+    others = world_reward(np.stack(images), [*PROMPTS[1:], PROMPTS[0]])
+    assert max(others) <= 0.5
+
+
+def test_faults_name_what_contradicts_rewards(project: Project) -> None:
+    def faults(*keys: str) -> str:
+        with pytest.raises(ConfigFaults) as caught:
+            project.load(*KEYS, *keys)
+        return "\n".join(map(str, caught.value.faults))
+
+    assert "reward.teacher: the run keeps no average" in faults("ema.enable=false")
+    assert "objective: has no effect with [reward]" in faults("objective.flow.weight=1.0")
+    assert "pseudo_huber_c: has no effect with [reward]" in faults("pseudo_huber_c=0.1")
+    assert "reward.images_per_prompt" in faults("reward.images_per_prompt=1")
+    assert "write pipeline_stages = 1" in faults("pipeline_stages=2")
+    text = project.train_toml.read_text().replace("max_steps = 4", "epochs = 1")
+    project.train_toml.write_text(text)
+    with pytest.raises(ConfigFaults, match=r"max_steps: is required with \[reward\]"):
+        project.load()
