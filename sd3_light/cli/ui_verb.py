@@ -28,7 +28,7 @@ def ui(
         str | None, typer.Option(envvar="SD3_LIGHT_UI_TOKEN", help="Require this token, also on this machine.")
     ] = None,
 ) -> None:
-    """Serve a web page: watch, compare, start and stop runs, browse data, and draw images with their exports."""
+    """Serve a web page: watch, compare, start and stop runs, work on datasets, and draw images with their exports."""
     from sd3_light.ui.server import Site, serve
 
     for folder in (*(runs or ()), *(model or ())):
