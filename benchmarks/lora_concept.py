@@ -1,8 +1,10 @@
 """Does a LoRA from 20 images learn a word, or its captions? A sweep of learning rate, rank and steps, with seeds.
 
-    python benchmarks/lora_concept.py FOLDER [--lr 1e-4 2e-4 ...] [--rank 4 16 ...] [--steps 200 400 ...] [--batch 4]
-                                      [--seeds 1 2 3] [--minutes 25] [--set KEY=VALUE ...] [--toy]
-    python benchmarks/lora_concept.py FOLDER --show [OTHER.jsonl ...]
+    python benchmarks/lora_concept.py FOLDER [--lr 1e-4 2e-4 ...] [--rank 4 16 ...] [--steps 200 400 ...]
+                                      [--batch 4 ...] [--seeds 1 2 3] [--lanes 4] [--minutes 25]
+                                      [--set KEY=VALUE ...] [--toy]
+    python benchmarks/lora_concept.py FOLDER --plan
+    python benchmarks/lora_concept.py FOLDER --show [OTHER_FOLDER ...]
 
 The demo's base learns "zorb", a word it never saw for a pair of colour and shape it never drew, with
 `recipes/lora.toml` and the values of `DEMO_KEYS`. The 20 images show one or two large zorbs on two of the four
@@ -16,23 +18,35 @@ backgrounds. The exact judge of the world counts the images in which everything 
     rest          the demo's held-out prompts, without the word: what the model forgets
 
 `word` is the mean of the four groups between `captions` and `rest`. A cell is one learning rate, rank, number of steps,
-batch and seed; the seed also draws the images. Alpha is the rank. A finished cell is a line of FOLDER/results.jsonl and
-is skipped the next time, unless the recipe or `--set` changed; several processes may share a folder. After `--minutes`
-no cell begins. The table of all cells, also those of OTHER files, is printed and written to FOLDER/table.md: means over
-seeds, the best `word` less what is forgotten first. `--toy` shows on a CPU that it works.
+batch and seed; the seed also draws the images. Alpha is the rank. `--lanes` cells train at the same time, each in a
+process of its own, on the same GPU: the demo model leaves most of it idle. `--plan` only says how many cells are
+missing and how long they take by those that are finished.
+
+A finished cell is a file in FOLDER/cells and is skipped the next time, unless the recipe or `--set` changed. After
+`--minutes` the cells that train are ended and not recorded, so a sweep needs as many calls as its time; all cells get
+their first seed first. The table of all cells, also those of other folders, is printed and written to FOLDER/table.md:
+means and standard errors over seeds, the best `word` less what is forgotten first. `--toy` shows on a CPU that it
+works.
 """
 
 import argparse
 import hashlib
 import itertools
 import json
+import math
+import multiprocessing
+import os
+import signal
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import linear_regression, mean, stdev
 from typing import Any
 
 import torch
@@ -42,6 +56,7 @@ from sd3_light.assets import DEMO
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.engines import Launch
+from sd3_light.files import write_atomically
 from sd3_light.journeys import build_caches
 from sd3_light.randomness import stream
 from sd3_light.recipes import FOLDER as RECIPES
@@ -56,7 +71,7 @@ COLOUR = "red"
 SHAPE = "triangle"
 GROUNDS = ("white", "grey")  # of the training images
 IMAGES = 20
-RESULTS = "results.jsonl"
+CELLS = "cells"
 WORD_GROUPS = ("backgrounds", "sizes", "counts", "beside")
 GROUPS = ("captions", *WORD_GROUPS, "rest")
 DEMO_KEYS = (
@@ -93,6 +108,11 @@ class Cell:
         lengths = (f"max_steps={max(1, self.steps)}", f"warmup_steps={self.steps // 20}")
         return [*shared, *lengths, f"adapter.rank={self.rank}", f"adapter.alpha={float(self.rank)}"]
 
+    @property
+    def name(self) -> str:
+        """The name of its run and of its result."""
+        return "-".join(str(value) for value in asdict(self).values())
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -101,6 +121,7 @@ class Bench:
     folder: Path
     prompts: int
     sampler_steps: int
+    lanes: int = 1
     more: tuple[str, ...] = ()
 
     @property
@@ -129,8 +150,7 @@ class Bench:
             recipe = (RECIPES / "lora.toml").read_text(encoding="utf-8")
             (home / "lora.toml").write_text(recipe, encoding="utf-8")
         texts = json.dumps([prompt.text for _, prompt in self.groups()], ensure_ascii=False)
-        run = "-".join(str(value) for value in asdict(cell).values())
-        own = (f'output_dir="runs/{run}-{self.recipe}"', f'model.diffusers_path="{DEMO}"')
+        own = (f'output_dir="runs/{cell.name}-{self.recipe}"', f'model.diffusers_path="{DEMO}"')
         drawn = (f"sampling.prompts={texts}", f"sampling.steps={self.sampler_steps}")
         return load_config(home / "lora.toml", [*DEMO_KEYS, *own, *drawn, *cell.keys, *self.more])
 
@@ -197,21 +217,114 @@ def run_cell(bench: Bench, cell: Cell) -> dict[str, Any]:
     train.run(config, resume=train.Resume(restart=True), on_sample=on_sample)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     facts = {"recipe": bench.recipe, "seconds": round(time.monotonic() - started, 1), "device": device}
+    facts["lanes"] = bench.lanes
     return {**asdict(cell), "groups": rates, **facts, "date": datetime.now(UTC).strftime("%Y-%m-%d")}
+
+
+# --- lanes ---------------------------------------------------------------------------------------
+
+
+def run_lanes(bench: Bench, cells: Sequence[Cell], lanes: int, deadline: float) -> None:
+    """Train cells in ``lanes`` processes until all are finished or until the deadline of `time.monotonic`."""
+    queue = iter(cells)
+    with ThreadPoolExecutor(lanes) as pool:
+        for lane in [pool.submit(_run_lane, bench, queue, number, deadline) for number in range(lanes)]:
+            lane.result()
+
+
+def _run_lane(bench: Bench, queue: Iterator[Cell], number: int, deadline: float) -> None:
+    """Train cells of the queue, one after another, in one process; a cell that ends it is named and left out."""
+    lane: _Lane | None = None
+    for cell in queue:  # a step of an iterator is atomic: it holds the interpreter's lock
+        lane = lane or _Lane(bench, number)
+        line = lane.run(cell, deadline)
+        if line is None:
+            lane.close()
+            lane = None
+            if time.monotonic() >= deadline:
+                return
+            print(f"{cell.name} failed; see {bench.folder / f'lane-{number}.log'}", flush=True)
+            continue
+        write_atomically(bench.folder / CELLS / f"{cell.name}-{bench.recipe}.json", json.dumps(line).encode())
+        rates = ", ".join(f"{group} {rate:.2f}" for group, rate in line["groups"].items())
+        print(f"lane {number}: {cell.name}, {line['seconds']:.0f} s: {rates}", flush=True)
+    if lane is not None:
+        lane.close()
+
+
+class _Lane:
+    """A process that trains one cell at a time; what it prints is in a file."""
+
+    def __init__(self, bench: Bench, number: int) -> None:
+        context = multiprocessing.get_context("spawn")  # CUDA cannot be forked
+        self._connection, theirs = context.Pipe()
+        log = bench.folder / f"lane-{number}.log"
+        self._process = context.Process(target=_serve, args=(bench, theirs, log))
+        self._process.start()
+        theirs.close()
+
+    def run(self, cell: Cell, deadline: float) -> dict[str, Any] | None:
+        """Return the result of a cell; None if the process ended, or at the deadline."""
+        try:
+            self._connection.send(cell)
+            if self._connection.poll(max(0.0, deadline - time.monotonic())):
+                line: dict[str, Any] = self._connection.recv()
+                return line
+        except (EOFError, OSError):
+            pass
+        return None
+
+    def close(self) -> None:
+        """End the process and its judges, also while it trains."""
+        self._connection.close()
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid or 0, signal.SIGTERM)
+        self._process.terminate()  # also before it has a group of its own
+        self._process.join()
+
+
+def _serve(bench: Bench, connection: Connection, log: Path) -> None:
+    """Train the cells that come, until the other side closes."""
+    os.setpgid(0, 0)
+    with log.open("a") as file:
+        for stream_number in (1, 2):
+            os.dup2(file.fileno(), stream_number)
+    start_judges()
+    while True:
+        try:
+            cell = connection.recv()
+        except EOFError:
+            return
+        connection.send(run_cell(bench, cell))
 
 
 # --- results -------------------------------------------------------------------------------------
 
 
-def read_results(paths: Iterable[Path], recipe: str | None = None) -> dict[Cell, dict[str, Any]]:
-    """Return the finished cells of files of results, of one recipe or all; a later line replaces an earlier one."""
+def read_results(folders: Iterable[Path], recipe: str | None = None) -> dict[Cell, dict[str, Any]]:
+    """Return the finished cells of folders, of one recipe or all."""
     found = {}
-    for path in paths:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        for line in map(json.loads, lines):
-            if recipe is None or line["recipe"] == recipe:
-                found[Cell(*(line[name] for name in Cell.__dataclass_fields__))] = line
+    for path in (path for folder in folders for path in sorted((folder / CELLS).glob("*.json"))):
+        line = json.loads(path.read_text(encoding="utf-8"))
+        if recipe is None or line["recipe"] == recipe:
+            found[Cell(*(line[name] for name in Cell.__dataclass_fields__))] = line
     return found
+
+
+def plan_of(missing: Sequence[Cell], results: dict[Cell, dict[str, Any]], lanes: int) -> str:
+    """Return how many cells and steps are missing, and their time by those that are finished with as many lanes."""
+    steps = sum(cell.steps for cell in missing)
+    text = f"{len(missing)} cells are missing, {steps:,} steps"
+    known = [(cell.steps, line["seconds"]) for cell, line in results.items() if line["lanes"] == lanes and cell.steps]
+    if not known or not missing:
+        return text
+    # a cell takes a time for its steps, and one for loading, drawing and judging
+    if len({length for length, _ in known}) > 1:
+        slope, start = linear_regression(*zip(*known, strict=True))
+    else:
+        slope, start = sum(seconds for _, seconds in known) / sum(length for length, _ in known), 0.0
+    minutes = max(0.0, slope * steps + start * len(missing)) / lanes / 60
+    return f"{text}: about {minutes:.1f} minutes in {lanes} lanes, by {len(known)} finished cells"
 
 
 def table_of(results: dict[Cell, dict[str, Any]]) -> str:
@@ -239,13 +352,14 @@ def table_of(results: dict[Cell, dict[str, Any]]) -> str:
 
 
 def _spread(values: Sequence[float]) -> str:
-    deviation = f" ±{stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{mean(values):.2f}{deviation}"
+    """Return a mean with its standard error."""
+    error = f" ±{stdev(values) / math.sqrt(len(values)):.2f}" if len(values) > 1 else ""
+    return f"{mean(values):.2f}{error}"
 
 
 def show(folder: Path, others: Sequence[Path] = (), recipe: str | None = None) -> None:
     """Print the table of all results and write it."""
-    text = table_of(read_results([folder / RESULTS, *others], recipe))
+    text = table_of(read_results([folder, *others], recipe))
     (folder / "table.md").write_text(text + "\n", encoding="utf-8")
     print(text)
 
@@ -261,30 +375,32 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--prompts", type=int, default=64, help="per group")
     parser.add_argument("--sampler-steps", type=int, default=20)
+    parser.add_argument("--lanes", type=int, default=1, help="cells at the same time, on one GPU")
     parser.add_argument("--minutes", type=float, default=25)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--toy", action="store_true")
-    parser.add_argument("--show", type=Path, nargs="*", metavar="OTHER")
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--show", type=Path, nargs="*", metavar="OTHER_FOLDER")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * args.minutes
+    (args.folder / CELLS).mkdir(parents=True, exist_ok=True)
     if args.show is not None:
         show(args.folder, args.show)
         return
-    bench = Bench(args.folder, args.prompts, args.sampler_steps, tuple(args.set))
+    bench = Bench(args.folder, args.prompts, args.sampler_steps, args.lanes, tuple(args.set))
     values = (args.seeds, args.steps, args.lr, args.rank, args.batch)  # all settings get their first seed first
     if args.toy:
         bench = replace(bench, prompts=2, sampler_steps=2)
         values = ([1], [2, 4], [1e-3], [4], [4])
     cells = [Cell(lr, rank, steps, batch, seed) for seed, steps, lr, rank, batch in itertools.product(*values)]
-    base = Cell(1e-9, 1, 0, 1, args.seeds[0])
-    start_judges()
-    deadline = time.monotonic() + 60 * args.minutes
-    for cell in (base, *cells):
-        done = read_results([args.folder / RESULTS], bench.recipe)
-        if cell not in done and time.monotonic() < deadline:
-            line = run_cell(bench, cell)
-            with (args.folder / RESULTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+    done = read_results([args.folder], bench.recipe)
+    missing = [cell for cell in (Cell(1e-9, 1, 0, 1, cells[0].seed), *cells) if cell not in done]
+    print(plan_of(missing, done, args.lanes), flush=True)
+    if args.plan:
+        return
+    for cell in {cell.seed: cell for cell in missing}.values():  # so that lanes do not build a cache at the same time
+        build_caches(bench.load(cell), Launch())
+    run_lanes(bench, missing, args.lanes, deadline)
     show(args.folder, recipe=bench.recipe)
 
 

@@ -41,8 +41,8 @@ from sd3_light.sources.preprocess import make_thumbnail
 HELD_OUT_SHARE = 0.04
 VARIANTS = re.compile(
     r"\b((medium-)?(light|medium|dark) skin tone|man|men|woman|women|person|people|boy|girl|child|children|adults?|"
-    r"older|male|female|(red|blonde?|curly|white) hair|hair|bald|beard|facing|pointing|backhand|"
-    r"(left|right|up|down)(wards)?|(counter)?clockwise)\b"
+    r"old|older|and|mrs|mx|santa|male|female|(red|blonde?|curly|white) hair|hair|bald|beard|facing|pointing|backhand|"
+    r"(left|right|up|down)(wards)?|(counter)?clockwise)\b|(?<=\bmer)(man|maid|person)\b|(?<=\bprince)ss\b"
 )
 SKIN_TONES = {chr(code) for code in range(0x1F3FB, 0x1F400)}
 PERMISSIVE = {"MIT", "Apache-2.0", "CC0-1.0", "CC-BY-4.0", "ISC", "Unlicense", "BSD-3-Clause"}

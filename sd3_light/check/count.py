@@ -12,7 +12,7 @@ from sd3_light.data.manifest import Manifest
 from sd3_light.data.shard_table import column, group_shards
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.runlog import progress
-from sd3_light.sources.buckets import Bucket, ExtremeFits, fits, misfit
+from sd3_light.sources.buckets import ENLARGED, Bucket, ExtremeFits, fits, misfit
 from sd3_light.sources.captions import caption_variants
 from sd3_light.sources.catalogue import InputRow, Source, make_sources, read_last_listing, to_probe
 from sd3_light.sources.decode import SampleLocation, probe_images
@@ -105,7 +105,7 @@ def _add(
         count.samples += 1
         count.captions += captions
         count.masked += bool(row.mask)
-        count.enlarged += fit.enlarged
+        count.enlarged += fit.scale > ENLARGED
         count.cropped += fit.cropped_fraction
 
 

@@ -200,7 +200,8 @@ class TrainConfig(Table):
     save_dtype: DtypeName = "bfloat16"
     """Dtype of exported weights."""
     keep_last_n_exports: CountOrZero = 0
-    """Number of exports to keep; older ones are deleted. 0 keeps all."""
+    """Number of exports to keep; older ones are deleted, except the best by validation loss and by `[metrics]`. 0 keeps
+    all."""
     checkpoint_every_n_steps: Count | None = None
     """Optimizer steps between checkpoints."""
     checkpoint_every_n_epochs: Count | None = None

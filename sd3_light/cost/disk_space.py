@@ -89,7 +89,8 @@ def _num_exports(train: TrainConfig, steps: RunSteps) -> int:
     examples = train.save_every_n_examples
     by_examples = None if examples is None else max(1, examples // steps.samples)
     due = _times_due(steps, train.save_every_n_steps, train.save_every_n_epochs, by_examples)
-    return min(due, train.keep_last_n_exports + 1) if train.keep_last_n_exports else due
+    best = int(train.has_evaluations) + int(train.metrics is not None)  # they are kept too
+    return min(due, train.keep_last_n_exports + 1 + best) if train.keep_last_n_exports else due
 
 
 def _times_due(steps: RunSteps, interval: int | None, epochs: int | None, more: int | None = None) -> int:

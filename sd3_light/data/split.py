@@ -51,7 +51,7 @@ class ImageSplit:
         held, total = len(self.validation), self.images
         if not held:
             return f"none of {total:,} images can be held out: too few are different from the others"
-        unused = f"; {len(self.unused):,} that resemble both sides are not used" if self.unused else ""
+        unused = f"; {len(self.unused):,} that resemble held-out ones are not used" if self.unused else ""
         return f"{held:,} of {total:,} images are held out{unused}"
 
 

@@ -1,11 +1,15 @@
-"""The best measurement of a run by [metrics], and the link `exports/best` to the export of its step."""
+"""The best export of a run: by [metrics], with the link `exports/best` to it, or by the validation loss."""
 
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
+from typing import Any
 
 from sd3_light.checkpoint.store import checkpoint_name
-from sd3_light.runlog import info, read_log
+from sd3_light.runlog import info, measured, read_log
 
 BEST = "best"
 METRICS_EVENT = "metrics"
@@ -68,3 +72,13 @@ def restore_best(exports: Path, best: BestMeasurement) -> None:
         mark_best(export)
     else:
         (exports / BEST).unlink()
+
+
+def validation_losses(events: list[dict[str, Any]], weights: Mapping[int, str]) -> dict[int, float]:
+    """Return the finite validation losses of a log by step, averaged over the sets, of each step's ``weights``."""
+    losses: dict[int, dict[str, float]] = {}
+    for event in events:
+        if event["event"] == "eval" and weights.get(event["step"]) == event["weights"]:
+            losses.setdefault(event["step"], {})[event["set"]] = measured(event, "flow")
+    means = {step: mean(sets.values()) for step, sets in losses.items()}
+    return {step: loss for step, loss in means.items() if math.isfinite(loss)}

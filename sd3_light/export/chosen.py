@@ -1,18 +1,16 @@
 """The model that a path names: a diffusers folder, an export of a run, or an adapter's folder with its base model."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 
 from sd3_light.checkpoint.store import step_of
 from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import require_model_path
 from sd3_light.config.toml_file import read_toml
 from sd3_light.export.background_saves import EXPORT, FOLDERS
-from sd3_light.export.best import best_name
+from sd3_light.export.best import best_name, validation_losses
 from sd3_light.export.lora_stack import Lora, adapter_file
-from sd3_light.runlog import info, measured, read_log
+from sd3_light.runlog import info, read_log
 
 
 @dataclass(frozen=True)
@@ -65,12 +63,8 @@ def best_export(run: Path) -> Path:
         return run / FOLDERS[EXPORT] / name
     events = list(read_log(run / "log.jsonl"))
     weights = {event["step"]: event["weights"] for event in events if event["event"] == EXPORT}
-    losses: dict[int, dict[str, float]] = {}
-    for event in events:
-        if event["event"] == "eval" and weights.get(event["step"]) == event["weights"]:
-            losses.setdefault(event["step"], {})[event["set"]] = measured(event, "flow")
-    means = {path: mean(losses[step].values()) for path in exports_of(run) if (step := step_of(path)) in losses}
-    scored = {path: loss for path, loss in means.items() if math.isfinite(loss)}
+    losses = validation_losses(events, weights)
+    scored = {path: losses[step] for path in exports_of(run) if (step := step_of(path)) in losses}
     if not scored:
         raise UserError(
             f"--best: no export of {run} was evaluated at its step with a finite loss; write eval_datasets (or "

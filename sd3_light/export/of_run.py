@@ -24,7 +24,7 @@ from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.engines.protocol import to_host
 from sd3_light.export.adapter_folder import write_adapter
-from sd3_light.export.best import best_name
+from sd3_light.export.best import best_name, validation_losses
 from sd3_light.export.diffusers_folder import WeightsOnDemand, host_copy, write_folder
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError, ExportSpec
 from sd3_light.export.model_facts import TRAINED_AT, ModelFacts
@@ -310,17 +310,26 @@ class Saver:
         """Write an export. ``save_model(name)`` saves what trains as it is now (see `save_full_model`).
 
         ``save_model(trained, weights, progress)`` writes the export of this step, one of the series, and deletes the
-        oldest when there are more than ``keep_last_n_exports``, except the one that is marked as the best.
+        oldest when there are more than ``keep_last_n_exports``, except the best by [metrics] and by validation loss.
         """
         if isinstance(name, str):
             return self.save_full_model(name, None, weights, progress)
         progress = progress or Progress()
         path = self.save_full_model(checkpoint_name(progress.step), name, weights, progress)
         if self.config.keep_last_n_exports:
-            for old in sorted(self.folder.glob("step-*"))[: -self.config.keep_last_n_exports]:
-                if old != path and old.name != best_name(self.folder):
+            exports = sorted(self.folder.glob("step-*"))
+            kept = (path.name, best_name(self.folder), self._lowest(exports, weights))
+            for old in exports[: -self.config.keep_last_n_exports]:
+                if old.name not in kept:
                     remove(old)
         return path
+
+    def _lowest(self, exports: Sequence[Path], weights: str) -> str | None:
+        """Return the name of the export with the lowest validation loss so far, if one was evaluated."""
+        log = self.folder.parent / "log.jsonl"
+        steps = dict.fromkeys(map(step_of, exports), weights)
+        losses = validation_losses(list(read_log(log)), steps) if log.is_file() else {}
+        return checkpoint_name(min(losses, key=lambda step: losses[step])) if losses else None
 
     def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress, owned: bool) -> Path:
         run = self.folder.parent

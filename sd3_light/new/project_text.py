@@ -1,5 +1,6 @@
 """The text of a new project's TOMLs: a recipe with other values, in which the comments stay."""
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from typing import Any
 import tomli_w
 
 from sd3_light.cost.amount import format_bytes
+from sd3_light.data.split import expected_split
 from sd3_light.formats import plural
 from sd3_light.new.kinds import Kind
 from sd3_light.new.memory_plan import MemoryPlan
@@ -38,6 +40,8 @@ _RELEASE: dict[str, tuple[Any, str]] = {
     "optimizer.type": ("adamw8bit", "moments in 8 bits"),
 }  # see `MemoryPlan.release`
 _FEW_IMAGES = 50
+_PASSES = 9  # over the held-out images, for the raw weights and for each average; as many with eval_at_fixed_t
+_EVALUATION_SHARE = 0.15  # of the FLOPs of training, at most
 _EVALUATED = "of the validation loss; `--best` of the other commands uses it"
 _CLIP_KEYS = {
     "frames": "of the longest clip; a shorter video gives a shorter one, an image one frame",
@@ -110,7 +114,7 @@ def train_toml(kind: Kind, values: TextValues) -> str:
     text = _HEAD.format(description=kind.description.replace(_SD3, values.family), name=values.name) + text
     for key, (value, comment) in {**_changes(kind, values, text), **_lengths(kind, values, text, steps)}.items():
         text = _set(text, key, value, comment)
-    for key, (value, comment) in _evaluation(values, text).items():
+    for key, (value, comment) in _evaluation(values, text, steps).items():
         text = _set(text, key, value, comment)
     text = _with_keys(text, values.keys)
     if plan.accumulation > 1:
@@ -164,6 +168,7 @@ def _lengths(kind: Kind, values: TextValues, text: str, steps: int) -> dict[str,
     """Return the number of steps, and the intervals of the recipe by it: smaller batches have more steps."""
     keys = _keys(text)
     changes: dict[str, tuple[Any, str]] = {}
+    shrunk = max(1, kind.batch * kind.shrunk // values.plan.samples_per_step)  # intervals are those of as many samples
     if "max_steps" in keys:
         changes["max_steps"] = (steps, "" if kind.draws else f"{steps / values.epoch_steps:,.0f} epochs")
     if keys.get("cooldown_steps", 0) > 1:
@@ -171,23 +176,36 @@ def _lengths(kind: Kind, values: TextValues, text: str, steps: int) -> dict[str,
     limits = {"save_every_n_steps": max(_EXPORT_STEPS, steps // 4), "checkpoint_every_n_steps": max(1, steps // 4)}
     for key, limit in {**limits, "warmup_steps": max(1, steps // 10)}.items():
         if key in keys:
-            changes[key] = (min(kind.shrunk * int(keys[key]), limit), "")
+            changes[key] = (min(shrunk * int(keys[key]), limit), "")
     ema = tomllib.loads(text)["ema"]
-    wanted = ema["decay"] ** (1 / kind.shrunk)
-    decay = round(min(wanted, ramped_decay(steps, ema["update_every"], wanted)), 4)
+    wanted = ema["decay"] ** (1 / shrunk)
+    decay = min(wanted, ramped_decay(steps, ema["update_every"], wanted))
+    decay = round(decay, 4 if decay < 0.999 else 6)
     if decay != ema["decay"] and values.plan.averages:
         covered = min(steps, round(ema["update_every"] / (1 - decay)))
         changes["ema.decay"] = (decay, f"the average covers about the last {plural(covered, 'step')}")
     return changes
 
 
-def _evaluation(values: TextValues, text: str) -> dict[str, tuple[Any, str]]:
-    """Return when the held-out images are evaluated: at every export, so that `--best` can choose, and in between."""
+def _evaluation(values: TextValues, text: str, steps: int) -> dict[str, tuple[Any, str]]:
+    """Return when the held-out images are evaluated: at every export, so that `--best` can choose, and in between.
+
+    Where evaluations would take more than `_EVALUATION_SHARE`, there are fewer, and fewer exports.
+    """
     if not values.validation:
         return {}
-    saves = int(_keys(text).get("save_every_n_steps", 1000))
-    changes: dict[str, tuple[Any, str]] = {"eval_every_n_steps": (saves if saves % 2 else saves // 2, _EVALUATED)}
-    if values.images < _FEW_IMAGES:
+    is_few = values.images < _FEW_IMAGES
+    tables = tomllib.loads(text)
+    passes = _PASSES * (1 + is_few) * (1 + tables["ema"]["enable"])
+    # a training step is as many FLOPs as three forward passes
+    fewest = round(passes * expected_split(values.images) / (3 * _EVALUATION_SHARE * values.plan.samples_per_step))
+    saves = int(tables.get("save_every_n_steps", 1000))
+    if fewest > saves:
+        saves = min(steps, 100 * math.ceil(fewest / 100))
+    is_often = saves % 2 == 0 and saves // 2 >= fewest
+    changes: dict[str, tuple[Any, str]] = {"save_every_n_steps": (saves, "")}
+    changes["eval_every_n_steps"] = (saves // 2 if is_often else saves, _EVALUATED)
+    if is_few:
         changes["eval_at_fixed_t"] = (True, "few images: the loss at fixed t has less noise")
     return changes
 

@@ -197,6 +197,8 @@ MUCH_CROPPED = 0.5
 """Fraction of an image whose loss is reported."""
 MUCH_ENLARGED = 2.0
 """Enlargement in each direction that is reported."""
+ENLARGED = 1.1
+"""Enlargement in each direction that `check` counts: less is not seen."""
 
 
 @dataclass

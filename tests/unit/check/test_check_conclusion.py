@@ -18,6 +18,7 @@ from sd3_light.check import verb as check
 from sd3_light.check.verb import Target, conclude
 from sd3_light.config import SIZES, EmaConfig
 from sd3_light.config.schema_tables import EmaTrack
+from sd3_light.cost.disk_space import RunSteps, run_disk
 from sd3_light.cost.drawing_memory import drawing_bytes
 from sd3_light.model.folder import count_weights
 from sd3_light.system import Gpu, visible_gpus
@@ -113,6 +114,17 @@ def test_disk_counts_checkpoints_and_exports_that_are_kept(
     assert lines["disk, run"].startswith("does not fit: ")
     assert "; 5 MiB are free; choose another output_dir, or a lower keep_last_n_checkpoints" in lines["disk, run"]
     assert lines["disk, cache"].startswith("fits: ")
+
+
+def test_disk_counts_the_best_export_too(files: Any) -> None:
+    files.image("0.png", 64, 64)
+    top = "max_steps = 100\nsave_every_n_steps = 10\nkeep_last_n_exports = 2\n"
+    loaded = files.load(model=PRETRAIN, top=top)
+    setup = check.run(loaded).setup
+    steps = RunSteps(100, 10, 8)
+    assert ", 3 exports of " in run_disk(loaded.train, setup, steps)[1], "two are kept while the next is written"
+    evaluated = loaded.train.model_copy(update={"eval_every_n_steps": 10})
+    assert ", 4 exports of " in run_disk(evaluated, setup, steps)[1]
 
 
 def test_files_that_the_run_has_written_count_as_space_for_it(

@@ -27,6 +27,7 @@ from sd3_light.families.sd3.positions import position_table
 from tests.project import Project
 
 PRETRAIN = 'size = "demo"\ntrain_type = "sd3_light_pretrain"'
+ONE = '[[directory]]\npath = "images"\n'
 BUCKETED = 'resolutions = [64]\nenable_ar_bucket = true\nar_buckets = [1.0, 2.0]\n[[directory]]\npath = "images"\n'
 
 
@@ -56,6 +57,13 @@ def test_samples_are_counted_by_bucket_and_reject(files: Any) -> None:
         "96x48": (1, 1, 1, 1),
     }
     assert estimate.data.steps == 4
+
+
+@pytest.mark.parametrize(("side", "enlarged"), [(96, 0), (90, 0), (80, 1)])
+def test_images_that_are_hardly_enlarged_do_not_count(files: Any, side: int, enlarged: int) -> None:
+    files.image("a.png", side, side)
+    (row,) = estimated(files.load(dataset=f"resolutions = [96]\n{ONE}")).data.rows
+    assert row.enlarged == enlarged
 
 
 def test_every_bucket_needs_inputs_for_its_graph(files: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,7 +186,7 @@ def test_the_smallest_group_is_held_out_if_all_are_large(tmp_path: Path) -> None
 
 def test_the_sentence() -> None:
     assert ImageSplit(20, (1, 2), ()).sentence() == "2 of 20 images are held out"
-    assert ImageSplit(20, (1, 2), (3,)).sentence().endswith("; 1 that resemble both sides are not used")
+    assert ImageSplit(20, (1, 2), (3,)).sentence().endswith("; 1 that resemble held-out ones are not used")
     assert ImageSplit(1, (), ()).sentence().startswith("none of 1 images can be held out")
 
 

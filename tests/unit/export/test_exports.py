@@ -17,6 +17,7 @@ from sd3_light.export.of_run import Saver
 from sd3_light.families.sd3 import prepare as sd3
 from sd3_light.families.sd3.prepare import LightSD3Pipeline
 from sd3_light.families.sd3.random_weights import new_transformer
+from sd3_light.runlog import RunLog
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,6 +79,24 @@ def test_the_best_export_is_kept(tmp_path: Path, written: list[dict[str, torch.T
         saver.save_model({}, "raw", Progress(step))
     names = [path.name for path in sorted((tmp_path / "exports").glob("step-*"))]
     assert names == ["step-00000001", "step-00000003"]
+
+
+def test_the_export_with_the_lowest_validation_loss_is_kept(
+    tmp_path: Path, written: list[dict[str, torch.Tensor]]
+) -> None:
+    """Of the exported weights, averaged over the sets; a loss that is not finite does not count."""
+    transformer = new_transformer(SIZES["tiny2"].transformer_config(), 0)
+    saver = Saver.of(config(tmp_path, keep_last_n_exports=1), transformer, tmp_path / "exports")
+    losses = {1: (0.5, 0.5), 2: (0.1, 0.7), 3: (float("nan"), 0.1), 4: (0.6, 0.6)}
+    with RunLog(tmp_path, tensorboard=False) as log:
+        for step, sets in losses.items():
+            for name, loss in zip("ab", sets, strict=True):
+                log.event("eval", step=step, set=name, weights="raw", flow=loss)
+                log.event("eval", step=step, set=name, weights="ema", flow=-step)
+    for step in losses:
+        saver.save_model({}, "raw", Progress(step))
+    names = [path.name for path in sorted((tmp_path / "exports").glob("step-*"))]
+    assert names == ["step-00000002", "step-00000004"]
 
 
 @pytest.mark.parametrize("save", ["save_model", "save_full_model"])

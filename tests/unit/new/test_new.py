@@ -62,12 +62,16 @@ def test_check_accepts_what_new_writes(tmp_path: Path, images: str, kind: str) -
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
-    kind, plan = KINDS[name], MemoryPlan(8, 4, "selective")
+    kind = KINDS[name]
+    plan = MemoryPlan(8 if kind.batch > 8 else 2, max(2, kind.batch // 8), "selective")
     prompts = ('a "quoted" word', "back\\slash", "一只猫")
     values = TextValues(name, "images", "owner/model", 256, plan, 77, epoch_steps=1000, prompts=prompts)
     text = train_toml(kind, values)
     ours, recipe = tomllib.loads(text), tomllib.loads((RECIPES / f"{kind.recipe}.toml").read_text(encoding="utf-8"))
-    assert (ours["micro_batch_size_per_gpu"], ours["gradient_accumulation_steps"]) == (8, 4)
+    assert (ours["micro_batch_size_per_gpu"], ours["gradient_accumulation_steps"]) == (
+        plan.micro_batch,
+        plan.accumulation,
+    )
     assert tuple(ours.pop("sampling")["prompts"]) == prompts
     changed = {"diffusers_path": "owner/model", "t5_max_length": 77}
     assert ours["model"] == {**recipe["model"], **changed}
@@ -487,7 +491,7 @@ def test_all_weights_have_joint_dropout_nine_buckets_and_exports_by_steps(tmp_pa
     assert "save_every_n_epochs" not in train
     assert train["save_every_n_steps"] == 100, "a short run exports its last step alone"
     for epoch_steps, interval in ((10, 100), (60, 150), (1000, 1000)):
-        values = TextValues("finetune", "images", "m", 64, MemoryPlan(1, 1, False), epoch_steps=epoch_steps)
+        values = TextValues("finetune", "images", "m", 64, MemoryPlan(32, 1, False), epoch_steps=epoch_steps)
         assert tomllib.loads(train_toml(KINDS["finetune"], values))["save_every_n_steps"] == interval
 
 
@@ -501,13 +505,17 @@ def test_the_first_samples_are_drawn_early(steps: int, early: list[int] | None, 
 
 @pytest.mark.parametrize(("epoch_steps", "decay"), [(1, 0.978), (1000, 0.98)])
 def test_an_average_has_a_decay_that_its_run_reaches(epoch_steps: int, decay: float) -> None:
-    values = TextValues("lora", "images", "m", 64, MemoryPlan(1, 1, False), epoch_steps=epoch_steps)
+    values = TextValues("lora", "images", "m", 64, MemoryPlan(4, 1, False), epoch_steps=epoch_steps)
     text = train_toml(KINDS["lora"], values)
     assert tomllib.loads(text)["ema"]["decay"] == decay
     assert ("# the average covers about the last 45 steps" in text) == (decay < 0.98)
     smaller = KINDS["lora"].with_fair_batch([19, 1])
     assert smaller.shrunk == 4
+    values = replace(values, plan=MemoryPlan(1, 1, False))
     assert tomllib.loads(train_toml(smaller, values))["ema"]["decay"] == pytest.approx(0.98 ** (1 / 4), abs=6e-4)
+    one_by_one = replace(values, epoch_steps=40_000)
+    decay = tomllib.loads(train_toml(KINDS["finetune"], one_by_one))["ema"]["decay"]
+    assert decay == pytest.approx(0.999 ** (1 / 32), abs=1e-6), "as many samples as with batches of 32"
 
 
 def test_gpus_share_the_batch_of_pretraining(

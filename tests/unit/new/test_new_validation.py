@@ -11,6 +11,8 @@ from sd3_light.assets import DEMO
 from sd3_light.check import verb as check
 from sd3_light.cli import app
 from sd3_light.config import load_config
+from sd3_light.data.split import expected_split
+from sd3_light.evaluate.validation import eval_points
 from sd3_light.new import verb as new
 from sd3_light.new.kinds import KINDS
 from sd3_light.new.memory_plan import MemoryPlan
@@ -33,6 +35,29 @@ def test_every_kind_has_validation(name: str, images: int) -> None:
     without = replace(values, validation=False)
     assert "validation" not in data_toml(kind, without)
     assert "eval_" not in train_toml(kind, without)
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "images", "saves", "evaluations"),
+    [
+        ("lora", 4, 20, 100, 50),
+        ("lora", 4, 5000, 1000, 1000),
+        ("finetune", 32, 3000, 232, 116),
+        ("finetune", 32, 20_000, 1000, 500),
+        ("finetune", 1, 20_000, 32_000, 16_000),
+    ],
+)
+def test_evaluations_take_a_small_share_of_the_time(
+    name: str, samples: int, images: int, saves: int, evaluations: int
+) -> None:
+    """Every export is evaluated; intervals count samples, so a smaller batch has longer ones."""
+    epoch_steps = images // samples
+    values = TextValues(name, "i", "m", 256, MemoryPlan(samples, 1, False), 77, epoch_steps=epoch_steps, images=images)
+    train = tomllib.loads(train_toml(KINDS[name], values))
+    assert (train["save_every_n_steps"], train["eval_every_n_steps"]) == (saves, evaluations)
+    points = eval_points(images < 50)
+    forward = 2 * len(points) * expected_split(images)
+    assert forward <= 0.15 * 3 * samples * (evaluations + 1)
 
 
 def test_the_project_says_how_many_images_are_held_out(tmp_path: Path, raw_project: Project) -> None:
