@@ -12,15 +12,13 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from command_peaks import run_command
 from diffusers import AutoencoderKL
 
 from sd3_light.assets import DEMO
@@ -28,6 +26,7 @@ from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import commit, reset_folder, temporary_folder, write_part
 from sd3_light.config import SIZES, ModelSize
 from sd3_light.engines.protocol import TensorPiece
+from sd3_light.export.model_facts import ModelFacts
 from sd3_light.families.sd3.random_weights import new_transformer
 
 GIB = 1 << 30
@@ -93,45 +92,20 @@ enable = true
     temporary = temporary_folder(run / "checkpoints", 10)
     reset_folder(temporary)
     write_part(temporary, 0, pieces)
-    commit(run / "checkpoints", 10, [0], {"progress": Progress(step=10, samples=640).as_dict()})
+    facts = {"progress": Progress(step=10, samples=640).as_dict(), "model": ModelFacts(trained_at=(256, 256)).as_dict()}
+    commit(run / "checkpoints", 10, [0], facts)
 
 
 def measure(command: Sequence[object], out: Path) -> CommandCost:
-    """Run ``sd3-light command`` and sample its memory ten times per second."""
-    arguments = [str(argument) for argument in command]
-    started, peak = time.monotonic(), 0
-    process = subprocess.Popen([sys.executable, "-P", "-m", "sd3_light", *arguments])
-    while process.poll() is None:
-        peak = max(peak, sum(map(_anonymous, _tree(process.pid))))
-        time.sleep(0.1)
-    seconds = time.monotonic() - started
-    if process.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed with exit code {process.returncode}")
+    """Run ``sd3-light command`` and return what it cost."""
+    words = [str(argument) for argument in command]
+    output = out.with_suffix(".txt")
+    ran = run_command(words, output, 3600)
+    if ran.exit_code:
+        raise SystemExit(f"{' '.join(words)} failed: {output.read_text(encoding='utf-8')}")
     sizes = [path.stat() for path in ([out] if out.is_file() else out.rglob("*")) if path.is_file()]
     written = sum(status.st_size for status in sizes if status.st_nlink == 1)  # hard links take no space
-    return CommandCost(
-        " ".join(Path(argument).name or argument for argument in arguments), seconds, written / 1e9, peak / GIB
-    )
-
-
-def _tree(root: int) -> Iterator[int]:
-    """Yield a process and all its descendants."""
-    yield root
-    for tasks in Path(f"/proc/{root}/task").glob("*/children"):
-        for child in _read(tasks).split():
-            yield from _tree(int(child))
-
-
-def _anonymous(process: int) -> int:
-    lines = _read(Path(f"/proc/{process}/status")).splitlines()
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (FileNotFoundError, ProcessLookupError):  # the process has just ended
-        return ""
+    return CommandCost(" ".join(Path(word).name or word for word in words), ran.seconds, written / 1e9, ran.host / GIB)
 
 
 def commands(folder: Path) -> Iterator[tuple[list[object], Path]]:

@@ -26,10 +26,15 @@ _TAIL_BYTES = 1 << 16
 
 def start_training(config: Path, arguments: Sequence[str], run: Path, **options: Any) -> subprocess.Popen[bytes]:
     """Start `sd3-light train CONFIG` in another process, which prints to a file in its run folder."""
-    command = [sys.executable, "-P", str(_PROGRAM), "train", str(config), *arguments]
     run.mkdir(parents=True, exist_ok=True)
     (run / CONSOLE).unlink(missing_ok=True)  # another's run may have a pipe there, or a link to another file
-    with (run / CONSOLE).open("xb") as console:
+    return start_verb(["train", str(config), *arguments], run / CONSOLE, **options)
+
+
+def start_verb(arguments: Sequence[str], output: Path, **options: Any) -> subprocess.Popen[bytes]:
+    """Start `sd3-light` in another process, which prints to a new file."""
+    command = [sys.executable, "-P", str(_PROGRAM), *arguments]
+    with output.open("xb") as console:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, **options)
 
 

@@ -22,7 +22,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -194,11 +194,24 @@ def open_image(content: bytes, size: int) -> Image.Image:
         return image.convert("RGBA")
 
 
-def write_set(icons: list[Icon], out: Path, size: int, processes: int) -> list[Cell]:
-    """Draw the icons, hold some out, and write captions, dataset TOMLs and the list of cells that were drawn."""
+def write_set(
+    icons: list[Icon],
+    out: Path,
+    size: int,
+    processes: int,
+    divide: Callable[[list[Icon], list[bytes]], list[Cell]] = hold_out,
+) -> list[Cell]:
+    """Draw the icons, hold some out, and write captions, dataset TOMLs and the list of cells that were drawn.
+
+    ``divide`` returns the cells that are used, from the icons that were drawn and their thumbnails.
+    """
     with ProcessPoolExecutor(processes) as pool:
         drawn = list(pool.map(partial(draw, out=out, size=size), icons, chunksize=32))
-    cells = hold_out([icon for icon, good in zip(icons, drawn, strict=True) if good], list(filter(None, drawn)))
+    cells = divide([icon for icon, good in zip(icons, drawn, strict=True) if good], list(filter(None, drawn)))
+    used = {cell.file for cell in cells}
+    for icon, good in zip(icons, drawn, strict=True):
+        if good and icon.cell.file not in used:
+            (out / "train" / icon.cell.file).unlink()
     for cell in cells:
         if cell.held_out:
             path = out / "held_out" / cell.file

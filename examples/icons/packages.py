@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Package:
-    """One release of an npm package, the licence of what is used of it, and its makers."""
+    """One release of a package, the licence of what is used of it, and its makers."""
 
     name: str
     version: str
@@ -124,11 +124,16 @@ def fetch(package: Package, folder: Path) -> Path:
             raise SystemExit(f"npm is not installed; install it, or put {package.file} into {folder}")
         print(f"downloading {package.name} {package.version}", flush=True)
         subprocess.run([npm, "pack", "--silent", f"{package.name}@{package.version}"], cwd=folder, check=True)
+    check_hash(path, package)
+    return path
+
+
+def check_hash(path: Path, package: Package) -> None:
+    """Exit unless a downloaded file is that of the package."""
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != package.sha256:
         raise SystemExit(f"{path} has sha256 {digest}, not {package.sha256}; delete it and run again")
-    return path
 
 
 def members(archive: Path, folder: str) -> Iterator[tuple[str, bytes]]:

@@ -324,6 +324,8 @@ def _why_empty(plan: CachePlan) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in plan.counts.rejected.most_common())
     if plan.counts.unmatched:
         reasons = ", ".join(filter(None, (f"{plan.counts.unmatched:,} do not match where", reasons)))
+    if plan.counts.excluded:
+        reasons = ", ".join(filter(None, (f"{plan.counts.excluded:,} are listed in exclude", reasons)))
     details = (row.detail for row in plan.rejected() if row.reason == "no_caption")
     first = next((f"; the first has {detail}" for detail in details), "")
     return f"no usable sample found ({reasons or 'the directories are empty'}){first}"

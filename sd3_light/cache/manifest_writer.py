@@ -16,6 +16,7 @@ from sd3_light.data.cache_plan import CachePlan, PlanCounts, Unit
 from sd3_light.data.manifest import (
     DUPLICATES,
     DUPLICATES_FILE,
+    EXCLUDED,
     HELD_OUT,
     REJECTED,
     REJECTS_FILE,
@@ -70,6 +71,7 @@ def write_manifest(
         "enlarged": plan.counts.enlarged - undecoded.enlarged,
         **{name: plan.counts.duplicates[key] for key, name in DUPLICATES.items() if plan.counts.duplicates[key]},
         **({UNMATCHED: plan.counts.unmatched} if plan.counts.unmatched else {}),
+        **({EXCLUDED: plan.counts.excluded} if plan.counts.excluded else {}),
         **({} if planned.split is None else {HELD_OUT: len(planned.split.validation)}),
         **{f"{REJECTED}{reason}": count for reason, count in sorted(rejected.items())},
     }

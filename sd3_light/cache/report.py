@@ -7,7 +7,7 @@ from pathlib import Path
 from sd3_light.cache.reuse import ValueCounts
 from sd3_light.config import DatasetConfig, TrainConfig, batch_size_for
 from sd3_light.data.cache_plan import Unit
-from sd3_light.data.manifest import DUPLICATES, DUPLICATES_FILE, REJECTED, REJECTS_FILE, UNMATCHED
+from sd3_light.data.manifest import DUPLICATES, DUPLICATES_FILE, EXCLUDED, REJECTED, REJECTS_FILE, UNMATCHED
 from sd3_light.data.order import BucketOrder, Segment
 from sd3_light.data.shard_table import ShardEntry
 from sd3_light.formats import plural
@@ -103,6 +103,9 @@ def log_report(title: str, report: CacheReport, policy: str, folder: str) -> Non
             info(f"{title}: {count:,} images {result}")
     if counts.get(UNMATCHED):
         info(f"{title}: {counts[UNMATCHED]:,} samples do not match `where` and are left out")
+    if excluded := counts.get(EXCLUDED):
+        verb = "is" if excluded == 1 else "are"
+        info(f"{title}: {plural(excluded, 'sample')} {verb} listed in `exclude` and left out")
     if rejected:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in rejected.items())
         total = sum(rejected.values())

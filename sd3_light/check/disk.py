@@ -26,6 +26,7 @@ from sd3_light.model.base_values import with_base_values
 from sd3_light.runlog import missing_trackers
 from sd3_light.sources.access import CONTAINERS, exists
 from sd3_light.sources.buckets import buckets_for
+from sd3_light.sources.exclusions import read_exclusions
 from sd3_light.sources.listing import VIDEOS
 from sd3_light.sources.video import has_av
 from sd3_light.urls import protocol_problem
@@ -373,7 +374,13 @@ def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataL
         yield "default_mask_file", "not a file", mask
     if rejected is not None and rejected.exists() and not rejected.is_dir():
         yield "rejected", "not a folder", rejected
-    for key, source in zip(sources, (path, masks, mask, rejected), strict=True):
+    if directory.exclude is not None and directory.exclude.exists():
+        try:
+            read_exclusions(directory.exclude)
+        except UserError as error:
+            yield "exclude", str(error).removeprefix("exclude: "), directory.exclude
+    files = {**dict(zip(sources, (path, masks, mask, rejected), strict=True)), "exclude": directory.exclude}
+    for key, source in files.items():
         if source is not None and not source.exists():
             yield key, "no such file or folder", source
         elif source is not None and not os.access(source, os.R_OK | (os.X_OK if source.is_dir() else 0)):

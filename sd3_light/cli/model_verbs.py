@@ -136,12 +136,14 @@ Features = Annotated[
         "safetensors, by whose features images are compared."
     ),
 ]
-Cells = Annotated[
+Training = Annotated[
     Path | None,
     typer.Option(
-        help="With --against: JSON list of file, concept and style of each image, for the row of the same concept "
-        "in the nearest style; default: cells.json beside DATA, if it exists."
+        help="With --against: dataset TOML of the training images, for the rows of those that answer the captions best."
     ),
+]
+SaveImages = Annotated[
+    Path | None, typer.Option(help="With --against: write the images of every row as PNG to this new folder.")
 ]
 AgainstPage = Annotated[
     Path | None, typer.Option(help="With --against: write a page with images beside the true ones to this file.")
@@ -163,8 +165,9 @@ def evaluate(
     ],
     against: AgainstData = None,
     features: Features = None,
-    cells: Cells = None,
+    training: Training = None,
     page: AgainstPage = None,
+    save: SaveImages = None,
     prompts: NumPrompts = None,
     seen: Annotated[
         bool, typer.Option("--seen", help="Use combinations from training instead of held-out ones.")
@@ -199,11 +202,11 @@ def evaluate(
     from sd3_light.export.lora_stack import Lora
 
     loras = tuple(map(Lora.parse, lora or []))
-    _require_one_measure(models, against, features, config, against_only=(features, cells, page))
+    _require_one_measure(models, against, features, config, against_only=(features, training, page, save))
     if against is not None and features is not None:
-        options = measure.AgainstOptions(prompts or 1000, steps, guidance, seed, batch, cells, loras)
-        print_table(measure.run(models, against, features, options, out, page).table())
-        _report_written(out, page)
+        options = measure.AgainstOptions(prompts or 1000, steps, guidance, seed, batch, training, loras)
+        print_table(measure.run(models, against, features, options, out, page, save).table())
+        _report_written(out, page, save)
     elif config is not None:
         if lora:
             raise UserError("--lora does not work with --config; merge it first: sd3-light lora merge")
@@ -230,7 +233,9 @@ def _require_one_measure(
         if features is None:
             raise UserError("--against needs --features: the folder of `sd3-light parts`, or of a CLIP or vision model")
     elif any(against_only):
-        raise UserError("--features, --cells and --page belong to --against DATA; give it, or leave them out")
+        raise UserError(
+            "--features, --training, --page and --save belong to --against DATA; give it, or leave them out"
+        )
     elif len(models) > 1:
         raise UserError("several models are compared with --against DATA; otherwise give one")
 

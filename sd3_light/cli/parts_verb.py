@@ -1,5 +1,6 @@
 """The verb `parts`."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,13 +23,21 @@ def parts(
         Path, typer.Argument(metavar="DATA", help="Folder of captioned images (used at 128 px), or a dataset TOML.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder for the parts; an unfinished one is continued.")],
-    only: Annotated[str | None, typer.Option(help="Train one part: `vae` or `text`.")] = None,
+    only: Annotated[str | None, typer.Option(help="Train one part: `vae`, `text` or `judge`.")] = None,
     vae_size: Annotated[str, typer.Option(help="`tiny`, `small` or `medium`.")] = "small",
     text_size: Annotated[str, typer.Option(help="`tiny`, `small` or `medium`.")] = "small",
     vae_minutes: Annotated[float, typer.Option(min=0.01, help="Training time of the VAE, over all runs.")] = 5,
     text_minutes: Annotated[float, typer.Option(min=0.01, help="Training time of the text encoders.")] = 3,
     vae_steps: Annotated[int | None, typer.Option(min=1, help="Steps of the VAE, instead of a time.")] = None,
     text_steps: Annotated[int | None, typer.Option(min=1, help="Steps of the text encoders, instead.")] = None,
+    judge_share: Annotated[
+        float,
+        typer.Option(
+            min=0, max=0.9, help="Train the judge apart, on this share of the captions, which the encoders do not see."
+        ),
+    ] = 0.0,
+    judge_minutes: Annotated[float, typer.Option(min=0.01, help="Training time of such a judge.")] = 3,
+    judge_steps: Annotated[int | None, typer.Option(min=1, help="Steps of such a judge, instead.")] = None,
     stop_after: Annotated[
         float | None, typer.Option(min=0.01, help="Save and exit after this many minutes; run again to continue.")
     ] = None,
@@ -68,6 +77,7 @@ def parts(
     from sd3_light.parts.vae import VaeOptions
 
     common = {"evaluate_every": evaluate_every, "plateau": plateau}
+    text_fit = FitOptions(text_steps, text_minutes, text_lr, weight_decay=0.05, min_gain=0.005, **common)
     options = stage.PartsOptions(
         only=only,  # type: ignore[arg-type]  # checked below
         vae_size=vae_size,
@@ -78,7 +88,9 @@ def parts(
         vae=VaeOptions(vae_batch, seed, kl=kl, adversarial=adversarial, decoder_only=decoder_only, compile=compile_),
         text=TextOptions(text_batch, seed, compile_),
         vae_fit=FitOptions(vae_steps, vae_minutes, vae_lr, **common),
-        text_fit=FitOptions(text_steps, text_minutes, text_lr, weight_decay=0.05, min_gain=0.005, **common),
+        text_fit=text_fit,
+        judge_share=judge_share,
+        judge_fit=replace(text_fit, steps=judge_steps, minutes=judge_minutes),
         vocabulary=vocabulary,
         max_images=max_images,
         workers=workers,

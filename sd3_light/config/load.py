@@ -115,7 +115,7 @@ def _load_train(raw: dict[str, Any], path: Path) -> _TrainToml:
     values["model"] = {"diffusers_path": "missing", **values.get("model", {})}
     if any(key.startswith("model.shape.") for key in faulty_keys):
         del values["model"]["shape"]  # its required keys have no placeholders
-    for table in ("metrics", "objective"):
+    for table in ("metrics", "objective", "reward"):
         if any(key.startswith(f"{table}.") for key in faulty_keys):
             del values[table]
     config = TrainConfig.model_validate(values, context={"base": path.parent})

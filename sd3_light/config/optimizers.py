@@ -26,8 +26,9 @@ class OptimizerRecord:
 
     ``fsdp2`` and ``deepspeed``: whether FSDP2, and DeepSpeed with its pipelines, can shard its state. ``step_bytes``:
     memory of one step beside state and gradients, in bytes per squared model width; ``part_bytes``: for each of the
-    elements that are updated together. ``in_units``: whether it updates
-    weights independently of each other, so that they may be in bfloat16 and their gradients released one by one.
+    elements that are updated together, by an optimizer that updates weights in bfloat16 itself. ``in_units``:
+    whether it updates weights independently of each other, so that they may be in bfloat16 and their gradients released
+    one by one.
     ``package`` is the library it needs, from the extra ``extra``. ``lr`` is the default learning rate.
     """
 
@@ -60,7 +61,7 @@ OPTIMIZERS = {
     "adamw8bit": OptimizerRecord(
         "AdamW with 8-bit moments",
         (StateTerm("AdamW in 8 bits", 2 + 2 * 4 / 256),),  # one float32 scale per 256 values
-        part_bytes=7 * 4,  # moments, gradient, codes, draws and the new weight, in float32
+        part_bytes=2 * 4,  # the draws that round the second moment and the weight
         in_units=True,
     ),
     "muon": OptimizerRecord(

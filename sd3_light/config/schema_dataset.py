@@ -19,6 +19,7 @@ from sd3_light.config.base import (
     Resolution,
     Table,
     TomlLocation,
+    TomlPath,
     TomlString,
     as_resolution,
     check_sides,
@@ -177,6 +178,9 @@ class DatasetDefaults(Table):
     """Fraction of the samples to use, selected by sample id."""
     where: Where = ""
     """Condition over a sample's columns and its `width`, `height` and `caption_length`; the others are left out."""
+    exclude: TomlPath | None = None
+    """Text file with the keys of samples to leave out, one per line, such as `images#0/cats/1.jpg`; lines that start
+    with `#` are comments. Lists of rejects and the pages of `inspect` and `ui` show keys; `ui` edits the list."""
     duplicates: Literal["keep", "drop", "drop_similar"] = "keep"
     """What to do with an image whose bytes (and mask) equal those of an earlier one. They are counted in all cases.
     `"drop_similar"` also leaves out copies that were resized or compressed again; to find them, every new image is

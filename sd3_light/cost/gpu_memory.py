@@ -327,8 +327,12 @@ def _optimizer_step(setup: TrainingSetup) -> dict[str, int]:
 
 
 def _unit_work(setup: TrainingSetup) -> int:
-    """Return the working memory of an update in one process: weights in bfloat16 and their gradients become float32."""
+    """Return the working memory of an update in one process.
+
+    Weights in bfloat16 and their gradients become float32, unless the optimizer updates them part by part.
+    """
     record = OPTIMIZERS[setup.optimizer]
     work = record.step_bytes * setup.cost.width**2
-    work += record.part_bytes * min(PART_ELEMENTS, setup.trained_parameters)
+    if record.part_bytes:
+        return work + record.part_bytes * min(PART_ELEMENTS, setup.trained_parameters)
     return work + (8 * setup.unit_parameters if setup.weight_bytes == 2 else 0)

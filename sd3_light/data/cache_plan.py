@@ -56,7 +56,7 @@ _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
 IGNORED_SETTINGS = {
-    *("path", "mask_path", "default_mask_file", "rejected", "num_repeats", "caption_weights", "validation"),
+    *("path", "mask_path", "default_mask_file", "rejected", "exclude", "num_repeats", "caption_weights", "validation"),
 }
 """Keys of a directory that a plan does not depend on, besides what the rows of its catalogue contain."""
 
@@ -137,6 +137,7 @@ class PlanCounts:
     enlarged: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     unmatched: int = 0
+    excluded: int = 0
     duplicates: Counter[str] = field(default_factory=Counter)
 
 
@@ -151,6 +152,7 @@ class CachePlan:
         counts = read_json_file(path.with_suffix(".json"))
         self.counts = PlanCounts(counts["pictures"], counts["cropped"], counts["enlarged"], Counter(counts["rejected"]))
         self.counts.unmatched = counts.get("unmatched", 0) + sum(listing.unmatched for listing in listings)
+        self.counts.excluded = sum(listing.excluded for listing in listings)
         self.counts.duplicates = Counter(counts["duplicates"])
         self.duplicates_file = path.with_suffix(_DUPLICATES)
         os.utime(self.duplicates_file)

@@ -1,7 +1,7 @@
 """The images of a dataset, decoded into memory at the dataset's sizes."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +32,11 @@ class DecodedSample:
     path: Path
     pixels: Pixels
 
+    @property
+    def group(self) -> str:
+        """The name of the folder that the file is in."""
+        return self.path.parent.name
+
 
 def decode_dataset(
     dataset: DatasetConfig, folder: Path, max_images: int, workers: int, list_rejects: bool = False
@@ -41,18 +46,34 @@ def decode_dataset(
     ``folder`` holds the catalogue of the sources, so that a second run need not probe the images again. With
     ``list_rejects`` it keeps the list of rejected inputs too, whose first ones are always printed.
     """
-    if any(directory.frames is not None for directory in dataset.directories):
-        raise UserError(
-            f"{dataset.path}: frames: only images are used here, not videos; give a dataset without the key"
-        )
+    _require_images(dataset)
     with Claims(folder / "claims") as claims:
         plan = plan_images(Catalogue(folder, claims), dataset.directories, workers, "parts", _SHARD)
         lines = [reject_line(row.key, row.reason, row.detail, row.image) for row in plan.rejected()]
-        decoded = _decode(plan, _select(plan, max_images), workers, lines)
+        decoded = list(_decode(plan, _select(plan, max_images), workers, lines))
     _report_rejects(lines, folder / REJECTS_FILE if list_rejects else None)
     if not decoded:
         raise UserError(f"{dataset.path}: no usable image found; check its path and the captions")
     return decoded
+
+
+def each_image(
+    dataset: DatasetConfig, folder: Path, workers: int, chosen: Collection[int] | None = None
+) -> Iterator[DecodedSample]:
+    """Yield all images, or those with the ``chosen`` sample ids, at each of the dataset's sizes; unusable ones are left
+    out. A few batches are in memory at a time. ``folder``: see `decode_dataset`."""
+    _require_images(dataset)
+    with Claims(folder / "claims") as claims:
+        plan = plan_images(Catalogue(folder, claims), dataset.directories, workers, "parts", _SHARD)
+        members = ((unit, member) for unit in plan.units for member in plan.members(unit))
+        yield from _decode(plan, [one for one in members if chosen is None or one[1].identity in chosen], workers, [])
+
+
+def _require_images(dataset: DatasetConfig) -> None:
+    if any(directory.frames is not None for directory in dataset.directories):
+        raise UserError(
+            f"{dataset.path}: frames: only images are used here, not videos; give a dataset without the key"
+        )
 
 
 def plan_images(
@@ -98,9 +119,8 @@ def _select(plan: CachePlan, max_images: int) -> list[tuple[Unit, Member]]:
 
 def _decode(
     plan: CachePlan, samples: list[tuple[Unit, Member]], workers: int, rejected: list[dict[str, str]]
-) -> list[DecodedSample]:
+) -> Iterator[DecodedSample]:
     """Decode samples; those that cannot be decoded are added to ``rejected``."""
-    decoded = []
     with (
         WorkerPool(workers if len(samples) > _MIN_FOR_WORKERS else 0, decode_images, CRASHED_DECODE) as pool,
         progress("decoding", len(samples), "images") as bar,
@@ -113,9 +133,8 @@ def _decode(
                     rejected.append(reject_line(member.row.key, image.reason, image.detail, member.row.image))
                 else:
                     location = sample_location(member.row, plan.source(unit).root)
-                    decoded.append(DecodedSample(member, Path(location.image.path), image.pixels))
+                    yield DecodedSample(member, Path(location.image.path), image.pixels)
             bar.advance(len(batch))
-    return decoded
 
 
 def _batches(samples: list[tuple[Unit, Member]]) -> Iterator[list[tuple[Unit, Member]]]:

@@ -42,8 +42,8 @@ REJECTS_FILE, DUPLICATES_FILE = "rejects.jsonl", "duplicates.jsonl"
 HELD_OUT = "held out"
 """A manifest's count of images that are held out for validation; absent if the dataset is not divided."""
 
-UNMATCHED = "unmatched"
-"""A manifest's count of samples that do not match `where`; absent if there are none."""
+UNMATCHED, EXCLUDED = "unmatched", "excluded"
+"""A manifest's counts of samples that do not match `where` and that `exclude` lists; absent if there are none."""
 
 
 def damaged_mark(shard: Path) -> Path:

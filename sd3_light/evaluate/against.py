@@ -1,7 +1,7 @@
 """Measure models against true images: draw every caption with each model, and compare by features.
 
-The table has a row per model and rows to compare with: the true images, true images of other captions, and, if the
-set lists concepts and styles, the same concept in the nearest other style.
+The table has a row per model and rows to compare with: the true images, true images of other captions and, if the
+training images are given, those that `nearest` chooses as answers to the captions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,46 +19,54 @@ from rich.text import Text
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
-from sd3_light.evaluate.comparison import Comparison, Scores, image_features, text_features
+from sd3_light.evaluate.comparison import DIFFERENCES, Comparison, Scores, image_features, text_features
 from sd3_light.evaluate.composition import USUAL_STEPS
 from sd3_light.evaluate.distances import METRICS
-from sd3_light.evaluate.judge import Judge, load_judge
-from sd3_light.evaluate.truths import CELLS, Truth, load_truths, style_copies
+from sd3_light.evaluate.judge import Judge, load_judge, shares_captions
+from sd3_light.evaluate.nearest import training_answers
+from sd3_light.evaluate.pixels import PIXEL_METRICS
+from sd3_light.evaluate.truths import Truth, load_truths
 from sd3_light.export.chosen import ChosenModel, choose_model
 from sd3_light.export.export_spec import write_json
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.open_pipeline import open_policy
+from sd3_light.files import new_folder, refuse_existing
 from sd3_light.pages import check_output_path, data_uri, render_template, save_page
 from sd3_light.runlog import ResultTable, info, progress
 from sd3_light.sample.generate import ImageRequest, choose_drawing, generate
 from sd3_light.sample.phases import open_with_adapters
 from sd3_light.sources.preprocess import Pixels
 
-TRUE, COPY, SHUFFLED = "true images", "same concept, nearest style", "true images, captions shuffled"
+TRUE, SHUFFLED = "true images", "true images, captions shuffled"
+COLUMNS = (*DIFFERENCES.values(), "retrieval", "distance", *PIXEL_METRICS)
+"""The metrics of the table; JSON and page have those of `METRICS` too."""
 TITLES = {
     "frechet": "Frechet distance", "kid": "KID", "precision": "precision", "recall": "recall",
-    "retrieval": "retrieval", "distance": "distance to truth",
+    "frechet_difference": "Frechet - true", "kid_difference": "KID - true",
+    "retrieval": "retrieval", "distance": "distance to truth", "psnr": "PSNR", "edges": "edges",
 }  # fmt: skip
+IMAGES_FILE = "images.json"
+_ALL = tuple(dict.fromkeys((*METRICS, *COLUMNS)))
 _MOST_SHOWN = 100  # samples on the page
 
 
 @dataclass(frozen=True)
 class AgainstOptions:
-    """How many captions to draw, and how. ``cells`` lists concept and style of each image; None: `cells.json` beside
-    the dataset TOML, if there is one."""
+    """How many captions to draw, and how. ``training`` is the dataset TOML of the training images, for the rows of
+    those that answer the captions."""
 
     count: int = 1000
     steps: int | None = None
     guidance: float | None = None
     seed: int = 0
     batch: int = 16
-    cells: Path | None = None
+    training: Path | None = None
     loras: tuple[Lora, ...] = ()
 
 
 @dataclass
 class Measured:
-    """The scores by row of the table, and the images that the page shows, by number of the truth."""
+    """The scores by row of the table, and the images that are kept, by number of the truth."""
 
     truths: Sequence[Truth]
     among: int
@@ -67,13 +75,20 @@ class Measured:
 
     def table(self) -> ResultTable:
         """Return the scores as a table with 95% intervals."""
-        title = f"{len(self.truths):,} captions; retrieval among {self.among}"
-        table = ResultTable("", title=title, box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-        for metric in METRICS:
+        table = ResultTable("", title=self.title(), box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
+        for metric in COLUMNS:
             table.add_column(TITLES[metric], justify="right")
         for name, scores in self.scores.items():
-            table.add_row(Text(name), *(Text("\n".join(_texts(scores, metric))) for metric in METRICS))
+            table.add_row(Text(name), *(Text("\n".join(_texts(scores, metric))) for metric in COLUMNS))
         return table
+
+    def title(self) -> str:
+        """Return how many captions there are, and the distances of two halves of the true images."""
+        title = f"{len(self.truths):,} captions; retrieval among {self.among}"
+        halves = self.scores[TRUE].estimates
+        values = [(TITLES[metric], halves.get(metric)) for metric in DIFFERENCES]
+        texts = [f"{name} {value.texts[0]}" for name, value in values if value is not None]
+        return f"{title}; two halves of the true images: {', '.join(texts)}" if texts else title
 
 
 def run(
@@ -83,23 +98,32 @@ def run(
     options: AgainstOptions | None = None,
     out: Path | None = None,
     page: Path | None = None,
+    save: Path | None = None,
 ) -> Measured:
-    """Measure the models and the baselines; write the scores as JSON and a page with images, if requested."""
+    """Measure the models and the baselines; write the scores as JSON, a page with images, and all images as PNG, if
+    requested."""
     options = options or AgainstOptions()
     if page is not None:
         check_output_path(page)
+    if save is not None:
+        refuse_existing(save)
     chosen = {str(model): _choose(model) for model in models}
     steps, guidance = _drawing(chosen, options)
     device = Launch().device()
     judge = load_judge(features, device)
-    options = replace(options, cells=_cells(data, options.cells), steps=steps, guidance=guidance)
+    options = replace(options, steps=steps, guidance=guidance)
+    if shares_captions(features):
+        info(f"note: {features} and the model's text encoders learned from the same captions; `parts --judge-share`")
     truths = load_truths(data, options.count)
-    measured = _measure(chosen, truths, judge, options, shown=0 if page is None else _MOST_SHOWN)
+    kept = len(truths) if save is not None else 0 if page is None else _MOST_SHOWN
+    measured = _measure(chosen, truths, judge, options, kept)
     facts = {"against": str(data), "features": str(features), "version": __version__, **_drawn_with(options)}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        rows = {name: scores.as_dict() for name, scores in measured.scores.items()}
+        rows = {name: {**scores.as_dict(), "each": _each(scores)} for name, scores in measured.scores.items()}
         write_json(out, {**facts, "captions": len(truths), "among": measured.among, "rows": rows})
+    if save is not None:
+        save_images(measured, save)
     if page is not None:
         save_page(page, render_template("evaluation.html", **_page_values(measured, facts)))
     return measured
@@ -123,14 +147,11 @@ def _drawing(chosen: Mapping[str, ChosenModel], options: AgainstOptions) -> tupl
     return choose_drawing(next(iter(policies.values())), *given, USUAL_STEPS)
 
 
-def _cells(data: Path, cells: Path | None) -> Path | None:
-    beside = data.parent / CELLS
-    return cells or (beside if beside.is_file() else None)
-
-
 def _drawn_with(options: AgainstOptions) -> dict[str, Any]:
     loras = [{"file": str(lora.file), "strength": lora.strength} for lora in options.loras]
-    return {"steps": options.steps, "guidance": options.guidance, "seed": options.seed, "loras": loras}
+    training = None if options.training is None else str(options.training)
+    return {"training": training, "steps": options.steps, "guidance": options.guidance, "seed": options.seed,
+            "loras": loras}  # fmt: skip
 
 
 def _measure(
@@ -138,7 +159,7 @@ def _measure(
     truths: Sequence[Truth],
     judge: Judge,
     options: AgainstOptions,
-    shown: int,
+    kept: int,
 ) -> Measured:
     captions = [truth.caption for truth in truths]
     embed = partial(image_features, judge)
@@ -147,20 +168,21 @@ def _measure(
         text_features(judge, captions) if judge.reads_text else None,
         captions,
         options.seed,
+        [truth.pixels for truth in truths],
     )
     measured = Measured(truths, comparison.among)
     measured.scores[TRUE] = comparison.of_truths()
-    measured.images[TRUE] = {row: truth.pixels for row, truth in enumerate(truths[:shown])}
+    measured.images[TRUE] = {row: truth.pixels for row, truth in enumerate(truths[:kept])}
     measured.scores[SHUFFLED] = comparison.of_shuffled_truths()
-    if options.cells is not None:
-        copies = style_copies(truths, comparison.truths, options.cells, embed)
-        vectors = torch.stack([vector for _, vector in copies.values()])
-        measured.scores[COPY] = comparison.of_images(vectors, list(copies))
-        measured.images[COPY] = {row: pixels for row, (pixels, _) in copies.items() if row < shown}
+    if options.training is not None:
+        for name, answers in training_answers(options.training, truths, comparison.truths, embed).items():
+            images = list(answers.values())
+            measured.scores[name] = comparison.of_images(embed(images), list(answers), images)
+            measured.images[name] = {row: pixels for row, pixels in answers.items() if row < kept}
     for name, model in chosen.items():
         images = draw(model, truths, judge.device, options)
-        measured.scores[name] = comparison.of_images(embed(images))
-        measured.images[name] = dict(enumerate(images[:shown]))
+        measured.scores[name] = comparison.of_images(embed(images), images=images)
+        measured.images[name] = dict(enumerate(images[:kept]))
     return measured
 
 
@@ -178,8 +200,29 @@ def draw(chosen: ChosenModel, truths: Sequence[Truth], device: torch.device, opt
 # --- output --------------------------------------------------------------------------------------
 
 
+def save_images(measured: Measured, folder: Path) -> None:
+    """Write the images of every row as PNG, and `images.json`: the captions, and the folder of each row.
+
+    The image of caption i is `i.png`; a row may lack some.
+    """
+    with new_folder(folder) as temporary:
+        folders = {name: f"{number:02}" for number, name in enumerate(measured.images)}
+        for name, images in measured.images.items():
+            (temporary / folders[name]).mkdir()
+            for row, pixels in images.items():
+                Image.fromarray(pixels).save(temporary / folders[name] / f"{row}.png")
+        captions = [truth.caption for truth in measured.truths]
+        write_json(temporary / IMAGES_FILE, {"captions": captions, "rows": folders})
+
+
+def _each(scores: Scores) -> dict[str, list[Any]]:
+    """Return the values of single images, and the captions that have an image."""
+    values = {name: [round(value, 6) for value in tensor.tolist()] for name, tensor in scores.each.items()}
+    return {"rows": list(scores.rows), **values}
+
+
 def _texts(scores: Scores, metric: str) -> tuple[str, str]:
-    estimate = scores.estimates[metric]
+    estimate = scores.estimates.get(metric)
     return ("-", "") if estimate is None else estimate.texts
 
 
@@ -189,9 +232,9 @@ def _page_values(measured: Measured, facts: Mapping[str, Any]) -> dict[str, Any]
         "name": Path(facts["against"]).name,
         "folder": facts["against"],
         "notes": [],
-        "titles": [TITLES[metric] for metric in METRICS],
+        "titles": [TITLES[metric] for metric in _ALL],
         "rows": [
-            (name, scores.count, [_texts(scores, metric) for metric in METRICS])
+            (name, scores.count, [_texts(scores, metric) for metric in _ALL])
             for name, scores in measured.scores.items()
         ],
         "among": measured.among,
@@ -213,5 +256,9 @@ def _card(measured: Measured, row: int) -> dict[str, Any]:
 
 def _judged(scores: Scores, index: int) -> str:
     """Return what was measured of one image."""
-    text = "" if scores.hits is None else "; finds its caption" if scores.hits[index] else "; finds another caption"
-    return text if scores.distances is None else f"{text}; distance {scores.distances[index]:.3f}"
+    each = {metric: values[index].item() for metric, values in scores.each.items()}
+    texts = []
+    if "retrieval" in each:
+        texts.append("finds its caption" if each["retrieval"] else "finds another caption")
+    texts += [f"{name} {each[name]:.3f}" for name in ("distance", "edges") if name in each]
+    return "".join(f"; {text}" for text in texts)

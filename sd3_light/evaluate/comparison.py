@@ -3,15 +3,20 @@
 Every set is measured in the same way. The samples are split at random into halves A and B; distribution metrics compare
 the true images of A with a set's images of B. With the true images as the set this shows how far two halves of the
 truth are apart: a perfect model reaches the same values. Values are means over the splits, intervals the central 95% of
-them; those of means over images (retrieval, distance) are bootstrapped over the images.
+them; those of means over images (retrieval, distance, PSNR, edges) are bootstrapped over the images.
+
+With the pixels of the true images, distribution metrics also have a paired difference: of a set minus that of the true
+images, for the same splits. Its standard error is that of another sample of images: within each split the images of
+either half are drawn again with replacement, the same ones for both sets.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
@@ -25,15 +30,20 @@ from sd3_light.evaluate.distances import (
     precision_recall,
 )
 from sd3_light.evaluate.judge import Judge
+from sd3_light.evaluate.pixels import PIXEL_METRICS, pixel_scores
 from sd3_light.randomness import stream
 from sd3_light.sources.preprocess import Pixels
 
 _OF_SETS = METRICS[:4]
+DIFFERENCES = {"frechet": "frechet_difference", "kid": "kid_difference"}
+"""Distribution metrics, and the names of their paired differences to the true images."""
 GROUP = 100
 """Captions among which an image finds its own."""
 MIN_IMAGES = 2 * (NEIGHBOURS + 1)
 _SPLITS, _MAX_HALF, _RESAMPLES = 20, 2500, 1000
+_RESAMPLES_PER_SPLIT = 10
 _BATCH = 64
+_DISTANCES = (frechet_distance, kernel_distance)  # in the order of `DIFFERENCES`
 
 
 @dataclass(frozen=True)
@@ -52,13 +62,17 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Scores:
-    """The metrics of a set of images by name, None where one does not apply; ``hits`` (whether it finds its caption)
-    and ``distances`` (to the true image) of each image."""
+    """The metrics of a set of images by name, None where one does not apply; ``rows`` are the captions that have an
+    image, and ``each`` has the values of single images by metric (``retrieval``: whether it finds its caption)."""
 
-    count: int
+    rows: tuple[int, ...]
     estimates: dict[str, Estimate | None]
-    hits: Tensor | None = None
-    distances: Tensor | None = None
+    each: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """The number of images."""
+        return len(self.rows)
 
     def as_dict(self) -> dict[str, Any]:
         """Return counts and estimates for JSON."""
@@ -95,13 +109,21 @@ def _finite(features: Tensor) -> Tensor:
 class Comparison:
     """The true images, one per caption, with which sets of images of the same captions are compared.
 
-    ``texts`` are the features of the captions, None if the judge reads no text: then there is no retrieval.
+    ``texts`` are the features of the captions, None if the judge reads no text: then there is no retrieval. With the
+    ``pixels`` of the true images sets have paired differences, and PSNR and edge agreement.
     """
 
-    def __init__(self, truths: Tensor, texts: Tensor | None, captions: Sequence[str], seed: int = 0) -> None:
+    def __init__(
+        self,
+        truths: Tensor,
+        texts: Tensor | None,
+        captions: Sequence[str],
+        seed: int = 0,
+        pixels: Sequence[Pixels] | None = None,
+    ) -> None:
         if len(captions) < MIN_IMAGES:
             raise UserError(f"{len(captions)} images are too few to compare; give at least {MIN_IMAGES}")
-        self.truths, self.texts, self.captions, self.seed = truths, texts, captions, seed
+        self.truths, self.texts, self.captions, self.seed, self.pixels = truths, texts, captions, seed, pixels
 
     @property
     def among(self) -> int:
@@ -110,41 +132,95 @@ class Comparison:
 
     def of_truths(self) -> Scores:
         """Return the scores of the true images: the best that a model can expect."""
-        scores = self.of_images(self.truths)
-        return replace(scores, estimates={**scores.estimates, "distance": None}, distances=None)
+        index = torch.arange(len(self.truths))
+        each = self._pairs(self.truths, index)
+        del each["distance"]  # to itself
+        nothing = dict.fromkeys(("distance", *(() if self.pixels is None else (*DIFFERENCES.values(), *PIXEL_METRICS))))
+        estimates = {**self._of_sets(self.truths, index), **nothing, **self._means(each)}
+        return Scores(tuple(index.tolist()), estimates, each)
 
     def of_shuffled_truths(self) -> Scores:
         """Return the scores of true images of other captions: those of a model that ignores captions."""
-        shuffled = self.truths.roll(len(self.truths) // 2, 0)
-        hits, distances = self._hits(shuffled), cosine_distances(shuffled, self.truths)
-        return Scores(len(shuffled), {**dict.fromkeys(_OF_SETS), **self._of_pairs(hits, distances)}, hits, distances)
+        half = len(self.truths) // 2
+        shuffled = self.truths.roll(half, 0)
+        each = self._pairs(shuffled, torch.arange(len(shuffled)))
+        if self.pixels is not None:
+            each |= pixel_scores([*self.pixels[-half:], *self.pixels[:-half]], self.pixels)
+        estimates = {**dict.fromkeys((*_OF_SETS, *self._paired_names)), **self._means(each)}
+        return Scores(tuple(range(len(shuffled))), estimates, each)
 
-    def of_images(self, features: Tensor, rows: Sequence[int] | None = None) -> Scores:
-        """Return the scores of one image per caption, or of images for the captions of these rows."""
+    def of_images(
+        self, features: Tensor, rows: Sequence[int] | None = None, images: Sequence[Pixels] | None = None
+    ) -> Scores:
+        """Return the scores of one image per caption, or of images for the captions of these rows.
+
+        ``images`` are their pixels, where those of the true images are known.
+        """
         index = torch.arange(len(self.truths)) if rows is None else torch.tensor(rows)
         whole = self.truths.index_copy(0, index, features)
-        hits, distances = self._hits(whole), cosine_distances(features, self.truths[index])
-        hits = None if hits is None else hits[index]
-        estimates = {**self._of_sets(whole, index), **self._of_pairs(hits, distances)}
-        return Scores(len(index), estimates, hits, distances)
+        each = self._pairs(whole, index)
+        if self.pixels is not None and images is not None:
+            each |= pixel_scores(images, [self.pixels[row] for row in index.tolist()])
+        estimates = {**self._of_sets(whole, index), **self._differences(whole, index), **self._means(each)}
+        return Scores(tuple(index.tolist()), estimates, each)
 
-    def _hits(self, features: Tensor) -> Tensor | None:
-        return None if self.texts is None else finds_own_caption(features, self.texts, self.captions, GROUP)
+    @property
+    def _paired_names(self) -> tuple[str, ...]:
+        return () if self.pixels is None else tuple(DIFFERENCES.values())
 
-    def _of_pairs(self, hits: Tensor | None, distances: Tensor) -> dict[str, Estimate | None]:
-        return {"retrieval": None if hits is None else self._mean(hits), "distance": self._mean(distances)}
+    def _pairs(self, features: Tensor, index: Tensor) -> dict[str, Tensor]:
+        """Return retrieval, if there are texts, and distance of the rows ``index`` of features of all captions."""
+        each = {}
+        if self.texts is not None:
+            each["retrieval"] = finds_own_caption(features, self.texts, self.captions, GROUP)[index]
+        return {**each, "distance": cosine_distances(features[index], self.truths[index])}
+
+    def _means(self, each: Mapping[str, Tensor]) -> dict[str, Estimate | None]:
+        return {"retrieval": None, **{name: self._mean(values) for name, values in each.items()}}
+
+    def _differences(self, features: Tensor, rows: Tensor) -> dict[str, Estimate | None]:
+        """Return the differences to the true images: means over the splits, errors by drawing images again."""
+        if self.pixels is None:
+            return {}
+        made, true = self._features(features), self._features(self.truths)
+        plain: list[list[float]] = []
+        drawn: list[list[list[float]]] = []
+        for number in range(_SPLITS):
+            first, second = self._split(number, rows)
+            if len(second) <= NEIGHBOURS:
+                return dict.fromkeys(self._paired_names)
+            plain.append(_difference(true, made, first, second))
+            rng = stream(self.seed, "metrics-resample", 0, 0, number)
+            drawn.append(
+                [
+                    _difference(true, made, rng.choice(first, len(first)), rng.choice(second, len(second)))
+                    for _ in range(_RESAMPLES_PER_SPLIT)
+                ]
+            )
+        values, errors = np.mean(plain, 0), np.sqrt(np.var(drawn, 1, ddof=1).mean(0))
+        return {
+            name: Estimate(float(value), float(value - 1.96 * error), float(value + 1.96 * error))
+            for name, value, error in zip(self._paired_names, values, errors, strict=True)
+        }
+
+    def _features(self, vectors: Tensor) -> Tensor:
+        scale: float = vectors.shape[1] ** 0.5  # so that the kernel of KID is (cosine + 1)^3, whatever the width
+        return scale * vectors
+
+    def _split(self, number: int, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the rows of one half, and those of the other that are among ``rows``."""
+        order = stream(self.seed, "metrics-split", 0, 0, number).permutation(len(self.truths))
+        half = min(len(order) // 2, _MAX_HALF)
+        return order[:half], np.intersect1d(order[half : 2 * half], rows.numpy())
 
     def _of_sets(self, features: Tensor, rows: Tensor) -> dict[str, Estimate | None]:
         """Return the metrics between the true images of one half and the images of the other; only ``rows`` exist."""
-        scale = features.shape[1] ** 0.5  # so that the kernel of KID is (cosine + 1)^3, whatever the width
         values: list[tuple[float, ...]] = []
         for number in range(_SPLITS):
-            order = stream(self.seed, "metrics-split", 0, 0, number).permutation(len(features))
-            half = min(len(order) // 2, _MAX_HALF)
-            second = np.intersect1d(order[half : 2 * half], rows.numpy())
+            first, second = self._split(number, rows)
             if len(second) <= NEIGHBOURS:
                 return dict.fromkeys(_OF_SETS)
-            true, made = scale * self.truths[order[:half]], scale * features[second]
+            true, made = self._features(self.truths)[first], self._features(features)[second]
             values.append((frechet_distance(true, made), kernel_distance(true, made), *precision_recall(true, made)))
         columns = np.array(values).T
         return {name: _estimate(column.mean(), column) for name, column in zip(_OF_SETS, columns, strict=True)}
@@ -153,6 +229,11 @@ class Comparison:
         numbers = values.numpy()
         draws = stream(self.seed, "metrics-bootstrap", 0, 0, 0).integers(0, len(numbers), (_RESAMPLES, len(numbers)))
         return _estimate(numbers.mean(), numbers[draws].mean(1))
+
+
+def _difference(true: Tensor, made: Tensor, first: NDArray[np.int64], second: NDArray[np.int64]) -> list[float]:
+    """Return by how much made images of one half are farther from the true ones of the other than true images are."""
+    return [metric(true[first], made[second]) - metric(true[first], true[second]) for metric in _DISTANCES]
 
 
 def _estimate(value: Any, draws: Any) -> Estimate:

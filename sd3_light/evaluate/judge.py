@@ -25,6 +25,8 @@ from sd3_light.model.folder import JUDGE
 from sd3_light.model.part_configs import LOAD_ERRORS, check_files, load_part, read_json
 
 PREPROCESSOR = "preprocessor_config.json"
+MADE = "made.json"
+"""What made a part, beside its weights."""
 _MAX_SIDE = 4096
 
 
@@ -63,6 +65,12 @@ class Judge:
         padding = {"padding": "max_length", "truncation": True, "max_length": length}
         ids = self.tokenizer(list(captions), return_tensors="pt", **padding).input_ids
         return F.normalize(_vectors(self.model.get_text_features(input_ids=ids.to(self.device))), dim=-1)
+
+
+def shares_captions(folder: Path) -> bool:
+    """Return whether a folder is one of `sd3-light parts` whose judge is one of its text encoders."""
+    made = folder / JUDGE / MADE
+    return made.is_file() and not read_json(made).get("judge_share")
 
 
 def load_judge(folder: Path, device: torch.device) -> Judge:

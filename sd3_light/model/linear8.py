@@ -62,9 +62,9 @@ def autocast_input(x: Tensor) -> Tensor:
 
 def round_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return rows [M, K] in an 8-bit dtype, and their scales [M, 1] in float32."""
-    peak = rows.abs().amax(1, keepdim=True).float().clamp(min=_FLOOR)
-    scaled = rows.float() * (_LARGEST[dtype] / peak)
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), peak / _LARGEST[dtype]
+    peak = torch.linalg.vector_norm(rows, torch.inf, dim=1, keepdim=True, dtype=torch.float32).clamp(min=_FLOOR)
+    scaled = rows * (_LARGEST[dtype] / peak)  # in float32
+    return (scaled.round_() if dtype == torch.int8 else scaled).to(dtype), peak / _LARGEST[dtype]
 
 
 class _Product(torch.autograd.Function):
@@ -81,8 +81,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         weight, scale = ctx.saved_tensors
+        scaled = torch.mul(gradient, scale, out=torch.empty_like(gradient))  # in float32, rounded once
         # integers up to 127 and e4m3 are exact in bf16
-        return (gradient * scale).to(gradient.dtype) @ _values(weight).to(gradient.dtype), None, None
+        return scaled @ _values(weight).to(gradient.dtype), None, None
 
 
 def _fits(rows: Tensor, weight: Tensor) -> bool:

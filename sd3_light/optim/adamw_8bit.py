@@ -4,9 +4,16 @@ A code is proportional to a root of value / scale, so that small values keep the
 of the first moment, with its sign, and the eighth root of the second. The second moment changes by a thousandth per
 step, less than the distance of two codes: rounding to the nearest would keep it where it is, so it is rounded at
 random, right on average, and never to 0.
+
+A weight in bfloat16 is updated in float32, too, and rounded at random. On a GPU one kernel does all of this
+(`adamw_8bit_kernel.py`); `advance` is its reference.
 """
 
+import importlib.util
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from subprocess import SubprocessError
 from typing import Any
 
 import torch
@@ -14,19 +21,61 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from sd3_light.config.optimizers import PART_ELEMENTS
+from sd3_light.optim.draws import draw_rounding, round_with
+from sd3_light.runlog import info
 
 BLOCK = 256
 """Values per scale."""
-FEWEST = 4096
-"""Weights with fewer elements are not worth 8 bits: their moments stay in float32."""
+_FEWEST = 4096
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 _ROOTS = {torch.int8: 2, torch.uint8: 3}  # square roots that are taken one after another
+_TORCH_SHARE = 8
+"""`advance` has this many times the memory of the kernel per element, and gets fewer at a time."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Flat elements of a weight and all that updates them; the first one begins a block.
+
+    ``draws`` (in [0, 1), one per element of the blocks) round the second moment, ``rounding`` a weight in bfloat16.
+    """
+
+    values: Tensor
+    gradient: Tensor
+    first: Tensor
+    first_scale: Tensor
+    second: Tensor
+    second_scale: Tensor
+    draws: Tensor
+    rounding: Tensor | None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The numbers of an update. ``corrections`` [2] are Adam's, and nothing changes if ``skip`` is 1.0."""
+
+    lr: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    corrections: Tensor
+    skip: Tensor
+
+
+Advance = Callable[[Part, Rates], None]
+"""See `advance`."""
+
+
+def has_8bit_moments(weight: Tensor) -> bool:
+    """Return whether a weight is large enough for 8 bits; the moments of others stay in float32."""
+    return weight.numel() >= _FEWEST
 
 
 class AdamW8bit(torch.optim.Optimizer):
-    """AdamW for float32 weights. ``generator_of(weight)`` rounds its second moment in this step.
+    """AdamW for weights in float32 or bfloat16.
 
-    With ``found_inf`` (1.0: skip this step) nothing changes, and the host does not wait for the value.
+    ``generator_of(purpose, weight)`` rounds its second moment, and the weight in bfloat16, in this step. With
+    ``found_inf`` (1.0: skip this step) nothing changes, and the host does not wait for the value.
     """
 
     found_inf: Tensor | None = None
@@ -34,7 +83,7 @@ class AdamW8bit(torch.optim.Optimizer):
     def __init__(
         self,
         groups: Iterable[dict[str, Any]],
-        generator_of: Callable[[nn.Parameter], torch.Generator],
+        generator_of: Callable[[str, nn.Parameter], torch.Generator],
         lr: float,
         betas: tuple[float, float],
         eps: float,
@@ -47,75 +96,133 @@ class AdamW8bit(torch.optim.Optimizer):
         """Update all weights that have a gradient."""
         assert closure is None
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, group)
+            weights = [weight for weight in group["params"] if weight.grad is not None]
+            if not weights:
+                continue
+            steps = [self.state[weight]["step"] for weight in weights]
+            skip = torch.zeros_like(steps[0]) if self.found_inf is None else self.found_inf
+            torch._foreach_add_(steps, [1 - skip] * len(steps))
+            counts = torch.stack(steps).clamp(min=1)  # of a first step that is skipped
+            corrections = torch.stack([1 - beta**counts for beta in group["betas"]], dim=1)
+            numbers = (group["lr"], group["weight_decay"], group["betas"], group["eps"])
+            for weight, own in zip(weights, corrections, strict=True):
+                self._update(weight, Rates(*numbers, own, skip))
 
-    def _update(self, weight: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, weight: nn.Parameter, rates: Rates) -> None:
         state = self.state[weight]
-        skip = torch.zeros_like(state["step"]) if self.found_inf is None else self.found_inf
-        state["step"] += 1 - skip
-        generator = self._generator_of(weight)
-        count = state["step"].clamp(min=1)  # of a first step that is skipped
-        corrections = [1 - beta**count for beta in group["betas"]]
+        generator = self._generator_of("second moment", weight)
+        rounding = self._generator_of("rounding", weight) if weight.dtype == torch.bfloat16 else None
+        function = checked_kernel(weight.device) if weight.is_cuda else None
+        most = PART_ELEMENTS if function is not None else PART_ELEMENTS // _TORCH_SHARE
         values = weight.view(-1)
         gradient = weight.grad.reshape(-1)  # type: ignore[union-attr]
-        for start in range(0, len(values), PART_ELEMENTS):
-            part = slice(start, min(start + PART_ELEMENTS, len(values)))
-            moments = [_Moment(state, kind, part) for kind in ("exp_avg", "exp_avg_sq")]
-            update = _advance(moments, _blocks(gradient[part].float()), group, corrections, generator)
-            for moment in moments:
-                moment.store(skip)
-            decayed = values[part] * (1 - group["lr"] * group["weight_decay"])
-            changed = decayed.add_(update.view(-1)[: len(decayed)], alpha=-group["lr"])
-            values[part] = torch.where(skip.bool(), values[part], changed)
+        first = state["exp_avg"].view(-1)
+        second = state["exp_avg_sq"].view(-1)
+        for start in range(0, len(values), most):
+            end = min(start + most, len(values))
+            at = slice(start, end)
+            rows = slice(start // BLOCK, -(-end // BLOCK))
+            part = Part(
+                values[at],
+                gradient[at],
+                first[at],
+                state["exp_avg_scale"][rows],
+                second[at],
+                state["exp_avg_sq_scale"][rows],
+                torch.rand((rows.stop - rows.start, BLOCK), generator=generator, device=weight.device),
+                None if rounding is None else draw_rounding(values[at], rounding),
+            )
+            (function or advance)(part, rates)
 
 
-def _advance(
-    moments: list["_Moment"],
-    gradient: Tensor,
-    group: dict[str, Any],
-    corrections: list[Tensor],
-    generator: torch.Generator,
-) -> Tensor:
-    """Replace the moments by those after the gradient and return AdamW's step."""
-    first, second = (moment.load() for moment in moments)
-    first.lerp_(gradient, 1 - group["betas"][0])
-    second.lerp_(gradient.square(), 1 - group["betas"][1])
-    moments[0].replace(first)
-    moments[1].replace(second, generator)
-    size = second.div_(corrections[1]).sqrt_().add_(group["eps"])
-    return first.div_(corrections[0]).div_(size)
+def advance(part: Part, rates: Rates) -> None:
+    """Advance the moments of a part by its gradient, and take AdamW's step."""
+    skip = rates.skip.bool()
+    gradient = _blocks(part.gradient.float())
+    first = expand(_blocks(part.first), part.first_scale)
+    second = expand(_blocks(part.second), part.second_scale)
+    first.lerp_(gradient, 1 - rates.betas[0])
+    second.lerp_(gradient.square(), 1 - rates.betas[1])
+    moments = (
+        (part.first, part.first_scale, compress(first, torch.int8)),
+        (part.second, part.second_scale, compress(second, torch.uint8, part.draws)),
+    )
+    for codes, scales, (new_codes, new_scales) in moments:
+        codes.copy_(torch.where(skip, codes, new_codes.view(-1)[: len(codes)]))
+        scales.copy_(torch.where(skip, scales, new_scales))
+    size = second.div_(rates.corrections[1]).sqrt_().add_(rates.eps)
+    update = first.div_(rates.corrections[0]).div_(size)
+    decayed = part.values.float() * (1 - rates.lr * rates.weight_decay)
+    changed = decayed.add_(update.view(-1)[: len(decayed)], alpha=-rates.lr)
+    rounded = changed if part.rounding is None else round_with(changed, part.rounding)
+    part.values.copy_(torch.where(skip, part.values, rounded))
 
 
-class _Moment:
-    """One moment of a part of a weight, whose first element begins a block."""
+@cache
+def checked_kernel(device: torch.device) -> Advance | None:
+    """Return the Triton kernel if it computes the same as `advance` on this GPU."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from triton.errors import TritonError
 
-    def __init__(self, state: dict[str, Tensor], kind: str, part: slice) -> None:
-        self._codes = state[kind].view(-1)[part]
-        self._scales = state[f"{kind}_scale"][part.start // BLOCK : -(-part.stop // BLOCK)]
-        self._new: tuple[Tensor, Tensor] | None = None
+    try:
+        from sd3_light.optim.adamw_8bit_kernel import advance as kernel
 
-    def load(self) -> Tensor:
-        """Return the values in float32, in rows of `BLOCK`."""
-        return expand(_blocks(self._codes), self._scales)
-
-    def replace(self, values: Tensor, generator: torch.Generator | None = None) -> None:
-        """Keep other values for `store`; with a generator they are rounded at random."""
-        self._new = compress(values, self._codes.dtype, generator)
-
-    def store(self, skip: Tensor) -> None:
-        """Store the values of `replace` unless ``skip`` is 1."""
-        assert self._new is not None
-        codes, scales = self._new
-        self._codes.copy_(torch.where(skip.bool(), self._codes, codes.view(-1)[: len(self._codes)]))
-        self._scales.copy_(torch.where(skip.bool(), self._scales, scales))
+        problem = None if _is_equal(kernel, device) else "it computes something else"
+    except torch.OutOfMemoryError:  # of a GPU that others fill: says nothing about the kernel
+        raise
+    except (TritonError, RuntimeError, OSError, SubprocessError) as error:
+        problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if problem is None:
+        return kernel
+    info(f'optimizer "adamw8bit": its kernel does not work on this GPU, so that steps are slower ({problem})')
+    return None
 
 
-def compress(values: Tensor, dtype: torch.dtype, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+def _is_equal(kernel: Advance, device: torch.device) -> bool:
+    """Return whether a kernel advances parts as `advance` does, except for the last bits."""
+    corrections = torch.tensor([0.1, 0.01], device=device)
+    rates = Rates(1e-2, 0.1, (0.9, 0.99), 1e-8, corrections, torch.zeros((), device=device))
+    for dtype in (torch.float32, torch.bfloat16):
+        actual = _sample_part(dtype, device)
+        expected = _sample_part(dtype, device)
+        kernel(actual, rates)
+        advance(expected, rates)
+        distance = 1e-4 if dtype == torch.float32 else 2**-7  # between neighbours
+        if not torch.allclose(actual.values.float(), expected.values.float(), rtol=distance, atol=1e-5):
+            return False
+        for name in ("first", "second"):
+            codes = (getattr(actual, name).int() - getattr(expected, name).int()).abs()
+            scales = [getattr(part, f"{name}_scale") for part in (actual, expected)]
+            if codes.max() > 1 or codes.float().mean() > 0.01 or not torch.allclose(scales[0], scales[1], rtol=1e-4):
+                return False
+    return True
+
+
+def _sample_part(dtype: torch.dtype, device: torch.device) -> Part:
+    """Return a part of several blocks, the last one not full."""
+    generator = torch.Generator().manual_seed(0)
+    count = 5 * BLOCK + 40
+    blocks = -(-count // BLOCK)
+    gradient = torch.randn(count, generator=generator) * torch.logspace(-4, 0, count)
+    part = Part(
+        torch.randn(count, generator=generator).to(dtype),
+        gradient.to(dtype),
+        torch.randint(-127, 128, (count,), generator=generator, dtype=torch.int8),
+        torch.rand(blocks, generator=generator),
+        torch.randint(0, 256, (count,), generator=generator, dtype=torch.uint8),
+        torch.rand(blocks, generator=generator),
+        torch.rand(blocks, BLOCK, generator=generator),
+        torch.randint(0, 1 << 16, (count,), generator=generator, dtype=torch.int32),
+    )
+    tensors = {name: value.to(device) for name, value in vars(part).items()}
+    return Part(**tensors if dtype == torch.bfloat16 else {**tensors, "rounding": None})
+
+
+def compress(values: Tensor, dtype: torch.dtype, draws: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the codes of rows of values, in int8 with their signs or in uint8 without, and the rows' scales.
 
-    They are rounded to the nearest code, or with ``generator`` to one of the two at random.
+    They are rounded to the nearest code, or with ``draws`` in [0, 1) to one of the two at random.
     """
     levels = _LEVELS[dtype]
     codes = values.abs()
@@ -124,10 +231,10 @@ def compress(values: Tensor, dtype: torch.dtype, generator: torch.Generator | No
     for _ in range(_ROOTS[dtype]):
         codes.sqrt_()
     codes.mul_(levels)
-    if generator is None:
+    if draws is None:
         codes.round_()
     else:
-        codes.add_(torch.rand(codes.shape, generator=generator, device=codes.device)).floor_()
+        codes.add_(draws).floor_()
         codes.clamp_(min=1, max=levels).masked_fill_(values == 0, 0)
     if dtype == torch.int8:
         codes.copysign_(values)

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.optimizers import OPTIMIZERS
-from sd3_light.optim.adamw_8bit import FEWEST, AdamW8bit, create_8bit_state
+from sd3_light.optim.adamw_8bit import AdamW8bit, create_8bit_state, has_8bit_moments
 from sd3_light.optim.batched_muon import BatchedMuon
 from sd3_light.optim.customized import CustomizedOptimizer, create_customized_state, make_customized
 from sd3_light.optim.draws import StepDraws
@@ -149,11 +149,16 @@ def make_optimizer(
         raise UserError(f'optimizer.type = "{config.type}" needs {record.package}; run `{record.install}`')
     units = []
     for weights in [named] if groups is None else [unit for group in groups for unit in split_into_units(group)]:
-        held = {name: stand_in(weight) for name, weight in weights.items()}
+        held = {name: _held(weight, config) for name, weight in weights.items()}
         for name, weight in weights.items():
             kinds.add_alias(held[name], weight)
         units.append(OptimizerUnit(weights, held, MAKERS[config.type](held, kinds, config, draws), draws))
     return Optimizer(units)
+
+
+def _held(weight: nn.Parameter, config: OptimizerConfig) -> nn.Parameter:
+    """Return the weight itself, or its stand-in if the optimizer needs one."""
+    return weight if config.type == "adamw8bit" and has_8bit_moments(weight) else stand_in(weight)
 
 
 def _make_adamw(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
@@ -196,14 +201,14 @@ def _create_muon_state(optimizer: Any, parameter: nn.Parameter) -> None:
 
 def _make_adamw8bit(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws: StepDraws) -> list[OptimizerPart]:
     """Use 8 bits for the moments of large weights, float32 for the rest, which are few."""
-    large = {name: weight for name, weight in named.items() if weight.numel() >= FEWEST}
+    large = {name: weight for name, weight in named.items() if has_8bit_moments(weight)}
     rest = {name: weight for name, weight in named.items() if name not in large}
     parts = _make_adamw(rest, kinds, config, draws) if rest else []
     if large:
         names = {id(weight): name for name, weight in large.items()}
 
-        def generator_of(weight: nn.Parameter) -> torch.Generator:
-            return draws.generator("second moment", names[id(weight)], weight.device)
+        def generator_of(purpose: str, weight: nn.Parameter) -> torch.Generator:
+            return draws.generator(purpose, names[id(weight)], weight.device)
 
         groups = kinds.groups(large, config.weight_decay)
         optimizer = AdamW8bit(groups, generator_of, config.lr, config.betas, config.eps)

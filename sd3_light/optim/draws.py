@@ -15,13 +15,13 @@ class StepDraws:
     def __init__(self, seed: int = 0) -> None:
         self.step = 0
         self._seed = seed
-        self._generators: dict[torch.device, torch.Generator] = {}
+        self._generators: dict[tuple[str, torch.device], torch.Generator] = {}
 
     def generator(self, purpose: str, name: str, device: torch.device) -> torch.Generator:
-        """Return the generator of one purpose for one weight in this step; use it before the next call."""
-        generator = self._generators.get(device)
+        """Return the generator of one purpose for one weight in this step; use it before the purpose's next call."""
+        generator = self._generators.get((purpose, device))
         if generator is None:
-            generator = self._generators[device] = torch.Generator(device)
+            generator = self._generators[purpose, device] = torch.Generator(device)
         generator.manual_seed(sample_id(f"{self._seed}/{purpose}/{self.step}/{name}"))
         return generator
 
@@ -32,7 +32,16 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 
     A value that bfloat16 can represent stays what it is.
     """
+    return round_with(values, draw_rounding(values, generator))
+
+
+def draw_rounding(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Return a number for each value, by which `round_with` rounds it."""
     bits = torch.empty(values.shape, dtype=torch.int32, device=values.device)
-    bits.random_(0, 1 << 16, generator=generator)  # added to the 16 bits that bfloat16 lacks: a carry rounds up
-    bits += values.view(torch.int32)
+    return bits.random_(0, 1 << 16, generator=generator)
+
+
+def round_with(values: Tensor, bits: Tensor) -> Tensor:
+    """Round float32 values by the numbers of `draw_rounding`, which are overwritten."""
+    bits += values.view(torch.int32)  # added to the 16 bits that bfloat16 lacks: a carry rounds up
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)

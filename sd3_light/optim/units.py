@@ -2,7 +2,7 @@
 
 A torch optimizer updates float32 parameters. For a weight in bfloat16 it holds a stand-in, which has memory only during
 the update: a copy of the weight in float32. The result is rounded to bfloat16 stochastically, so that updates smaller
-than the distance of two neighbours are not lost.
+than the distance of two neighbours are not lost. AdamW with 8-bit moments does this itself.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

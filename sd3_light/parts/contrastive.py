@@ -1,12 +1,13 @@
 """Contrastive training of the text encoders against a small image tower, on the same captioned images.
 
 Each encoder learns to find the image of a caption among the other images of the batch (Radford et al. 2021). The image
-tower and the second CLIP encoder are kept as the judge: the same pair in one folder (`evaluate/judge.py`).
+tower and the second CLIP encoder are kept as the judge: the same pair in one folder (`evaluate/judge.py`). A judge that
+shares nothing with the text encoders comes from a second training with another seed on other captions.
 """
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,13 +31,14 @@ from sd3_light.parts.sizes import TextSize
 from sd3_light.parts.text_encoders import build_encoders, encode
 from sd3_light.parts.tokenizers import T5_FOLDER
 from sd3_light.parts.vae import compiled
-from sd3_light.randomness import stream
+from sd3_light.randomness import sample_id, stream
 
 MAX_SIDE = 128
 """Pixels of the square images that the image tower sees."""
 _GPU_BATCH, _CPU_BATCH = 512, 64
 _SIDE_MULTIPLE = 32  # of the image tower
 _GROUP = 100  # captions among which an image finds its own
+_IDS = 2**63  # values of a sample id
 _MAX_SCALE = math.log(100.0)
 _ZOOM, _SHIFT = 0.15, 0.1  # augmentation: scale by up to 15%, shift by up to 10% of half a side
 
@@ -65,9 +67,15 @@ class CaptionedImages:
 
 
 def captioned_images(
-    pools: Sequence[Pool], tokenizers: Mapping[str, PreTrainedTokenizerBase], device: torch.device
+    pools: Sequence[Pool],
+    tokenizers: Mapping[str, PreTrainedTokenizerBase],
+    device: torch.device,
+    is_used: Callable[[str], bool] = lambda caption: True,
 ) -> CaptionedImages:
-    """Join the pools: each sample once, scaled to one square size, with tokenized captions."""
+    """Join the pools: each sample once, scaled to one square size, with tokenized captions.
+
+    ``is_used`` decides by the first caption of an image whether it is trained on; held-out images are all kept.
+    """
     smallest = min(min(pool.size) for pool in pools)
     side = min(MAX_SIDE, max(_SIDE_MULTIPLE, smallest // _SIDE_MULTIPLE * _SIDE_MULTIPLE))
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -79,9 +87,13 @@ def captioned_images(
         seen.update((number, number in held) for number in pool.ids if number not in seen)
         small = _squares(pool.pixels, rows, side)
         for flag in (True, False):
-            chosen = [index for index, row in enumerate(rows) if (pool.ids[row] in held) == flag]
+            chosen = [
+                index
+                for index, row in enumerate(rows)
+                if (pool.ids[row] in held) == flag and (flag or is_used(_captions(pool, row)[0]))
+            ]
             parts[flag].append(small[chosen])
-            captions[flag] += [pool.captions[rows[index]] or ("",) for index in chosen]
+            captions[flag] += [_captions(pool, rows[index]) for index in chosen]
     rows_of_captions = [*captions[True], *captions[False]]
     texts = tuple(text for row in rows_of_captions for text in row)
     ids = [_padded(tokenizer, texts) for tokenizer in tokenizers.values()]
@@ -94,6 +106,15 @@ def captioned_images(
         (ids[2] != pad).sum(1).to(device),
         sum(map(len, parts[True])),
     )
+
+
+def _captions(pool: Pool, row: int) -> tuple[str, ...]:
+    return pool.captions[row] or ("",)
+
+
+def is_of_judge(caption: str, share: float) -> bool:
+    """Return whether a caption belongs to the share that the judge learns from, by its hash."""
+    return sample_id(caption) / _IDS < share
 
 
 def _squares(pixels: Tensor, rows: Sequence[int], side: int) -> Tensor:

@@ -31,11 +31,11 @@ from sd3_light.config import DatasetConfig, load_images
 from sd3_light.config.faults import Stopped, UserError
 from sd3_light.encoding.vae import LOW_PSNR
 from sd3_light.engines import Launch
-from sd3_light.evaluate.judge import save_judge
+from sd3_light.evaluate.judge import MADE, save_judge
 from sd3_light.files import apply_umask, new_folder, refuse_existing, write_atomically, write_errors
 from sd3_light.inputs import read_json_file
 from sd3_light.model.folder import JUDGE, WORK
-from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, captioned_images
+from sd3_light.parts.contrastive import CaptionedImages, TextOptions, TextTask, Towers, captioned_images, is_of_judge
 from sd3_light.parts.fit import Fit, FitOptions, Interrupted, Progress, interrupt_between_layers, saved_identity
 from sd3_light.parts.images import Pool, load_pools, on_device
 from sd3_light.parts.sizes import TEXT_SIZES, VAE_SIZES
@@ -51,7 +51,6 @@ from sd3_light.parts.tokenizers import (
 from sd3_light.parts.vae import VaeOptions, VaeTask, build_vae, channel_statistics, open_vae
 from sd3_light.runlog import info
 
-MADE = "made.json"
 _TEXT_FOLDERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _CLASSES = {
     "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
@@ -72,9 +71,10 @@ _SCALED_CAPTIONS = 2048  # captions that the scale of the text encoders is measu
 @dataclass(frozen=True)
 class PartsOptions:
     """What to train and how. ``only`` is one of the parts; ``words`` are words of Chinese, Japanese or Korean that are
-    one token each; ``stop_after`` limits this run in minutes."""
+    one token each; ``stop_after`` limits this run in minutes. ``judge_share`` of the captions train a judge of its own,
+    and not the text encoders; with 0 the judge is the second text encoder."""
 
-    only: Literal["vae", "text"] | None = None
+    only: Literal["vae", "text", "judge"] | None = None
     vae_size: str = "small"
     text_size: str = "small"
     channels: int = 16
@@ -84,6 +84,8 @@ class PartsOptions:
     text: TextOptions = field(default_factory=TextOptions)
     vae_fit: FitOptions = field(default_factory=lambda: FitOptions(minutes=5))
     text_fit: FitOptions = field(default_factory=lambda: FitOptions(minutes=3))
+    judge_share: float = 0.0
+    judge_fit: FitOptions = field(default_factory=lambda: FitOptions(minutes=3))
     vocabulary: int = 8192
     words: tuple[str, ...] = ()
     max_images: int = 200_000
@@ -190,10 +192,12 @@ class _Stage:
             self._train_vae(pools)
         if "text" in todo:
             self._train_text(pools, tokenizers)
+        if "judge" in todo:
+            self._train_judge(pools, tokenizers)
 
     def _missing(self) -> tuple[str, ...]:
         """Return the parts that are not trained, by the last folder that each writes."""
-        last = {"vae": "vae", "text": _TEXT_FOLDERS[-1]}
+        last = {"vae": "vae", "text": _TEXT_FOLDERS[-1]} | ({"judge": JUDGE} if self.options.judge_share else {})
         return tuple(part for part, folder in last.items() if not (self.out / folder / MADE).is_file())
 
     def _warn_of_low_psnr(self) -> None:
@@ -255,25 +259,58 @@ class _Stage:
             _write_note(folder, note)
 
     def _train_text(self, pools: list[Pool], tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
-        options, work = self.options, self.out / WORK / "text"
-        own = replace(options.text, batch=options.text.batch or saved_identity(work).get("batch"))
-        images = captioned_images(pools, tokenizers, self.device)
-        side = images.pixels.shape[1]
-        towers = Towers(TEXT_SIZES[options.text_size], tokenizers, side, own.seed)
-        task = TextTask(towers, images, self.device, own)
-        own = task.options
-        identity = {**_facts(own), "size": options.text_size, "random": options.random_text, "images": _digests(pools)}
+        options, work, share = self.options, self.out / WORK / "text", self.options.judge_share
+        images = captioned_images(pools, tokenizers, self.device, lambda caption: not is_of_judge(caption, share))
+        task = self._text_task(tokenizers, images, work, options.text.seed)
+        identity = self._text_identity(task, pools)
         note: dict[str, Any] = {**identity, "version": __version__}
         if not options.random_text:
-            millions = sum(value.numel() for value in towers.parameters()) / 1e6
-            info(f"text: {millions:.1f} M parameters on {self.device}, {task.batch} pairs per step")
-            fit = Fit("text", task, options.text_fit, work, identity)
-            note = self._note(identity, self._fit(fit))
-            fit.use_averages()
-            with new_folder(self.out / JUDGE, replace=True) as folder:
-                save_judge(task.judge(), tokenizers["tokenizer_2"], side, folder)
-                _write_note(folder, note)
+            note = self._train_towers("text", task, options.text_fit, identity)
+            if not share:
+                self._write_judge(task, tokenizers, note)
         self._write_encoders(task, images, note)
+
+    def _train_judge(self, pools: list[Pool], tokenizers: dict[str, PreTrainedTokenizerBase]) -> None:
+        """Train a judge of its own: other weights, other batches, other captions."""
+        share = self.options.judge_share
+        images = captioned_images(pools, tokenizers, self.device, lambda caption: is_of_judge(caption, share))
+        task = self._text_task(tokenizers, images, self.out / WORK / JUDGE, self.options.text.seed + 1)
+        note = self._train_towers(JUDGE, task, self.options.judge_fit, self._text_identity(task, pools))
+        self._write_judge(task, tokenizers, note)
+
+    def _text_task(
+        self, tokenizers: dict[str, PreTrainedTokenizerBase], images: CaptionedImages, work: Path, seed: int
+    ) -> TextTask:
+        count = len(images.pixels) - images.held_out
+        if count < 2:
+            raise UserError(f"{count} images are too few for {work.name}; give another --judge-share")
+        batch = self.options.text.batch or saved_identity(work).get("batch")
+        towers = Towers(TEXT_SIZES[self.options.text_size], tokenizers, images.pixels.shape[1], seed)
+        return TextTask(towers, images, self.device, replace(self.options.text, batch=batch, seed=seed))
+
+    def _text_identity(self, task: TextTask, pools: list[Pool]) -> dict[str, Any]:
+        options = self.options
+        facts = {"size": options.text_size, "random": options.random_text, "images": _digests(pools)}
+        share = {"judge_share": options.judge_share} if options.judge_share else {}
+        return {**_facts(task.options), **facts, **share}
+
+    def _train_towers(
+        self, title: str, task: TextTask, fit_options: FitOptions, identity: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        millions = sum(value.numel() for value in task.towers.parameters()) / 1e6
+        pairs = len(task.data.pixels) - task.data.held_out
+        info(f"{title}: {millions:.1f} M parameters on {self.device}, {task.batch} of {pairs:,} pairs per step")
+        fit = Fit(title, task, fit_options, self.out / WORK / title, identity)
+        note = self._note(identity, self._fit(fit))
+        fit.use_averages()
+        return note
+
+    def _write_judge(
+        self, task: TextTask, tokenizers: dict[str, PreTrainedTokenizerBase], note: Mapping[str, Any]
+    ) -> None:
+        with new_folder(self.out / JUDGE, replace=True) as folder:
+            save_judge(task.judge(), tokenizers["tokenizer_2"], task.data.pixels.shape[1], folder)
+            _write_note(folder, note)
 
     def _fit(self, fit: Fit) -> Progress:
         """Train; a signal stops it after the step, on a CPU also inside of one."""
@@ -325,7 +362,11 @@ def check_options(options: PartsOptions) -> None:
     for key, sizes in (("vae_size", VAE_SIZES), ("text_size", TEXT_SIZES)):
         if (size := getattr(options, key)) not in sizes:
             raise UserError(f"--{key.replace('_', '-')}: unknown size {size!r}; give one of {', '.join(sizes)}")
-    if options.only not in (None, "vae", "text"):
-        raise UserError(f"--only: unknown part {options.only!r}; give vae or text")
+    if options.only not in (None, "vae", "text", "judge"):
+        raise UserError(f"--only: unknown part {options.only!r}; give vae, text or judge")
+    if options.only == "judge" and not options.judge_share:
+        raise UserError("--only judge trains a judge of its own; give the share of the captions with --judge-share")
+    if options.random_text and options.judge_share:
+        raise UserError("--random-text trains on no captions; leave out --judge-share")
     if options.vae.decoder_only and options.init is None:
         raise UserError("--decoder-only keeps an existing encoder; give its VAE with --init")

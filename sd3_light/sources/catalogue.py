@@ -120,12 +120,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Listing:
-    """The parts with a source's rows, in order, and the number of samples that do not match ``where``."""
+    """The parts with a source's rows, in order, and the numbers of samples that do not match ``where`` and that
+    ``exclude`` lists."""
 
     source: Source
     parts: tuple[str, ...]
     rows: int
     unmatched: int = 0
+    excluded: int = 0
 
 
 def is_end(count: int, identity: int, max_items: int) -> bool:
@@ -242,7 +244,8 @@ class Catalogue:
         if source.name not in listings and self.claims.is_newer(path, source.name):
             data = read_json_file(path)
             source = _as_listed(source, data)
-            listings[source.name] = Listing(source, tuple(data["parts"]), data["rows"], data.get("unmatched", 0))
+            left_out = data.get("unmatched", 0), data.get("excluded", 0)
+            listings[source.name] = Listing(source, tuple(data["parts"]), data["rows"], *left_out)
         return source.name in listings
 
     def _list(self, source: Source, on_listed: Callable[[int], None]) -> None:
@@ -256,8 +259,10 @@ class Catalogue:
                 self._mark_used(part)
             path.touch()
             return
-        parts, count, unmatched = [], 0, itertools.count()
-        items = scan(source.directory, source.index, on_unmatched=partial(next, unmatched))
+        parts, count, unmatched, excluded = [], 0, itertools.count(), itertools.count()
+        items = scan(
+            source.directory, source.index, on_unmatched=partial(next, unmatched), on_excluded=partial(next, excluded)
+        )
         rows_in_order = (_as_row(entry, source.root) for entry in items)
         for rows in chunks(rows_in_order, lambda row: sample_id(row.key), PART_ROWS):
             parts.append(digest := _digest_of(rows, source))
@@ -266,9 +271,9 @@ class Catalogue:
             if any(row.reason == _UNREADABLE for row in rows):
                 current = ""
             if not self._mark_used(digest):
-                _write_table(self._rows_file(digest), rows)
-        listing = {"signature": current, "rows": count, "unmatched": next(unmatched), "parts": parts}
-        listing["thumbnails"] = source.has_thumbnails
+                write_part(self._rows_file(digest), rows)
+        listing = {"signature": current, "rows": count, "parts": parts, "thumbnails": source.has_thumbnails}
+        listing |= {"unmatched": next(unmatched), "excluded": next(excluded)}
         write_atomically(path, json.dumps(listing).encode())
 
     def _probe_part(
@@ -283,7 +288,7 @@ class Catalogue:
             probes += batch
             on_probed(len(batch))
         results = iter(probes)
-        _write_table(self._part(part), [row if row.reason else replace(row, **asdict(next(results))) for row in rows])
+        write_part(self._part(part), [row if row.reason else replace(row, **asdict(next(results))) for row in rows])
         if any(probe.reason == _UNREADABLE for probe in probes):
             self._rows_file(part).touch()
         else:
@@ -422,10 +427,10 @@ _ROW_SCHEMA = pa.schema(
 )
 
 
-def _write_table(path: Path, rows: Sequence[InputRow]) -> None:
+def write_part(path: Path, rows: Sequence[InputRow]) -> None:
+    """Write the rows of a part, uncompressed: reading the rows of a unit does not read the whole part."""
     columns = {name: [getattr(row, name) for row in rows] for name in InputRow.__dataclass_fields__}
     with atomic_file(path) as temporary:
-        # uncompressed, so that reading a unit's rows does not read the whole part
         feather.write_feather(pa.table(columns, schema=_ROW_SCHEMA), str(temporary), compression="uncompressed")
 
 

@@ -129,7 +129,7 @@ def _parquet_rows(path: str, columns: Columns) -> Iterator[_Raw]:
 
 def _json_lines(path: str, columns: Columns) -> Iterator[_Raw]:
     with open_file(path) as file:
-        lines = _LineReader(file)
+        lines = LineReader(file)
         position = lines.position
         for line in lines:
             if line.strip():
@@ -144,11 +144,11 @@ def _csv_rows(path: str, columns: Columns) -> Iterator[_Raw]:
     previous_limit = csv.field_size_limit(MAX_CAPTION_BYTES)
     try:
         with open_file(path) as file:
-            lines = _LineReader(file)
+            lines = LineReader(file)
             header = [column.strip() for column in next(csv.reader(lines), [])]
             _check_header(header, columns)
             position = lines.position
-            while (cells := _csv_row(lines)) is not None:
+            while (cells := csv_row(lines)) is not None:
                 if cells:
                     yield position, cells if isinstance(cells, Reject) else dict(zip(header, cells, strict=False))
                 position = lines.position
@@ -156,7 +156,7 @@ def _csv_rows(path: str, columns: Columns) -> Iterator[_Raw]:
         csv.field_size_limit(previous_limit)
 
 
-def _csv_row(lines: "_LineReader") -> list[str] | Reject | None:
+def csv_row(lines: "LineReader") -> list[str] | Reject | None:
     """Return the cells of the next row, an empty list for a blank line, None at the end."""
     # one reader per row: a reader that has failed cannot continue
     try:
@@ -175,17 +175,19 @@ def _check_header(header: list[str], columns: Columns) -> None:
             raise Reject("broken_table", f"none of the columns {header!a:.200} is one of {', '.join(names)}")
 
 
-class _LineReader:
+class LineReader:
     """Iterates over the lines of a file as text and knows the offset of the next one."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._offset = file, 0
+        self._file = file
+        self.offset = 0
 
     @property
     def position(self) -> str:
-        return f"byte {self._offset}"
+        """Where the next line is, as text."""
+        return f"byte {self.offset}"
 
-    def __iter__(self) -> "_LineReader":
+    def __iter__(self) -> "LineReader":
         return self
 
     def __next__(self) -> str:
@@ -193,8 +195,8 @@ class _LineReader:
         line = self._file.readline(MAX_MEMBER)
         if not line:
             raise StopIteration
-        first = self._offset == 0
-        self._offset += len(line)
+        first = self.offset == 0
+        self.offset += len(line)
         # bytes that are not UTF-8 become surrogates, so only the caption or name that contains them is rejected
         return line.decode("utf-8-sig" if first else "utf-8", "surrogateescape")
 

@@ -8,6 +8,7 @@ from sd3_light.config import DirectoryConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
 from sd3_light.sources.access import CONTAINERS, exists, is_folder, suffix_of
+from sd3_light.sources.exclusions import Exclusions
 from sd3_light.sources.listing import Media, media_of
 from sd3_light.sources.name_store import NameStore
 from sd3_light.sources.parquet import scan_parquet
@@ -18,15 +19,20 @@ from sd3_light.sources.walk import scan_folder
 
 
 def scan(
-    directory: DirectoryConfig, index: int, media: Media | None = None, on_unmatched: Callable[[], None] = lambda: None
+    directory: DirectoryConfig,
+    index: int,
+    media: Media | None = None,
+    on_unmatched: Callable[[], None] = lambda: None,
+    on_excluded: Callable[[], None] = lambda: None,
 ) -> Iterator[ScanItem]:
     """Yield all samples of a directory, always in the same order; unusable inputs as Rejected.
 
     ``media`` is the kind of samples, by default the one that the directory's keys name. ``index`` becomes part of every
     key and must distinguish directories of the same name (see `occurrences`). Samples that ``subsample_ratio`` leaves
     out, by a pure function of the key, are not yielded, nor are those that do not match ``where``: ``on_unmatched`` is
-    called for each (its terms over the image's size are left to `matches_size`). Raises UserError immediately, before
-    the first sample, if a configured path does not exist.
+    called for each (its terms over the image's size are left to `matches_size`). Samples that ``exclude`` lists are not
+    yielded either, and ``on_excluded`` is called. Raises UserError immediately, before the first sample, if a
+    configured path does not exist.
     """
     for key in ("path", "mask_path", "default_mask_file", "rejected"):
         configured: DataLocation | None = getattr(directory, key)
@@ -39,14 +45,21 @@ def scan(
     path = directory.path
     if suffix_of(path) not in CONTAINERS and not is_folder(path):
         raise UserError(f"path: {path} is not a folder, .tar or .parquet file; give the folder that contains it")
-    return _scan(directory, index, media or media_of(directory), on_unmatched)
+    exclusions = Exclusions.of(directory.exclude, on_excluded)
+    return _scan(directory, index, media or media_of(directory), on_unmatched, exclusions)
 
 
-def _scan(directory: DirectoryConfig, index: int, media: Media, on_unmatched: Callable[[], None]) -> Iterator[ScanItem]:
+def _scan(
+    directory: DirectoryConfig,
+    index: int,
+    media: Media,
+    on_unmatched: Callable[[], None],
+    exclusions: Exclusions,
+) -> Iterator[ScanItem]:
     path = directory.path
     try:
         with closing(NameStore()) as name_store:
-            context = ScanContext(directory, index, name_store, media, on_unmatched)
+            context = ScanContext(directory, index, name_store, media, on_unmatched, exclusions)
             name = str(path).rpartition("/")[2]
             if is_folder(path):
                 yield from scan_folder(context, path)

@@ -9,6 +9,7 @@ from sd3_light.config.base import DataLocation, is_url
 from sd3_light.randomness import sample_id
 from sd3_light.sources.access import folder_entries, version_of
 from sd3_light.sources.captions import Columns, is_utf8, prepare_captions
+from sd3_light.sources.exclusions import Exclusions
 from sd3_light.sources.listing import IMAGES, IMAGES_AND_VIDEOS, Media, is_image_name, listed_version, mask_paths
 from sd3_light.sources.name_store import NameStore
 from sd3_light.sources.preprocess import Reject
@@ -26,10 +27,12 @@ class ScanContext:
         name_store: NameStore,
         media: Media = IMAGES,
         on_unmatched: Callable[[], None] = lambda: None,
+        exclusions: Exclusions = Exclusions(),  # noqa: B008 (immutable)
     ) -> None:
         self.media = media
         self.selection = Selection(directory.where) if directory.where.strip() else None
         self._on_unmatched = on_unmatched
+        self._exclusions = exclusions
         self.columns = Columns(directory.image_column, directory.caption_columns, media.columns)
         self.excluded = mask_paths(directory)
         self.name_store = name_store
@@ -52,12 +55,14 @@ class ScanContext:
         mask_name: str | None = None,
         raw_columns: Callable[[], Mapping[str, Any]] = dict,
     ) -> Iterator[ScanItem]:
-        """Yield the record of an image, or its reject; nothing if subsampling or ``where`` leaves it out.
+        """Yield the record of an image, or its reject; nothing if subsampling, ``where`` or ``exclude`` leaves it out.
 
         Captions and columns are fetched only if needed. ``mask_name``, without its suffix, is looked up in
         ``mask_path`` and ``rejected``.
         """
         key = self._key(name)
+        if self._exclusions.leaves_out(_printable(key)):
+            return
         if not is_utf8(key):
             yield Rejected(_printable(key), "name_not_utf8", image=image)
         elif self._is_chosen(key):
@@ -97,9 +102,9 @@ class ScanContext:
                 raise Reject("file_too_large", f"{location.path!r}: {size / 1e6:,.1f} MB, max_image_mb = {limit:g}")
 
     def reject(self, name: str, reason: str, detail: str = "", image: Location | None = None) -> Iterator[Rejected]:
-        """Yield the reject of ``name``, unless subsampling leaves it out."""
+        """Yield the reject of ``name``, unless subsampling or ``exclude`` leaves it out."""
         key = _printable(self._key(name))
-        if self._is_chosen(key):
+        if self._is_chosen(key) and not self._exclusions.leaves_out(key):
             yield Rejected(key, reason, _printable(detail), image)
 
     def reject_container(self, name: str, reason: str, detail: str = "") -> Rejected:

@@ -15,6 +15,7 @@ from sd3_light.config.base import DataLocation
 from sd3_light.remote_file import RemoteEntry, remote_entry
 from sd3_light.sources import access
 from sd3_light.sources.access import FolderEntry, folder_entries
+from sd3_light.sources.exclusions import read_exclusions
 from sd3_light.sources.listing import (
     CAPTION_SUFFIXES,
     IMAGES,
@@ -70,6 +71,9 @@ def signature(directory: DirectoryConfig, index: int) -> str:
     total = _hash(f"version {SCAN_VERSION}\0{directory.name}\0{index}")
     for key in _SETTINGS:
         total += _hash(f"setting {key}\0{getattr(directory, key)!r}")
+    if directory.exclude is not None:
+        prefix = f"{directory.name}#{index}/"
+        total += sum(_hash(f"excluded {key}") for key in read_exclusions(directory.exclude) if key.startswith(prefix))
     if directory.where:  # absent from the signatures of earlier versions
         total += _hash(f"setting where\0{directory.where}")
     media = media_of(directory)

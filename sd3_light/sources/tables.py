@@ -46,7 +46,7 @@ class CaptionTable:
 
     def claim(self, name: str) -> ClaimedRows | None:
         """Mark the rows of a file as used and return them; None if there are none."""
-        full = _normal(name, "")
+        full = normal_name(name, "")
         for candidate in (full, posixpath.splitext(full)[0]):  # a table may omit the suffix
             query = "SELECT value, columns FROM rows WHERE error IS NULL AND name = ? ORDER BY rowid"
             rows = self._rows.execute(query, (candidate,)).fetchall()
@@ -85,7 +85,7 @@ class CaptionTable:
         if isinstance(row, BrokenRow):
             return row.name, None, row.detail.encode("utf-8", "backslashreplace").decode(), None
         return (
-            _normal(row.name, self._folder),
+            normal_name(row.name, self._folder),
             json.dumps(row.value),
             None,
             json.dumps(row.columns) if row.columns else None,
@@ -100,7 +100,7 @@ def merged(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _normal(name: str, folder: str) -> str:
+def normal_name(name: str, folder: str) -> str:
     """Return a file name in the spelling of the walk: relative to the folder, forward slashes, NFC."""
     name = posixpath.normpath(name.strip().replace("\\", "/"))
     name = name.removeprefix(folder.rstrip("/") + "/")

@@ -143,9 +143,9 @@ def _claim(folder: _WalkedFolder, file: str, files: NameSet) -> ClaimedRows:
 
 def _own_captions(folder: _WalkedFolder, file: str, files: NameSet, others: Sequence[ClaimedRows]) -> Sequence[str]:
     is_remote = is_url(folder.path)
-    for name in _caption_files(folder, os.path.splitext(file)[0], files):
+    for name in caption_files(folder.path, os.path.splitext(file)[0], files):
         path = f"{folder.path}/{name}"
-        text = _read_remote_text(FileBytes(path, files.note(name))) if is_remote else _read_text(path)
+        text = _read_remote_text(FileBytes(path, files.note(name))) if is_remote else read_text(path)
         if text is not None:
             return (text,)
     if others:
@@ -153,10 +153,10 @@ def _own_captions(folder: _WalkedFolder, file: str, files: NameSet, others: Sequ
     raise Reject("no_caption", "; ".join((_NO_CAPTION, *(note for other in folder.others for note in other.why_not()))))
 
 
-def _caption_files(folder: _WalkedFolder, stem: str, files: NameSet) -> Iterator[str]:
+def caption_files(folder: str, stem: str, files: NameSet) -> Iterator[str]:
     """Yield the names of an image's caption files in order of precedence, which may include one that is missing."""
     first = stem + CAPTION_SUFFIXES[0]
-    if not is_url(folder.path) or first in files:  # opening a file is faster than the store of names
+    if not is_url(folder) or first in files:  # opening a file is faster than the store of names
         yield first
     names = [name for name in files.with_stem(stem) if suffix_of(name) in CAPTION_SUFFIXES and name != first]
     yield from sorted(names, key=_precedence)
@@ -167,7 +167,7 @@ def _precedence(name: str) -> tuple[int, bool, str]:
     return CAPTION_SUFFIXES.index(suffix), not name.endswith(suffix), name
 
 
-def _read_text(path: str) -> str | None:
+def read_text(path: str) -> str | None:
     """Return the content of a caption file, None if it does not exist."""
     try:
         # in small pieces: allocating a buffer for the longest caption would cost more than reading

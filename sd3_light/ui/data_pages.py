@@ -2,9 +2,10 @@
 
 import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from urllib.parse import urlencode
 
 import pyarrow as pa
@@ -47,8 +48,8 @@ class BrowsedSample:
         return bucket.width, bucket.height
 
 
-def caches_page(folders: Folders) -> str:
-    """Return the list of caches."""
+def caches_page(folders: Folders, datasets: Mapping[str, tuple[Path, Sequence[Path]]] = MappingProxyType({})) -> str:
+    """Return the list of datasets, path and train TOMLs each by id, and of caches."""
     rows, notes = [], []
     for cache_id, folder in folders.caches().items():
         try:
@@ -58,7 +59,10 @@ def caches_page(folders: Folders) -> str:
             continue
         rows.append((cache_id, Inspection(folder, manifest, ShardStats())))
     roots = ", ".join(map(str, folders.roots))
-    return render_template("caches.html", rows=rows, roots=roots, notes=notes, served="/data", live=False)
+    listed = [(key, path, configs) for key, (path, configs) in datasets.items()]
+    return render_template(
+        "caches.html", rows=rows, datasets=listed, roots=roots, notes=notes, served="/data", live=False
+    )
 
 
 def cache_page(folders: Folders, cache_id: str, number: int = 1, text: str = "") -> str:

@@ -174,6 +174,27 @@ def _search_below(folder: Path, levels: int) -> Iterator[tuple[Path, bool]]:
                 yield from _search_below(folder / name, levels - 1)
 
 
+def toml_files(roots: Sequence[Path]) -> Iterator[Path]:
+    """Yield the TOML files in folders and up to three levels below, without those of runs and models."""
+    for root in roots:
+        yield from _tomls_below(root, _DEEPEST)
+
+
+def _tomls_below(folder: Path, levels: int) -> Iterator[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            content = {entry.name: os.path.isdir(entry.path) for entry in islice(entries, _MOST_ENTRIES)}
+    except OSError:  # not readable, or removed meanwhile
+        return
+    if "log.jsonl" in content or "model_index.json" in content:
+        return
+    for name, is_folder in sorted(content.items()):
+        if not is_folder and name.endswith(".toml"):
+            yield folder / name
+        elif is_folder and levels and name[0] != "." and name not in _SKIPPED:
+            yield from _tomls_below(folder / name, levels - 1)
+
+
 def _modified(path: Path) -> float:
     try:
         return path.stat().st_mtime

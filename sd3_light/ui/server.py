@@ -1,9 +1,6 @@
 """The routes, and the server itself."""
 
-import asyncio
 import contextlib
-import hashlib
-import json
 import os
 import re
 import secrets
@@ -18,7 +15,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, urlencode
 
 from sd3_light.config.faults import UserError
-from sd3_light.inputs import parse_json
 from sd3_light.pages import render_template
 from sd3_light.runlog import set_main_process
 
@@ -32,12 +28,15 @@ try:
     from starlette.routing import Route
 
     from sd3_light.ui import connections
+    from sd3_light.ui.dataset_routes import dataset_routes
     from sd3_light.ui.guard import LOCAL_HOSTS, Guard
+    from sd3_light.ui.replies import body_of, integer, json_reply, object_of, page_reply
 except ImportError as error:
     package = (error.name or "starlette").partition(".")[0]
     raise UserError(f"sd3-light ui needs the package {package}: pip install 'sd3-light[ui]'") from error
 
 from sd3_light.ui.data_pages import cache_page, caches_page, inspect_page, original_image
+from sd3_light.ui.datasets import Datasets
 from sd3_light.ui.folders import Folders
 from sd3_light.ui.playground import Playground
 from sd3_light.ui.processes import RunProcesses
@@ -47,7 +46,6 @@ from sd3_light.ui.sample_pages import sample_image, samples_page
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
 
-_LARGEST_BODY = 1 << 20  # bytes of a request
 _END_SECONDS = 5.0  # after Ctrl-C; more than requests are given to finish
 
 
@@ -58,12 +56,14 @@ class Site:
     folders: Folders
     playground: Playground
     processes: RunProcesses
+    datasets: Datasets
 
     @staticmethod
     def of_folders(roots: Sequence[Path], models: Sequence[Path], out: Path, prepare: Callable[[], "Launch"]) -> "Site":
         """Return the site of the runs and caches below ``roots``; see `Playground` for the other arguments."""
         folders = Folders(roots)
-        return Site(folders, Playground(folders, out, models, prepare), RunProcesses())
+        playground = Playground(folders, out, models, prepare)
+        return Site(folders, playground, RunProcesses(), Datasets(folders, playground.prepare))
 
 
 def serve(site: Site, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:
@@ -135,6 +135,7 @@ def make_app(site: Site, token: str | None = None) -> Starlette:
             Route("/data/{cache}", routes.cache),
             Route("/data/{cache}/image", routes.original),
             Route("/data/{cache}/inspect", routes.inspect),
+            *dataset_routes(site.datasets),
         ],
         middleware=[Middleware(Guard, token=token)],
         exception_handlers={UserError: _show_error, ClientDisconnect: _ignore},
@@ -148,31 +149,31 @@ class _Routes:
         self.site = site
 
     def runs(self, request: Request) -> Response:
-        return _page(request, runs_page(self.site.folders))
+        return page_reply(request, runs_page(self.site.folders))
 
     def run(self, request: Request) -> Response:
         run_id, processes = request.path_params["run"], self.site.processes
         folder = self.site.folders.run(run_id)
         console, notes, is_starting = processes.console(folder), processes.notes(folder), processes.is_starting(folder)
-        return _page(request, run_page(self.site.folders, run_id, console, notes, is_starting))
+        return page_reply(request, run_page(self.site.folders, run_id, console, notes, is_starting))
 
     def compare(self, request: Request) -> Response:
         query = request.query_params
-        return _page(request, compare_page(self.site.folders, query.getlist("run"), query.get("x", "step")))
+        return page_reply(request, compare_page(self.site.folders, query.getlist("run"), query.get("x", "step")))
 
     def samples(self, request: Request) -> Response:
         query = request.query_params
-        return _page(request, samples_page(self.site.folders, query.getlist("run"), query.get("text", "")))
+        return page_reply(request, samples_page(self.site.folders, query.getlist("run"), query.get("text", "")))
 
     def sample(self, request: Request) -> Response:
         folder, query = self.site.folders.run(request.path_params["run"]), request.query_params
-        image = sample_image(folder, query.get("file", ""), _integer(query.get("cell", "")))
+        image = sample_image(folder, query.get("file", ""), integer(query.get("cell", "")))
         # an address with the version of its file never changes its content
         age = "max-age=31536000, immutable" if "version" in query else "no-cache"
         return Response(image, media_type="image/png", headers={"Cache-Control": f"private, {age}"})
 
     async def start(self, request: Request) -> Response:
-        form = parse_qs((await _body(request)).decode(errors="replace"))
+        form = parse_qs((await body_of(request)).decode(errors="replace"))
         config = Path(os.path.expanduser(form.get("config", [""])[0].strip()))  # keeps the ~ of an unknown user
         return await run_in_threadpool(self._start, config, "resume" in form)
 
@@ -190,24 +191,18 @@ class _Routes:
         return RedirectResponse(f"/runs/{run_id}", 303)
 
     def playground(self, request: Request) -> Response:
-        return _page(request, self.site.playground.page(request.query_params.get("run", "")))
+        return page_reply(request, self.site.playground.page(request.query_params.get("run", "")))
 
     async def draw(self, request: Request) -> Response:
-        body = await _body(request)
-        try:
-            values = parse_json(body)
-        except ValueError:
-            values = None
-        if not isinstance(values, dict):
-            raise UserError("the request is not a JSON object")
+        values = await object_of(request)
         drawing = await run_in_threadpool(self.site.playground.submit, values)  # it may search the disk
-        return _json(drawing.as_json())
+        return json_reply(drawing.as_json())
 
     def drawing(self, request: Request) -> Response:
-        return _json(self.site.playground.drawing(_number(request)).as_json())
+        return json_reply(self.site.playground.drawing(_number(request)).as_json())
 
     def cancel(self, request: Request) -> Response:
-        return _json(self.site.playground.cancel(_number(request)).as_json())
+        return json_reply(self.site.playground.cancel(_number(request)).as_json())
 
     def image(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -217,16 +212,16 @@ class _Routes:
         return FileResponse(path)
 
     def caches(self, request: Request) -> Response:
-        return _page(request, caches_page(self.site.folders))
+        return page_reply(request, caches_page(self.site.folders, self.site.datasets.all()))
 
     def cache(self, request: Request) -> Response:
         query = request.query_params
-        number, cache_id = _integer(query.get("page", "")) or 1, request.path_params["cache"]
-        return _page(request, cache_page(self.site.folders, cache_id, number, query.get("text", "")))
+        number, cache_id = integer(query.get("page", "")) or 1, request.path_params["cache"]
+        return page_reply(request, cache_page(self.site.folders, cache_id, number, query.get("text", "")))
 
     def original(self, request: Request) -> Response:
         query = request.query_params
-        row = _integer(query.get("row", ""))
+        row = integer(query.get("row", ""))
         cache_id, shard = request.path_params["cache"], query.get("shard", "")
         image = original_image(self.site.folders, cache_id, shard, -1 if row is None else row)
         return Response(image, media_type="image/webp", headers={"Cache-Control": "private, max-age=3600"})
@@ -235,42 +230,12 @@ class _Routes:
         cache_id = request.path_params["cache"]
         self.site.folders.cache(cache_id)  # an unknown one needs no libraries
         self.site.playground.prepare()
-        return _page(request, inspect_page(self.site.folders, cache_id))
+        return page_reply(request, inspect_page(self.site.folders, cache_id))
 
 
 def _number(request: Request) -> int:
     """Return the number of the drawing in the address; 0, which none has, for other texts."""
-    return _integer(request.path_params["number"]) or 0
-
-
-def _integer(text: str) -> int | None:
-    """Return the integer from 0 that a text is, None for other texts and for more than 18 digits."""
-    return int(text) if text.isdecimal() and len(text) <= 18 else None
-
-
-async def _body(request: Request) -> bytes:
-    body = b""
-    try:
-        async with asyncio.timeout(connections.REQUEST_SECONDS):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > _LARGEST_BODY:
-                    raise UserError("the request is too long")
-    except TimeoutError as error:
-        raise UserError(
-            f"the request did not arrive within {connections.REQUEST_SECONDS:.0f} s; send it again"
-        ) from error
-    return body
-
-
-def _page(request: Request, text: str) -> Response:
-    """Return a page, or only that it has not changed since the browser fetched it."""
-    body = text.encode("utf-8", "backslashreplace")
-    tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-    headers = {"ETag": tag, "Cache-Control": "no-cache"}
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=headers)
-    return HTMLResponse(body, headers=headers)
+    return integer(request.path_params["number"]) or 0
 
 
 def _ignore(request: Request, error: Exception) -> Response:
@@ -278,15 +243,10 @@ def _ignore(request: Request, error: Exception) -> Response:
     return Response(status_code=400)
 
 
-def _json(value: object, code: int = 200) -> Response:
-    """Return a value as JSON in ASCII: names of files may contain bytes that are not UTF-8."""
-    return Response(json.dumps(value), code, media_type="application/json")
-
-
 def _show_error(request: Request, error: Exception) -> Response:
     """Show a UserError: as JSON to scripts, as a page to readers."""
     code = 404 if request.method == "GET" else 400
-    if request.url.path.startswith("/playground/"):
-        return _json({"error": str(error)}, code)
+    if request.url.path.startswith("/playground/") or request.headers.get("accept") == "application/json":
+        return json_reply({"error": str(error)}, code)
     text = render_template("error.html", notes=[str(error)], served=request.url.path, live=False)
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), code)

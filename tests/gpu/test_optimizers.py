@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sd3_light.config import EmaConfig, OptimizerConfig
+from sd3_light.optim.adamw_8bit import checked_kernel
 from sd3_light.optim.batched_muon import BatchedMuon
 from sd3_light.optim.build import Optimizer, make_optimizer
 from sd3_light.optim.ema import Averages
@@ -62,6 +63,10 @@ def test_optimizers_and_averages_never_synchronize(kind: str) -> None:
         torch.cuda.set_sync_debug_mode(before)
     assert optimizer.state("proj_out.bias")["step"].item() == 2
     assert optimizer.state("proj_out.bias")["step"].device.type == "cuda"
+
+
+def test_the_kernel_of_8_bit_moments_equals_its_reference() -> None:
+    assert checked_kernel(torch.device("cuda", 0)) is not None
 
 
 def test_muon_launches_few_kernels_for_many_matrices() -> None:

@@ -17,7 +17,7 @@ from sd3_light.check import verb as check
 from sd3_light.check.conclusion import Target, conclude
 from sd3_light.cli.families_verb import families
 from sd3_light.data.manifest import Manifest, ShardEntry
-from sd3_light.evaluate.against import Measured
+from sd3_light.evaluate.against import COLUMNS, Measured
 from sd3_light.evaluate.comparison import Estimate, Scores
 from sd3_light.evaluate.composition import DEMANDS, CompositionScore
 from sd3_light.evaluate.distances import METRICS
@@ -35,8 +35,15 @@ PACKAGE = Path(__file__).parents[2] / "sd3_light"
 def evaluation() -> RenderableType:
     """The table of `evaluate --against`, with the values that were cut at 80 columns."""
     values = (Estimate(0.0118, 0.00815, 0.0155), Estimate(0.0465, 0.0416, 0.0514), Estimate(123.456, 9.87, 1250))
-    names = ("true images", "true images, captions shuffled", "runs/a_long_name_of_a_run/exports/step-012345")
-    rows = {name: Scores(1000, dict.fromkeys(METRICS, values[row])) for row, name in enumerate(names)}
+    names = (
+        "true images",
+        "training image, nearest caption, same folder",
+        "runs/a_long_name_of_a_run/exports/step-012345",
+    )
+    rows = {
+        name: Scores(tuple(range(1000)), dict.fromkeys((*METRICS, *COLUMNS), values[row]))
+        for row, name in enumerate(names)
+    }
     return Measured(cast(Any, range(1000)), 100, rows).table()
 
 

@@ -38,6 +38,7 @@ _COUNTS = {
     "similar dropped": ("similar dropped", "look like an earlier image"),
     "held out": ("held out", "images for the validation loss"),
     "unmatched": ("not selected", "do not match `where`"),
+    "excluded": ("excluded", "are listed in `exclude`"),
     "enlarged": ("enlarged", "smaller than their bucket"),
 }
 

@@ -855,6 +855,12 @@ def test_samples_that_do_not_match_where_are_counted_and_reported(
     console = Console(width=120, record=True)
     console.print(inspect.render(inspect.run(fresh_project.cache)))
     assert re.search(rf"unmatched +{num_short}\b", console.export_text())
+    names = sorted(path.name for path in fresh_project.images.glob("*.png"))
+    (fresh_project.folder / "exclude.txt").write_text(f"{fresh_project.images.name}#0/{names[0]}\n")
+    fresh_project.data(f"exclude = 'exclude.txt'\n{text}")
+    (report,) = fresh_project.build_cache()
+    assert (report.counts["pictures"], report.counts["excluded"]) == (NUM_IMAGES - 1, 1)
+    assert "1 sample is listed in `exclude` and left out" in capsys.readouterr().err
     fresh_project.data(f"where = 'width > 9999'\n{text}")
     with pytest.raises(UserError, match=f"no usable sample found .{NUM_IMAGES} do not match where.$"):
         fresh_project.build_cache()

@@ -255,6 +255,8 @@ def test_the_position_step_is_that_of_the_weights(files: Any, only_fault: Single
         ('path = "images"\nmask_path = "data.toml"', "directory[0].mask_path"),
         ('path = "images"\ndefault_mask_file = "nowhere.png"', "directory[0].default_mask_file"),
         ('path = "images"\ndefault_mask_file = "images"', "directory[0].default_mask_file"),
+        ('path = "images"\nexclude = "nowhere.txt"', "directory[0].exclude"),
+        ('path = "images"\nexclude = "images"', "directory[0].exclude"),
     ],
 )
 def test_every_path_of_the_dataset_exists(files: Any, only_fault: Single, keys: str, fault: str) -> None:

@@ -48,7 +48,7 @@ def test_every_reference_key_of_the_train_toml_exists(name: str) -> None:
 
 def test_every_reference_key_of_the_dataset_toml_exists() -> None:
     limits = {"max_image_mb", "min_side", "max_crop", "no_upscale"}
-    ours = {*limits, "keep_tokens", "tag_dropout", "where", "duplicates", "caption_weights"}
+    ours = {*limits, "keep_tokens", "tag_dropout", "where", "exclude", "duplicates", "caption_weights"}
     ours |= {"frames", "fps", "validation"}  # beyond the reference
     assert set(DatasetDefaults.model_fields) == set(SHARED_KEYS.split()) | ours
     own = {"path", "mask_path", "default_mask_file", "rejected"}

@@ -169,7 +169,7 @@ def write_listing(catalogue: Catalogue, config: DirectoryConfig, parts: int, row
             )
             for index in range(rows)
         ]
-        catalogue_module._write_table(catalogue._part(digest), part)
+        catalogue_module.write_part(catalogue._part(digest), part)
     return Listing(source, tuple(digests), parts * rows)
 
 

@@ -2,13 +2,15 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from sd3_light.config.faults import UserError
-from sd3_light.evaluate.comparison import Comparison
+from sd3_light.evaluate.comparison import DIFFERENCES, Comparison, Estimate
 from sd3_light.evaluate.distances import METRICS
+from sd3_light.evaluate.pixels import MAX_PSNR
 
 COUNT = 120
 
@@ -85,7 +87,7 @@ def test_scores_are_reproducible_and_depend_on_the_seed(comparison: Comparison) 
 def test_without_text_features_there_is_no_retrieval(comparison: Comparison) -> None:
     blind = Comparison(comparison.truths, None, comparison.captions)
     assert blind.of_truths().estimates["retrieval"] is None
-    assert blind.of_shuffled_truths().hits is None
+    assert "retrieval" not in blind.of_shuffled_truths().each
     assert value(blind.of_images(draw(4)), "distance") > 0
 
 
@@ -108,6 +110,54 @@ def test_an_interval_reaches_from_2_5_to_97_5_percent() -> None:
     assert estimates[0].value == pytest.approx(values.mean().item())
     assert (low - values.mean().item()) / error == pytest.approx(-1.96, abs=0.1)
     assert (high - values.mean().item()) / error == pytest.approx(1.96, abs=0.1)
+
+
+@pytest.fixture(scope="module")
+def pixels() -> list[np.ndarray]:
+    return list(np.random.default_rng(0).integers(0, 256, (COUNT, 8, 8, 3), np.uint8))
+
+
+def test_differences_to_the_true_images_are_paired(pixels: list[np.ndarray]) -> None:
+    """Equal images differ by exactly nothing; the interval of others is narrower than that of their distance."""
+    truths = draw(0)
+    comparison = Comparison(truths, truths, ["a"] * COUNT, pixels=pixels)
+    copy = comparison.of_images(truths, images=pixels)
+    assert {name: copy.estimates[name] for name in DIFFERENCES.values()} == dict.fromkeys(
+        DIFFERENCES.values(), Estimate(0, 0, 0)
+    )
+    near = torch.nn.functional.normalize(truths + 0.1 * draw(1), dim=1)
+    scores, true = comparison.of_images(near), comparison.of_truths()
+    for metric, name in DIFFERENCES.items():
+        difference, plain = scores.estimates[name], scores.estimates[metric]
+        assert difference.value == pytest.approx(plain.value - true.estimates[metric].value)  # type: ignore[union-attr]
+        assert difference.high - difference.low < plain.high - plain.low  # type: ignore[union-attr]
+        assert true.estimates[name] is None
+    far = comparison.of_images(torch.nn.functional.normalize(draw(1) + 2, dim=1))
+    assert all(value(far, name) > 0 and far.estimates[name].low > 0 for name in DIFFERENCES.values())  # type: ignore[union-attr]
+
+
+def test_intervals_of_differences_cover_zero_for_other_images_of_the_same_kind(pixels: list[np.ndarray]) -> None:
+    """Sets from the distribution of the truth differ from it by nothing on average."""
+    covered = dict.fromkeys(DIFFERENCES.values(), 0)
+    for seed in range(30):
+        comparison = Comparison(draw(2 * seed), None, ["a"] * COUNT, seed, pixels)
+        scores = comparison.of_images(draw(2 * seed + 1))
+        for name in covered:
+            covered[name] += scores.estimates[name].low <= 0 <= scores.estimates[name].high  # type: ignore[union-attr]
+    assert all(26 <= count <= 30 for count in covered.values()), covered
+
+
+def test_pixels_of_some_captions(pixels: list[np.ndarray]) -> None:
+    comparison = Comparison(draw(0), None, ["a"] * COUNT, pixels=pixels)
+    rows = [3, 5, 8, 13]
+    some = comparison.of_images(comparison.truths[rows], rows, [pixels[row] for row in rows])
+    assert value(some, "psnr") == MAX_PSNR
+    assert value(some, "edges") == pytest.approx(1)
+    assert some.rows == tuple(rows)
+    shuffled = comparison.of_shuffled_truths()
+    assert value(shuffled, "psnr") < 12
+    assert len(shuffled.each["edges"]) == COUNT
+    assert comparison.of_images(draw(3)).estimates.get("psnr") is None
 
 
 def test_too_few_images_are_refused() -> None:

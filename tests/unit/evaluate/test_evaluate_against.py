@@ -13,8 +13,9 @@ from rich.console import Console
 from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
 from sd3_light.evaluate import against
-from sd3_light.evaluate.against import COPY, SHUFFLED, TRUE, AgainstOptions
+from sd3_light.evaluate.against import COLUMNS, IMAGES_FILE, SHUFFLED, TRUE, AgainstOptions
 from sd3_light.evaluate.distances import METRICS
+from sd3_light.evaluate.nearest import BY_CAPTION, BY_CAPTION_IN_GROUP, ORACLE
 from sd3_light.export.open_pipeline import open_policy
 from tests.judge_folders import write_clip, write_vision
 from tests.unit.pages.parsed_page import ParsedPage
@@ -22,19 +23,17 @@ from tests.unit.pages.parsed_page import ParsedPage
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve held-out images with a copy in another style each, two model folders, a judge."""
-    root, cells = tmp_path_factory.mktemp("against"), []
+    """Twelve held-out images with a caption in another style each, two model folders, a judge."""
+    root = tmp_path_factory.mktemp("against")
     for part, style in (("held_out", "flat"), ("train", "round")):
         (root / part / style).mkdir(parents=True)
         for number in range(12):
             pixels = np.random.default_rng([number, part == "train"]).integers(0, 256, (16, 16, 3), np.uint8)
             Image.fromarray(pixels).save(root / part / style / f"{number}.png")
-            cell = {"file": f"{style}/{number}.png", "concept": f"<{number}>", "style": style}
-            cells.append({**cell, "held_out": part == "held_out"})
-    captions = {f"{number}.png": f"<{number}>, flat" for number in range(12)}
-    (root / "held_out" / "flat" / "captions.json").write_text(json.dumps(captions))
+        captions = {f"{number}.png": f"<{number}>, {style}" for number in range(12)}
+        (root / part / style / "captions.json").write_text(json.dumps(captions))
     (root / "data.toml").write_text('resolutions = [16]\n[[directory]]\npath = "held_out/flat"\n')
-    (root / "cells.json").write_text(json.dumps(cells))
+    (root / "train.toml").write_text('resolutions = [16]\n[[directory]]\npath = "train/round"\n')
     for model in ("good", "noise"):
         (root / model).mkdir()
         (root / model / "model_index.json").write_text("{}")
@@ -57,25 +56,31 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_models_and_baselines_in_one_table(folder: Path, tmp_path: Path) -> None:
     out, page, models = tmp_path / "new" / "scores.json", tmp_path / "page.html", [folder / "good", folder / "noise"]
-    measured = against.run(models, folder / "data.toml", folder, AgainstOptions(), out, page)
+    options = AgainstOptions(training=folder / "train.toml")
+    measured = against.run(models, folder / "data.toml", folder, options, out, page)
     good, noise = map(str, models)
-    assert list(measured.scores) == [TRUE, SHUFFLED, COPY, good, noise]
+    assert list(measured.scores) == [TRUE, SHUFFLED, BY_CAPTION, ORACLE, good, noise]
     written = json.loads(out.read_text())
     rows = written["rows"]
     assert (written["captions"], written["among"], written["guidance"]) == (12, 12, 4.0)
     assert rows[good]["distance"]["value"] == pytest.approx(0, abs=1e-9)
     assert rows[noise]["distance"]["value"] > 0.001
-    assert {**rows[good], "distance": None} == rows[TRUE]
-    assert rows[COPY]["images"] == 12
+    assert all(rows[good][metric] == rows[TRUE][metric] for metric in METRICS[:5])
+    assert (rows[good]["psnr"]["value"], rows[TRUE]["psnr"]) == (60, None)
+    assert rows[good]["kid_difference"] == {"value": 0, "low": 0, "high": 0}
+    assert rows[noise]["each"]["rows"] == list(range(12))
+    assert all(len(rows[noise]["each"][metric]) == 12 for metric in ("retrieval", "distance", "psnr", "edges"))
+    assert rows[BY_CAPTION]["images"] == 12
+    assert written["training"] == str(folder / "train.toml")
     assert rows[SHUFFLED]["frechet"] is None
     shown = StringIO()
     Console(width=300, file=shown).print(measured.table())
-    assert all(name in shown.getvalue() for name in (TRUE, COPY, SHUFFLED, good, "KID", "distance to truth"))
+    assert all(name in shown.getvalue() for name in (TRUE, BY_CAPTION, ORACLE, good, "KID - true", "PSNR"))
     narrow = StringIO()
     Console(width=80, file=narrow).print(measured.table())
     assert "…" not in narrow.getvalue(), "headings are whole in a terminal of 80 columns"
     parsed = ParsedPage(page)
-    assert len(parsed.attributes("img")) == 12 * 4
+    assert len(parsed.attributes("img")) == 12 * 5
     assert "<3>, flat" in parsed.text
     assert "finds" in parsed.text
 
@@ -85,17 +90,47 @@ def test_a_vision_model_measures_without_texts(folder: Path, tmp_path: Path) -> 
     scores = measured.scores[str(folder / "noise")].estimates
     assert len(measured.truths) == 9
     assert scores["retrieval"] is None
-    assert all(scores[metric] is not None for metric in METRICS if metric != "retrieval")
+    assert all(scores[metric] is not None for metric in (*METRICS, *COLUMNS) if metric != "retrieval")
+
+
+def test_all_images_of_all_rows_are_saved(folder: Path, tmp_path: Path) -> None:
+    options, save = AgainstOptions(count=9, training=folder / "train.toml"), tmp_path / "images"
+    measured = against.run([folder / "good"], folder / "data.toml", folder, options, save=save)
+    listed = json.loads((save / IMAGES_FILE).read_text())
+    assert listed["captions"] == [truth.caption for truth in measured.truths]
+    assert list(listed["rows"]) == [TRUE, BY_CAPTION, ORACLE, str(folder / "good")]
+    for row, truth in enumerate(measured.truths):
+        for name in (TRUE, str(folder / "good")):
+            with Image.open(save / listed["rows"][name] / f"{row}.png") as image:
+                assert np.array_equal(np.asarray(image), truth.pixels)
+        number = truth.caption.split(",")[0].strip("<>")
+        chosen = folder / "train" / "round" / f"{number}.png"
+        answer = save / listed["rows"][BY_CAPTION] / f"{row}.png"
+        assert np.array_equal(np.asarray(Image.open(answer)), np.asarray(Image.open(chosen)))
+    with pytest.raises(UserError, match="already exists"):
+        against.run([folder / "good"], folder / "data.toml", folder, options, save=save)
+
+
+def test_a_group_of_the_same_name_has_a_row(folder: Path, tmp_path: Path) -> None:
+    """Held-out images are in folders of the same names as those of training."""
+    (tmp_path / "both.toml").write_text(
+        f'resolutions = [16]\n[[directory]]\npath = "{folder}/train/round"\n'
+        f'[[directory]]\npath = "{folder}/held_out/flat"\n'
+    )
+    options = AgainstOptions(training=tmp_path / "both.toml")
+    measured = against.run([folder / "good"], folder / "data.toml", folder, options)
+    assert measured.scores[BY_CAPTION_IN_GROUP].estimates["psnr"].value == 60  # type: ignore[union-attr]
 
 
 def test_only_images_for_the_page_stay_in_memory(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(against, "_MOST_SHOWN", 3)
     judge, page = write_vision(tmp_path), tmp_path / "page.html"
-    measured = against.run([folder / "noise"], folder / "data.toml", judge, page=page)
-    assert list(measured.images) == [TRUE, COPY, str(folder / "noise")]
+    options = AgainstOptions(training=folder / "train.toml")
+    measured = against.run([folder / "noise"], folder / "data.toml", judge, options, page=page)
+    assert list(measured.images) == [TRUE, BY_CAPTION, ORACLE, str(folder / "noise")]
     assert all(list(images) == [0, 1, 2] for images in measured.images.values())
-    assert len(ParsedPage(page).attributes("img")) == 3 * 3
-    measured = against.run([folder / "noise"], folder / "data.toml", judge)
+    assert len(ParsedPage(page).attributes("img")) == 3 * 4
+    measured = against.run([folder / "noise"], folder / "data.toml", judge, options)
     assert not any(measured.images.values())
 
 

@@ -1,10 +1,12 @@
 """Linear layers in int8 and fp8: rounding errors, gradients, compiled, in host memory; products as on a GPU."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sd3_light.model import linear8
 from sd3_light.model.block_swap import BlockSwap
@@ -101,6 +103,38 @@ def test_gradients_are_those_of_the_rounded_weight(form: str, dtype: torch.dtype
     assert x.grad.dtype == dtype
     assert error(x.grad, gradient.float() @ rounded.dequantize()) < (1e-5 if dtype == torch.float32 else 0.01)
     assert all(weight.grad is None for weight in rounded.parameters())
+
+
+class _LargeResults(TorchDispatchMode):
+    """Counts operations whose results have as many elements as the input, by name; views have none of their own."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements = elements
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() == self.elements and not func.is_view:
+            self.names[func._schema.name.removeprefix("aten::").removesuffix("_")] += 1
+        return result
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_rounding_reads_and_writes_an_input_in_few_passes(form: str) -> None:
+    """Beside its largest values: one product, one rounding. Gradients are scaled in one pass."""
+    rows = torch.randn(64, 320, dtype=torch.bfloat16)
+    dtype = torch.float8_e4m3fn if FORMATS[form] else torch.int8
+    with _LargeResults(rows.numel()) as large:
+        round_rows(rows, dtype)
+    assert large.names == {"mul": 1, "_to_copy": 1, **({"round": 1} if dtype == torch.int8 else {})}
+    _, rounded = layers(form)
+    x = torch.randn(20, 256, dtype=torch.bfloat16, requires_grad=True)
+    out = rounded(x)
+    with _LargeResults(out.numel()) as large:
+        out.backward(torch.ones_like(out))
+    assert large.names["mul"] == 1
+    assert large.names["_to_copy"] == 0
 
 
 @pytest.mark.parametrize("form", FORMATS)

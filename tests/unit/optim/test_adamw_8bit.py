@@ -1,10 +1,22 @@
-"""Moments in 8 bits: what codes keep of a value, and moments that follow gradients whose size changes."""
+"""Moments in 8 bits: what codes keep of a value, moments that follow gradients whose size changes, and the kernel."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sd3_light.optim.adamw_8bit import BLOCK, AdamW8bit, compress, create_8bit_state, expand
+from sd3_light.optim import adamw_8bit
+from sd3_light.optim.adamw_8bit import BLOCK, AdamW8bit, Part, Rates, advance, compress, create_8bit_state, expand
+from tests.modules import load_module
+
+CPU = torch.device("cpu")
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -30,8 +42,8 @@ def test_the_largest_value_of_a_block_and_zeros_are_exact(dtype: torch.dtype) ->
     values = values_over_decades(dtype, 2.0)
     values[:, ::7] = 0
     values[3] = 0
-    for draw in (None, generator()):
-        codes, scales = compress(values, dtype, draw)
+    for draws in (None, torch.rand(values.shape, generator=generator())):
+        codes, scales = compress(values, dtype, draws)
         restored = expand(codes, scales)
         assert torch.equal(restored.abs().amax(1), values.abs().amax(1))
         assert (restored[values == 0] == 0).all()
@@ -40,13 +52,14 @@ def test_the_largest_value_of_a_block_and_zeros_are_exact(dtype: torch.dtype) ->
 def test_codes_that_are_rounded_at_random_are_right_on_average_and_never_0() -> None:
     values = values_over_decades(torch.uint8, 6.0)
     draw = generator()
-    codes = torch.stack([compress(values, torch.uint8, draw)[0].float() for _ in range(2000)])
+    draws = [torch.rand(values.shape, generator=draw) for _ in range(2000)]
+    codes = torch.stack([compress(values, torch.uint8, numbers)[0].float() for numbers in draws])
     scales = values.amax(1, keepdim=True)
     exact = 255 * (values / scales) ** 0.125
     assert (codes.mean(0) - exact).abs().max() < 5 * 0.5 / 2000**0.5  # five standard deviations
     tiny = torch.full((1, BLOCK), 1e-30)
     tiny[0, 0] = 1.0
-    assert compress(tiny, torch.uint8, draw)[0].min() == 1
+    assert compress(tiny, torch.uint8, draws[0][:1])[0].min() == 1
 
 
 @pytest.mark.parametrize("factor", [0.3, 3.0])
@@ -54,7 +67,7 @@ def test_second_moments_follow_gradients_of_another_size(factor: float) -> None:
     """A step changes them by less than the distance of two codes, and only some values of a block change."""
     weight = nn.Parameter(torch.zeros(64, BLOCK))
     draw = generator()
-    optimizer = AdamW8bit([{"params": [weight], "weight_decay": 0.0}], lambda _: draw, 1e-3, (0.9, 0.999), 1e-8)
+    optimizer = AdamW8bit([{"params": [weight], "weight_decay": 0.0}], lambda *_: draw, 1e-3, (0.9, 0.999), 1e-8)
     create_8bit_state(optimizer, weight)
     exact = torch.zeros_like(weight)
     sizes = torch.ones(BLOCK)
@@ -67,3 +80,93 @@ def test_second_moments_follow_gradients_of_another_size(factor: float) -> None:
     stored = expand(state["exp_avg_sq"].view(-1, BLOCK), state["exp_avg_sq_scale"])
     assert (stored / exact).log().mean().abs() < 0.02
     assert (stored / exact).log().std() < 0.2
+
+
+# --- the kernel, on a CPU emulation of Triton --------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[ModuleType]:
+    emulation = load_module("small_triton", Path(__file__).parents[1] / "families/sd3/fast/small_triton.py")
+    before = {name: sys.modules.get(name) for name in emulation.modules()}
+    sys.modules.update(emulation.modules())
+    yield load_module("adamw_8bit_kernel_under_test", Path(adamw_8bit.__file__).with_name("adamw_8bit_kernel.py"))
+    for name, module in before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+
+
+def copy(part: Part) -> Part:
+    return Part(**{name: None if value is None else value.clone() for name, value in vars(part).items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [BLOCK, 5 * BLOCK + 40])
+def test_the_kernel_advances_as_its_reference(kernel: ModuleType, dtype: torch.dtype, count: int) -> None:
+    sample = adamw_8bit._sample_part(dtype, CPU)
+    part = Part(**{name: None if value is None else value[:count] for name, value in vars(sample).items()})
+    blocks = -(-count // BLOCK)
+    part = replace(part, **{name: getattr(part, name)[:blocks] for name in ("first_scale", "second_scale", "draws")})
+    rates = Rates(1e-2, 0.1, (0.9, 0.99), 1e-8, torch.tensor([0.1, 0.01]), torch.zeros(()))
+    actual, expected = copy(part), copy(part)
+    kernel.advance(actual, rates)
+    advance(expected, rates)
+    tolerance = 1e-4 if dtype == torch.float32 else 2**-7
+    assert torch.allclose(actual.values.float(), expected.values.float(), rtol=tolerance, atol=1e-5)
+    assert (actual.values == expected.values).float().mean() > (0.3 if dtype == torch.float32 else 0.99)
+    for name in ("first", "second", "first_scale", "second_scale"):
+        assert torch.allclose(getattr(actual, name).float(), getattr(expected, name).float(), rtol=1e-5, atol=1), name
+        assert not torch.equal(getattr(actual, name), getattr(part, name)), name
+    skipped = copy(part)
+    kernel.advance(skipped, replace(rates, skip=torch.ones(())))
+    for name in ("values", "first", "first_scale", "second", "second_scale"):
+        assert torch.equal(getattr(skipped, name), getattr(part, name)), name
+
+
+def test_a_kernel_that_computes_something_else_is_not_used(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    errors = ModuleType("triton.errors")
+    errors.TritonError = type("TritonError", (Exception,), {})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "triton.errors", errors)
+    monkeypatch.setitem(sys.modules, "sd3_light.optim.adamw_8bit_kernel", kernel)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "triton")
+    checked = adamw_8bit.checked_kernel.__wrapped__
+    assert checked(CPU) is kernel.advance
+    right = kernel.advance
+    monkeypatch.setattr(kernel, "advance", lambda part, rates: right(part, replace(rates, lr=2 * rates.lr)))
+    assert checked(CPU) is None
+    assert "it computes something else" in capfd.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert checked(CPU) is None
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations that write a tensor, without those that only view one."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        is_view = any(argument.alias_info is not None for argument in func._schema.returns)
+        self.count += not is_view or func._schema.is_mutable
+        return func(*args, **(kwargs or {}))
+
+
+def test_beside_the_kernel_a_weight_needs_its_draws_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch per weight and kind of draw; steps and corrections are computed for all weights together."""
+    monkeypatch.setattr(adamw_8bit, "advance", lambda part, rates: None)
+    counts = []
+    for number in (2, 12):
+        weights = [nn.Parameter(torch.ones(16, BLOCK, dtype=torch.bfloat16)) for _ in range(number)]
+        draw = generator()
+        groups = [{"params": weights, "weight_decay": 0.1}]
+        optimizer = AdamW8bit(groups, lambda *_, draw=draw: draw, 1e-3, (0.9, 0.999), 1e-8)
+        for weight in weights:
+            create_8bit_state(optimizer, weight)
+            weight.grad = torch.ones_like(weight)
+        with _Operations() as operations:
+            optimizer.step()
+        counts.append(operations.count)
+    assert counts[1] - counts[0] <= 10 * 4  # rand, its memory, random_, its memory
+    assert counts[0] < 20

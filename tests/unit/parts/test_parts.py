@@ -6,21 +6,25 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from diffusers import StableDiffusion3Pipeline
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from sd3_light.assets import DEMO
 from sd3_light.cli import app
 from sd3_light.config import load_images
 from sd3_light.config.faults import ConfigFaults, Stopped, UserError
+from sd3_light.evaluate.judge import shares_captions
 from sd3_light.model.folder import check_configs, missing_parts
 from sd3_light.parts import verb as stage
-from sd3_light.parts.contrastive import TextOptions
+from sd3_light.parts.contrastive import TextOptions, TextTask
 from sd3_light.parts.fit import FitOptions
+from sd3_light.parts.images import load_pools
 from sd3_light.parts.sizes import TextSize, VaeSize
 from sd3_light.parts.vae import VaeOptions
 from sd3_light.parts.verb import PartsOptions
@@ -100,6 +104,61 @@ def test_an_interrupted_run_continues_to_the_same_bytes(built: Path, data: Path,
         relative = file.relative_to(built)
         if relative.parts[0] != "training":
             assert (out / relative).read_bytes() == file.read_bytes(), relative
+
+
+def test_a_judge_of_its_own_shares_no_caption_with_the_encoders(
+    built: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other captions, other weights; VAE and tokenizers stay the same, and an interruption changes nothing."""
+    captions: dict[str, set[str]] = {}
+    seeds: dict[str, int] = {}
+
+    def note(self: stage._Stage, title: str, task: TextTask, *rest: Any) -> dict[str, Any]:
+        start = int(task.data.first[task.data.held_out])
+        captions[title] = set(task.data.texts[start:])
+        seeds[title] = task.options.seed
+        return train(self, title, task, *rest)
+
+    train = stage._Stage._train_towers
+    monkeypatch.setattr(stage._Stage, "_train_towers", note)
+    apart = {"judge_share": 0.4, "judge_fit": FitOptions(steps=4, evaluate_every=2)}
+    out = tmp_path / "out"
+    assert stage.run(data, out, options(**apart)).trained == ("vae", "text", "judge")
+    assert captions["text"]
+    assert captions["judge"]
+    first = {texts[0] for texts in all_captions(data)}
+    assert not captions["text"] & captions["judge"] & first
+    assert seeds == {"text": 0, "judge": 1}
+    made = json.loads((out / "judge" / "made.json").read_text())
+    assert (made["judge_share"], made["steps"], made["seed"]) == (0.4, 4, 1)
+    assert shares_captions(built)
+    assert not shares_captions(out)
+    encoder = load_file(out / "text_encoder_2" / "model.safetensors")
+    weights = load_file(out / "judge" / "model.safetensors")
+    name = "text_model.encoder.layers.0.mlp.fc1.weight"
+    assert not torch.equal(encoder[name], weights[name])
+    assert stage.run(data, out, options(**apart)).trained == ()
+    again = tmp_path / "again"
+    for only in ("vae", "text"):
+        stage.run(data, again, options(only=only, **apart))
+    assert not (again / "judge").exists()
+    with pytest.raises(Stopped, match="stop-after"):
+        stage.run(data, again, options(only="judge", stop_after=1e-9, **apart))
+    assert stage.run(data, again, options(only="judge", **apart)).missing == ()
+    assert (again / "judge" / "model.safetensors").read_bytes() == (out / "judge" / "model.safetensors").read_bytes()
+
+
+def all_captions(data: Path) -> list[tuple[str, ...]]:
+    """Return the captions of each image."""
+    with TemporaryDirectory() as folder:
+        return [texts for pool in load_pools(load_images(data), Path(folder), 1000, 0) for texts in pool.captions]
+
+
+def test_options_of_a_judge_that_contradict_each_other() -> None:
+    with pytest.raises(UserError, match="--only judge trains a judge of its own; give the share"):
+        stage.check_options(options(only="judge"))
+    with pytest.raises(UserError, match="--random-text trains on no captions; leave out --judge-share"):
+        stage.check_options(options(random_text=True, judge_share=0.5))
 
 
 @pytest.fixture

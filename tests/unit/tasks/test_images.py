@@ -64,6 +64,13 @@ def test_images_have_their_bucket_and_unusable_ones_are_listed(
     assert f"left out 1 inputs: 1 {reject.reason}" in capsys.readouterr().err
 
 
+def test_listed_images_are_left_out(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "exclude.txt").write_text("images#0/2.png\nimages#0/6.png\n", encoding="utf-8")
+    data = ImageFolder(folder, exclude=str(tmp_path / "exclude.txt"), **KEYS)
+    assert {data[index]["prompt"] for index in range(len(data))} == {f"image {number}" for number in (0, 1, 3, 4, 5)}
+    assert data.rejects == ()
+
+
 def test_a_dataset_toml_gives_the_same_samples(folder: Path, tmp_path: Path) -> None:
     toml = tmp_path / "data.toml"
     toml.write_text('size_buckets = [[64, 32], [32, 32]]\n[[directory]]\npath = "images"\n', encoding="utf-8")

@@ -73,6 +73,10 @@ def _atomic_max(pointer: Pointer, value: Tensor, mask: Any = None) -> None:
     store(pointer, torch.maximum(before, value), mask)
 
 
+def _cast(values: Tensor, dtype: torch.dtype, bitcast: bool = False) -> Tensor:
+    return values.view(dtype) if bitcast else values.to(dtype)
+
+
 def _upper_product(a: Tensor, b: Tensor) -> Tensor:
     """Return the upper 64 bits of unsigned products, by Python's integers."""
     words = zip(a.tolist(), b.tolist(), strict=True)
@@ -106,6 +110,8 @@ def modules() -> dict[str, Any]:
     names = {
         "constexpr": object,
         "float32": torch.float32,
+        "int16": torch.int16,
+        "int32": torch.int32,
         "int64": torch.int64,
         "program_id": lambda axis: torch.tensor(_program[axis], dtype=torch.int32),
         "num_programs": lambda axis: _grid[axis],
@@ -119,6 +125,9 @@ def modules() -> dict[str, Any]:
         "sum": _total,
         "max": _highest,
         "abs": torch.abs,
+        "floor": torch.floor,
+        "sqrt": torch.sqrt,
+        "cast": _cast,
         "trans": torch.t,
         "atomic_max": _atomic_max,
         "maximum": lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),

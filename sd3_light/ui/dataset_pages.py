@@ -1,0 +1,236 @@
+"""The pages of a dataset: its samples, and previews of changes."""
+
+import difflib
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote, urlencode
+
+from PIL import Image
+
+from sd3_light.config.faults import UserError
+from sd3_light.formats import plural
+from sd3_light.pages import render_template
+from sd3_light.report.inspect.cache_stats import reason_meaning
+from sd3_light.sources.preprocess import Reject
+from sd3_light.sources.video import open_still
+from sd3_light.ui.datasets import Dataset, Preview, read_length
+from sd3_light.ui.sample_index import SHOWS, SORTS, IndexedSample, Query, Rows
+
+PAGE_SIZE = 24
+"""Samples per page."""
+
+_MOST_SHOWN = 50  # captions of a preview
+_LARGEST_SIDE = 384  # pixels of a served image
+_WITH_IMAGE = (
+    *("no_caption", "empty_caption", "bad_caption", "caption_too_long", "caption_not_utf8"),
+    *("too_small", "crop_too_large", "would_be_enlarged"),
+)  # reasons that say nothing about the bytes of the image
+_FIELDS = ("show", "text", "tag", "where", "reason", "sort", "like")
+
+
+@dataclass(frozen=True)
+class ShownSample:
+    """A sample on the page. ``read`` is the length of the first caption that text encoders read, None if all is."""
+
+    sample: IndexedSample
+    url: str
+    is_excluded: bool
+    is_edited: bool
+    first: str = ""
+    read: int | None = None
+    tokens_cut: int = 0
+
+    @property
+    def has_image(self) -> bool:
+        """Whether its image can be shown, as far as is known."""
+        return not self.sample.reason or self.sample.reason in _WITH_IMAGE
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height; a square where they are not known."""
+        return max(self.sample.width, 1), max(self.sample.height, 1)
+
+
+def query_of(values: Mapping[str, str]) -> Query:
+    """Return the query of an address. Raises UserError for unknown values."""
+    chosen = {name: values.get(name, "") for name in _FIELDS}
+    chosen["show"] = chosen["show"] or "used"
+    if chosen["show"] not in SHOWS:
+        raise UserError(f"unknown choice {chosen['show']!r:.40}; use one of {', '.join(SHOWS)}")
+    return Query(**chosen, descending=values.get("order") == "descending")
+
+
+def address_of(query: Query, page: int = 1, **changes: str) -> str:
+    """Return the part of an address that asks for a query, "?..."; ``changes`` replace fields."""
+    values = {name: getattr(query, name) for name in _FIELDS} | changes
+    pairs = {name: value for name, value in values.items() if value and (name, value) != ("show", "used")}
+    if query.descending and "sort" not in changes:
+        pairs["order"] = "descending"
+    if page > 1:
+        pairs["page"] = str(page)
+    return f"?{urlencode(pairs)}" if pairs else "?"
+
+
+def dataset_page(dataset: Dataset, dataset_id: str, query: Query, page: int = 1, with_tags: bool = False) -> str:
+    """Return a page of the samples that match a query; ``with_tags``: with the tags of all of them."""
+    notes = list(dataset.notes)
+    if dataset.job is not None and dataset.job.error:
+        notes.append(dataset.job.error)
+    index = dataset.index
+    rows: Rows | None = None
+    tags: dict[str, int] = {}
+    if index is not None:
+        try:
+            rows = _find(dataset, query)
+            if with_tags:
+                tags, is_complete = index.tags(rows)
+                notes += [] if is_complete else ["Tags were counted in the first samples alone."]
+        except UserError as error:
+            notes.append(str(error))
+    page = max(1, page)
+    shown = [] if rows is None else _shown(dataset, dataset_id, rows[(page - 1) * PAGE_SIZE : page * PAGE_SIZE])
+    pages = 0 if rows is None else -(-len(rows) // PAGE_SIZE)
+    problem = dataset.files.problem(dataset.path)
+    return render_template(
+        "dataset.html",
+        name=dataset.path.name,
+        folder=dataset.path,
+        path=f"/datasets/{dataset_id}",
+        dataset=dataset,
+        index=index,
+        query=query,
+        sorts=[*SORTS, *(["tokens cut"] if dataset.lost else [])],
+        shows=SHOWS,
+        counts=_counts(dataset),
+        reasons=[] if index is None else [(name, count, reason_meaning(name)) for name, count in index.reasons.items()],
+        samples=shown,
+        groups=_groups(dataset, shown) if query.show == "duplicates" else [],
+        total=0 if rows is None else len(rows),
+        tags=tags,
+        with_tags=with_tags,
+        address=lambda **changes: f"/datasets/{dataset_id}{address_of(query, **changes)}",
+        query_text=address_of(query).removeprefix("?"),
+        previous=address_of(query, page - 1) if page > 1 else "",
+        following=address_of(query, page + 1) if page < pages else "",
+        number=page,
+        pages=pages,
+        problem=problem,
+        commands=_commands(dataset),
+        notes=notes,
+        served="/data",
+        live=bool((dataset.job and dataset.job.is_running) or (dataset.plan and dataset.plan.is_running)),
+    )
+
+
+def chosen_rows(dataset: Dataset, query: Query, keys: Sequence[str] | None) -> Rows:
+    """Return the rows of keys; without them all rows of the query."""
+    return _find(dataset, query) if keys is None else dataset.require_index().rows_of(keys)
+
+
+def _find(dataset: Dataset, query: Query) -> Rows:
+    index = dataset.require_index()
+    if query.sort != "tokens cut":
+        return index.find(query)
+    rows = index.rows_of(list(dataset.lost))
+    lost = [-dataset.lost[key] for key in index.keys(rows)]
+    return rows[sorted(range(len(rows)), key=lost.__getitem__)]
+
+
+def preview_page(dataset: Dataset, dataset_id: str, preview: Preview, back: str) -> str:
+    """Return the page that shows a change of captions before it is made."""
+    edits = [(edit.key, list(_difference(edit.old, edit.new))) for edit in preview.edits[:_MOST_SHOWN]]
+    files = {edit.place.path for edit in preview.edits}
+    return render_template(
+        "preview.html",
+        folder=dataset.path,
+        path=f"/datasets/{dataset_id}",
+        preview=preview,
+        summary=f"{plural(len(preview.edits), 'caption')} in {plural(len(files), 'file')} "
+        f"would change, of {plural(preview.looked_at, 'sample')}.",
+        edits=edits,
+        problems=preview.problems[:_MOST_SHOWN],
+        back=f"/datasets/{dataset_id}?{back}",
+        query_text=back,
+        notes=[],
+        served="/data",
+        live=False,
+    )
+
+
+def sample_image(dataset: Dataset, key: str) -> bytes:
+    """Return a sample's image as a small WebP. Raises UserError where it cannot be opened."""
+    sample = dataset.sample(key)
+    try:
+        image = open_still(dataset.location(sample))
+    except Reject as reject:
+        raise UserError(f"{key:.200}: {reject.detail or reject.reason}") from reject
+    image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE), Image.Resampling.LANCZOS)
+    buffer = io.BytesIO()
+    image.save(buffer, "WEBP", quality=85)
+    return buffer.getvalue()
+
+
+def _shown(dataset: Dataset, dataset_id: str, rows: Rows) -> list[ShownSample]:
+    index = dataset.require_index()
+    shown = []
+    for sample in index.samples(rows):
+        url = f"/datasets/{dataset_id}/image?key={quote(sample.key, safe='')}"
+        first = sample.captions[0] if sample.captions else ""
+        lost = dataset.lost.get(sample.key, 0)
+        read = read_length(first, dataset.limits) if lost else None
+        is_excluded = sample.key in index.excluded
+        shown.append(ShownSample(sample, url, is_excluded, sample.key in index.edited, first, read, lost))
+    return shown
+
+
+def _groups(dataset: Dataset, shown: Sequence[ShownSample]) -> list[list[ShownSample]]:
+    """Return the samples of a page by their group of duplicates."""
+    index = dataset.require_index()
+    groups: dict[int, list[ShownSample]] = {}
+    for each in shown:
+        groups.setdefault(int(index.duplicate_groups[index.row_of(each.sample.key)]), []).append(each)
+    return list(groups.values())
+
+
+def _counts(dataset: Dataset) -> dict[str, int]:
+    """Return how many samples each choice shows, without filters."""
+    index = dataset.index
+    if index is None:
+        return {}
+    excluded = int(index.is_excluded.sum())
+    rejected = int((index.is_rejected & ~index.is_excluded).sum())
+    used = len(index) - excluded - rejected
+    hidden = len(index.excluded) if not dataset.is_listed_here else excluded
+    return {"used": used, "all": len(index), "excluded": hidden, "rejected": rejected, "edited": len(index.edited)}
+
+
+def _commands(dataset: Dataset) -> list[tuple[str, str, bool]]:
+    """Return path and name of each train TOML, and whether its run has a checkpoint to continue from."""
+    from sd3_light.config import load_config
+
+    commands = []
+    for config in dataset.configs:
+        try:
+            output = load_config(config).train.output_dir
+        except UserError:
+            continue
+        commands.append((str(config), config.name, any((output / "checkpoints").glob("step-*"))))
+    return commands
+
+
+def _difference(old: str, new: str) -> Iterator[tuple[str, str]]:
+    """Yield pieces of text, each "same", "removed" or "added"; long texts are compared as a whole."""
+    if len(old) + len(new) > 4000:
+        yield "removed", old
+        yield "added", new
+        return
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for kind, start, end, new_start, new_end in matcher.get_opcodes():
+        if kind == "equal":
+            yield "same", old[start:end]
+            continue
+        if old[start:end]:
+            yield "removed", old[start:end]
+        if new[new_start:new_end]:
+            yield "added", new[new_start:new_end]
