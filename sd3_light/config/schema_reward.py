@@ -29,7 +29,7 @@ ScoreName = Annotated[
 class RewardConfig(Table):
     """[reward]: train towards a score of images that the run draws itself (DiffusionNFT, arXiv 2509.16117).
 
-    The dataset decides the size of the images and is evaluated; nothing else of it is used.
+    The dataset decides the size of the images and is evaluated; nothing else of it is used. No default was measured.
     """
 
     score: ScoreName
@@ -42,15 +42,14 @@ class RewardConfig(Table):
     """Prompts for which images are drawn at a time."""
     images_per_prompt: Annotated[int, Strict(), Ge(2)] = 8
     """Images of each of these prompts, which are compared with one another."""
-    every_n_steps: Count = 4
+    every_n_steps: Count = 8
     """Optimizer steps between draws."""
     steps: Count = 10
     """Sampler steps per image, without guidance."""
     beta: Positive = 1.0
-    """Share of the prediction in the policies that are compared; a lower one takes larger steps away from the teacher.
-    Not measured."""
+    """Share of the prediction in the policies that are compared; a lower one takes larger steps from the teacher."""
     kl: NotNegative = 0.0
-    """Weight of the squared distance from the start's prediction, which limits how far training goes. Not measured."""
+    """Weight of the squared distance from the start's prediction, which limits how far training goes."""
     teacher: Literal["average", "start"] = "average"
     """The model that draws, and that training improves on: the average of [ema], or always the start of the run."""
 

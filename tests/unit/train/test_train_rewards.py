@@ -196,3 +196,65 @@ def test_faults_name_what_contradicts_rewards(project: Project) -> None:
     project.train_toml.write_text(text)
     with pytest.raises(ConfigFaults, match=r"max_steps: is required with \[reward\]"):
         project.load()
+
+
+def test_check_names_what_is_missing(project: Project) -> None:
+    from sd3_light.check import verb as check
+
+    def faults(*keys: str) -> str:
+        with pytest.raises(ConfigFaults) as caught:
+            check.load(project.train_toml, [*KEYS, *keys])
+        return "\n".join(map(str, caught.value.faults))
+
+    (project.folder / "odd.txt").write_text("a cat on a sofa\n", encoding="utf-8")
+    (project.folder / "empty.txt").write_text("\n \n", encoding="utf-8")
+    assert "reward.prompts: " in faults('reward.prompts="nothing.txt"')
+    assert "has no prompt; write one per line" in faults('reward.prompts="empty.txt"')
+    assert "there are 3 prompts" in faults("reward.prompts_per_draw=4")
+    odd = faults('reward.prompts="odd.txt"', 'reward.score="world"', "reward.prompts_per_draw=1")
+    assert "is not a caption of the demo world" in odd
+    assert "is not a model folder" in faults('reward.score="./start"')
+    assert "the package is not installed" in faults('reward.score="no_such_package.part:score"')
+    check.load(project.train_toml, [*KEYS, 'reward.score="world"'])
+
+
+def test_check_states_images_memory_and_time(project: Project) -> None:
+    from sd3_light.check import verb as check
+
+    plain = check.run(project.load(*KEYS))
+    lines = plain.drawing
+    assert lines is not None
+    assert lines.startswith("6 images of 64x64 every 3 steps in 2 sampler steps, ")
+    assert "each trains 1 times" in lines
+    weights = 4 * sum(plain.setup.cost.layer_parameters)
+    held = check.run(project.load(*KEYS, "reward.kl=0.1"))
+    assert held.setup.other_models == plain.setup.other_models + weights, "a copy of the start"
+    adapted = check.run(project.load(*KEYS, "reward.kl=0.1", "adapter.rank=2"))
+    assert adapted.setup.other_models == plain.setup.other_models, "an adapter is switched off"
+    often = check.run(project.load(*KEYS, "reward.every_n_steps=1"))
+    assert often.run_flops.value > plain.run_flops.value
+
+
+def test_a_clip_folder_scores_images(tmp_path: Path) -> None:
+    from sd3_light.evaluate.rewards import open_reward, scores
+    from tests.judge_folders import write_clip, write_vision
+
+    score = open_reward(write_clip(tmp_path / "clip"), torch.device("cpu"))
+    images = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3), dtype=np.uint8)
+    values = scores(score, images, ["a red circle", "a blue star", "a red circle"])
+    assert values.shape == (3,)
+    assert all(-1 <= value <= 1 for value in values)
+    with pytest.raises(UserError, match="has no text encoder; give a CLIP folder"):
+        open_reward(write_vision(tmp_path / "vision"), torch.device("cpu"))
+
+
+def test_the_report_charts_rewards(project: Project) -> None:
+
+    from sd3_light.report.run_page import write_run_page
+
+    run(project, "adapter.rank=2")
+    write_run_page(project.run, project.folder / "report.html")
+    page = (project.folder / "report.html").read_text(encoding="utf-8")
+    for title in ("Score of drawn images", "Diversity", "Distance from the start", "Drawing"):
+        assert f"<h3>{title}</h3>" in page
+    assert page.index('id="rewards"') < page.index('id="validation"')
