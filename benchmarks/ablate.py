@@ -1,74 +1,136 @@
-"""Fills a table of ablations: one row is one change to the base recipe (`world.toml`), trained with two seeds.
+"""Fills a table of ablations: one row is one change to the base recipe (`world.toml`), trained with several seeds.
 
-    python benchmarks/ablate.py FOLDER [--rows base joint-dropout ...] [--seeds 1 2] [--minutes 9] [--jobs 1]
-                                [--table benchmarks/ablations.toml] [--set KEY=VALUE ...] [--show]
+    python benchmarks/ablate.py FOLDER [--rows 'rate-*' base ...] [--best 4] [--seeds 1 2] [--lanes 6] [--minutes 9]
+                                [--table benchmarks/ablations.toml] [--tuned ROW] [--results FILE] [--set KEY=VALUE ...]
+                                [--slot-minutes 20] [--show]
 
-FOLDER comes from `world_prepare.py`. Each finished (row, seed) is one line of FOLDER/results.jsonl; it is skipped the
-next time, unless its recipe has changed. After `--minutes` the run in progress saves a checkpoint, from which the next
-command continues. All rows get their first seed before any gets its second. `--jobs` runs several rows side by side,
-which helps if one does not fill the GPU. `--set` changes all rows. At the end the table of all results is printed and
-written to FOLDER/table.md; `--show` only does that.
+FOLDER comes from `world_prepare.py`; rows with a `side` use FOLDER/256px or FOLDER/512px, prepared in the same way.
+Each finished (row, seed) is one line of FOLDER/results.jsonl, or of `--results`, and is skipped the next time, unless
+its recipe has changed: keep this small file to continue on another machine. `--lanes` trains several rows side by side
+on one GPU, under NVIDIA's MPS where it is installed; a lane takes the next row that no other works on. Shortly before
+the end of `--minutes` the rows in progress save a checkpoint, from which the next command on this machine continues.
+All rows get their first seed before any gets its second; the row that another is compared with is trained too. `--best`
+keeps the rows with the highest curves so far. How long the rest takes is estimated first.
 
-Reported: the share of held-out prompts whose image is wholly right, at the end and along the way; the validation loss
-at fixed t, of the saved average in the table and of all weights in the file; samples until 0.9 of the prompts were
-right; minutes of training. A row with `ema_lengths` also scores averages of these lengths, rebuilt from its snapshots.
+A row is compared with the row that it changes (`like`, or `base`): over the same seeds and the same prompts, with the
+standard error of the paired difference. *Better* and *worse* need two of them and two seeds. The seeds' part of the
+error is at least that of all rows together. Prompts of the result differ from those of the curve, on which the samples
+until 0.9 are read: the first point above it, `-` if the points around it are further apart than 100,000 samples. The
+curve and the result are drawn with the average of the weights; `draws` of a row are the same training drawn otherwise
+(raw weights, another average, another shift of the sampler), compared with the row itself. The table of all results is
+printed and written to table.md beside the results; `--show` only does that. Minutes of rows that share a GPU do not
+count.
 """
 
 import argparse
 import fcntl
 import hashlib
 import json
+import math
+import os
 import shutil
-import subprocess
+import signal
+import statistics
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
-from world_runs import BASE, Bench, ScoredRun, load, start_judges
+from lanes import mps, run_lanes
+from paired import compare, differences, pooled_seed_variance
+from world_runs import BASE, Bench, ScoredRun, judged, load, start_judges
 
 from sd3_light.config import UserError
 from sd3_light.config.faults import Stopped
+from sd3_light.core.sampling import ImageRequest
 from sd3_light.engines import Launch
-from sd3_light.evaluate.composition import ScoreOptions, score
 from sd3_light.export import verb as export
 from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.flow.scheduler import folder_scheduler
+from sd3_light.formats import plural
 from sd3_light.runlog import read_log
+from sd3_light.sample.generate import choose_drawing, generate
+from sd3_light.world import Prompt
 
 TABLE = Path(__file__).parent / "ablations.toml"
 RESULTS = "results.jsonl"
+FINAL = "final"
 TARGET = 0.9
+CLOSE_SAMPLES = 100_000
+MAIN = "average"
+"""The draw of every row: the average of the weights, or the weights themselves without one."""
+_BATCH = 64
+_SAVE_SECONDS = 45  # between the lanes' deadline and the end of the command
+_WAIT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How a trained row is drawn: which weights, or an average of which length, and the sampler's shift."""
+
+    weights: str | None = None
+    ema_length: float | None = None
+    shift: float | None = None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One change to the base recipe, as `--set` strings."""
+    """One change to another row, as `--set` strings; ``overrides`` are all of them, ``against`` is that row.
+
+    ``init`` is a row whose result is continued, ``side`` the pixels of its images if they are not FOLDER's, ``minutes``
+    an estimate for one seed in its lane.
+    """
 
     name: str
     about: str
     overrides: tuple[str, ...] = ()
-    ema_lengths: tuple[float, ...] = ()
+    against: str | None = None
+    draws: tuple[tuple[str, Draw], ...] = ()
+    init: str | None = None
+    side: int | None = None
+    minutes: float | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of a table file, and the minutes of one that was not measured."""
+
+    rows: Mapping[str, Row]
+    minutes: float = 5.0
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """One row with one seed in a prepared folder."""
+    """One row with one seed in a prepared folder; ``init`` is the one that it continues."""
 
-    folder: Path
+    root: Path
     row: Row
     seed: int
     more: tuple[str, ...] = ()
+    init: "Ablation | None" = None
+
+    @property
+    def folder(self) -> Path:
+        """The prepared folder."""
+        return self.root if self.row.side is None else self.root / f"{self.row.side}px"
+
+    @property
+    def changes(self) -> list[str]:
+        """The changes to the base recipe, without seed and names."""
+        return [*self.more, *self.row.overrides]
 
     @property
     def overrides(self) -> list[str]:
         """All overrides, without those of the bench."""
-        return [*self.more, *self.row.overrides, f"seed={self.seed}", f'output_dir="runs/{self.name}"']
+        start = [] if self.init is None else [f"model.init={json.dumps(str(self.init.final.resolve()))}"]
+        return [*self.changes, *start, f"seed={self.seed}", f"output_dir={json.dumps(str(self.run_folder.resolve()))}"]
 
     @property
     def name(self) -> str:
@@ -76,31 +138,40 @@ class Ablation:
         return f"{self.row.name}-{self.seed}-{self.recipe}"
 
     @property
+    def run_folder(self) -> Path:
+        """The folder of the run."""
+        return self.root / "runs" / self.name
+
+    @property
+    def final(self) -> Path:
+        """The export that other rows continue."""
+        return self.run_folder / FINAL
+
+    @property
     def recipe(self) -> str:
         """A hash of everything that determines the run."""
-        facts = [BASE.read_text(encoding="utf-8"), self.more, self.row.overrides, self.seed, self.row.ema_lengths]
-        facts.append(vars(Bench.read(self.folder)))
+        facts = [BASE.read_text(encoding="utf-8"), self.changes, self.seed, [str(draw) for draw in self.row.draws]]
+        facts += [vars(Bench.read(self.folder)), self.init and self.init.recipe]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:8]
 
-    def run(self, deadline: float | None) -> dict[str, Any] | None:
-        """Train and return the result; None if the deadline cut the run."""
+    def run(self, deadline: float | None, keep: bool = False) -> dict[str, Any] | None:
+        """Train and draw; return the result, None if the deadline cut the run. ``keep`` the export for other rows."""
+        started = time.monotonic()
         bench = Bench.read(self.folder)
         run = ScoredRun(load(self.folder, self.overrides), bench.prompts)
         end = run.run(deadline)
         if not run.is_finished:
             return None
-        last = run.scores[-1]["rates"]
-        result = {
-            "row": self.row.name, "seed": self.seed, "recipe": self.recipe, "set": [*self.more, *self.row.overrides],
-            "right": last["all"], "rates": last, "samples": end.samples, f"samples_to_{TARGET}": run.samples_to(TARGET),
-            "fixed": fixed_losses(run.folder), "minutes": round(run.seconds / 60, 3),
+        right = draw_all(run, dict(self.row.draws), bench, self.final if keep else None)
+        return {
+            "row": self.row.name, "seed": self.seed, "recipe": self.recipe, "set": self.changes,
+            "right": right, "samples": end.samples, "fixed": fixed_losses(run.folder),
+            "minutes": round(run.seconds / 60, 3), "lane_minutes": round((time.monotonic() - started) / 60, 3),
             "scores": [[entry["samples"], entry["rates"]["all"]] for entry in run.scores],
+            "scenes": "hard" if bench.hard else "simple", "side": bench.side,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         }  # fmt: skip
-        if self.row.ema_lengths:
-            result["ema_lengths"] = {str(n): score_length(run, n, bench) for n in self.row.ema_lengths}
-        return result
 
 
 def fixed_losses(run: Path) -> dict[str, float]:
@@ -109,74 +180,214 @@ def fixed_losses(run: Path) -> dict[str, float]:
     return {event["weights"]: round(event["fixed"], 5) for event in evaluations}
 
 
-def score_length(run: ScoredRun, length: float, bench: Bench) -> float:
-    """Return the score of an average of this length, rebuilt from the run's snapshots."""
-    out, sampling = run.folder / "average", run.loaded.train.sampling
-    shutil.rmtree(out, ignore_errors=True)
-    try:
-        pipe, policy = open_pipeline(export.run(run.folder, out, ema_length=length), Launch().device())
-        options = ScoreOptions(sampling.steps, sampling.guidance, 0, 64, ((bench.side, bench.side),))
-        result = score(pipe, run.prompts, policy, options)
-    finally:
+# --- drawing ---------------------------------------------------------------------------------------
+
+
+def draw_all(run: ScoredRun, draws: Mapping[str, Draw], bench: Bench, final: Path | None) -> dict[str, str]:
+    """Return for each draw which prompts of the report are right, as a digit 1 or 0 per prompt.
+
+    The export of the average is kept at ``final``, if that is given.
+    """
+    by_weights: dict[tuple[str | None, float | None], dict[str, float | None]] = {(None, None): {MAIN: None}}
+    for name, draw in draws.items():
+        by_weights.setdefault((draw.weights, draw.ema_length), {})[name] = draw.shift
+    right = {}
+    for (weights, length), shifts in by_weights.items():
+        is_final = final is not None and (weights, length) == (None, None)
+        out = final if is_final and final is not None else run.folder / "drawn"
         shutil.rmtree(out, ignore_errors=True)
-    return round(result.rates["all"] or 0.0, 4)
+        export.run(run.folder, out, weights=weights, ema_length=length)
+        for name, shift in shifts.items():
+            right[name] = draw_export(out, shift, run, bench)
+        if not is_final:
+            shutil.rmtree(out)
+    return right
 
 
-# --- the table ---------------------------------------------------------------------------------
+def draw_export(folder: Path, shift: float | None, run: ScoredRun, bench: Bench) -> str:
+    """Draw the prompts of the report with the stock pipeline, image i from seed i, and judge them."""
+    pipe, policy = open_pipeline(folder, Launch().device())
+    if shift is not None:
+        pipe.scheduler = folder_scheduler(folder, shift)
+    prompts: Sequence[Prompt] = bench.report_prompts
+    requests = [ImageRequest(prompt.text, seed, bench.side, bench.side) for seed, prompt in enumerate(prompts)]
+    sampling = run.loaded.train.sampling
+    drawing = choose_drawing(policy, sampling.steps, sampling.guidance, sampling.steps)
+    verdicts = judged(prompts, generate(pipe, requests, policy, *drawing, _BATCH)).verdicts
+    return "".join("1" if verdict.all else "0" for verdict in verdicts)
 
 
-def read_rows(table: Path) -> list[Row]:
-    """Return the rows of a table file."""
-    raw = tomllib.loads(table.read_text(encoding="utf-8"))
-    return [
-        Row(name, entry.get("about", ""), tuple(entry.get("set", ())), tuple(entry.get("ema_lengths", ())))
-        for name, entry in raw["rows"].items()
-    ]
+# --- the rows --------------------------------------------------------------------------------------
+
+
+def read_table(file: Path, tuned: str | None = None) -> Table:
+    """Return the rows of a table file; rows like `tuned` change the row that it, or ``tuned``, names."""
+    raw = tomllib.loads(file.read_text(encoding="utf-8"))
+    entries: Mapping[str, Mapping[str, Any]] = raw["rows"]
+    draws = {name: Draw(**entry) for name, entry in raw.get("draws", {}).items()}
+    tuned = tuned or raw.get("tuned")
+    rows: dict[str, Row] = {}
+
+    def resolve(name: str, seen: tuple[str, ...] = ()) -> Row:
+        if name not in entries or name in seen:
+            raise UserError(f"{file}: no row {name!r}, or it is like itself; it has {', '.join(entries)}")
+        if name not in rows:
+            rows[name] = make(name, entries[name], (*seen, name))
+        return rows[name]
+
+    def make(name: str, entry: Mapping[str, Any], seen: tuple[str, ...]) -> Row:
+        named = {key: tuned if entry.get(key) == "tuned" else entry.get(key) for key in ("like", "against")}
+        like = named["like"]
+        parent = None if like is None else resolve(like, seen)
+        against = named["against"]
+        if against is None:
+            against = like or ("base" if name != "base" and "base" in entries else None)
+        return Row(
+            name,
+            entry.get("about", ""),
+            (*(() if parent is None else parent.overrides), *entry.get("set", ())),
+            against or None,
+            tuple((draw, draws[draw]) for draw in entry.get("draws", ())),
+            entry.get("init"),
+            entry.get("side", None if parent is None else parent.side),
+            entry.get("minutes"),
+        )
+
+    for name in entries:
+        resolve(name)
+    return Table({name: rows[name] for name in entries}, raw.get("minutes", Table.minutes))
+
+
+def select(
+    folder: Path, table: Table, args: argparse.Namespace, results: Sequence[Mapping[str, Any]]
+) -> list[Ablation]:
+    """Return the chosen rows with all seeds, seed by seed, and before each the rows that it needs."""
+    chosen = [name for name in table.rows if any(fnmatch(name, pattern) for pattern in args.rows or ["*"])]
+    unknown = [pattern for pattern in args.rows or () if not any(fnmatch(name, pattern) for name in table.rows)]
+    if unknown:
+        raise UserError(f"{args.table} has no row {', '.join(unknown)}; it has {', '.join(table.rows)}")
+    if not args.rows:
+        chosen = [name for name in chosen if (side := table.rows[name].side) is None or (folder / f"{side}px").is_dir()]
+    if args.best is not None and not args.lane:
+        chosen = best(chosen, results, args.best)
+    ablations: dict[tuple[str, int], Ablation] = {}
+
+    def add(name: str, seed: int) -> Ablation:
+        row = table.rows[name]
+        if row.against is not None and (row.against, seed) not in ablations:
+            add(row.against, seed)
+        init = None if row.init is None else add(row.init, seed)
+        return ablations.setdefault((name, seed), Ablation(folder, row, seed, tuple(args.set), init))
+
+    for seed in args.seeds:
+        for name in chosen:
+            add(name, seed)
+    return list(ablations.values())
+
+
+def best(names: Sequence[str], results: Sequence[Mapping[str, Any]], count: int) -> list[str]:
+    """Return the rows whose curves end highest. The prompts of the results do not choose, so they stay fair."""
+    ends = {
+        name: [entry["scores"][-1][1] for entry in results if entry["row"] == name and entry["scores"]]
+        for name in names
+    }
+    if missing := [name for name, values in ends.items() if not values]:
+        raise UserError(f"--best needs a result of every row; none of {', '.join(missing)}")
+    return sorted(names, key=lambda name: -statistics.mean(ends[name]))[:count]
 
 
 def read_results(file: Path) -> list[dict[str, Any]]:
-    """Return the results so far; a later line of the same row and seed replaces an earlier one."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return list({(entry["row"], entry["seed"]): entry for entry in map(json.loads, lines)}.values())
+    """Return the results so far; a later line of the same row and seed replaces an earlier one.
+
+    A line that was cut when its machine was lost is left out.
+    """
+    kept: dict[tuple[str, int], dict[str, Any]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        kept[entry["row"], entry["seed"]] = entry
+    return list(kept.values())
 
 
-def markdown(results: Sequence[Mapping[str, Any]], rows: Sequence[Row]) -> str:
-    """Return the table of all results: one line per row, the seeds separated by slashes."""
-    about = {row.name: row.about for row in rows}
-    names = [*about, *(name for name in dict.fromkeys(entry["row"] for entry in results) if name not in about)]
+# --- the table -------------------------------------------------------------------------------------
+
+
+def markdown(results: Sequence[Mapping[str, Any]], table: Table, more: Sequence[str] = ()) -> str:
+    """Return the table of the results: a line per row, and one per draw of it."""
+    current: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for entry in sorted(results, key=lambda entry: entry["seed"]):
+        row = table.rows.get(entry["row"])
+        if row is not None and entry["set"] == [*more, *row.overrides]:
+            current.setdefault(row.name, {})[entry["seed"]] = entry
+    pooled = pooled_seed_variance(
+        differences(outcomes(entries), outcomes(current[table.rows[name].against or ""]))
+        for name, entries in current.items()
+        if table.rows[name].against in current
+    )
+    pooled_draws = pooled_seed_variance(
+        differences(outcomes(entries, draw), outcomes(entries))
+        for name, entries in current.items()
+        for draw in dict(table.rows[name].draws)
+    )
     lines = [
-        "| row | change | wholly right | loss at fixed t | million samples to 0.9 | minutes |",
-        "|---|---|---|---|---|---|",
+        "| row | change | seeds | right | difference | to | verdict | loss at fixed t | samples to 0.9 | minutes |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name in names:
-        entries = sorted((entry for entry in results if entry["row"] == name), key=lambda entry: entry["seed"])
-        if entries:
-            lines.append(f"| {name} | {about.get(name, '')} | {' | '.join(_cells(entries))} |")
-            lines += _length_lines(name, entries)
+    for name in filter(current.__contains__, table.rows):
+        row, entries = table.rows[name], current[name]
+        base = current.get(row.against or "")
+        cells = _difference_cells(outcomes(entries), None if base is None else outcomes(base), row.against, pooled)
+        losses = " / ".join(f"{e['fixed'].get('ema', e['fixed'].get('raw')):.4f}" for e in entries.values())
+        reached = " / ".join(samples_to(TARGET, e["scores"]) for e in entries.values())
+        minutes = " / ".join(f"{e['minutes']:.1f}" for e in entries.values())
+        lines.append(f"| {name} | {row.about} | {' | '.join(cells)} | {losses} | {reached} | {minutes} |")
+        for draw in dict(row.draws):
+            cells = _difference_cells(outcomes(entries, draw), outcomes(entries), f"its {MAIN}", pooled_draws)
+            lines.append(f"| {name} | drawn: {draw} | {' | '.join(cells)} | | | |")
     return "\n".join(lines) + "\n"
 
 
-def _cells(entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    columns = (
-        [f"{entry['right']:.3f}" for entry in entries],
-        [f"{entry['fixed'].get('ema', entry['fixed'].get('raw')):.4f}" for entry in entries],
-        [_millions(entry[f"samples_to_{TARGET}"]) for entry in entries],
-        [f"{entry['minutes']:.1f}" for entry in entries],
-    )
-    return [" / ".join(column) for column in columns]
+def outcomes(entries: Mapping[int, Mapping[str, Any]], draw: str = MAIN) -> dict[int, list[bool]]:
+    """Return seed -> whether each prompt is right."""
+    return {seed: [digit == "1" for digit in e["right"][draw]] for seed, e in entries.items() if draw in e["right"]}
 
 
-def _millions(samples: int | None) -> str:
-    return "-" if samples is None else f"{samples / 1e6:.2f}"
+def _difference_cells(
+    own: Mapping[int, Sequence[bool]], base: Mapping[int, Sequence[bool]] | None, to: str | None, pooled: float | None
+) -> list[str]:
+    seeds = ", ".join(map(str, own))
+    rates = " / ".join(f"{statistics.mean(right):.3f}" for right in own.values())
+    found = None if base is None else compare(differences(own, base), pooled)
+    return [seeds, rates, *(("", "", "") if found is None else (str(found), to or "", found.verdict))]
 
 
-def _length_lines(name: str, entries: Sequence[Mapping[str, Any]]) -> list[str]:
-    lengths = dict.fromkeys(length for entry in entries for length in entry.get("ema_lengths", {}))
-    rates = {n: " / ".join(f"{e['ema_lengths'][n]:.3f}" for e in entries if "ema_lengths" in e) for n in lengths}
-    return [f"| {name} | average of length {length} | {rate} | | | |" for length, rate in rates.items()]
+def samples_to(rate: float, scores: Sequence[Sequence[float]]) -> str:
+    """Return the million samples of the first point that reaches a rate; `-` if the one before it is not close."""
+    before = 0.0
+    for samples, value in scores:
+        if value >= rate:
+            return f"{samples / 1e6:.2f}" if samples - before <= CLOSE_SAMPLES else "-"
+        before = samples
+    return "-"
 
 
-# --- filling it --------------------------------------------------------------------------------
+# --- filling it ------------------------------------------------------------------------------------
+
+
+def is_done(ablation: Ablation, results: Sequence[Mapping[str, Any]], needed: bool) -> bool:
+    """Return whether a row has its result, and if others will continue it, also its export."""
+    key = (ablation.row.name, ablation.seed, ablation.recipe)
+    has_result = any((entry["row"], entry["seed"], entry["recipe"]) == key for entry in results)
+    return has_result and (not needed or ablation.final.is_dir())
+
+
+def missing(ablations: Sequence[Ablation], results: Sequence[Mapping[str, Any]]) -> list[Ablation]:
+    """Return what is not done; a row that only others need is left out once they are done."""
+    todo = [each for each in ablations if not is_done(each, results, needed=False)]
+    needed = {each.init for each in todo}
+    return [each for each in ablations if not is_done(each, results, each in needed)]
 
 
 @contextmanager
@@ -193,71 +404,133 @@ def claimed(folder: Path, name: str) -> Iterator[bool]:
         yield True
 
 
-def fill(folder: Path, ablations: Sequence[Ablation], deadline: float | None) -> list[str]:
-    """Run what is missing until the deadline; return the failures."""
-    failures = []
-    for ablation in ablations:
-        with claimed(folder, ablation.name) as is_free:
-            done = {(entry["row"], entry["seed"], entry["recipe"]) for entry in read_results(folder / RESULTS)}
-            if not is_free or (ablation.row.name, ablation.seed, ablation.recipe) in done:
-                continue
-            if deadline is not None and time.monotonic() >= deadline:
+def fill(ablations: Sequence[Ablation], results: Path, deadline: float | None) -> list[str]:
+    """Run what is missing and not claimed until the deadline; return the failures."""
+    kept = {each.init for each in ablations}
+    failures: dict[str, str] = {}
+    while deadline is None or time.monotonic() < deadline:
+        todo = [each for each in missing(ablations, read_results(results)) if each.name not in failures]
+        ready = [each for each in todo if each.init is None or each.init.final.is_dir()]
+        for ablation in ready:
+            with claimed(ablation.root, ablation.name) as is_free:
+                if not is_free or ablation not in missing(ablations, read_results(results)):
+                    continue
+                try:
+                    result = ablation.run(deadline, ablation in kept)
+                except UserError as error:
+                    failures[ablation.name] = f"{ablation.name}: {error}"
+                    break
+                if result is None:
+                    return list(failures.values())
+                keep_result(results, result)
+                shutil.rmtree(ablation.run_folder / "checkpoints", ignore_errors=True)
+                shutil.rmtree(ablation.run_folder / "ema", ignore_errors=True)
+            break
+        else:
+            if not any(each.init and each.init.name not in failures for each in todo if each not in ready):
                 break
-            try:
-                result = ablation.run(deadline)
-            except UserError as error:
-                failures.append(f"{ablation.name}: {error}")
-                continue
-            if result is not None:
-                with open(folder / RESULTS, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(result, ensure_ascii=False) + "\n")
-                shutil.rmtree(folder / "runs" / ablation.name / "checkpoints")
-                shutil.rmtree(folder / "runs" / ablation.name / "ema", ignore_errors=True)
-    return failures
+            time.sleep(_WAIT_SECONDS)  # another lane trains what they continue
+    return list(failures.values())
 
 
-def select(folder: Path, rows: Sequence[Row], args: argparse.Namespace) -> list[Ablation]:
-    """Return the chosen rows with all seeds, seed by seed."""
-    if unknown := set(args.rows or ()) - {row.name for row in rows}:
-        raise UserError(
-            f"{args.table} has no row {', '.join(sorted(unknown))}; it has {', '.join(r.name for r in rows)}"
-        )
-    chosen = [row for row in rows if not args.rows or row.name in args.rows]
-    return [Ablation(folder, row, seed, tuple(args.set)) for seed in args.seeds for row in chosen]
+def keep_result(file: Path, result: Mapping[str, Any]) -> None:
+    """Append a line, whole and on the disk before this returns; a line that was cut before it stays alone."""
+    with open(file, "ab+") as out:
+        fcntl.flock(out, fcntl.LOCK_EX)
+        size = out.seek(0, os.SEEK_END)
+        out.seek(max(0, size - 1))
+        start = b"" if out.read() in (b"", b"\n") else b"\n"
+        out.write(start + json.dumps(result, ensure_ascii=False).encode() + b"\n")
+        out.flush()
+        os.fsync(out.fileno())
 
 
-def start_jobs(count: int) -> list[subprocess.Popen[bytes]]:
-    """Start further processes with the same arguments; each takes the rows that no other works on."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--jobs", "1"]
-    return [subprocess.Popen(command) for _ in range(count)]
+def estimate(
+    todo: Sequence[Ablation], results: Sequence[Mapping[str, Any]], table: Table, lanes: int, slot: float
+) -> str:
+    """Return how long what is missing takes, from what finished rows took in their lanes."""
+    if not todo:
+        return "every row is done"
+    known: dict[str, list[float]] = {}
+    for entry in results:
+        known.setdefault(entry["row"], []).append(entry["lane_minutes"])
+    usual = statistics.mean([value for values in known.values() for value in values]) if known else table.minutes
+
+    def minutes(ablation: Ablation) -> float:
+        values = known.get(ablation.row.name)
+        return statistics.mean(values) if values else ablation.row.minutes or usual
+
+    def chain(ablation: Ablation) -> float:
+        before = chain(ablation.init) if ablation.init is not None and ablation.init in todo else 0.0
+        return minutes(ablation) + before
+
+    total = sum(map(minutes, todo))
+    wall = max(total / lanes, *map(chain, todo))
+    slots = math.ceil(wall / slot)
+    return (
+        f"missing: {plural(len(todo), 'run')}, {total:.0f} minutes in all, {wall:.0f} with {plural(lanes, 'lane')}: "
+        f"{plural(slots, 'slot')} of {slot:g} minutes"
+    )
+
+
+def run_all(args: argparse.Namespace, ablations: Sequence[Ablation], end: Callable[[float], float | None]) -> list[str]:
+    """Fill the table in this process, or in lanes beside it. ``end(seconds)`` is the end less these seconds."""
+    args.results.parent.mkdir(parents=True, exist_ok=True)
+    if args.lanes == 1 or args.lane:
+        start_judges(args.lanes)
+        return fill(ablations, args.results, end(_SAVE_SECONDS))
+    names = dict.fromkeys(each.row.name for each in ablations)
+    command = [sys.executable, __file__, *sys.argv[1:], "--lane", "--rows", *names]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
+    with mps() as environment:
+        return run_lanes(command, args.lanes, end(0), {**environment, "OMP_NUM_THREADS": "1"})
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--table", type=Path, default=TABLE)
+    parser.add_argument("--rows", nargs="+", help="names of rows, or patterns; default: all")
+    parser.add_argument("--best", type=int, help="of these, only the rows with the highest curves so far")
+    parser.add_argument("--tuned", help="the row that rows like `tuned` change; default: that of the table")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--minutes", type=float, help="stop after this time")
+    parser.add_argument("--lanes", type=int, default=1, help="rows side by side")
+    parser.add_argument("--results", type=Path, help="default: FOLDER/results.jsonl")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an override of all rows")
+    parser.add_argument("--slot-minutes", type=float, default=20, help="for the estimate: training time of a slot")
+    parser.add_argument("--show", action="store_true", help="only print the table")
+    parser.add_argument("--lane", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.results = args.results or args.folder / RESULTS
+    return args
 
 
 def main() -> None:
     """Fill the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--table", type=Path, default=TABLE)
-    parser.add_argument("--rows", nargs="+", help="names of rows; default: all")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--minutes", type=float, help="stop after this time")
-    parser.add_argument("--jobs", type=int, default=1, help="processes side by side")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="an override of all rows")
-    parser.add_argument("--show", action="store_true", help="only print the table")
-    args = parser.parse_args()
-    deadline = None if args.minutes is None else time.monotonic() + 60 * args.minutes
-    rows, failures = read_rows(args.table), []
+    args = parse()
+    started = time.monotonic()
+    failures: list[str] = []
+
+    def end(less: float) -> float | None:
+        return None if args.minutes is None else started + max(0.0, 60 * args.minutes - less)
+
     try:
-        ablations = select(args.folder, rows, args)
+        table = read_table(args.table, args.tuned)
+        results = read_results(args.results)
         if not args.show:
-            others = start_jobs(args.jobs - 1)
-            start_judges()
-            failures = fill(args.folder, ablations, deadline)
-            failures += [f"a process failed with exit code {job.returncode}" for job in others if job.wait()]
+            ablations = select(args.folder, table, args, results)
+            if not args.lane:
+                todo = missing(ablations, results)
+                print(estimate(todo, results, table, args.lanes, args.slot_minutes), flush=True)
+            failures = run_all(args, ablations, end)
     except (UserError, Stopped) as error:
         sys.exit(f"error: {error}")
-    text = markdown(read_results(args.folder / RESULTS), rows)
-    (args.folder / "table.md").write_text(text, encoding="utf-8")
-    print(text, end="")
+    if not args.lane:
+        text = markdown(read_results(args.results), table, args.set)
+        (args.results.parent / "table.md").write_text(text, encoding="utf-8")
+        print(text, end="")
     if failures:
         sys.exit("\n".join(f"error: {failure}" for failure in failures))
 

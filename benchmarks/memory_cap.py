@@ -9,10 +9,11 @@ Trains a LoRA on Flux.1, or with `--all-weights` all weights of each family, wit
 combination of `--families`, `--gib`, `--swap` and `--bits` or `--weights` in its own process, and prints a table:
 seconds per step (the median, without the first two), the peak of allocated and of reserved GPU memory, the bytes of
 blocks in host memory (pinned, with their optimizer state), the peak of the process's resident memory, and the last
-loss. Runs that differ in the number of swapped blocks alone have equal losses, as far as the kernels of attention
-repeat theirs. `--gib` is enforced by `torch.cuda.set_per_process_memory_fraction`; the CUDA context is not part of it.
-`--depth 20` takes 20 blocks of each kind, `third` a third of them. `--toy` takes tiny denoisers, on a CPU too.
-`PYTHONPATH` must name the root of the repository.
+loss. `--out` keeps every row as a line of JSON as soon as it is known. Runs that differ in the number of swapped blocks
+alone have equal losses, as far as the kernels of attention repeat theirs. `--gib` is enforced by
+`torch.cuda.set_per_process_memory_fraction`; the CUDA context is not part of it. `--depth 20` takes 20 blocks of each
+kind, `third` a third of them. `--toy` takes tiny denoisers, on a CPU too. `PYTHONPATH` must name the root of the
+repository. A row of SD3 needs about a minute, one of Flux.1 two.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from torch import Tensor
 from sd3_light.config import TrainConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.compiling import compile_blocks
-from sd3_light.core.registry import family_of
+from sd3_light.core.registry import family_named, family_of
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.trainable import load_what_trains
@@ -79,7 +80,7 @@ def make_config(folder: Path, options: argparse.Namespace) -> tuple[TrainConfig,
         "output_dir": "out",
         "dataset": "data.toml",
         "max_steps": options.steps,
-        "activation_checkpointing": {"true": True, "false": False}.get(options.checkpointing, options.checkpointing),
+        "activation_checkpointing": "host" if options.checkpointing == "host" else json.loads(options.checkpointing),
         "swap_blocks": swap if swap == "all" else int(swap),
         "compile": options.compile,
         "model": {"type": name, "diffusers_path": str(folder), "dtype": "bfloat16"},
@@ -93,7 +94,7 @@ def make_config(folder: Path, options: argparse.Namespace) -> tuple[TrainConfig,
     if config.adapter is None:
         frozen = getattr(family_of(config.model), "frozen", lambda _: ())
         return config.model_copy(update={"freeze": tuple(frozen(denoiser))}), denoiser
-    targets = family_of(config.model).adapter_targets
+    targets = getattr(family_of(config.model), "adapter_targets", config.adapter.target_modules)
     adapter = config.adapter.model_copy(update={"target_modules": tuple(targets)})
     return config.model_copy(update={"adapter": adapter}), denoiser
 
@@ -123,7 +124,9 @@ def make_batch(options: argparse.Namespace, denoiser: dict[str, Any]) -> Batch:
     generator = torch.Generator().manual_seed(0)
     side = 8 if options.toy else options.side // 8
     is_sd3 = options.families[0] in SD3
-    channels = denoiser["in_channels"] // (1 if is_sd3 else 4)
+    stock: Any = None if is_sd3 else family_named(options.families[0])
+    channels = denoiser["in_channels"] // (4 if stock is not None and stock.packs_latents else 1)
+    width = denoiser["joint_attention_dim" if stock is None else stock.text_inputs["text"]]
     tokens = 8 if options.toy else SD3_TEXT_TOKENS if is_sd3 else TEXT_TOKENS
 
     def draw(*sizes: int) -> Tensor:
@@ -131,7 +134,7 @@ def make_batch(options: argparse.Namespace, denoiser: dict[str, Any]) -> Batch:
 
     values = {"noisy": draw(channels, side, side), "target": draw(channels, side, side)}
     values["t"] = torch.rand(options.batch, generator=generator)
-    values["prompt" if is_sd3 else "text"] = draw(tokens, denoiser["joint_attention_dim"]).bfloat16()
+    values["prompt" if is_sd3 else "text"] = draw(tokens, width).bfloat16()
     if "pooled_projection_dim" in denoiser:
         values["pooled"] = draw(denoiser["pooled_projection_dim"]).bfloat16()
     return Batch(options.batch, values)
@@ -179,12 +182,14 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", choices=["bfloat16", "float32"], default=["bfloat16"])
     parser.add_argument("--optimizer", choices=["adamw", "adamw8bit", "adafactor"], default="adamw8bit")
     parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--checkpointing", choices=["true", "false", "host"], default="true")
+    parser.add_argument("--checkpointing", default="true", help="true, false, host or a share of the blocks")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--side", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--timeout", type=int, default=300, help="of a row, in seconds")
+    parser.add_argument("--out", type=Path, help="file of results, to which lines are added")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -197,11 +202,24 @@ def main() -> None:
         facts = dict(zip(("families", "gib", stored, "swap"), values, strict=True))
         case = [text for name, value in facts.items() for text in (f"--{name}", str(value))]
         command = [sys.executable, "-P", __file__, *sys.argv[1:], *case, "--one"]
-        run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
-        lines = run.stdout.splitlines() if run.returncode == 0 else []
-        facts |= json.loads(lines[-1]) if lines else {"failed": run.stderr.strip().splitlines()[-1][:200]}
+        facts |= _run(command, {**os.environ, "PYTHONPATH": path}, options.timeout)
         facts["family"] = facts.pop("families")
         print(" | ".join(str(facts.get(name, "")) for name in COLUMNS), flush=True)
+        if options.out is not None:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"arguments": sys.argv[1:], **facts}) + "\n")
+
+
+def _run(command: list[str], environment: dict[str, str], timeout: int) -> dict[str, Any]:
+    """Return what a case prints last, or how it failed."""
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"it did not end within {timeout} s"}
+    if run.returncode == 0:
+        facts: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+        return facts
+    return {"failed": "".join(run.stderr.strip().splitlines()[-1:])[:200] or f"exit code {run.returncode}"}
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
 """Run a list of commands on a GPU machine within a time limit, and keep what each of them printed and wrote.
 
-    python benchmarks/run_list.py LIST.toml OUT --group NAME [--minutes 9]
+    python benchmarks/run_list.py LIST.toml OUT --group NAME [--minutes 9] [--mps]
 
 LIST has tables of commands: `[[speed]]` with `run = "python benchmarks/peers.py {out} ..."`, and optionally
 `seconds = 200` (its own limit), `lane = "b"` (lanes run at the same time, the commands of one lane one after another),
-and `needs = 120` (seconds that must be left for it to start; otherwise it is listed as not started). `{out}` is the
+and `needs = 120` (seconds that must be left for it to start; otherwise it is listed as not started). With `--mps` the
+lanes share the GPU under NVIDIA's MPS. `{out}` is the
 command's own folder OUT/NUMBER. All that a command started ends with it. OUT/summary.txt has a row per command, written
 as soon as it ends: state, seconds, command, and its last lines.
 """
 
 import argparse
-import os
 import shlex
 import signal
 import subprocess
@@ -18,9 +18,12 @@ import sys
 import threading
 import time
 import tomllib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+from lanes import end, mps
 
 LAST_LINES = 12
 
@@ -40,9 +43,10 @@ class Entry:
 class Runner:
     """Runs entries until a deadline; several threads may add to its summary."""
 
-    def __init__(self, out: Path, deadline: float) -> None:
+    def __init__(self, out: Path, deadline: float, environment: Mapping[str, str]) -> None:
         self.out = out
         self.deadline = deadline
+        self.environment = environment
         self._lock = threading.Lock()
         self._running: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -55,7 +59,7 @@ class Runner:
         """End everything that runs."""
         with self._lock:
             for process in self._running.values():
-                _end(process)
+                end(process)
 
     def _run(self, entry: Entry) -> None:
         left = self.deadline - time.monotonic()
@@ -67,14 +71,16 @@ class Runner:
         log = entry.folder / "output.txt"
         started = time.monotonic()
         with log.open("wb") as file:
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                command, stdout=file, stderr=subprocess.STDOUT, env=self.environment, start_new_session=True
+            )
         with self._lock:
             self._running[entry.number] = process
         try:
             state = f"exit code {process.wait(min(entry.seconds, left))}"
         except subprocess.TimeoutExpired:
             state = "out of time"
-        _end(process)
+        end(process)
         with self._lock:
             del self._running[entry.number]
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
@@ -87,22 +93,6 @@ class Runner:
             print(text, end="", flush=True)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a command and what it started."""
-    try:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait(5)
-    except subprocess.TimeoutExpired:
-        pass
-    except ProcessLookupError:
-        return
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()
-
-
 def main() -> None:
     """Run a group of the list."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,6 +100,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder of the results")
     parser.add_argument("--group", required=True, help="name of the table")
     parser.add_argument("--minutes", type=float, default=9, help="end everything after this time")
+    parser.add_argument("--mps", action="store_true", help="share the GPU under NVIDIA's MPS, where it is installed")
     args = parser.parse_args()
     groups = tomllib.loads(args.list.read_text(encoding="utf-8"))
     if args.group not in groups:
@@ -120,11 +111,12 @@ def main() -> None:
         Entry(number, **{**table, "folder": out / str(number)})
         for number, table in enumerate(groups[args.group], start=1)
     ]
-    runner = Runner(out, time.monotonic() + 60 * args.minutes)
-    signal.signal(signal.SIGTERM, lambda *_: (runner.end_all(), sys.exit("ended")))
     lanes = {entry.lane: [each for each in entries if each.lane == entry.lane] for entry in entries}
-    with ThreadPoolExecutor(len(lanes)) as pool:
-        list(pool.map(runner.run_lane, lanes.values()))
+    with mps(args.mps) as environment:
+        runner = Runner(out, time.monotonic() + 60 * args.minutes, environment)
+        signal.signal(signal.SIGTERM, lambda *_: (runner.end_all(), sys.exit("ended")))
+        with ThreadPoolExecutor(len(lanes)) as pool:
+            list(pool.map(runner.run_lane, lanes.values()))
 
 
 if __name__ == "__main__":

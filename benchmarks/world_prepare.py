@@ -1,19 +1,22 @@
 """Prepares the data of the ablations and the speedrun: encoders, images, prompts and caches.
 
     python benchmarks/world_prepare.py FOLDER [--scenes hard|simple] [--side 64|128|256|512] [--images 49152]
-                                       [--prompts 256] [--parts FOLDER] [--caches padded real]
+                                       [--prompts 256] [--report 512] [--parts FOLDER] [--caches padded real]
                                        [--vae-seconds 240] [--processes 8]
 
 `simple` scenes are those of the demo and use its encoders. `hard` scenes have up to six objects with sizes, textures
 and overlaps; their captions need other tokenizers and text encoders, which stay random, and their textures another VAE.
 The parts stage makes them from the images; the VAE needs a GPU. `--parts` takes both from the `model` of an earlier
 folder instead. At the end the judge checks images that the VAE reconstructed: a model can hardly score higher.
+`encoders.json` states the text encoders and what they were trained on. The `--prompts` of the curves, by which runs are
+tuned and stopped, and those of the `--report` are different.
 
 Steps that are done are skipped, so that an interrupted command continues. `cache` holds padded text, `cache-real` real
 tokens, which only the row `real-text` needs.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -28,7 +31,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from world_runs import BENCH_FILE, REAL_CACHE, Bench, load
+from world_runs import BENCH_FILE, ENCODERS_FILE, REAL_CACHE, Bench, load
 
 from sd3_light.assets import DEMO
 from sd3_light.cache import verb as cache
@@ -63,6 +66,8 @@ def prepare(args: argparse.Namespace, bench: Bench) -> None:
     (args.folder / BENCH_FILE).write_text(json.dumps(asdict(bench), indent=1) + "\n", encoding="utf-8")
     draw_images(args.folder, bench, args.images, args.processes)
     make_parts(args.folder, bench, args.parts, args.vae_seconds)
+    stated = json.dumps(describe_encoders(args.folder / "model"), indent=1)
+    (args.folder / ENCODERS_FILE).write_text(stated + "\n", encoding="utf-8")
     for text in args.caches:
         build_cache(args.folder, CACHES[text], args.processes)
 
@@ -83,6 +88,23 @@ def make_parts(folder: Path, bench: Bench, source: Path | None, vae_seconds: flo
         vae_fit=FitOptions(minutes=vae_seconds / 60, lr=1.5e-3),
     )  # fmt: skip
     parts.run(folder / "data.toml", model, options)
+
+
+def describe_encoders(model: Path) -> dict[str, str]:
+    """Return what each text encoder of a model folder learned from, and the hash of its weights."""
+    stated = {}
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        made = json.loads((model / name / parts.MADE).read_text(encoding="utf-8"))
+        is_demo = "demo_text.py" in made.get("command", "")
+        if made.get("random") or (is_demo and name == "text_encoder_3"):
+            supervision = "random weights, not trained"
+        elif is_demo:
+            supervision = "trained on captions to predict the fields of the scene"
+        else:
+            supervision = "trained with images and captions of the training set by a contrastive loss"
+        digest = hashlib.sha256((model / name / "model.safetensors").read_bytes()).hexdigest()
+        stated[name] = f"{supervision} (sha256 {digest[:12]})"
+    return stated
 
 
 def draw_images(folder: Path, bench: Bench, images: int, processes: int) -> None:
@@ -156,7 +178,8 @@ def main() -> None:
     parser.add_argument("--scenes", choices=("hard", "simple"), default="hard")
     parser.add_argument("--side", type=int, choices=(64, 128, 256, 512), default=128)
     parser.add_argument("--images", type=int, default=49152)
-    parser.add_argument("--prompts", type=int, default=256, help="held-out prompts of every score")
+    parser.add_argument("--prompts", type=int, default=256, help="held-out prompts of the curves")
+    parser.add_argument("--report", type=int, default=512, help="other held-out prompts, of the results")
     parser.add_argument("--parts", type=Path, help="folder with encoders and VAE of an earlier preparation")
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=[*CACHES], help="kinds of text to cache")
     parser.add_argument("--vae-seconds", type=float, default=240)
@@ -168,7 +191,7 @@ def main() -> None:
     )
     parser.add_argument("--check", type=int, default=128, help="images to reconstruct for the check of the VAE")
     args = parser.parse_args()
-    bench = Bench(args.scenes == "hard", args.side, args.prompts)
+    bench = Bench(args.scenes == "hard", args.side, args.prompts, args.report)
     try:
         prepare(args, bench)
     except UserError as error:

@@ -6,6 +6,7 @@ are in scores.jsonl of its folder, so that a run that was cut continues from its
 
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -37,7 +38,8 @@ BASE = Path(__file__).parent / "world.toml"
 BENCH_FILE = "bench.json"
 REAL_CACHE = ('model.text_tokens="real"', 'cache_dir="cache-real"')
 """Overrides of a run on real text tokens."""
-PROMPT_SEED = 3
+PROMPT_SEED, REPORT_SEED = 3, 5
+ENCODERS_FILE = "encoders.json"
 _SCORES = "scores.jsonl"
 _SAMPLE_BATCH = 256
 _MAX_JUDGES = 8
@@ -48,11 +50,12 @@ _LARGE_TABLE = ('size = "demo"', "shape = { num_layers = 4, num_heads = 4 }")  #
 
 @dataclass(frozen=True)
 class Bench:
-    """What a prepared folder contains."""
+    """What a prepared folder contains: images of a side, and prompts to watch training and to report its result."""
 
     hard: bool
     side: int
     num_prompts: int
+    num_report: int = 512
 
     @staticmethod
     def read(folder: Path) -> "Bench":
@@ -64,8 +67,21 @@ class Bench:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The held-out prompts that every run is scored on, in English and Chinese."""
-        return draw_prompts(self.num_prompts, PROMPT_SEED, held_out=True, language="mixed", hard=self.hard)
+        """The held-out prompts of a run's curve, by which it is tuned and stopped, in English and Chinese."""
+        return self._drawn(self.num_prompts, PROMPT_SEED)
+
+    @property
+    def report_prompts(self) -> list[Prompt]:
+        """The held-out prompts of a run's result, none of which is in `prompts`."""
+        used = {prompt.text for prompt in self.prompts}
+        drawn = {prompt.text: prompt for prompt in self._drawn(2 * (self.num_report + self.num_prompts), REPORT_SEED)}
+        chosen = [prompt for text, prompt in drawn.items() if text not in used][: self.num_report]
+        if len(chosen) < self.num_report:
+            raise UserError(f"only {len(chosen)} held-out prompts are left for the report; choose fewer with --report")
+        return chosen
+
+    def _drawn(self, count: int, seed: int) -> list[Prompt]:
+        return draw_prompts(count, seed, held_out=True, language="mixed", hard=self.hard)
 
     def overrides(self, overrides: Sequence[str]) -> list[str]:
         """Return the overrides of a run after those of the bench."""
@@ -74,13 +90,30 @@ class Bench:
 
 
 def load(folder: Path, overrides: Sequence[str] = (), base: Path = BASE) -> LoadedConfig:
-    """Return the base recipe with overrides, for a prepared folder."""
-    path, bench, text = folder / base.name, Bench.read(folder), base.read_text(encoding="utf-8")
-    if bench.side > _MAX_DEMO_SIDE:
+    """Return the base recipe with overrides, for a prepared folder.
+
+    Above 256 px, and with overrides of `model.shape`, it has a shape in place of the size `demo`.
+    """
+    bench = Bench.read(folder)
+    path = folder / base.name
+    text = base.read_text(encoding="utf-8")
+    if bench.side > _MAX_DEMO_SIDE or any(override.startswith("model.shape.") for override in overrides):
+        path = path.with_stem(f"{base.stem}-shape")
         text = text.replace(*_LARGE_TABLE)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
-        path.write_text(text, encoding="utf-8")
+        own = path.with_suffix(f".{os.getpid()}")  # lanes write the same file
+        own.write_text(text, encoding="utf-8")
+        own.replace(path)
     return load_config(path, bench.overrides(overrides))
+
+
+def text_encoders(folder: Path) -> dict[str, str]:
+    """Return which text encoders a prepared folder has, and from what they learned."""
+    file = folder / ENCODERS_FILE
+    if not file.is_file():
+        raise UserError(f"{folder} has no {ENCODERS_FILE}; run benchmarks/world_prepare.py again, which writes it")
+    stated: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    return stated
 
 
 @dataclass
@@ -125,16 +158,6 @@ class ScoredRun:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return end
-
-    def samples_to(self, rate: float) -> int | None:
-        """Return the samples after which the score reached a rate, interpolated; None if it did not."""
-        before = (0, 0.0)
-        for score in self.scores:
-            now = (score["samples"], score["rates"]["all"])
-            if now[1] >= rate:
-                return round(before[0] + (now[0] - before[0]) * (rate - before[1]) / (now[1] - before[1]))
-            before = now
-        return None
 
     def _has_reached_target(self) -> bool:
         return self.target is not None and any(score["rates"]["all"] >= self.target for score in self.scores)
@@ -195,9 +218,12 @@ class ScoredRun:
 _judges: list[ProcessPoolExecutor] = []
 
 
-def start_judges() -> None:
-    """Start processes that judge images, if there are cores for them. They are forked: call it before CUDA is used."""
-    count = min(_MAX_JUDGES, usable_cores() - 2)
+def start_judges(lanes: int = 1) -> None:
+    """Start processes that judge images, if there are cores for them in each of ``lanes`` processes.
+
+    They are forked: call it before CUDA is used.
+    """
+    count = min(_MAX_JUDGES, usable_cores() // lanes - (2 if lanes == 1 else 0))
     if count >= 2 and not _judges:
         pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"))
         list(pool.map(abs, range(count)))

@@ -31,7 +31,7 @@ def ui(
         bool, typer.Option("--read-only", help="Only show: no page that starts or writes anything exists.")
     ] = False,
 ) -> None:
-    """Serve a web page: watch, compare, start and stop runs, browse data, and draw images with their exports."""
+    """Serve a web page: watch, compare, start and stop runs, work on datasets, and draw images with their exports."""
     from sd3_light.ui.server import Site, serve
 
     for folder in (*(runs or ()), *(model or ())):

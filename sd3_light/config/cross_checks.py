@@ -287,7 +287,7 @@ def fp8(train: TrainConfig) -> Iterator[Fault]:
 
 
 def optimizer(train: TrainConfig) -> Iterator[Fault]:
-    """An optimizer runs only in layouts that can shard its state."""
+    """An optimizer runs only in layouts that can shard its state, and only with keys that it reads."""
     name = train.optimizer.type
     record = OPTIMIZERS[name]
     problem, hint = f"needs {record.layouts}", 'write type = "adamw"'
@@ -297,6 +297,9 @@ def optimizer(train: TrainConfig) -> Iterator[Fault]:
     if train.pipeline_stages > 1 and not record.deepspeed:
         value = f'"{name}" with pipeline_stages = {train.pipeline_stages}'
         yield _fault("optimizer.type", problem, value, hint=f"{hint} or pipeline_stages = 1")
+    if train.optimizer.split_modulation and name != "muon":
+        problem = "only muon orthogonalises matrices"
+        yield _fault("optimizer.split_modulation", problem, "true", hint='remove it, or write type = "muon"')
 
 
 def release(train: TrainConfig) -> Iterator[Fault]:
@@ -520,7 +523,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
         *("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
         *("gradient_release", "optimizer", "optimizer.weight_dtype"),
     ),
-    optimizer: ("optimizer", "optimizer.type", "parallel", "pipeline_stages"),
+    optimizer: ("optimizer", "optimizer.type", "optimizer.split_modulation", "parallel", "pipeline_stages"),
     release: (
         *("gradient_release", "gradient_clipping", "gradient_accumulation_steps", "adapter", "parallel"),
         *("pipeline_stages", "optimizer", "optimizer.type"),

@@ -197,6 +197,9 @@ class OptimizerConfig(Table):
     """Decoupled weight decay; not applied to norms, biases and embeddings."""
     eps: Positive = 1e-8
     """Term added to the denominator."""
+    split_modulation: Flag = False
+    """With `muon`: orthogonalise the scales, shifts and gates of a block as separate matrices, not as the one tall
+    matrix that holds them. Off by default: not measured."""
     weight_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which trained weights are stored. `float32`: master weights, the default. `bfloat16`: half of their
     memory; updates are computed in float32 and rounded stochastically, so that small ones are not lost. Vectors, such

@@ -35,6 +35,7 @@ class ZImage(StockFamily):
     unguided = 0.0
     joins_guidance = True
     comfyui = True
+    cudnn_attention = True  # diffusers' script trains with it
 
     def refusal(self, folder: Path) -> str | None:
         """See `Family.refusal`."""

@@ -90,6 +90,8 @@ class AdamW8bit(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
         self._generator_of = generator_of
+        for device in {weight.device for group in self.param_groups for weight in group["params"] if weight.is_cuda}:
+            checked_kernel(device)  # now, since it waits for the device
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+PARTS = "parts"
+"""Key of a group whose matrices are several, one above the other, each orthogonalised alone."""
 MAX_ELEMENTS = 2**24
 """Elements that are orthogonalised together, except that one matrix may have more; bounds the temporary memory."""
 
@@ -36,7 +38,7 @@ class BatchedMuon(torch.optim.Muon):
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         directions = torch._foreach_lerp(gradients, momenta, group["momentum"]) if group["nesterov"] else momenta
         update = _orthogonalise(torch.stack(list(directions)), group).to(matrices[0].dtype)
-        update *= -_adjust_lr(group["lr"], group["adjust_lr_fn"], matrices[0].shape)
+        update *= -_adjust_lr(group["lr"], group["adjust_lr_fn"], part_shape(matrices[0].shape, group))
         decay = group["lr"] * group["weight_decay"]
         if self.found_inf is None:
             torch._foreach_mul_(matrices, 1 - decay)
@@ -64,13 +66,18 @@ def _batches(matrices: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
             yield alike[first : first + count]
 
 
+def part_shape(shape: torch.Size, group: dict[str, Any]) -> torch.Size:
+    """Return the shape of what is orthogonalised alone: a matrix of the group, or one of its parts."""
+    return torch.Size((shape[0] // group.get(PARTS, 1), shape[1]))
+
+
 def _orthogonalise(x_NAB: Tensor, group: dict[str, Any]) -> Tensor:
     keys = {name: group[name] for name in ("ns_coefficients", "ns_steps", "eps")}
+    parts = x_NAB.reshape(-1, *part_shape(x_NAB.shape[1:], group))
     if x_NAB.is_cuda:
-        return orthogonalise_together(x_NAB, **keys)
-    return torch.stack(
-        [_zeropower_via_newtonschulz(matrix, **keys) for matrix in x_NAB]
-    )  # batches gain nothing on CPUs
+        return orthogonalise_together(parts, **keys).reshape(x_NAB.shape)
+    # batches gain nothing on CPUs
+    return torch.stack([_zeropower_via_newtonschulz(part, **keys) for part in parts]).reshape(x_NAB.shape)
 
 
 def orthogonalise_together(

@@ -27,7 +27,7 @@ from sd3_light.config import OptimizerConfig
 from sd3_light.config.faults import UserError
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.optim.adamw_8bit import AdamW8bit, create_8bit_state, has_8bit_moments
-from sd3_light.optim.batched_muon import BatchedMuon
+from sd3_light.optim.batched_muon import PARTS, BatchedMuon
 from sd3_light.optim.customized import CustomizedOptimizer, create_customized_state, make_customized
 from sd3_light.optim.draws import StepDraws
 from sd3_light.optim.groups import WeightKinds
@@ -186,12 +186,23 @@ def _make_muon(named: Named, kinds: WeightKinds, config: OptimizerConfig, draws:
     if matrices:
         sharded = any(isinstance(matrix, DTensor) for matrix in matrices.values())
         optimizer = (ShardedMuon if sharded else BatchedMuon)(
-            list(matrices.values()), lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+            _muon_groups(matrices, kinds, config.split_modulation),
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adjust_lr_fn="match_rms_adamw",
         )
         parts.append(OptimizerPart(optimizer, _create_muon_state, skips_on_device=not sharded))
     else:
         info('optimizer "muon": no matrix of a block trains, so AdamW updates all weights')
     return parts
+
+
+def _muon_groups(matrices: Named, kinds: WeightKinds, split: bool) -> list[dict[str, Any]]:
+    """Return the groups of matrices by the number of their parts, which is 1 without ``split``."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for matrix in matrices.values():
+        groups.setdefault(kinds.modulation_parts(matrix) if split else 1, []).append(matrix)
+    return [{"params": members, PARTS: parts} for parts, members in groups.items()]
 
 
 @torch.no_grad()

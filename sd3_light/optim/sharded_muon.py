@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from sd3_light.optim.batched_muon import part_shape
+
 
 class ShardedMuon(torch.optim.Muon):
     """`torch.optim.Muon` on DTensors that are split by rows; each process orthogonalises its share of whole matrices.
@@ -33,12 +35,15 @@ class ShardedMuon(torch.optim.Muon):
             direction = _gather(self._direction(matrix, group).bfloat16(), matrix, owner)
             whole = direction if owner == rank else whole
         if whole is not None:
-            whole = _zeropower_via_newtonschulz(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
+            keys = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+            height = part_shape(whole.shape, group)[0]
+            whole = torch.cat([_zeropower_via_newtonschulz(part, *keys) for part in whole.split(height)])
         for owner, matrix in enumerate(matrices):
             rows = matrix.to_local()
             update = _scatter(whole if owner == rank else None, matrix, owner)
             rows.mul_(1 - group["lr"] * group["weight_decay"])
-            rows.add_(update, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], matrix.shape))
+            rate = _adjust_lr(group["lr"], group["adjust_lr_fn"], part_shape(matrix.shape, group))
+            rows.add_(update.to(rows.dtype).mul_(-rate))  # the order of `BatchedMuon`, for the same bits
 
     def _direction(self, matrix: DTensor, group: dict[str, Any]) -> Tensor:
         """Update the momentum and return the rows of the (Nesterov) direction."""

@@ -19,7 +19,7 @@ from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes, Location
 from sd3_light.sources.scan_context import ScanContext
 from sd3_light.sources.tables import CaptionTable, ClaimedRows, normal_name
-from sd3_light.sources.walk import caption_files, read_text
+from sd3_light.sources.walk import caption_files, read_caption
 
 EDITABLE = (".csv", ".jsonl")
 """Suffixes of tables whose rows can be changed in place."""
@@ -114,7 +114,7 @@ class CaptionPlaces:
         folder = self._root if not bases[0] else f"{self._root}/{bases[0].rstrip('/')}"
         stem = os.path.splitext(name.rpartition("/")[2])[0]
         for file in caption_files(folder, stem, self._names(bases[0], folder)):
-            if (text := read_text(f"{folder}/{file}")) is not None:
+            if (text := read_caption(f"{folder}/{file}")) is not None:
                 return CaptionPlace(Path(folder, file), (text,))
         for base, _, other in tables:
             if rows := other.claim(name):

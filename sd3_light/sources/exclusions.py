@@ -11,8 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from sd3_light.config.faults import UserError
-from sd3_light.inputs import INDEX_BYTES, parse_json, read_limited
+from sd3_light.inputs import parse_json, read_limited
 
+_LARGEST = 1 << 28  # bytes of a list
 _MOST_LISTS = 16  # in memory
 
 
@@ -52,7 +53,7 @@ def read_exclusions(path: Path) -> frozenset[str]:
 @lru_cache(_MOST_LISTS)
 def _read(path: Path, _version: tuple[int, int, int]) -> frozenset[str]:
     try:
-        return frozenset(filter(None, map(_key, read_limited(path, INDEX_BYTES).decode("utf-8-sig").splitlines())))
+        return frozenset(filter(None, map(_key, read_limited(path, _LARGEST).decode("utf-8-sig").splitlines())))
     except UnicodeDecodeError as error:
         raise UserError(f"exclude: {path} is not UTF-8 text: byte {error.start}; save it as UTF-8") from error
 

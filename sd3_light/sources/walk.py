@@ -145,7 +145,7 @@ def _own_captions(folder: _WalkedFolder, file: str, files: NameSet, others: Sequ
     is_remote = is_url(folder.path)
     for name in caption_files(folder.path, os.path.splitext(file)[0], files):
         path = f"{folder.path}/{name}"
-        text = _read_remote_text(FileBytes(path, files.note(name))) if is_remote else read_text(path)
+        text = _read_remote_text(FileBytes(path, files.note(name))) if is_remote else read_caption(path)
         if text is not None:
             return (text,)
     if others:
@@ -167,7 +167,7 @@ def _precedence(name: str) -> tuple[int, bool, str]:
     return CAPTION_SUFFIXES.index(suffix), not name.endswith(suffix), name
 
 
-def read_text(path: str) -> str | None:
+def read_caption(path: str) -> str | None:
     """Return the content of a caption file, None if it does not exist."""
     try:
         # in small pieces: allocating a buffer for the longest caption would cost more than reading

@@ -145,11 +145,11 @@ def _with_settings(config: TrainConfig, resumed: Checkpoint, resume: Resume, old
             f"{resumed.path} was trained with optimizer.type = {old['optimizer']['type']!r}, the config says "
             f"{new['optimizer']['type']!r}; write that type, or drop its state with --reset-optimizer"
         )
-    if resume.reset_optimizer_params or old == new:
-        return config
     differing = [f"{key} = {old[key]!r}" for key in _RATE_KEYS if old[key] != new[key]]
     table = old["optimizer"]
     differing += [f"optimizer.{key} = {table[key]!r}" for key in table if table[key] != new["optimizer"].get(key)]
+    if resume.reset_optimizer_params or not differing:
+        return config
     info(f"using the checkpoint's {', '.join(differing)}; --reset-optimizer-params takes the config's")
     optimizer = type(config.optimizer).model_validate({**config.optimizer.model_dump(mode="json"), **table})
     return config.model_copy(update={"optimizer": optimizer, **{key: old[key] for key in _RATE_KEYS}})

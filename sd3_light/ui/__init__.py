@@ -1,5 +1,5 @@
 """`sd3-light ui`: a local web page over the templates of `report` and `inspect`, with a playground.
 
-Only `server` and `guard` import Starlette and uvicorn, the extra `ui`. The other modules return pages and data, and
-know nothing of HTTP.
+Only `server`, `guard`, `connections`, `replies` and modules of routes import Starlette and uvicorn, the extra `ui`. The
+other modules return pages and data, and know nothing of HTTP.
 """

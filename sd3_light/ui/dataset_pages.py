@@ -3,9 +3,10 @@
 import difflib
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote, urlencode
 
+import numpy as np
 from PIL import Image
 
 from sd3_light.config.faults import UserError
@@ -40,6 +41,7 @@ class ShownSample:
     first: str = ""
     read: int | None = None
     tokens_cut: int = 0
+    psnr: float | None = None
 
     @property
     def has_image(self) -> bool:
@@ -100,7 +102,7 @@ def dataset_page(dataset: Dataset, dataset_id: str, query: Query, page: int = 1,
         dataset=dataset,
         index=index,
         query=query,
-        sorts=[*SORTS, *(["tokens cut"] if dataset.lost else [])],
+        sorts=[*SORTS, *(name for name, values in _measured(dataset).items() if values)],
         shows=SHOWS,
         counts=_counts(dataset),
         reasons=[] if index is None else [(name, count, reason_meaning(name)) for name, count in index.reasons.items()],
@@ -130,11 +132,18 @@ def chosen_rows(dataset: Dataset, query: Query, keys: Sequence[str] | None) -> R
 
 def _find(dataset: Dataset, query: Query) -> Rows:
     index = dataset.require_index()
-    if query.sort != "tokens cut":
+    values = _measured(dataset).get(query.sort)
+    if values is None:
         return index.find(query)
-    rows = index.rows_of(list(dataset.lost))
-    lost = [-dataset.lost[key] for key in index.keys(rows)]
-    return rows[sorted(range(len(rows)), key=lost.__getitem__)]
+    rows = index.find(replace(query, sort=""))
+    rows = rows[np.isin(rows, index.rows_of(list(values)))]
+    ranked = np.array([values[key] for key in index.keys(rows)])
+    return rows[np.argsort(-ranked if query.descending else ranked, kind="stable")]
+
+
+def _measured(dataset: Dataset) -> dict[str, Mapping[str, float]]:
+    """Return what was measured of some samples, by key; such a sort shows only these."""
+    return {"tokens cut": dataset.lost, "PSNR": dataset.psnr}
 
 
 def preview_page(dataset: Dataset, dataset_id: str, preview: Preview, back: str) -> str:
@@ -180,7 +189,9 @@ def _shown(dataset: Dataset, dataset_id: str, rows: Rows) -> list[ShownSample]:
         lost = dataset.lost.get(sample.key, 0)
         read = read_length(first, dataset.limits) if lost else None
         is_excluded = sample.key in index.excluded
-        shown.append(ShownSample(sample, url, is_excluded, sample.key in index.edited, first, read, lost))
+        is_edited = sample.key in index.edited
+        psnr = dataset.psnr.get(sample.key)
+        shown.append(ShownSample(sample, url, is_excluded, is_edited, first, read, lost, psnr))
     return shown
 
 

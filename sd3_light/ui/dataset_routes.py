@@ -31,6 +31,7 @@ def dataset_routes(datasets: Datasets) -> list[Route]:
         Route("/datasets/{dataset}/undo", routes.undo, methods=["POST"]),
         Route("/datasets/{dataset}/list", routes.list_images, methods=["POST"]),
         Route("/datasets/{dataset}/tokens", routes.count_tokens, methods=["POST"]),
+        Route("/datasets/{dataset}/psnr", routes.measure_psnr, methods=["POST"]),
         Route("/datasets/{dataset}/plan", routes.plan, methods=["POST"]),
     ]
 
@@ -104,13 +105,16 @@ class _DatasetRoutes:
     async def count_tokens(self, request: Request) -> Response:
         return await self._do(request, lambda dataset, form: dataset.count_tokens())
 
+    async def measure_psnr(self, request: Request) -> Response:
+        return await self._do(request, lambda dataset, form: dataset.measure_psnr())
+
     async def plan(self, request: Request) -> Response:
         return await self._do(
             request, lambda dataset, form: dataset.plan_cache(Path(form.get("config", ""))), "#continue"
         )
 
     def _dataset(self, request: Request) -> Dataset:
-        return self.datasets.open(request.path_params["dataset"])
+        return self.datasets.get(request.path_params["dataset"])
 
     async def _do(
         self, request: Request, work: Callable[[Dataset, dict[str, str]], object], part: str = ""

@@ -1,6 +1,7 @@
 """The datasets of the served folders: their samples, the list of excluded ones, and jobs that read them."""
 
 import json
+import math
 import os
 import tempfile
 import threading
@@ -18,7 +19,7 @@ from sd3_light.config.faults import ConfigFaults, UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.toml_file import read_toml
 from sd3_light.config.validation import looks_like
-from sd3_light.data.manifest import REJECTS_FILE
+from sd3_light.data.manifest import REJECTS_FILE, Manifest
 from sd3_light.inputs import lines_of, open_regular, parse_json, read_limited
 from sd3_light.other_process import start_verb
 from sd3_light.sources.caption_places import CaptionPlace, CaptionPlaces
@@ -46,6 +47,8 @@ _SEARCH_SECONDS = 10.0
 _MOST_OPEN = 8
 _MOST_REJECTS = 200_000  # lines of a cache's rejects that are read
 _MOST_RETRIED = 5000
+_MOST_DECODED = 1000  # images whose PSNR is measured: decoding one takes as long as encoding two
+_DECODED_AT_ONCE = 32
 _MOST_COUNTED = 50_000  # captions whose tokens are counted
 _TAIL = 20_000  # characters of what a command printed
 _WORKERS = min(4, os.cpu_count() or 1)
@@ -112,6 +115,7 @@ class Dataset:
         self.plan: CachePlanRun | None = None
         self.limits: Sequence[TextLimit] = ()
         self.lost: dict[str, int] = {}
+        self.psnr: dict[str, float] = {}
         self.notes: list[str] = []
         self._folder = tempfile.TemporaryDirectory(prefix="sd3-light-ui-")
         self._index: SampleIndex | None = None
@@ -194,6 +198,10 @@ class Dataset:
         """Find the captions that text encoders cut, in a thread."""
         self._start(Job("Counting tokens"), self._count_tokens)
 
+    def measure_psnr(self) -> None:
+        """Find the images that the VAE of the cache reconstructs worst, in a thread."""
+        self._start(Job("Loading the VAE"), self._measure_psnr)
+
     def plan_cache(self, config: Path) -> None:
         """Ask `sd3-light cache CONFIG --dry-run` what would be encoded again."""
         if config not in self.configs:
@@ -243,6 +251,7 @@ class Dataset:
             self._index = replace(index, excluded=self.excluded, edited=edited)
             self.is_listed_here = True
             self.lost = {}
+            self.psnr = {}
 
     def _decodable(
         self, job: Job, rejects: dict[str, tuple[str, str]], index: SampleIndex
@@ -278,6 +287,32 @@ class Dataset:
             f"{len(lost):,} of {len(rows):,} samples have a caption that a text encoder cuts"
             + (": sort by tokens cut to see them." if lost else ".")
         ]
+
+    def _measure_psnr(self, job: Job) -> None:
+        self._prepare()
+        from sd3_light.report.inspect.cache_stats import draw_samples
+        from sd3_light.report.inspect.sample_cards import load_samples, open_vae
+
+        cache = self.cache_dir
+        if cache is None:
+            raise UserError("the cache is at a URL, whose images are not decoded here")
+        manifest = Manifest.load(cache)
+        notes: list[str] = []
+        vae, problem = open_vae(manifest.places, None)
+        if vae is None:
+            raise UserError(problem)
+        refs = draw_samples(manifest.shards, _MOST_DECODED, seed=0)
+        job.title = "Decoding cached images"
+        job.total = len(refs)
+        measured: dict[str, float] = {}
+        for start in range(0, len(refs), _DECODED_AT_ONCE):
+            for card in load_samples(cache, manifest, refs[start : start + _DECODED_AT_ONCE], vae, notes):
+                if card.psnr is not None:
+                    measured[card.origin.key] = min(card.psnr, measured.get(card.origin.key, math.inf))
+            job.advance(min(_DECODED_AT_ONCE, len(refs) - start))
+        self.psnr = measured
+        chosen = "all" if len(refs) < _MOST_DECODED else f"{len(refs):,} random"
+        self.notes = [f"PSNR of {chosen} cached images was measured: sort by PSNR to see the worst.", *notes]
 
     def _load_limits(self) -> "Sequence[TextLimit]":
         from sd3_light.core.registry import family_of
@@ -424,7 +459,7 @@ class Dataset:
             for key in dict.fromkeys(keys):
                 source = max((label for label in sources if key.startswith(f"{label}/")), key=len, default=None)
                 if source is None:
-                    raise UserError(f"{key:.200} is no key of this dataset")
+                    raise UserError(f"{key:.200} is not a key of this dataset")
                 by_list.setdefault(sources[source].directory.exclude, []).append(key)
             before = self.excluded
             for path, own in by_list.items():
@@ -465,7 +500,7 @@ class Datasets:
                 self._searched = time.monotonic()
             return self._known
 
-    def open(self, dataset_id: str) -> Dataset:
+    def get(self, dataset_id: str) -> Dataset:
         """Return a dataset. Raises UserError for an unknown id."""
         known = self.all().get(dataset_id)
         if known is None:
@@ -541,7 +576,7 @@ def _cache_rejects(cache: Path, index: SampleIndex) -> dict[str, tuple[str, str]
                     rejects[item["key"]] = (str(item.get("reason", "")), str(item.get("detail", "")))
     except (OSError, ValueError):  # no cache yet, or a damaged list
         pass
-    known = set(index.keys(index.find(Query())))
+    known = set(index.keys(index.rows_of(list(rejects)))) if rejects else set()
     return {key: why for key, why in rejects.items() if key in known}
 
 

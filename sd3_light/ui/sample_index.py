@@ -153,7 +153,7 @@ class SampleIndex:
         """For each row the first of its group of equal or similar images; of an image alone, itself."""
         return self._equal_groups() if self.groups is None else self.groups
 
-    @property
+    @cached_property
     def has_thumbnails(self) -> bool:
         """Whether images can be compared with each other."""
         return len(self) > 0 and bool(pc.any(pc.greater(pc.binary_length(self.table["thumbnail"]), 0)).as_py())
@@ -233,17 +233,28 @@ class SampleIndex:
 
     def keys(self, rows: Rows) -> list[str]:
         """Return the keys of rows."""
-        return [str(key) for key in self.table["key"].take(pa.array(rows)).to_pylist()]
+        return [str(each["key"]) for each in self._take(("key",), rows)]
 
     def samples(self, rows: Rows) -> list[IndexedSample]:
         """Return some rows."""
-        names = ("key", "image", "captions", "width", "height", "reason", "detail")
-        values = self.table.select(names).take(pa.array(rows)).to_pylist()
+        values = self._take(("key", "image", "captions", "width", "height", "reason", "detail"), rows)
         sources = [self.sources[number] for number in self.numbers[rows]]
         return [
             IndexedSample(**{**each, "captions": tuple(each["captions"])}, source=source)
             for each, source in zip(values, sources, strict=True)
         ]
+
+    def _take(self, names: Sequence[str], rows: Rows) -> list[dict[str, Any]]:
+        """Return columns of some rows; only the parts with these rows are read."""
+        batches = self.table.select(names).to_batches()
+        ends = np.cumsum([batch.num_rows for batch in batches])
+        order = np.argsort(rows, kind="stable")
+        owners = np.searchsorted(ends, rows[order], side="right")
+        values: list[dict[str, Any]] = []
+        for owner in np.unique(owners).tolist():
+            inside = rows[order][owners == owner] - (ends[owner] - batches[owner].num_rows)
+            values += batches[owner].take(pa.array(inside)).to_pylist()
+        return [values[position] for position in np.argsort(order, kind="stable")]
 
     def find(self, query: Query) -> Rows:
         """Return the rows that a query matches, in its order. Raises UserError for one that is not valid."""
@@ -263,7 +274,9 @@ class SampleIndex:
         counted = rows[:_MOST_COUNTED]
         for number, source in enumerate(self.sources):
             own = counted[self.numbers[counted] == number]
-            captions = pc.list_flatten(self.table["captions"].take(pa.array(own)))
+            mask = np.zeros(len(self), bool)
+            mask[own] = True
+            captions = pc.list_flatten(self.table["captions"].filter(pa.array(mask)))
             parts = pc.list_flatten(pc.split_pattern(captions, source.directory.cache_shuffle_delimiter.strip() or " "))
             for tag, count in _counts(pc.utf8_trim_whitespace(parts)).items():
                 counts[tag] = counts.get(tag, 0) + count
@@ -302,12 +315,11 @@ class SampleIndex:
 
     def _has_tag(self, tag: str) -> NDArray[np.bool_]:
         found = np.zeros(len(self._captions), bool)
-        may = pc.match_substring(self._captions, tag).to_numpy()
-        owner = np.repeat(np.arange(len(self)), np.diff(self._starts))
-        for position in np.flatnonzero(may):
-            delimiter = self.sources[self.numbers[owner[position]]].directory.cache_shuffle_delimiter
-            parts = self._captions[int(position)].as_py().split(delimiter.strip() or " ")
-            found[position] = any(part.strip() == tag for part in parts)
+        owners = np.repeat(self.numbers, np.diff(self._starts))
+        for number, source in enumerate(self.sources):
+            ends = _quoted(source.directory.cache_shuffle_delimiter.strip() or " ")
+            pattern = rf"(?s)(\A|{ends})\s*{_quoted(tag)}\s*({ends}|\z)"
+            found |= (owners == number) & pc.match_substring_regex(self._captions, pattern).to_numpy()
         return self._per_sample(found, np.logical_or)
 
     def _where(self, where: str) -> NDArray[np.bool_]:
@@ -389,7 +401,10 @@ def _read(path: Path) -> Any:
         require_regular(path)
         table = feather.read_table(path, columns=list(_COLUMNS), memory_map=True)
         table.validate(full=True)  # pyarrow would read outside the file where offsets are damaged
-        return table.cast(_SCHEMA) if table.schema != _SCHEMA else table
+        table = table.select(_SCHEMA.names).cast(_SCHEMA)
+        if any(table[name].null_count for name in _SCHEMA.names) or pc.list_flatten(table["captions"]).null_count:
+            raise ValueError("values are missing")
+        return table
     except (OSError, ValueError, pa.ArrowException, KeyError) as error:
         raise UserError(f"{path} is damaged ({error}); list the images again") from error
 
@@ -406,6 +421,11 @@ _SCHEMA = pa.schema(
     ]
 )
 _EMPTY = _SCHEMA.empty_table()
+
+
+def _quoted(text: str) -> str:
+    """Return a pattern of RE2 that matches a text and nothing else."""
+    return "\\Q" + text.replace("\\E", "\\E\\\\E\\Q") + "\\E"
 
 
 def _counts(values: Any) -> dict[str, int]:

@@ -37,7 +37,7 @@ def scripts() -> Iterator[SimpleNamespace]:
     """The bench's modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        names = ("world_runs", "world_prepare", "ablate", "speedrun")
+        names = ("world_runs", "world_prepare", "lanes", "paired", "ablate", "speedrun")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -45,7 +45,7 @@ def scripts() -> Iterator[SimpleNamespace]:
 def bench(scripts: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The bench's modules, and a prepared folder of a few images of the demo's scenes."""
     folder = tmp_path_factory.mktemp("bench")
-    options = ["--scenes", "simple", "--side", "64", "--images", "8", "--prompts", "3"]
+    options = ["--scenes", "simple", "--side", "64", "--images", "8", "--prompts", "3", "--report", "4"]
     call(scripts.world_prepare, folder, *options, "--processes", "1", "--check", "2")
     (folder / "table.toml").write_text(TABLE, encoding="utf-8")
     return SimpleNamespace(folder=folder, **vars(scripts))
@@ -73,6 +73,9 @@ def test_a_prepared_folder_reports_its_vae(bench: SimpleNamespace) -> None:
     quality = json.loads((bench.folder / "vae.json").read_text(encoding="utf-8"))
     assert quality["judged_right"] == 1.0
     assert quality["psnr_db"] > 30
+    encoders = bench.world_runs.text_encoders(bench.folder)
+    assert "predict the fields of the scene (sha256" in encoders["text_encoder"]
+    assert "random weights" in encoders["text_encoder_3"]
     assert {path.name for path in bench.folder.glob("cache*")} >= {"cache", "cache-real", "cache-eval-held_out"}
 
 
@@ -83,6 +86,9 @@ def test_hard_scenes_get_parts_from_the_stage(scripts: SimpleNamespace, tmp_path
     call(scripts.world_prepare, tmp_path / "first", *options)
     made = json.loads((tmp_path / "first" / "model" / "text_encoder" / "made.json").read_text(encoding="utf-8"))
     assert made["random"] is True
+    encoders = scripts.world_runs.text_encoders(tmp_path / "first")
+    assert len(encoders) == 3
+    assert all("random weights, not trained (sha256" in stated for stated in encoders.values())
     assert (tmp_path / "first" / "cache").is_dir()
     call(scripts.world_prepare, tmp_path / "second", *options, "--parts", tmp_path / "first" / "model")
     vae = Path("vae") / "diffusion_pytorch_model.safetensors"
@@ -121,7 +127,8 @@ def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeyp
         assert [samples for samples, _ in entry["scores"]] == [8, 16]
         assert entry["samples"] == 16
         assert set(entry["fixed"]) == {"raw", "ema"}
-        assert 0 <= entry["right"] <= 1
+        assert set(entry["right"]) == {"average"}
+        assert len(entry["right"]["average"]) == 4
     resumed = [event for event in read_log(cut.parent / "log.jsonl") if event["event"] == "resume"]
     assert len(resumed) == 1
     assert resumed[0]["step"] in (2, 3)
@@ -136,13 +143,49 @@ def test_a_table_is_filled_over_several_commands(bench: SimpleNamespace, monkeyp
 
 
 @pytest.mark.slow
-def test_averages_of_other_lengths_are_scored(bench: SimpleNamespace) -> None:
-    (row,) = (row for row in bench.ablate.read_rows(BENCHMARKS / "ablations.toml") if row.ema_lengths)
-    ablation = bench.ablate.Ablation(bench.folder, replace(row, ema_lengths=(0.06, 0.1)), 1, tuple(TOY))
-    result = ablation.run(None)
-    assert set(result["fixed"]) == {"raw", "ema", "short", "long"}
-    assert set(result["ema_lengths"]) == {"0.06", "0.1"}
-    assert not (bench.folder / "runs" / ablation.name / "average").exists()
+def test_a_trained_row_is_drawn_with_other_weights_and_shifts(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ablate = bench.ablate
+    row = ablate.read_table(BENCHMARKS / "ablations.toml").rows["averages"]
+    assert {"raw", "short", "medium", "sampler-shift-1"} <= set(dict(row.draws))
+    draws = (*row.draws, ("length 0.04", ablate.Draw(ema_length=0.04)))
+    ablation = ablate.Ablation(bench.folder, replace(row, draws=draws), 1, tuple(TOY))
+    toy = replace(ablation, row=replace(ablation.row, overrides=(*row.overrides, *TOY)))
+    drawn = []
+
+    def draw(pipe: Any, requests: Any, *rest: Any) -> Any:
+        weight = next(pipe.transformer.parameters()).detach().flatten()[:64].clone()
+        drawn.append((pipe.scheduler.config.shift, weight, [request.seed for request in requests]))
+        return original(pipe, requests, *rest)
+
+    original = ablate.generate
+    monkeypatch.setattr(ablate, "generate", draw)
+    result = toy.run(None, keep=True)
+    assert set(result["fixed"]) == {"raw", "ema", "short", "medium"}
+    assert set(result["right"]) == {"average", *dict(draws)}
+    shifts = dict(zip(result["right"], (shift for shift, _, _ in drawn), strict=True))
+    assert shifts == {**dict.fromkeys(result["right"], 3.0), "sampler-shift-1": 1.0, "sampler-shift-6": 6.0}
+    weights = dict(zip(result["right"], (weight for _, weight, _ in drawn), strict=True))
+    assert weights["average"].equal(weights["sampler-shift-6"])
+    others = [weights[name] for name in ("raw", "short", "medium", "length 0.04")]
+    assert not any(weights["average"].equal(other) for other in others)
+    assert all(seeds == [0, 1, 2, 3] for _, _, seeds in drawn)
+    assert (toy.final / "model_index.json").is_file()
+    assert not (toy.run_folder / "drawn").exists()
+    again = toy.run(None)  # a command that was ended while it drew
+    assert again["right"] == result["right"]
+    assert again["samples"] == 16
+
+
+@pytest.mark.slow
+def test_lanes_share_the_rows_and_the_table(bench: SimpleNamespace, tmp_path: Path) -> None:
+    results = tmp_path / "out" / "results.jsonl"
+    _ablate(bench, "--seeds", 7, 8, "--rows", "shift", "--lanes", 2, "--minutes", 8, "--results", results)
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    names = ("base", "shift")
+    assert sorted((entry["row"], entry["seed"]) for entry in lines) == [(n, s) for n in names for s in (7, 8)]
+    assert "| shift | another shift | 7, 8 |" in (tmp_path / "out" / "table.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(("side", "batch"), [(64, 512), (128, 512), (256, 128), (512, 32)])
@@ -160,45 +203,34 @@ def test_the_caching_batch_fits_the_side(
     assert configured_size(loaded[0].train.model).width == 256
 
 
-def test_the_table_has_a_line_per_row(scripts: SimpleNamespace, tmp_path: Path) -> None:
-    (tmp_path / "table.toml").write_text(TABLE, encoding="utf-8")
-    entry = {"right": 0.5, "fixed": {"raw": 0.6, "ema": 0.4}, "samples_to_0.9": 1_500_000, "minutes": 2.0}
-    other = {**entry, "right": 0.75, "samples_to_0.9": None, "ema_lengths": {"0.1": 0.8}}
-    results = [{"row": "shift", "seed": 2, **other}, {"row": "shift", "seed": 1, **entry}]
-    lines = scripts.ablate.markdown(results, scripts.ablate.read_rows(tmp_path / "table.toml")).splitlines()
-    assert lines[2:] == [
-        "| shift | another shift | 0.500 / 0.750 | 0.4000 / 0.4000 | 1.50 / - | 2.0 / 2.0 |",
-        "| shift | average of length 0.1 | 0.800 | | | |",
-    ]
-
-
 @pytest.mark.slow
 def test_the_shipped_table_is_valid(bench: SimpleNamespace) -> None:
-    rows = bench.ablate.read_rows(BENCHMARKS / "ablations.toml")
-    configs = {row.name: bench.world_runs.load(bench.folder, row.overrides).train for row in rows}
-    assert len({config.model_dump_json() for config in configs.values()}) == len(rows)
-    samples = {config.max_steps * config.micro_batch_size_per_gpu for config in configs.values()}
-    assert len(samples) == 1
-    for config in configs.values():
-        assert config.max_steps % config.sampling.every_n_steps == config.max_steps % config.eval_every_n_steps == 0
+    rows = bench.ablate.read_table(BENCHMARKS / "ablations.toml").rows
+    configs = {name: bench.world_runs.load(bench.folder, row.overrides).train for name, row in rows.items()}
+    samples: dict[int | None, set[int]] = {}
+    recipes = set()
+    for name, config in configs.items():
+        row = rows[name]
+        samples.setdefault(row.side, set()).add(config.max_steps * config.micro_batch_size_per_gpu)
+        assert config.sampling.every_n_steps * config.micro_batch_size_per_gpu <= 50_000, name
+        assert config.max_steps % config.eval_every_n_steps == 0
+        recipes.add((config.model_dump_json(), row.side, row.init))
+        assert row.init is None or config.model.shape == configs[row.init].model.shape
+    assert all(len(counts) == 1 for counts in samples.values())
+    assert len(recipes) == len(rows)
+    rates = [name for name in rows if name == "base" or name.startswith("rate-")]
+    settings = {(c.optimizer.type, c.optimizer.lr, c.lr_scheduler) for c in map(configs.__getitem__, rates)}
+    assert len(settings) == len(rates) == 12
 
 
 @pytest.mark.slow
 def test_unknown_rows_and_folders_are_one_line(bench: SimpleNamespace, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"error: .* has no row nothing; it has base, shift"):
         _ablate(bench, "--rows", "nothing")
-    with pytest.raises(SystemExit, match=r"was prepared as Bench\(hard=False, side=64, num_prompts=3\)"):
+    with pytest.raises(SystemExit, match=r"was prepared as Bench\(hard=False, side=64, num_prompts=3, num_report=4\)"):
         call(bench.world_prepare, bench.folder, "--scenes", "hard", "--processes", "1")
     with pytest.raises(UserError, match="prepare it with"):
         bench.world_runs.Bench.read(tmp_path)
-
-
-def test_samples_to_a_rate_are_interpolated(scripts: SimpleNamespace) -> None:
-    scores = [{"samples": n, "rates": {"all": rate}} for n, rate in ((100, 0.5), (200, 0.8), (300, 1.0))]
-    run = scripts.world_runs.ScoredRun(None, (), scores=scores)
-    assert run.samples_to(0.9) == 250
-    assert run.samples_to(0.25) == 50
-    assert scripts.world_runs.ScoredRun(None, (), scores=scores[:1]).samples_to(0.9) is None
 
 
 @pytest.mark.slow
@@ -233,4 +265,7 @@ def test_a_speedrun_stops_at_its_target(
     assert (record["right"], record["steps"], record["samples"]) == (1.0, 4, 16)
     assert 0 < record["minutes"] < 10
     assert "max_steps = 50" in record["recipe"]
-    assert "| toy |" in capsys.readouterr().out.splitlines()[-1]
+    assert record["num_report"] == 4
+    assert 0 <= record["reported"] <= 1
+    assert record["text_encoders"] == bench.world_runs.text_encoders(bench.folder)
+    assert "`text_encoder_3`: random weights, not trained | " in capsys.readouterr().out.splitlines()[-1]

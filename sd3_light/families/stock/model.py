@@ -60,8 +60,6 @@ class StockModel(TrainedModel):
         self._call = denoise
         self._image_part = image_part
         self._rounded = rounded
-        # its backward pass fails on Flux (an illegal address on an H200, torch 2.11); flash attention takes its place
-        torch.backends.cuda.enable_cudnn_sdp(False)
         stock: Any = denoiser
         if config.activation_checkpointing:
             stock.enable_gradient_checkpointing(partial(self._checkpoint, config.activation_checkpointing))
@@ -134,4 +132,6 @@ class StockTraining(TrainingParts):
         denoise = partial(self.family.denoise, guidance=guidance)
         objective = configured_objective(config, len(denoiser_blocks(denoiser)))
         self.family.speed_up(denoiser)
+        if not self.family.cudnn_attention:
+            torch.backends.cuda.enable_cudnn_sdp(False)  # flash attention takes its place
         return StockModel(denoiser, config, denoise, objective, self.family.image_part, self.family.rounded)

@@ -73,6 +73,7 @@ FLOW = "[objective.flow]\n"
         (FSDP, "", NARROW, "optimizer.weight_dtype"),
         ("", 'transformer_dtype = "float32"', NARROW, "optimizer.weight_dtype"),
         ("", "", NARROW + 'type = "muon"', "optimizer.weight_dtype"),
+        ("", "", "[optimizer]\nsplit_modulation = true", "optimizer.split_modulation"),
         ("", "sqrt_shift = true\nflux_shift = true", "", "model.flux_shift"),
         ("", "sqrt_shift = true\nshift = 3.0", "", "model.shift"),
         ("", 'timestep_sample_method = "uniform"\nlogit_mean = 0.5', "", "model.logit_mean"),

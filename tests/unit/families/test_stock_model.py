@@ -12,6 +12,7 @@ from sd3_light.config import TrainConfig
 from sd3_light.config.schema_blocks import LayerSyncConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Objectives, Prediction
+from sd3_light.core.registry import family_named
 from sd3_light.families.stock.model import StockModel
 from sd3_light.flow.objectives import FlowMatching, LayerSync
 from sd3_light.flow.packing import pack_latents, unpack_latents
@@ -131,3 +132,15 @@ def test_activation_checkpointing_gives_the_same_gradients(make: Callable[..., S
     assert list(saved) == list(plain)
     for name, gradient in plain.items():
         torch.testing.assert_close(saved[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("flux", False), ("z_image", True)])
+def test_cudnn_attends_only_where_its_backward_pass_is_known_to_work(name: str, expected: bool) -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    family: Any = family_named(name)
+    try:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        family.training.model(make_denoiser(name), config(), fast=False)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == expected
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_rounded_weight(form: str, dtype: torch.dtype
 
 
 class _LargeResults(TorchDispatchMode):
-    """Counts operations whose results have as many elements as the input, by name; views have none of their own."""
+    """Counts operations whose results have as many elements as the input, by name, without views."""
 
     def __init__(self, elements: int) -> None:
         super().__init__()

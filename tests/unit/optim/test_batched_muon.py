@@ -43,6 +43,26 @@ def test_matrices_train_as_with_torchs_muon(monkeypatch: pytest.MonkeyPatch, max
         assert torch.equal(batched.state[weight]["momentum_buffer"], single.state[other]["momentum_buffer"])
 
 
+@pytest.mark.parametrize("max_elements", [2**24, 1])
+def test_parts_of_a_fused_matrix_train_as_separate_matrices(monkeypatch: pytest.MonkeyPatch, max_elements: int) -> None:
+    monkeypatch.setattr(batched_muon, "MAX_ELEMENTS", max_elements)
+    fused = [nn.Parameter(torch.cat(draw(seed)[3:4] * 2 + draw(seed + 1)[3:4])) for seed in (0, 2)]
+    alone = [nn.Parameter(part.clone()) for weight in fused for part in weight.detach().chunk(3)]
+    together = BatchedMuon([{"params": fused, "parts": 3}], **KEYS)
+    whole = [nn.Parameter(weight.detach().clone()) for weight in fused]
+    unsplit, apart = BatchedMuon(whole, **KEYS), BatchedMuon(alone, **KEYS)
+    for step in range(3):
+        gradients = [torch.randn(48, 16, generator=torch.Generator().manual_seed(9 + step + at)) for at in (0, 50)]
+        for weights in (fused, whole, alone):
+            parts = gradients if weights is not alone else [part for g in gradients for part in g.chunk(3)]
+            for weight, gradient in zip(weights, parts, strict=True):
+                weight.grad = gradient.clone()
+        for optimizer in (together, unsplit, apart):
+            optimizer.step()
+    assert torch.equal(torch.cat(fused), torch.cat(alone))
+    assert not torch.allclose(torch.cat(fused), torch.cat(whole), atol=1e-3)
+
+
 def test_a_matrix_without_gradient_stays() -> None:
     weights, optimizer = make(BatchedMuon)
     set_gradients(weights, 1)

@@ -154,6 +154,26 @@ def test_muon_updates_matrices_of_blocks_and_adamw_the_rest() -> None:
     assert {name for name in SHAPES if "momentum_buffer" in muon.optimizer.state(name)} == {MATRIX}
 
 
+def test_muon_splits_the_modulation_only_on_request() -> None:
+    blocks = nn.ModuleList(
+        [nn.ModuleDict({"norm1": nn.ModuleDict({"linear": nn.Linear(8, 24)}), "to_q": nn.Linear(8, 24)})]
+    )
+    model = nn.ModuleDict({"transformer_blocks": blocks})
+    named = dict(model.named_parameters())
+    parts = {}
+    for split in (False, True):
+        config = OptimizerConfig(type="muon", split_modulation=split)
+        _, muon = make_optimizer(model, named, config, CPU)._parts
+        parts[split] = {
+            name: group["parts"]
+            for group in muon.optimizer.param_groups
+            for name, weight in named.items()
+            if any(weight is member for member in group["params"])
+        }
+    modulation, query = "transformer_blocks.0.norm1.linear.weight", "transformer_blocks.0.to_q.weight"
+    assert parts == {False: {modulation: 1, query: 1}, True: {modulation: 3, query: 1}}
+
+
 def test_muon_decays_its_matrices() -> None:
     free, decaying = Toy("muon", weight_decay=0.0).steps(0, 1), Toy("muon", weight_decay=0.5).steps(0, 1)
     expected = free.named[MATRIX].detach() - 1e-2 * 0.5 * Toy().named[MATRIX].detach()

@@ -97,6 +97,29 @@ def test_the_second_attention_of_sd35_is_treated_like_the_first(part: str, decay
         assert kinds.decays(weight) == kinds.is_block_matrix(weight) == decaying
 
 
+MODULATIONS = {
+    "tiny2": {"norm1.linear": {6}, "norm1_context.linear": {6, 2}},
+    "sd3.5_medium": {"norm1.linear": {9, 6}, "norm1_context.linear": {6, 2}},
+    "flux": {"norm1.linear": {6}, "norm1_context.linear": {6}, "norm.linear": {3}},
+    "qwen_image": {"img_mod.1": {6}, "txt_mod.1": {6}},
+    "z_image": {"adaLN_modulation.0": {4}},
+    "prx": {"modulation.lin": {6}},
+}
+"""Fused modulations inside blocks and their parts, from the families' sources; the others have none."""
+
+
+@pytest.mark.parametrize("name", ["tiny2", "sd3.5_medium", *DENOISERS])
+def test_fused_modulations_are_known_by_their_parts(name: str) -> None:
+    denoiser = denoiser_of(name)
+    kinds, parts = WeightKinds(denoiser), {}
+    for path, weight in denoiser.named_parameters():
+        if kinds.modulation_parts(weight) > 1:
+            layer = path.removesuffix(".weight").split(".", 2)[2]
+            parts.setdefault(layer, set()).add(kinds.modulation_parts(weight))
+            assert weight.shape[0] == kinds.modulation_parts(weight) * weight.shape[1]
+    assert parts == MODULATIONS.get(name, {})
+
+
 def test_every_parameter_is_in_one_group_with_its_decay(denoiser: Any) -> None:
     kinds = WeightKinds(denoiser)
     groups = kinds.groups(dict(denoiser.named_parameters()), 0.3)

@@ -231,6 +231,41 @@ def test_changes_of_text_and_of_whole_tags() -> None:
             make_transform(mode, "", "", ", ")
 
 
+def mutated(draw: random.Random, data: bytes) -> bytes:
+    """Return a table with some bytes replaced, removed or repeated."""
+    changed = bytearray(data)
+    for _ in range(draw.randrange(4)):
+        at = draw.randrange(len(changed))
+        changed[at : at + draw.randrange(3)] = draw.choice((b'"', b"\n", b",", b"\xff", b"{", b"\r", b"\0", b""))
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_damaged_table_is_refused_or_one_caption_changes(tmp_path: Path, kind: str) -> None:
+    draw = random.Random(1)
+    rows = [{"file_name": f"{name}.png", "text": f'{name}, "x"', "n": "7"} for name in "abc"]
+    lines = ["file_name,text,n", *('{file_name},"{name}, ""x""",7'.format(**row, name=row["text"][0]) for row in rows)]
+    whole = "\n".join(lines if kind == "csv" else map(json.dumps, rows)).encode()
+    changed = 0
+    for number in range(150):
+        root = tmp_path / str(number)
+        write_files(root / "set", {f"{name}.png": png() for name in "abc"})
+        write_files(root / "set", {f"metadata.{kind}": mutated(draw, whole)})
+        before, data = texts(root), (root / f"set/metadata.{kind}").read_bytes()
+        if "b.png" not in before:
+            continue
+        with CaptionPlaces(directory(root / "set"), 0) as places:
+            old = places.find("set#0/b.png", FileBytes(f"{root}/set/b.png")).captions[0]
+        result = edit(root, "b.png", old, "new")
+        after = texts(root)
+        if result.problems:
+            assert (root / f"set/metadata.{kind}").read_bytes() == data
+        else:
+            changed += 1
+            assert after == {**before, "b.png": ("new", *before["b.png"][1:])}, data
+    assert changed > 50
+
+
 ODD = ['"', ",", "\n", "\r\n", "\r", "a", "é", "\u2028", " ", "\ufeff", "\\", "'", "{", "</script>", "\x1c"]
 
 

@@ -9,10 +9,13 @@ from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.feather as feather
 import pytest
 from PIL import Image
 
 from sd3_light.config import load_dataset
+from sd3_light.sources.catalogue import InputRow, make_sources, write_part
 from sd3_light.ui import sample_index
 from sd3_light.ui.datasets import read_length, tokens_lost
 from sd3_light.ui.folders import folder_id
@@ -62,7 +65,7 @@ class Pages:
 
     @property
     def dataset(self) -> Any:
-        return self.site.datasets.open(self.id)
+        return self.site.datasets.get(self.id)
 
     def get(self, **query: str) -> ParsedPage:
         reply = self.client.get(f"/datasets/{self.id}", params=query)
@@ -276,10 +279,10 @@ def test_excluded_samples_are_listed_in_a_file_that_the_dataset_names(pages: Pag
     assert names(pages.get()) == ["b", "copy", "sub/c"]
     assert names(pages.get(show="excluded")) == ["a", "evil<b>"]
     with (root / "data.exclude.txt").open("a") as file:
-        file.write("# by hand\nimages#0/b.png\n")
+        file.write("# manual\nimages#0/b.png\n")
     assert names(pages.list().get(show="excluded")) == ["a", "b", "evil<b>"]
     pages.post("change", action="include", scope="all", query="show=excluded&text=a.png")
-    assert (root / "data.exclude.txt").read_text() == "images#0/evil<b>.png\n# by hand\nimages#0/b.png\n"
+    assert (root / "data.exclude.txt").read_text() == "images#0/evil<b>.png\n# manual\nimages#0/b.png\n"
     assert (root / "images/a.png").exists()
 
 
@@ -294,7 +297,7 @@ def test_a_list_that_the_toml_names_is_used_and_a_toml_that_changed_meanwhile_is
     assert (root / "sub/list.txt").read_text() == "images#0/a.png\n"
     for keys in ("other#0/a.png", "images", "images#0/"):
         reply = pages.post("change", [("key", keys)], action="exclude", scope="marked")
-        assert reply.status_code == 303 if keys.endswith("/") else "is no key of this dataset" in reply.text
+        assert reply.status_code == 303 if keys.endswith("/") else "is not a key of this dataset" in reply.text
 
 
 def test_a_faulty_toml_is_an_error_page(pages: Pages, root: Path) -> None:
@@ -313,7 +316,7 @@ def test_markup_in_names_and_captions_is_text(pages: Pages) -> None:
 
 
 def test_other_websites_cannot_change_captions(pages: Pages, root: Path) -> None:
-    for path in ("caption", "change", "apply", "undo", "list", "tokens", "plan"):
+    for path in ("caption", "change", "apply", "undo", "list", "tokens", "psnr", "plan"):
         headers = {"Origin": "http://evil.example"}
         assert pages.client.post(f"/datasets/{pages.id}/{path}", headers=headers).status_code == 403
         assert pages.client.get(f"/datasets/{pages.id}/{path}").status_code in (404, 405)
@@ -343,15 +346,18 @@ def test_the_part_of_a_caption_that_is_not_read_is_marked(pages: Pages) -> None:
     assert "a b c d"[: read_length("a b c d", [limit(3), limit(2)])].strip() == "a b"
     pages.dataset.limits = [limit(1)]
     pages.dataset.lost = {"images#0/a.png": 2, "images#0/sub/c.png": 3}
-    page = pages.get(sort="tokens cut")
+    page = pages.get(sort="tokens cut", order="descending")
     assert names(page) == ["sub/c", "a"]
     assert "2 tokens cut" in page.text
+    pages.dataset.psnr = {"images#0/a.png": 20.0, "images#0/b.png": 9.96}
+    page = pages.get(sort="PSNR")
+    assert names(page) == ["b", "a"]
+    assert "10.0 dB" in page.text
+    assert names(pages.get(sort="PSNR", text="red")) == ["a"]
     assert '<mark title="text encoders do not read this part">cat, house</mark>' in page.source.replace("> ", ">")
 
 
 def test_a_damaged_or_foreign_catalogue_is_not_used(root: Path) -> None:
-    from sd3_light.sources.catalogue import make_sources
-
     sources = make_sources(load_dataset(root / "data.toml").directories)
     folder = root / "data.cache/catalogue"
     (folder / "parts").mkdir(parents=True)
@@ -359,6 +365,19 @@ def test_a_damaged_or_foreign_catalogue_is_not_used(root: Path) -> None:
     for content in ("{", '{"parts": ["../../x"]}', '{"parts": [7]}', '{"parts": 7}', '{"parts": ["none"]}', "[]"):
         listing.write_text(content)
         assert SampleIndex.of_cache(root / "data.cache", sources) is None
+    rows = [InputRow(f"images#0/{number}.png", captions=("a",)) for number in range(3)]
+    part = folder / "parts/x.arrow"
+    write_part(part, rows)
+    listing.write_text('{"parts": ["x"]}')
+    assert len(SampleIndex.of_cache(root / "data.cache", sources) or ()) == 3
+    table = feather.read_table(part)
+    for name in ("key", "captions", "width"):
+        position = table.schema.get_field_index(name)
+        column = pa.array([None, *table[name].to_pylist()[1:]], table[name].type)
+        feather.write_feather(table.set_column(position, name, column), str(part), "uncompressed")
+        assert SampleIndex.of_cache(root / "data.cache", sources) is None
+    part.write_bytes(part.read_bytes()[:500])
+    assert SampleIndex.of_cache(root / "data.cache", sources) is None
     listing.write_text('{"parts": []}')
     index = SampleIndex.of_cache(root / "data.cache", sources)
     assert index is not None
