@@ -31,9 +31,11 @@ def start_training(config: Path, arguments: Sequence[str], run: Path, **options:
     return start_verb(["train", str(config), *arguments], run / CONSOLE, **options)
 
 
-def start_verb(arguments: Sequence[str], output: Path, **options: Any) -> subprocess.Popen[bytes]:
-    """Start `sd3-light` in another process, which prints to a new file."""
-    command = [sys.executable, "-P", str(_PROGRAM), *arguments]
+def start_verb(
+    arguments: Sequence[str], output: Path, parent: Sequence[str] = (), **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start `sd3-light` in another process, which prints to a new file. The words of ``parent`` precede the command."""
+    command = [*parent, sys.executable, "-P", str(_PROGRAM), *arguments]
     with output.open("xb") as console:
         return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=console, stderr=console, **options)
 

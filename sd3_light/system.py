@@ -22,6 +22,13 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "sd3_light"
 
 
+def state_folder() -> Path:
+    """Return the folder of what this package remembers for the user. A relative `XDG_STATE_HOME` is ignored: it would
+    be a folder of the working directory."""
+    base = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (base if base.is_absolute() else Path(os.path.expanduser("~/.local/state"))) / "sd3_light"
+
+
 def keep_compiled_code() -> None:
     """Let torch keep compiled code in `cache_folder`, unless the environment names a folder.
 

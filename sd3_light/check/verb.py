@@ -35,6 +35,7 @@ __all__ = [
     "render",
     "require",
     "run",
+    "text_faults",
     "what_does_not_fit",
 ]
 
@@ -54,6 +55,14 @@ def load(path: str | Path, overrides: Iterable[str] = (), caching: bool = False)
         loaded = with_local_paths(loaded)
     require(loaded, caching)
     return with_family_values(loaded)
+
+
+def text_faults(path: Path, text: str) -> list[Fault]:
+    """Return the faults of a train TOML that has this text, as `load` finds them; nothing is downloaded."""
+    try:
+        return _local_faults(load_config(path, text=text), caching=False)
+    except ConfigFaults as error:
+        return [*error.faults, *_more_faults(error, caching=False)]
 
 
 def _local_faults(loaded: LoadedConfig, caching: bool, with_size: bool = True) -> list[Fault]:

@@ -134,34 +134,8 @@ def _data_problem(data: str) -> str | None:
 
 
 def _report(project: "NewProject") -> None:
-    from sd3_light.cost.amount import format_bytes
-    from sd3_light.formats import plural
+    from sd3_light.new.summary import plan_lines, size_line
 
-    plan = project.plan
-    kind = "clips and images" if project.has_clips else "images"
-    size = f"{project.images:,} {kind} at {project.resolution} px"
-    steps = f"{project.steps:,} steps of {plural(plan.samples_per_step, 'sample')}"
-    echo(f"wrote {project.train_toml} and {project.data_toml}: {size}, {steps}")
-    if project.held_out:
-        info(f"validation: about {project.held_out:,} of them are held out; --no-validation trains on all")
-    info(f"time: {project.time}")
-    for note in project.notes:
-        info(note)
-    if plan.needed is None or plan.available is None:
-        info("no GPU is visible: the batch size is for a CPU; --gpu-memory 24 plans for a GPU of 24 GiB elsewhere")
-        return
-    if plan.needed_by_adamw is not None:
-        adamw = f"AdamW with float32 weights and moments needs {format_bytes(plan.needed_by_adamw)}, estimated"
-        weights = ", weights are stored in bfloat16" if plan.narrow else ""
-        averages = "" if plan.averages else ", and there is no running average"
-        info(f"{adamw}: so moments have 8 bits, gradients are released{weights}{averages}")
-    memory = f"{format_bytes(plan.needed)} of {format_bytes(plan.available)} of GPU memory, estimated"
-    if plan.fits:
-        keys = [f"activation_checkpointing = {str(plan.checkpointing).lower()}"]
-        keys += [f"base_bits = {plan.base_bits}"] if plan.base_bits < 16 else []
-        keys += [f"swap_blocks = {plan.swap_blocks} ({format_bytes(plan.host)} of host memory)"] if plan.host else []
-        info(f"fits: {memory}, with micro-batches of {plan.micro_batch} and {', '.join(keys)}")
-    else:
-        info(
-            f"does not fit: {memory}; give a smaller --resolution or --model, or use several GPUs (docs/multi-node.md)"
-        )
+    echo(f"wrote {project.train_toml} and {project.data_toml}: {size_line(project)}")
+    for line in plan_lines(project):
+        info(line)

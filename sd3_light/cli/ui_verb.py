@@ -27,6 +27,9 @@ def ui(
     token: Annotated[
         str | None, typer.Option(envvar="SD3_LIGHT_UI_TOKEN", help="Require this token, also on this machine.")
     ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Only show: no page that starts or writes anything exists.")
+    ] = False,
 ) -> None:
     """Serve a web page: watch, compare, start and stop runs, work on datasets, and draw images with their exports."""
     from sd3_light.ui.server import Site, serve
@@ -35,4 +38,5 @@ def ui(
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder; pass run folders, or folders that contain runs")
     site = Site.of_folders(runs or [Path()], model or [], out, init_process)
+    site.is_read_only = read_only
     serve(site, host, port, token or None, lambda address: echo(f"open {address} (Ctrl-C stops the server)"))

@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -63,27 +64,43 @@ def _section(title: str, table: type[Table], name: str) -> str:
     is_absent = name in ("adapter", "model.layer_sync", "model.routing") or name.startswith("objective.")
     note = " Absent by default." if is_absent else ""
     about = re.sub(r"^\[+[\w.]+\]+: ", "", (table.__doc__ or "").splitlines()[0])
-    keys = f"\n{_key_table(table)}" if any(map(_is_leaf, field_types(table).values())) else ""
+    keys = f"\n{_key_table(table)}" if any(map(is_leaf, field_types(table).values())) else ""
     return f"### {title}\n\n{about[0].upper()}{about[1:]}{note}\n{keys}"
 
 
 def _key_table(table: type[Table]) -> str:
     own = [key for key in field_types(table) if table is not DirectoryConfig or key not in DatasetDefaults.model_fields]
-    rows = [_row(key, table) for key in own if _is_leaf(field_types(table)[key])]
+    rows = [_row(key, table) for key in own if is_leaf(field_types(table)[key])]
     return "| key | type | default | meaning |\n|---|---|---|---|\n" + "".join(rows)
 
 
-def _is_leaf(annotation: Any) -> bool:
+def is_leaf(annotation: Any) -> bool:
+    """Return whether a key has a value, and is not a table."""
     inner = table_type(annotation) or table_type(element_type(annotation, 0))
     return inner is None or inner is EvalDataset
 
 
-def _row(key: str, table: type[Table]) -> str:
+@dataclass(frozen=True)
+class KeyText:
+    """What the documentation says about a key."""
+
+    type: str
+    default: str
+    meaning: str
+
+
+def key_text(key: str, table: type[Table]) -> KeyText:
+    """Return what the documentation says about a key of a table."""
     field = table.model_fields[key]
     description = " ".join((field.description or "").split())
     if note := known_to(field_types(table)[key]):
         description += f" ({note})"
-    cells = (f"`{key}`", describe_type(field_types(table)[key]), _default(field), description)
+    return KeyText(describe_type(field_types(table)[key]), _default(field), description)
+
+
+def _row(key: str, table: type[Table]) -> str:
+    text = key_text(key, table)
+    cells = (f"`{key}`", text.type, text.default, text.meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
 

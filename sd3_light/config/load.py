@@ -55,13 +55,14 @@ class _TrainToml:
     faults: list[Fault]
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig:
+def load_config(path: str | Path, overrides: Iterable[str] = (), text: str | None = None) -> LoadedConfig:
     """Read and check a train TOML and its dataset TOMLs. Raises `ConfigFaults` with all their faults at once.
 
-    `overrides` are `key.path=VALUE` strings, applied to the train TOML before it is checked.
+    `overrides` are `key.path=VALUE` strings, applied to the train TOML before it is checked. `text` is taken in place
+    of what the file has.
     """
     path = Path(os.path.abspath(path))
-    raw, faults = read_toml(path)
+    raw, faults = read_toml(path, text)
     if raw is not None and looks_like(raw) == "dataset":
         hint = "give the train TOML that names it: dataset = ..."
         raise ConfigFaults([Fault(str(path), "directory", "this is a dataset TOML, not a train TOML", hint=hint)])
@@ -82,10 +83,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> LoadedConfig
     return LoadedConfig(path, train.config, datasets.pop(""), datasets)
 
 
-def load_dataset(path: str | Path) -> DatasetConfig:
-    """Read and check a dataset TOML alone. Raises `ConfigFaults` with all its faults at once."""
+def load_dataset(path: str | Path, text: str | None = None) -> DatasetConfig:
+    """Read and check a dataset TOML alone, or a `text` in its place. Raises `ConfigFaults` with all its faults."""
     path = Path(os.path.abspath(path))
-    directories, faults = load_directories(path)
+    directories, faults = load_directories(path, text)
     if faults:
         raise ConfigFaults(faults)
     return DatasetConfig(path, path.with_suffix(".cache"), directories)

@@ -32,9 +32,12 @@ class _Source:
     faulty_keys: frozenset[str]
 
 
-def load_directories(path: Path) -> tuple[tuple[DirectoryConfig, ...], list[Fault]]:
-    """Return all directories of a dataset TOML and all its faults. Faulty keys keep their defaults."""
-    raw, faults = read_toml(path)
+def load_directories(path: Path, text: str | None = None) -> tuple[tuple[DirectoryConfig, ...], list[Fault]]:
+    """Return all directories of a dataset TOML, or of a ``text`` in its place, and all its faults.
+
+    Faulty keys keep their defaults.
+    """
+    raw, faults = read_toml(path, text)
     if raw is None:
         return (), faults
     if looks_like(raw) == "train":

@@ -13,10 +13,10 @@ from sd3_light.inputs import read_limited, require_shallow
 SET = "--set"
 
 
-def read_toml(path: Path) -> tuple[dict[str, Any] | None, list[Fault]]:
-    """Return the file's content, or None and the fault."""
+def read_toml(path: Path, text: str | None = None) -> tuple[dict[str, Any] | None, list[Fault]]:
+    """Return the file's content, or None and the fault; ``text`` is taken in place of what the file has."""
     try:
-        text = read_limited(path).decode("utf-8-sig")
+        text = read_limited(path).decode("utf-8-sig") if text is None else text.removeprefix("\ufeff")
     except IsADirectoryError:
         tomls = ", ".join(sorted(file.name for file in path.glob("*.toml"))[:5])
         hint = f"give one of its files: {tomls}" if tomls else "give a TOML file; `sd3-light new` writes one"
@@ -59,7 +59,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> tuple[set[
         problem = (
             None if equals and re.fullmatch(r"[\w\-]+(\.[\w\-]+)*", key) else "does not have the form key.path=VALUE"
         )
-        value, value_problem = _parse_value(value_text.strip())
+        value, value_problem = parse_value(value_text.strip())
         new_key = _first_new_key(raw, key.split("."))
         problem = problem or value_problem or _set(raw, key.split("."), value)
         if problem is None:
@@ -70,7 +70,7 @@ def apply_overrides(raw: dict[str, Any], overrides: Iterable[str]) -> tuple[set[
     return keys, faults
 
 
-def _parse_value(text: str) -> tuple[Any, str | None]:
+def parse_value(text: str) -> tuple[Any, str | None]:
     """Parse a TOML value; a bare word is a string. Returns the value and the problem, if any."""
     try:
         parsed = _parse(f"value = {text}")

@@ -3,6 +3,7 @@
 The files are the shipped recipes with other values. Sizes come from the estimate of `check`.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ from sd3_light.new.project_text import TextValues, data_toml, prompts_file, trai
 from sd3_light.new.prompts import sample_prompts
 from sd3_light.system import Gpu, usable_cores
 
-__all__ = ["KINDS", "NewProject", "run"]
+__all__ = ["KINDS", "NewProject", "conclude", "files", "plan", "run"]
 
 _STAND_IN = ("a prompt",)
 _FEWEST = 100  # steps on a CPU, however slow it is
@@ -40,10 +41,11 @@ _LENGTH = "model.t5_max_length"
 
 @dataclass(frozen=True)
 class NewProject:
-    """The files that were written, and what they were fitted to.
+    """The files of a project, by their paths, and what they were fitted to.
 
     ``images`` may be clips if it ``has_clips``; about ``held_out`` of them are for validation. ``time`` is that of
-    all steps, ``notes`` are sentences about what the family offers and what the data lacks.
+    all steps, ``notes`` are sentences about what the family offers and what the data lacks. ``texts`` of the train and
+    dataset TOMLs name data and model from the project's folder; ``located`` ones have whole paths.
     """
 
     train_toml: Path
@@ -57,6 +59,12 @@ class NewProject:
     has_clips: bool = False
     held_out: int = 0
     notes: tuple[str, ...] = ()
+    texts: tuple[str, str] = ("", "")
+    located: tuple[str, str] = ("", "")
+    gpus: tuple[Gpu, ...] = ()
+    cpu_speed: float | None = None
+    prompts: tuple[Path, str] | None = None
+    """The file of prompts, for a kind that draws images."""
 
 
 def run(
@@ -72,6 +80,31 @@ def run(
 
     With ``validation`` a part of the images is held out.
     """
+    project = plan(kind_name, data, model, out, resolution, gpus, validation)
+    out.mkdir(parents=True, exist_ok=True)
+    for path, text in reversed(files(project)):
+        write_atomically(path, text.encode())
+    return project
+
+
+def files(project: NewProject) -> list[tuple[Path, str]]:
+    """Return the files of a project: the train TOML, and those that it names."""
+    tomls = list(zip((project.train_toml, project.data_toml), project.texts, strict=True))
+    return tomls if project.prompts is None else [*tomls, project.prompts]
+
+
+def plan(
+    kind_name: str,
+    data: str,
+    model: str | None = None,
+    out: Path = Path(),
+    resolution: int | None = None,
+    gpus: tuple[Gpu, ...] = (),
+    validation: bool = True,
+) -> NewProject:
+    """Return the project that `run` writes; nothing is written."""
+    if kind_name not in KINDS:
+        raise UserError(f"unknown kind {kind_name!r}; the kinds are {', '.join(KINDS)}")
     kind = KINDS[kind_name]
     if kind_name == "icons" and model is None:
         raise UserError(
@@ -90,12 +123,7 @@ def run(
     with TemporaryDirectory() as folder:
         project = _fit(kind, first, Path(folder), resolution, gpus)
     kind, values, family = project.kind, project.values, project.family
-    values = replace(values, data=_relative(source, out), model=_relative(base, out))
-    out.mkdir(parents=True, exist_ok=True)
-    if kind.draws:
-        write_atomically(out / prompts_file(values), _lines(values.drawn))
-    write_atomically(data_file, data_toml(kind, values).encode())
-    write_atomically(train_file, train_toml(kind, values).encode())
+    written = replace(values, data=_relative(source, out), model=_relative(base, out))
     return NewProject(
         train_file,
         data_file,
@@ -108,7 +136,28 @@ def run(
         has_clips=family.media == "video",
         held_out=project.estimate.data.held_out,
         notes=tuple(_notes(project)),
+        texts=(train_toml(kind, written), data_toml(kind, written)),
+        located=(train_toml(kind, values), data_toml(kind, values)),
+        gpus=gpus,
+        cpu_speed=project.cpu_speed,
+        prompts=(out / prompts_file(values), _lines(values.drawn).decode()) if kind.draws else None,
     )
+
+
+def conclude(project: NewProject, elsewhere: bool = False) -> list[tuple[str, str]]:
+    """Return what `check` concludes about a project that is not written yet; ``elsewhere``: on another machine."""
+    out = Path(os.path.abspath(project.run))
+    overrides = [f"output_dir={json.dumps(str(out))}"]
+    overrides.append(f"cache_dir={json.dumps(os.path.abspath(project.data_toml.with_suffix('.cache')))}")
+    with TemporaryDirectory() as folder:
+        located = dict(zip((project.train_toml, project.data_toml), project.located, strict=True))
+        for path, text in files(project):
+            (Path(folder) / path.name).write_text(located.get(path, text), encoding="utf-8")
+        loaded = check.load(Path(folder) / project.train_toml.name, overrides)
+        estimate = check.run(loaded, project.plan.processes)
+        gpu = project.gpus[0] if project.gpus else None
+        target = check.Target(gpu, gpu is None, elsewhere, project.cpu_speed)
+        return check.conclude(loaded.train, estimate, target)
 
 
 @dataclass(frozen=True)

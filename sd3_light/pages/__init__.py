@@ -5,6 +5,15 @@ per thing (chart, tiles, grid, table, card), so several pages can share them.
 """
 
 from sd3_light.pages.charts import Chart, ChartLine, ChartMark
-from sd3_light.pages.html import check_output_path, data_uri, render_template, save_page
+from sd3_light.pages.html import READ_ONLY, check_output_path, data_uri, render_template, save_page
 
-__all__ = ["Chart", "ChartLine", "ChartMark", "check_output_path", "data_uri", "render_template", "save_page"]
+__all__ = [
+    "READ_ONLY",
+    "Chart",
+    "ChartLine",
+    "ChartMark",
+    "check_output_path",
+    "data_uri",
+    "render_template",
+    "save_page",
+]

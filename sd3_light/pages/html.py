@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 from collections.abc import Iterable
+from contextvars import ContextVar
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ _ROOT = Path(__file__).parent
 
 LARGEST_SIDE = 512
 """Default limit in pixels; larger images are scaled down to it."""
+
+READ_ONLY = ContextVar("READ_ONLY", default=False)
+"""Whether the pages of `sd3-light ui` leave out what changes something."""
 
 _QUALITY = 88
 _LOSSLESS_AREA = 96 * 96  # pixels: up to here a PNG is hardly larger than a WebP
@@ -49,6 +53,7 @@ def environment() -> Environment:
         "scripts_of": partial(_inline, "scripts"),
         "policy_of": _policy,
         "version": __version__,
+        "is_read_only": READ_ONLY.get,
     }
     filters = ("byte_size", "duration", "language", "number", "percent", "plural", "shorten", "thousands", "utc_time")
     env.filters |= {name: getattr(formats, name) for name in filters}

@@ -34,12 +34,10 @@ from sd3_light.train.residence import TrainingProcess, place_cache
 from sd3_light.train.resume import (
     Resume,
     choose_checkpoint,
+    config_in_force,
     keep_position_table,
     progress_in_force,
     require_noise,
-    settings_in_force,
-    with_model_values,
-    with_position_step,
 )
 
 
@@ -184,8 +182,7 @@ def open_context(
     resumed = None if path is None else open_checkpoint(path)
     require_noise(resumed)
     start = keep_position_table(start, resumed)
-    config = with_model_values(with_position_step(train, start), resumed)
-    config = settings_in_force(config, resumed, resume)
+    config = config_in_force(train, start, resumed, resume)
     share = launch.data_launch(config.pipeline_stages)
     order = make_order(data, loaded, share)
     # one machine keeps the order in which earlier versions distributed samples

@@ -23,10 +23,11 @@ from sd3_light.config.faults import UserError
 from sd3_light.config.toml_file import read_toml
 from sd3_light.core.model import HEADS
 from sd3_light.core.start import WeightsStart
+from sd3_light.data.manifest import MANIFEST
 from sd3_light.data.order import Order
 from sd3_light.data.shard_table import ShardEntry
 from sd3_light.engines import Engine, Launch
-from sd3_light.engines.feed import order_facts, planned_order
+from sd3_light.engines.feed import make_order, open_cache, order_facts, planned_order
 from sd3_light.engines.protocol import PARAM_KIND
 from sd3_light.export.background_saves import CHECKPOINT, FOLDERS, checkpoint_to_resume, newest_usable
 from sd3_light.export.model_facts import ModelFacts
@@ -202,6 +203,48 @@ def with_model_values(config: TrainConfig, resumed: Checkpoint | None) -> TrainC
     return config.model_copy(update={"model": model})
 
 
+def config_in_force(
+    config: TrainConfig, start: WeightsStart, resumed: Checkpoint | None, resume: Resume | None
+) -> TrainConfig:
+    """Return the config with the values that the run keeps, see `with_model_values` and `settings_in_force`."""
+    config = with_model_values(with_position_step(config, start), resumed)
+    return settings_in_force(config, resumed, resume)
+
+
+@dataclass(frozen=True)
+class ResumeReview:
+    """What `--resume` makes of a config that was changed: keys as `changed_keys` has them, and why it is refused."""
+
+    checkpoint: Path
+    applied: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+def review_changes(loaded: LoadedConfig, start: WeightsStart) -> ResumeReview | None:
+    """Return what `--resume` makes of a config; None without a checkpoint. Nothing is written.
+
+    Weights of another shape are noticed only by the run itself.
+    """
+    resume = Resume()
+    path = find_checkpoint(loaded.train.output_dir, resume)
+    if path is None:
+        return None
+    saved = open_checkpoint(path)
+    written = [each for each in changed_keys(loaded, saved) if " = not set (was " not in each]
+    try:
+        require_noise(saved)
+        config = config_in_force(loaded.train, keep_position_table(start, saved), saved, resume)
+        folder = loaded.dataset.cache_dir
+        if isinstance(folder, Path) and (folder / MANIFEST).is_file():
+            data = open_cache(loaded.dataset, config, Launch(), "train" if loaded.dataset.is_divided else "all")
+            _require_order(saved, make_order(data, loaded, Launch()), f"; the config has {_listed(written)}")
+    except UserError as error:
+        return ResumeReview(path, kept=tuple(written), refusal=str(error))
+    applied = changed_keys(replace(loaded, train=config), saved)
+    return ResumeReview(path, tuple(applied), tuple(each for each in written if each not in applied))
+
+
 def _shift_of(model: ModelConfig) -> str:
     """Return the timestep shift of a [model] table as a line of TOML."""
     for name in ("flux_shift", "sqrt_shift"):
@@ -247,14 +290,19 @@ def load_checkpoint(
     """
     changed = f"; the config has {_listed(changes)}" if changes else ""
     _require_model(saved, engine, changed)
-    before, now = saved.table("order"), order_facts(order)
-    if before != now and not resume.reset_dataloader:
-        raise _other_order(saved, now, changed)
+    if not resume.reset_dataloader:
+        _require_order(saved, order, changed)
     if changes:
         info(f"the config has changed since the checkpoint: {_listed(changes)}")
     saved.load_into(engine.weight_pieces() if resume.reset_optimizer else engine.pieces())
     load_averages(saved, engine, averages)
     return progress_in_force(saved, resume), None if resume.reset_dataloader else saved.facts["window"]
+
+
+def _require_order(saved: Checkpoint, order: Order, changed: str) -> None:
+    now = order_facts(order)
+    if saved.table("order") != now:
+        raise _other_order(saved, now, changed)
 
 
 def load_averages(saved: Checkpoint, engine: Engine, averages: Averages) -> None:

@@ -9,7 +9,7 @@ from sd3_light.checkpoint.lock import is_locked
 from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config.faults import UserError
 from sd3_light.formats import number
-from sd3_light.pages import Chart, ChartLine, render_template
+from sd3_light.pages import READ_ONLY, Chart, ChartLine, render_template
 from sd3_light.report.curves import Curve
 from sd3_light.report.grids import load_grids
 from sd3_light.report.run_page import render_run_page
@@ -72,15 +72,16 @@ class RunControls:
     can_resume: bool
     links: Sequence[tuple[str, str]]
     console: str = ""
-    is_starting: bool = False
+    is_pending: bool = False
 
 
 def run_row(folders: Folders, run_id: str) -> RunRow:
     """Return the row of a run; a log that cannot be read becomes the row's problem."""
-    return _row(folders, run_id, folders.run(run_id))
+    return row_of(folders, run_id, folders.run(run_id))
 
 
-def _row(folders: Folders, run_id: str, folder: Path) -> RunRow:
+def row_of(folders: Folders, run_id: str, folder: Path) -> RunRow:
+    """Return the row of a run folder."""
     problem = ""
     try:
         report = folders.report(folder)
@@ -92,20 +93,21 @@ def _row(folders: Folders, run_id: str, folder: Path) -> RunRow:
 
 def runs_page(folders: Folders, notes: Sequence[str] = ()) -> str:
     """Return the list of all runs."""
-    rows = [_row(folders, run_id, folder) for run_id, folder in folders.runs().items()]
+    rows = [row_of(folders, run_id, folder) for run_id, folder in folders.runs().items()]
     roots = ", ".join(map(str, folders.roots))
     return render_template("runs.html", rows=rows, roots=roots, notes=list(notes), served="/", live=True)
 
 
 def run_page(
-    folders: Folders, run_id: str, console: str = "", notes: Sequence[str] = (), is_starting: bool = False
+    folders: Folders, run_id: str, console: str = "", notes: Sequence[str] = (), is_pending: bool = False
 ) -> str:
     """Return the page of a run: that of `sd3-light report`, with links to the grids instead of the grids themselves."""
     row = run_row(folders, run_id)
     if row.problem:
         raise UserError(row.problem)
     path, own_notes = f"/runs/{run_id}", list(notes)
-    links = [(f"/samples?{urlencode({'run': run_id})}", "Samples over steps"), (f"/playground?run={run_id}", "Draw")]
+    links = [(f"/samples?{urlencode({'run': run_id})}", "Samples over steps")]
+    links += [] if READ_ONLY.get() else [(f"/playground?run={run_id}", "Draw")]
     controls = RunControls(
         path,
         bool(row.report.is_running),
@@ -113,7 +115,7 @@ def run_page(
         any((row.folder / "checkpoints").glob("step-*")) and (row.folder / "config.toml").is_file(),
         links,
         console,
-        is_starting,
+        is_pending,
     )
     grids = load_grids(row.report, own_notes, lambda file, _: f"{path}/sample?file={quote(file.as_posix())}")
     return render_run_page(row.report, grids, own_notes, served="/", live=True, controls=controls)

@@ -7,16 +7,17 @@ import secrets
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
-from urllib.parse import parse_qs, urlencode
+from urllib.parse import urlencode
 
 from sd3_light.config.faults import UserError
-from sd3_light.pages import render_template
+from sd3_light.pages import READ_ONLY, render_template
 from sd3_light.runlog import set_main_process
+from sd3_light.system import state_folder
 
 try:
     import uvicorn
@@ -24,13 +25,16 @@ try:
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
+    from starlette.responses import FileResponse, HTMLResponse, Response
     from starlette.routing import Route
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from sd3_light.ui import connections
     from sd3_light.ui.dataset_routes import dataset_routes
     from sd3_light.ui.guard import LOCAL_HOSTS, Guard
-    from sd3_light.ui.replies import body_of, integer, json_reply, object_of, page_reply
+    from sd3_light.ui.project_routes import project_routes
+    from sd3_light.ui.queue_routes import queue_routes
+    from sd3_light.ui.replies import integer, json_reply, object_of, page_reply
 except ImportError as error:
     package = (error.name or "starlette").partition(".")[0]
     raise UserError(f"sd3-light ui needs the package {package}: pip install 'sd3-light[ui]'") from error
@@ -39,13 +43,14 @@ from sd3_light.ui.data_pages import cache_page, caches_page, inspect_page, origi
 from sd3_light.ui.datasets import Datasets
 from sd3_light.ui.folders import Folders
 from sd3_light.ui.playground import Playground
-from sd3_light.ui.processes import RunProcesses
 from sd3_light.ui.run_pages import compare_page, run_page, runs_page
+from sd3_light.ui.run_queue import RunQueue
 from sd3_light.ui.sample_pages import sample_image, samples_page
 
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
 
+_WORKING = ("/datasets", "/playground", "/projects")  # pages for work alone
 _END_SECONDS = 5.0  # after Ctrl-C; more than requests are given to finish
 
 
@@ -55,15 +60,16 @@ class Site:
 
     folders: Folders
     playground: Playground
-    processes: RunProcesses
+    queue: RunQueue
     datasets: Datasets
+    is_read_only: bool = False
 
     @staticmethod
     def of_folders(roots: Sequence[Path], models: Sequence[Path], out: Path, prepare: Callable[[], "Launch"]) -> "Site":
         """Return the site of the runs and caches below ``roots``; see `Playground` for the other arguments."""
         folders = Folders(roots)
-        playground = Playground(folders, out, models, prepare)
-        return Site(folders, playground, RunProcesses(), Datasets(folders, playground.prepare))
+        playground, queue = Playground(folders, out, models, prepare), RunQueue(state_folder(), folders.roots)
+        return Site(folders, playground, queue, Datasets(folders, playground.prepare))
 
 
 def serve(site: Site, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:
@@ -114,32 +120,61 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def make_app(site: Site, token: str | None = None) -> Starlette:
-    """Return the application."""
+    """Return the application, whose queue starts runs while it is served. A read-only site has only pages that change
+    nothing."""
     routes = _Routes(site)
+    table = [
+        Route("/", routes.runs),
+        Route("/compare", routes.compare),
+        Route("/samples", routes.samples),
+        Route("/runs/{run}", routes.run),
+        Route("/runs/{run}/sample", routes.sample),
+        Route("/playground", routes.playground),
+        Route("/playground/drawings", routes.draw, methods=["POST"]),
+        Route("/playground/drawings/{number}", routes.drawing),
+        Route("/playground/drawings/{number}/cancel", routes.cancel, methods=["POST"]),
+        Route("/playground/images/{name}", routes.image),
+        Route("/data", routes.caches),
+        Route("/data/{cache}", routes.cache),
+        Route("/data/{cache}/image", routes.original),
+        Route("/data/{cache}/inspect", routes.inspect),
+        *queue_routes(site.folders, site.queue),
+        *project_routes(site.folders, site.queue, site.playground),
+        *dataset_routes(site.datasets),
+    ]
+    if site.is_read_only:
+        table = [route for route in table if _only_reads(route)]
+
+    @contextlib.asynccontextmanager
+    async def working(app: Starlette) -> AsyncIterator[None]:
+        if not site.is_read_only:
+            site.queue.work()
+        yield
+        await run_in_threadpool(site.queue.end)
+
     return Starlette(
-        routes=[
-            Route("/", routes.runs),
-            Route("/start", routes.start, methods=["POST"]),
-            Route("/compare", routes.compare),
-            Route("/samples", routes.samples),
-            Route("/runs/{run}", routes.run),
-            Route("/runs/{run}/sample", routes.sample),
-            Route("/runs/{run}/stop", routes.stop, methods=["POST"]),
-            Route("/runs/{run}/resume", routes.resume, methods=["POST"]),
-            Route("/playground", routes.playground),
-            Route("/playground/drawings", routes.draw, methods=["POST"]),
-            Route("/playground/drawings/{number}", routes.drawing),
-            Route("/playground/drawings/{number}/cancel", routes.cancel, methods=["POST"]),
-            Route("/playground/images/{name}", routes.image),
-            Route("/data", routes.caches),
-            Route("/data/{cache}", routes.cache),
-            Route("/data/{cache}/image", routes.original),
-            Route("/data/{cache}/inspect", routes.inspect),
-            *dataset_routes(site.datasets),
-        ],
-        middleware=[Middleware(Guard, token=token)],
+        routes=table,
+        middleware=[Middleware(Guard, token=token), Middleware(_Marked, is_read_only=site.is_read_only)],
         exception_handlers={UserError: _show_error, ClientDisconnect: _ignore},
+        lifespan=working,
     )
+
+
+def _only_reads(route: Route) -> bool:
+    """Return whether a route changes nothing, and does not lead to one that does."""
+    return route.methods == {"GET", "HEAD"} and not route.path.startswith(_WORKING)
+
+
+class _Marked:
+    """Tells the templates whether their page can change something."""
+
+    def __init__(self, app: ASGIApp, is_read_only: bool) -> None:
+        self.app, self.is_read_only = app, is_read_only
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Set it for the request, and the threads that answer it."""
+        READ_ONLY.set(self.is_read_only)
+        await self.app(scope, receive, send)
 
 
 class _Routes:
@@ -152,10 +187,10 @@ class _Routes:
         return page_reply(request, runs_page(self.site.folders))
 
     def run(self, request: Request) -> Response:
-        run_id, processes = request.path_params["run"], self.site.processes
+        run_id, queue = request.path_params["run"], self.site.queue
         folder = self.site.folders.run(run_id)
-        console, notes, is_starting = processes.console(folder), processes.notes(folder), processes.is_starting(folder)
-        return page_reply(request, run_page(self.site.folders, run_id, console, notes, is_starting))
+        console, notes, is_pending = queue.console(folder), queue.notes(folder), queue.is_pending(folder)
+        return page_reply(request, run_page(self.site.folders, run_id, console, notes, is_pending))
 
     def compare(self, request: Request) -> Response:
         query = request.query_params
@@ -171,24 +206,6 @@ class _Routes:
         # an address with the version of its file never changes its content
         age = "max-age=31536000, immutable" if "version" in query else "no-cache"
         return Response(image, media_type="image/png", headers={"Cache-Control": f"private, {age}"})
-
-    async def start(self, request: Request) -> Response:
-        form = parse_qs((await body_of(request)).decode(errors="replace"))
-        config = Path(os.path.expanduser(form.get("config", [""])[0].strip()))  # keeps the ~ of an unknown user
-        return await run_in_threadpool(self._start, config, "resume" in form)
-
-    def resume(self, request: Request) -> Response:
-        folder = self.site.folders.run(request.path_params["run"])
-        return self._start(folder / "config.toml", True, folder)
-
-    def _start(self, config: Path, resume: bool, run: Path | None = None) -> Response:
-        folder = self.site.processes.start(config, resume, run)
-        return RedirectResponse(f"/runs/{self.site.folders.add_run(folder)}", 303)
-
-    def stop(self, request: Request) -> Response:
-        run_id = request.path_params["run"]
-        self.site.processes.stop(self.site.folders.run(run_id))
-        return RedirectResponse(f"/runs/{run_id}", 303)
 
     def playground(self, request: Request) -> Response:
         return page_reply(request, self.site.playground.page(request.query_params.get("run", "")))
@@ -212,7 +229,8 @@ class _Routes:
         return FileResponse(path)
 
     def caches(self, request: Request) -> Response:
-        return page_reply(request, caches_page(self.site.folders, self.site.datasets.all()))
+        datasets = {} if self.site.is_read_only else self.site.datasets.all()
+        return page_reply(request, caches_page(self.site.folders, datasets))
 
     def cache(self, request: Request) -> Response:
         query = request.query_params
@@ -246,7 +264,8 @@ def _ignore(request: Request, error: Exception) -> Response:
 def _show_error(request: Request, error: Exception) -> Response:
     """Show a UserError: as JSON to scripts, as a page to readers."""
     code = 404 if request.method == "GET" else 400
-    if request.url.path.startswith("/playground/") or request.headers.get("accept") == "application/json":
+    types = (request.headers.get("content-type", ""), request.headers.get("accept", ""))
+    if "application/json" in types or request.url.path.startswith("/playground/"):
         return json_reply({"error": str(error)}, code)
     text = render_template("error.html", notes=[str(error)], served=request.url.path, live=False)
     return HTMLResponse(text.encode("utf-8", "backslashreplace"), code)

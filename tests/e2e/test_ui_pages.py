@@ -28,11 +28,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(runs: Path) -> Iterator[str]:
+def server(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     from sd3_light.engines import Launch
     from sd3_light.ui.server import Site, make_app
 
     site = Site.of_folders([runs], [DEMO], runs / "playground", Launch)
+    site.queue.state = tmp_path_factory.mktemp("state")
     config = uvicorn.Config(make_app(site), port=0, log_level="warning", timeout_graceful_shutdown=1)
     started = uvicorn.Server(config)
     thread = threading.Thread(target=started.run, daemon=True)
@@ -57,7 +58,8 @@ def wait_for(browser: Browser, condition: str) -> None:
 def paths(runs: Path) -> list[str]:
     ids = [folder_id(path) for path in sorted(runs.glob("*")) if (path / "log.jsonl").exists()]
     query = "&".join(f"run={run_id}" for run_id in ids)
-    return ["/", f"/runs/{ids[1]}", f"/compare?{query}", f"/samples?{query}", "/playground", "/data", "/runs/none"]
+    pages = ["/", "/queue", "/playground", "/data", "/runs/none"]
+    return [*pages, f"/runs/{ids[1]}", f"/compare?{query}", f"/samples?{query}"]
 
 
 def test_pages_request_only_their_server_fit_and_are_readable(browser: Browser, server: str, runs: Path) -> None:
@@ -97,10 +99,10 @@ def test_a_run_updates_itself_and_keeps_what_the_reader_set(browser: Browser, se
 def test_a_run_that_fails_while_it_is_watched_says_why(
     browser: Browser, server: str, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "no_images"\n')
+    (runs / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "no_images"\n')
     model = '[model]\ndiffusers_path = "no_model"\ntrain_type = "sd3_light_pretrain"\nsize = "tiny2"\n'
-    top = 'output_dir = "run"\ndataset = "data.toml"\nmax_steps = 2\nsave_every_n_steps = 2\n'
-    (tmp_path / "train.toml").write_text(top + model)
+    top = 'output_dir = "failing"\ndataset = "data.toml"\nmax_steps = 2\nsave_every_n_steps = 2\n'
+    (runs / "train.toml").write_text(top + model)
     fake = tmp_path / "python"
     fake.write_text('#!/bin/sh\nread -r _ < "$(dirname "$0")/go"\necho "error: no model"\nexit 2\n')
     fake.chmod(0o755)
@@ -108,7 +110,7 @@ def test_a_run_that_fails_while_it_is_watched_says_why(
     monkeypatch.setattr(sys, "executable", str(fake))
     browser.open_address(server)
     browser.evaluate(
-        f"(() => {{ document.querySelector('[name=config]').value = {json.dumps(str(tmp_path / 'train.toml'))};"
+        f"(() => {{ document.querySelector('[name=config]').value = {json.dumps(str(runs / 'train.toml'))};"
         " document.querySelector('#start button').click(); })()"
     )
     notes = "(document.querySelector('main .notes')?.textContent ?? '')"

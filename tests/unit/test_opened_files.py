@@ -30,6 +30,7 @@ ALLOWED = {
     ],
     "/proc": ["system.py:*"],
     "a folder, to flush it": ["checkpoint/store.py:_sync_folder"],
+    "below a folder that is open, without following links, and checked to be regular": ["ui/served_files.py:*"],
     "an open file, bytes or a URL": [
         *("sources/preprocess.py:_open", "sources/tars.py:_members", "sources/video.py:*", "cache/caption.py:run"),
         "sources/parquet.py:table_rows",

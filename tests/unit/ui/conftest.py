@@ -43,6 +43,12 @@ def write_run(folder: Path, steps: int = 40, total: int = 80, offset: float = 0.
     return folder
 
 
+@pytest.fixture(autouse=True)
+def own_state(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state folder for each test."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+
+
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     """A folder with the runs `first` and `deep/second`."""

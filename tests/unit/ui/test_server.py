@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -19,9 +18,9 @@ from sd3_light.assets import DEMO
 from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config.faults import UserError
 from sd3_light.core.sampling import OwnDrawing
+from sd3_light.system import state_folder
 from sd3_light.ui import playground as playground_module
 from sd3_light.ui.folders import folder_id
-from sd3_light.ui.processes import RunProcesses
 from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_pages import HOLD
 from tests.waiting import HANG_SECONDS, wait_until
@@ -41,6 +40,13 @@ DIGITS = "9" * 5000  # more than `int` parses
 def make_client(folder: Path, token: str | None = None, base_url: str = HERE) -> TestClient:
     site = Site.of_folders([folder], [], folder / "playground", lambda: pytest.fail("no library is needed"))
     return TestClient(make_app(site, token), base_url=base_url, follow_redirects=False)
+
+
+def working_client(folder: Path) -> TestClient:
+    """Return a client of a server whose queue works until the end of the test's process."""
+    site = Site.of_folders([folder], [], folder / "playground", lambda: pytest.fail("no library is needed"))
+    site.queue.work()
+    return TestClient(make_app(site), base_url=HERE, follow_redirects=False)
 
 
 @pytest.fixture
@@ -224,7 +230,7 @@ def test_the_console_is_mentioned_once_it_has_a_text(failing: Path, monkeypatch:
     fake.write_text("#!/bin/sh\necho loading\nexec sleep 600\n")
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
-    client = make_client(failing.parent)
+    client = working_client(failing.parent)
     page = client.post("/start", data={"config": str(failing)}).headers["location"]
     try:
         wait_until(lambda: "The console shows how far it is." in notes_of(client, page))
@@ -239,8 +245,8 @@ def test_a_started_run_that_fails_shows_why(failing: Path, monkeypatch: pytest.M
     fake.chmod(0o755)
     os.mkfifo(failing.parent / "go")
     monkeypatch.setattr(sys, "executable", str(fake))
-    client = make_client(failing.parent)
-    reply = client.post("/start", data={"config": str(failing), "resume": "resume"})
+    client = working_client(failing.parent)
+    reply = client.post("/start", data={"config": str(failing), "mode": "resume"})
     page = f"/runs/{folder_id(failing.parent / 'run')}"
     assert (reply.status_code, reply.headers["location"]) == (303, page)
     assert "The run is starting" in notes_of(client, page)
@@ -269,28 +275,12 @@ def test_a_run_that_is_starting_can_be_stopped(failing: Path, monkeypatch: pytes
     fake.write_text("#!/bin/sh\nexec sleep 600\n")
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
-    client = make_client(failing.parent)
+    client = working_client(failing.parent)
     page = client.post("/start", data={"config": str(failing)}).headers["location"]
     assert "<button>Stop</button>" in client.get(page).text
     assert client.post(f"{page}/stop").status_code == 303
     wait_until(lambda: "The run is starting" not in client.get(page).text)
     assert "exit code" not in client.get(page).text
-
-
-def test_two_clicks_start_one_process(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[object] = []
-    process = SimpleNamespace(poll=lambda: None)
-
-    def start(*_: object, **__: object) -> object:
-        time.sleep(0.1)
-        started.append(process)
-        return process
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    processes = RunProcesses()
-    with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(processes.start, failing, False) for _ in range(2)]
-    assert [job.exception() is None for job in jobs].count(True) == len(started) == 1
 
 
 def test_a_run_folder_as_model_is_loaded_again_after_a_new_export(
@@ -312,21 +302,6 @@ def test_a_run_folder_as_model_is_loaded_again_after_a_new_export(
         (export / "model_index.json").touch()
         playground._load(tmp_path / "run", sample.SampleOptions(), None)  # type: ignore[arg-type]
     assert len(loaded) == 2
-
-
-def test_an_old_request_to_stop_does_not_stop_a_new_run(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = failing.parent / "run" / SAVE_QUIT
-    request.parent.mkdir()
-    request.touch()
-    present: list[bool] = []
-
-    def start(*_: object, **__: object) -> object:
-        present.append(request.exists())
-        return SimpleNamespace(poll=lambda: None)
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    RunProcesses().start(failing, False)
-    assert present == [False]
 
 
 class Drawings:
@@ -697,3 +672,71 @@ def test_other_websites_can_link_to_pages_and_load_nothing(client: TestClient, r
         headers = {"sec-fetch-site": site, "sec-fetch-dest": "image"}
         assert client.get(f"{run}/sample?file=samples/step-00000010.png", headers=headers).status_code == 200
         assert client.get("/data/any-id/inspect", headers=headers).status_code == 404, "the guard lets it pass"
+
+
+# --- the queue and read-only servers ------------------------------------------------------------------
+
+
+def test_the_queue_shows_what_runs_waits_and_has_ended(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = failing.parent / "python"
+    fake.write_text('#!/bin/sh\nwhile [ ! -e "$(dirname "$0")/go" ]; do sleep 0.02; done\necho "error: <b>"\nexit 2\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    client = working_client(failing.parent)
+    other = failing.with_name("other.toml")
+    other.write_text(failing.read_text().replace('"run"', '"<i>other"'))
+    for config in (failing, other):
+        assert client.post("/start", data={"config": str(config)}).status_code == 303
+    page = client.get("/queue").text
+    assert "starting" in page
+    assert "waiting, number 1" in page
+    assert "<i>" not in page.partition("<main")[2].replace('<i style="width', "")
+    (jobs,) = [json.loads(path.read_text())["jobs"] for path in state_folder().glob("queue-*.json")]
+    assert client.post(f"/queue/{jobs[1]['id']}/stop").headers["location"] == "/queue"
+    (failing.parent / "go").touch()
+    wait_until(lambda: "exit code 2: error: &lt;b&gt;" in client.get("/queue").text)
+    assert client.post(f"/queue/{jobs[0]['id']}/again", data={"mode": "nonsense"}).status_code == 400
+    assert client.post(f"/queue/{jobs[0]['id']}/again", data={"mode": "start"}).status_code == 303
+    assert client.post(f"/queue/{jobs[1]['id']}/remove").status_code == 303
+    assert client.post(f"/queue/{jobs[1]['id']}/remove").status_code == 400
+    assert client.post("/queue/none/stop").status_code == 400
+
+
+def read_only_app(folder: Path) -> Any:
+    site = Site.of_folders([folder], [DEMO], folder / "playground", lambda: pytest.fail("no library is needed"))
+    site.is_read_only = True
+    return make_app(site)
+
+
+def test_a_read_only_server_has_no_route_that_writes_or_starts(runs: Path) -> None:
+    app = read_only_app(runs)
+    assert {method for route in app.routes for method in route.methods} == {"GET", "HEAD"}
+    assert not [route.path for route in app.routes if route.path.startswith(("/playground", "/projects"))]
+    client = TestClient(app, base_url=HERE, follow_redirects=False)
+    run = f"/runs/{folder_id(runs / 'first')}"
+    full = make_app(Site.of_folders([runs], [], runs / "playground", pytest.fail))
+    writing = [route.path for route in full.routes if "POST" in route.methods]  # type: ignore[attr-defined]
+    assert len(writing) >= 7
+    for path in writing:
+        assert client.post(path.replace("{run}", "none").replace("{job}", "none")).status_code in (404, 405), path
+    before = sorted(runs.rglob("*"))
+    for path in ("/", "/queue", run, f"/compare?run={folder_id(runs / 'first')}", "/data"):
+        reply = client.get(path)
+        assert reply.status_code == 200, path
+        main = reply.text.partition("<body")[2]
+        assert 'method="post"' not in main, path
+        assert 'href="/playground' not in main, path
+        assert 'href="/projects' not in main, path
+    assert sorted(runs.rglob("*")) == before
+    assert not state_folder().exists()
+
+
+def test_a_read_only_server_starts_nothing_that_waits(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("it was started"))
+    queue = Site.of_folders([failing.parent], [], failing.parent, pytest.fail).queue
+    queue.slots = list
+    queue.add(failing)
+    with TestClient(read_only_app(failing.parent), base_url=HERE) as client:
+        time.sleep(1.5)
+        assert "waiting, number 1" in client.get("/queue").text
+    assert [job.state for job in queue.jobs()] == ["waiting"]

@@ -16,7 +16,8 @@ from tests.special_files import SPECIAL, replace
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
-from sd3_light.ui.processes import RunProcesses
+from sd3_light.ui.job_process import start_process
+from sd3_light.ui.run_queue import RunQueue
 from tests.unit.ui.test_server import make_client
 
 SAMPLE = "samples/step-00000010.png"
@@ -69,10 +70,8 @@ def test_the_console_of_a_started_run_replaces_special_files(
     fake.write_text("#!/bin/sh\necho printed\n")
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
-    processes = RunProcesses()
-    processes._start(tmp_path / "train.toml", False, console.parent)
-    processes._started[console.parent].wait(60)
-    assert processes.console(console.parent) == "printed\n"
+    start_process(tmp_path / "train.toml", (), console.parent, tmp_path / "exit", dict(os.environ)).wait(60)
+    assert RunQueue(tmp_path / "state", [tmp_path]).console(console.parent) == "printed\n"
     assert other.read_text() == "not for training\n"
 
 

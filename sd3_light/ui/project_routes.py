@@ -1,0 +1,99 @@
+"""The routes of projects: configs that are found, edited and checked, and new ones that are planned and created."""
+
+from pathlib import Path
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from sd3_light.config.faults import UserError
+from sd3_light.config.toml_text import with_value
+from sd3_light.ui.folders import Folders, folder_id
+from sd3_light.ui.playground import Playground
+from sd3_light.ui.project_pages import editor_page, plan_page, projects_page, review_resume, review_text
+from sd3_light.ui.projects import Planner, Projects
+from sd3_light.ui.replies import form_of, integer, json_reply, object_of, page_reply, text_in
+from sd3_light.ui.run_queue import RunQueue
+from sd3_light.ui.served_files import LARGEST_TEXT, save_text
+from sd3_light.ui.user_state import locked_state
+
+
+def project_routes(folders: Folders, queue: RunQueue, playground: Playground) -> list[Route]:
+    """Return the routes."""
+    routes = _ProjectRoutes(folders, queue, playground)
+    return [
+        Route("/projects", routes.projects),
+        Route("/projects/plans", routes.plan, methods=["POST"]),
+        Route("/projects/plans/{number}", routes.planned),
+        Route("/projects/plans/{number}/create", routes.create, methods=["POST"]),
+        Route("/projects/{config}", routes.editor),
+        Route("/projects/{config}/review", routes.review, methods=["POST"]),
+        Route("/projects/{config}/value", routes.value, methods=["POST"]),
+        Route("/projects/{config}/save", routes.save, methods=["POST"]),
+        Route("/projects/{config}/resume", routes.resume, methods=["POST"]),
+    ]
+
+
+class _ProjectRoutes:
+    """One method per route. Starlette calls those that are not async in threads."""
+
+    def __init__(self, folders: Folders, queue: RunQueue, playground: Playground) -> None:
+        self.folders, self.queue, self.playground = folders, queue, playground
+        self.found, self.planner = Projects(folders), Planner(folders, playground.prepare)
+
+    def projects(self, request: Request) -> Response:
+        return page_reply(request, projects_page(self.folders, self.found, self.playground))
+
+    async def plan(self, request: Request) -> Response:
+        form = await form_of(request)
+        plan = await run_in_threadpool(self.planner.submit, form)
+        return RedirectResponse(f"/projects/plans/{plan.id}", 303)
+
+    def planned(self, request: Request) -> Response:
+        return page_reply(request, plan_page(self.planner.plan(integer(request.path_params["number"]) or 0)))
+
+    def create(self, request: Request) -> Response:
+        with locked_state(self.queue.state):
+            config = self.planner.create(integer(request.path_params["number"]) or 0)
+        self.found.forget()
+        return RedirectResponse(f"/projects/{folder_id(config)}", 303)
+
+    def editor(self, request: Request) -> Response:
+        return page_reply(request, editor_page(self.folders, self.found, self.queue, request.path_params["config"]))
+
+    async def review(self, request: Request) -> Response:
+        values = await object_of(request)
+        return await run_in_threadpool(self._review, request.path_params["config"], _text(values))
+
+    async def value(self, request: Request) -> Response:
+        values = await object_of(request)
+        text = with_value(_text(values), text_in(values, "key"), text_in(values, "value"))
+        return await run_in_threadpool(self._review, request.path_params["config"], text)
+
+    async def save(self, request: Request) -> Response:
+        values = await object_of(request)
+        version = text_in(values, "version")
+        return await run_in_threadpool(self._save, request.path_params["config"], _text(values), version)
+
+    def resume(self, request: Request) -> Response:
+        path, _ = self.found.config(request.path_params["config"])
+        self.playground.prepare()
+        return json_reply(review_resume(path))
+
+    def _review(self, config_id: str, text: str) -> Response:
+        return json_reply({"text": text, **review_text(self.found, config_id, text)})
+
+    def _save(self, config_id: str, text: str, version: str) -> Response:
+        path, _ = self.found.config(config_id)
+        with locked_state(self.queue.state):  # another server may be saving the file
+            new_version = save_text(self.folders.roots, Path(path), text, version)
+        self.found.forget()
+        return json_reply({"version": new_version})
+
+
+def _text(values: dict[str, object]) -> str:
+    text = text_in(values, "text")
+    if len(text) > LARGEST_TEXT:
+        raise UserError(f"the text is longer than {LARGEST_TEXT >> 10} KiB; shorten it")
+    return text

@@ -1,0 +1,277 @@
+"""The configs below the served folders, and plans of new projects, which are made one after the other in threads."""
+
+import itertools
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sd3_light.config import LoadedConfig, load_config, load_dataset
+from sd3_light.config.faults import ConfigFaults, Fault, UserError
+from sd3_light.config.toml_file import read_toml
+from sd3_light.config.validation import looks_like
+from sd3_light.sources.listing import IMAGE_SUFFIXES
+from sd3_light.system import Gpu, visible_gpus
+from sd3_light.ui.folders import FileMemo, Folders, folder_id
+from sd3_light.ui.served_files import LARGEST_TEXT, create_text, require_served
+
+if TYPE_CHECKING:
+    from sd3_light.new.verb import NewProject
+
+_DEEPEST = 3  # levels below a served folder
+_MOST_ENTRIES = 2000  # of a folder that are looked at
+_MOST_CONFIGS = 2000
+_MOST_PLANS = 20
+_SCAN_SECONDS = 5.0
+_SKIPPED = frozenset(("checkpoints", "ema", "exports", "samples", "shards", "tensorboard"))
+
+
+@dataclass
+class Found:
+    """What a search has found: the kind of every config by its path, model folders, and folders of images."""
+
+    configs: dict[Path, str] = field(default_factory=dict)
+    models: list[Path] = field(default_factory=list)
+    images: list[Path] = field(default_factory=list)
+
+
+class Projects:
+    """The configs below the served folders, each by an id for URLs. Several threads may use it."""
+
+    def __init__(self, folders: Folders) -> None:
+        self.roots: Sequence[Path] = folders.roots
+        self._kinds: FileMemo[str] = FileMemo(_MOST_CONFIGS)
+        self._runs: FileMemo[Path | None] = FileMemo(_MOST_CONFIGS)
+        self._found = Found()
+        self._searched = float("-inf")
+        self._lock = threading.Lock()
+
+    def search(self) -> Found:
+        """Return what is below the served folders; the search is repeated from time to time."""
+        with self._lock:
+            if time.monotonic() - self._searched >= _SCAN_SECONDS:
+                found = Found()
+                for root in self.roots:
+                    self._search_below(root, _DEEPEST, found)
+                self._found = found
+                self._searched = time.monotonic()
+            return self._found
+
+    def forget(self) -> None:
+        """Search again at the next request."""
+        self._searched = float("-inf")
+
+    def config(self, config_id: str) -> tuple[Path, str]:
+        """Return the path and kind of a config. Raises UserError for an unknown id."""
+        for path, kind in self.search().configs.items():
+            if folder_id(path) == config_id:
+                return path, kind
+        raise UserError(f"there is no config {config_id}; see the list of projects")
+
+    def run_of(self, path: Path, kind: str) -> Path | None:
+        """Return the run folder of a config if it exists."""
+        try:
+            run = self._runs.get(path, lambda: run_folder_of(path)) if kind == "train" else None
+        except OSError:  # removed meanwhile
+            return None
+        return run if run is not None and run.is_dir() else None
+
+    def _search_below(self, folder: Path, levels: int, found: Found) -> None:
+        try:
+            with os.scandir(folder) as entries:
+                content = list(islice(entries, _MOST_ENTRIES))
+        except OSError:  # not readable, or removed meanwhile
+            return
+        names = {entry.name for entry in content}
+        if "model_index.json" in names:
+            found.models.append(folder)
+            return
+        if "log.jsonl" in names or ("manifest.json" in names and "shards" in names):  # a run, or a cache
+            return
+        files = [entry for entry in content if entry.is_file(follow_symlinks=False)]
+        if any(Path(entry.name).suffix.lower() in IMAGE_SUFFIXES for entry in files):
+            found.images.append(folder)
+        for entry in sorted(files, key=lambda entry: entry.name):
+            if entry.name.endswith(".toml") and len(found.configs) < _MOST_CONFIGS and (kind := self._kind(entry)):
+                found.configs[Path(entry.path)] = kind
+        for entry in sorted(content, key=lambda entry: entry.name):
+            is_inner = levels and entry.name[0] != "." and entry.name not in _SKIPPED
+            if is_inner and entry.is_dir(follow_symlinks=False):
+                self._search_below(Path(entry.path), levels - 1, found)
+
+    def _kind(self, entry: "os.DirEntry[str]") -> str:
+        path = Path(entry.path)
+        try:
+            return "" if entry.stat().st_size > LARGEST_TEXT else self._kinds.get(path, lambda: _kind_of(path))
+        except OSError:
+            return ""
+
+
+def _kind_of(path: Path) -> str:
+    """Return the kind of a TOML by its tables; "" for those of other programs, and with faults of syntax.
+
+    A config with such a fault is found by its name beside others: it is one that is being edited.
+    """
+    raw, _ = read_toml(path)
+    if raw is None:
+        return "dataset" if path.stem.endswith("data") else "train"
+    return looks_like(raw) or ""
+
+
+def run_folder_of(path: Path) -> Path | None:
+    """Return the run folder of a config; None if it has faults there."""
+    try:
+        return load_config(path).train.output_dir
+    except ConfigFaults as error:
+        is_faulty = any(fault.key == "output_dir" for fault in error.faults)
+        return error.partial.train.output_dir if isinstance(error.partial, LoadedConfig) and not is_faulty else None
+
+
+def config_faults(path: Path, kind: str, text: str) -> list[Fault]:
+    """Return the faults of a config with this text, as `check` finds them; nothing is downloaded."""
+    if kind == "train":
+        from sd3_light.check.verb import text_faults  # imports torch
+
+        return text_faults(path, text)
+    try:
+        load_dataset(path, text)
+    except ConfigFaults as error:
+        return list(error.faults)
+    return []
+
+
+@dataclass(eq=False)
+class Plan:
+    """A project that is planned; the thread sets the results, others read them."""
+
+    id: int
+    form: Mapping[str, str]
+    lines: list[str] = field(default_factory=list)
+    conclusion: list[tuple[str, str]] = field(default_factory=list)
+    error: str = ""
+    is_done: bool = False
+    project: "NewProject | None" = None
+    created: Path | None = None
+
+
+class Planner:
+    """Plans new projects with the code of `new` and `check`; ``prepare`` imports the libraries before."""
+
+    def __init__(self, folders: Folders, prepare: Callable[[], object]) -> None:
+        self.roots: Sequence[Path] = folders.roots
+        self._prepare = prepare
+        self._plans: dict[int, Plan] = {}
+        self._ids = itertools.count(1)
+        self._lock = threading.Lock()  # of the dict
+        self._working = threading.Lock()
+
+    def plan(self, number: int) -> Plan:
+        """Return a plan. Raises UserError for an unknown number."""
+        plan = self._plans.get(number)
+        if plan is None:
+            raise UserError(f"there is no plan {number}; make it again")
+        return plan
+
+    def submit(self, form: Mapping[str, str]) -> Plan:
+        """Begin to plan a project of these form values. Raises UserError for values that are not valid."""
+        arguments = _arguments(form, self.roots)
+        with self._lock:
+            if sum(not plan.is_done for plan in self._plans.values()) >= _MOST_PLANS:
+                raise UserError(f"{_MOST_PLANS} plans are being made already; try again when one of them is done")
+            plan = Plan(next(self._ids), dict(form))
+            self._plans[plan.id] = plan
+            for old in [number for number, each in self._plans.items() if each.is_done][:-_MOST_PLANS]:
+                del self._plans[old]
+        threading.Thread(target=self._work, args=(plan, arguments), name="plan", daemon=True).start()
+        return plan
+
+    def create(self, number: int) -> Path:
+        """Write the files of a plan and return the train TOML. Raises UserError; existing files are not changed."""
+        plan = self.plan(number)
+        if plan.project is None:
+            raise UserError(plan.error or "the plan is not finished yet")
+        from sd3_light.new.verb import files
+
+        with self._lock:
+            if plan.created is None:
+                for path, text in reversed(files(plan.project)):  # the train TOML last: it names the other one
+                    create_text(self.roots, path, text)
+                plan.created = plan.project.train_toml
+        return plan.created
+
+    def _work(self, plan: Plan, arguments: "_Arguments") -> None:
+        with self._working:
+            try:
+                self._prepare()
+                _fill(plan, arguments)
+            except UserError as error:
+                plan.error = str(error)
+            except Exception as error:  # a thread's top level: without it the page would wait for ever
+                traceback.print_exc()
+                plan.error = f"{type(error).__name__}: {error}; this is a bug in sd3-light"
+            finally:
+                plan.is_done = True
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """The arguments of `new`."""
+
+    kind: str
+    data: str
+    model: str | None
+    out: Path
+    resolution: int | None
+    gpus: tuple[Gpu, ...]
+    validation: bool
+    elsewhere: bool
+
+
+def _arguments(form: Mapping[str, str], roots: Sequence[Path]) -> _Arguments:
+    values = {name: value.strip() for name, value in form.items()}
+    if not values.get("data"):
+        raise UserError("the folder of images is missing")
+    if not values.get("out"):
+        raise UserError("the folder of the project is missing")
+    memory = _number(values, "gpu_memory", 1, 4096)
+    resolution = _number(values, "resolution", 16, 16384)
+    gpus = visible_gpus() if memory is None else [Gpu("the GPU", int(memory * 2**30))]
+    return _Arguments(
+        kind=values.get("kind", ""),
+        data=values["data"],
+        model=values.get("model") or None,
+        out=require_served(roots, Path(values["out"]).expanduser()),
+        resolution=None if resolution is None else int(resolution),
+        gpus=tuple(gpus[:1]),
+        validation="validation" in form,
+        elsewhere=memory is not None,
+    )
+
+
+def _number(values: Mapping[str, str], name: str, least: int, most: int) -> float | None:
+    """Return the number that a field has; None where it is empty. Raises UserError."""
+    text = values.get(name, "")
+    try:
+        number = float(text) if text else None
+    except ValueError:
+        number = float("nan")
+    if number is not None and not least <= number <= most:
+        raise UserError(f"{name} is {text!r:.40}; it must be a number from {least} to {most}")
+    return number
+
+
+def _fill(plan: Plan, arguments: _Arguments) -> None:
+    """Plan a project, then check it; a plan that cannot be checked cannot be created."""
+    from sd3_light.new import verb as new
+    from sd3_light.new.summary import plan_lines, size_line
+
+    a = arguments
+    project = new.plan(a.kind, a.data, a.model, a.out, a.resolution, a.gpus, a.validation)
+    plan.lines = [size_line(project), *plan_lines(project)]
+    plan.conclusion = new.conclude(project, a.elsewhere)
+    plan.project = project

@@ -1,0 +1,74 @@
+"""The page of the queue: what trains, what waits, and what has ended."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from sd3_light.config.faults import UserError
+from sd3_light.pages import render_template
+from sd3_light.ui.folders import Folders, folder_id
+from sd3_light.ui.job import WAITING, Job
+from sd3_light.ui.run_pages import RunRow, row_of
+from sd3_light.ui.run_queue import CPU, RunQueue, can_resume
+
+
+@dataclass(frozen=True)
+class JobRow:
+    """A run of the queue on its page."""
+
+    job: Job
+    row: RunRow
+    can_resume: bool
+    place: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the run folder."""
+        return self.job.folder.name
+
+    @property
+    def config_name(self) -> str:
+        """The name of the config."""
+        return Path(self.job.config).name
+
+    @property
+    def status(self) -> str:
+        """What it does, in a few words."""
+        job = self.job
+        if job.state == WAITING:
+            return f"waiting, number {self.place}"
+        if not job.is_active:
+            return job.state
+        where = "" if job.slot in ("", CPU) else f" on GPU {job.slot}"
+        if job.is_stopping:
+            return f"stopping{where}"
+        return f"{self.row.status if self.row.report.is_running else 'starting'}{where}"
+
+
+def queue_page(folders: Folders, queue: RunQueue) -> str:
+    """Return the page of the queue."""
+    notes = [queue.problem] if queue.problem else []
+    try:
+        jobs = queue.jobs()
+    except UserError as error:
+        jobs, notes = [], [str(error)]
+    ended = [job for job in jobs if job.is_over]
+    ended.sort(key=lambda job: -job.ended)
+    return render_template(
+        "queue.html",
+        active=_rows(folders, [job for job in jobs if job.is_active]),
+        waiting=_rows(folders, [job for job in jobs if job.state == WAITING]),
+        ended=_rows(folders, ended),
+        notes=notes,
+        served="/queue",
+        live=True,
+    )
+
+
+def _rows(folders: Folders, jobs: Sequence[Job]) -> list[JobRow]:
+    rows = []
+    for place, job in enumerate(jobs, start=1):
+        folders.add_run(job.folder)  # its page may be opened before it has a log
+        row = row_of(folders, folder_id(job.folder), job.folder)
+        rows.append(JobRow(job, row, job.is_over and can_resume(job.folder), place))
+    return rows

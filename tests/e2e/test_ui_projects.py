@@ -1,0 +1,181 @@
+"""Projects in a real browser: the editor, and the journey from 20 images to a LoRA without a terminal."""
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sd3_light.assets import DEMO
+from sd3_light.ui.folders import folder_id
+from sd3_light.world import write_dataset
+from tests.e2e.browser import Browser, assert_fits_width, assert_readable_in_both_schemes, start_browser
+from tests.project import Project
+from tests.waiting import HANG_SECONDS, wait_until
+
+pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
+uvicorn = pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
+
+NUM_IMAGES = 20
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Path:
+    """A folder with 20 captioned images and a project."""
+    folder = tmp_path_factory.mktemp("work")
+    write_dataset(folder / "images", NUM_IMAGES, seed=1)
+    for name in ("train.toml", "data.toml"):
+        shutil.copy(raw_project.folder / name, folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    from sd3_light.engines import Launch
+    from sd3_light.ui.server import Site, make_app
+
+    site = Site.of_folders([work], [DEMO], work / "playground", Launch)
+    site.queue.state = tmp_path_factory.mktemp("state")
+    config = uvicorn.Config(make_app(site), port=0, log_level="warning", timeout_graceful_shutdown=1)
+    started = uvicorn.Server(config)
+    thread = threading.Thread(target=started.run, daemon=True)
+    thread.start()
+    wait_until(lambda: started.started)
+    yield f"http://127.0.0.1:{started.servers[0].sockets[0].getsockname()[1]}"
+    started.should_exit = True
+    thread.join(HANG_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    started = start_browser(tmp_path_factory.mktemp("profile"))
+    yield started
+    started.close()
+
+
+def wait_for(browser: Browser, condition: str) -> None:
+    """Wait until a condition is true in the page; it is false while another page is loaded."""
+    text = "document.querySelector('main')?.innerText ?? ''"
+    wait_until(lambda: browser.evaluate(f"Boolean({condition})"), lambda: browser.evaluate(text), pause=0.1)
+
+
+def click(browser: Browser, text: str) -> None:
+    browser.evaluate(f"[...document.querySelectorAll('button')].find(each => each.textContent === {text!r}).click()")
+
+
+def set_field(browser: Browser, key: str, value: str) -> None:
+    """Write a value into the form of the editor, and wait until the text has it."""
+    browser.evaluate(
+        f"(() => {{ const field = document.querySelector('#form').elements[{key!r}]; field.value = {value!r};"
+        " field.dispatchEvent(new Event('change', {bubbles: true})); })()"
+    )
+    name = key.rpartition(".")[2]
+    wait_for(browser, f"/\\b{name} = {value}\\b/.test(document.querySelector('#text').value)")
+
+
+def test_the_editor_finds_faults_documents_keys_and_saves(browser: Browser, server: str, work: Path) -> None:
+    config = work / "train.toml"
+    config.write_text(config.read_text().replace("max_steps = 4", "max_steps = 4  # few"))
+    address = f"{server}/projects/{folder_id(config)}"
+    for width in (390, 1280):
+        browser.open_address(address, width)
+        wait_for(browser, "document.querySelector('#faults').innerText === 'None.'")
+        assert_fits_width(browser, width)
+    assert browser.evaluate("document.querySelector('#text').value") == config.read_text()
+    assert browser.evaluate("document.querySelector('#save').disabled") is True
+    browser.evaluate(
+        "(() => { const text = document.querySelector('#text');"
+        " text.value = text.value.replace('lr = 1e-3', 'lrr = 1e-3');"
+        " text.dispatchEvent(new Event('input')); })()"
+    )
+    line = config.read_text()[: config.read_text().index("lr = 1e-3")].count("\n") + 1
+    faults = "document.querySelector('#faults').innerText"
+    wait_for(browser, f"{faults}.includes('optimizer.lrr unknown key') && {faults}.includes('line {line}')")
+    assert "did you mean `lr`?" in browser.evaluate(faults)
+    assert f"● {line}" in browser.evaluate("document.querySelector('#gutter').textContent")
+    browser.evaluate("document.querySelector('#faults button').click()")
+    browser.evaluate("document.querySelector('#text').dispatchEvent(new Event('click'))")
+    position = "document.querySelector('#text').value.slice(0, document.querySelector('#text').selectionStart)"
+    assert browser.evaluate(position).count("\n") + 1 == line
+    browser.evaluate(
+        "(() => { const text = document.querySelector('#text');"
+        " text.value = text.value.replace('lrr = 1e-3', 'lr = 1e-3');"
+        " text.dispatchEvent(new Event('input')); })()"
+    )
+    wait_for(browser, f"{faults} === 'None.'")
+    browser.evaluate(
+        "(() => { const text = document.querySelector('#text'); const place = text.value.indexOf('max_steps');"
+        " text.setSelectionRange(place, place); text.dispatchEvent(new Event('click')); })()"
+    )
+    assert "max_steps" in browser.evaluate("document.querySelector('#doc').innerText")
+    assert "an integer >= 1" in browser.evaluate("document.querySelector('#doc').innerText")
+    set_field(browser, "max_steps", "7")
+    before = config.read_text()
+    assert "max_steps = 4" in before, "nothing is written before Save"
+    click(browser, "Save")
+    wait_for(browser, "document.querySelector('#saved').textContent === 'saved'")
+    assert config.read_text() == before.replace("max_steps = 4", "max_steps = 7")
+    config.write_text("# an editor was here\n" + config.read_text())
+    set_field(browser, "max_steps", "8")
+    click(browser, "Save")
+    wait_for(browser, "document.querySelector('#saved').textContent.includes('has changed since this page read it')")
+    assert "max_steps = 7" in config.read_text()
+    browser.evaluate("document.querySelector('#text').value = savedText")  # leaves the page without a question
+    assert browser.events_of("Runtime.exceptionThrown") == []
+
+
+def test_the_pages_of_projects_are_readable_and_fit(browser: Browser, server: str, work: Path) -> None:
+    for path in ("/projects", f"/projects/{folder_id(work / 'data.toml')}"):
+        browser.open_address(server + path, 390)
+        assert_fits_width(browser, 390)
+        assert_readable_in_both_schemes(browser, server + path)
+        assert browser.events_of("Log.entryAdded") == []
+
+
+@pytest.mark.slow
+def test_from_20_images_to_a_lora_without_a_terminal(browser: Browser, server: str, work: Path) -> None:
+    project = work / "project"
+    form = {"data": str(work / "images"), "model": str(DEMO), "out": str(project)}
+    browser.open_address(f"{server}/projects")
+    browser.evaluate(
+        f"(() => {{ const form = document.querySelector('form.fields'); const values = {json.dumps(form)};"
+        " for (const [name, value] of Object.entries(values)) form.elements[name].value = value;"
+        " form.querySelector('button').click(); })()"
+    )
+    wait_for(browser, "document.body?.innerText.includes('What check says')")
+    plan = browser.evaluate("document.querySelector('main').innerText")
+    assert f"{NUM_IMAGES} images at 64 px" in plan
+    assert "disk, run" in plan
+    assert not project.exists(), "nothing is written before the plan is accepted"
+    click(browser, "Create the project")
+    wait_for(browser, "document.querySelector('#faults')?.innerText === 'None.'")
+    assert {path.name for path in project.iterdir()} == {"lora.toml", "lora_data.toml"}
+    changes = {"max_steps": 4, "save_every_n_steps": 4, "warmup_steps": 1, "num_dataloader_workers": 0}
+    browser.evaluate(
+        f"for (const [key, value] of Object.entries({json.dumps(changes)})) {{"
+        " const field = document.querySelector('#form').elements[key]; field.value = value;"
+        " field.dispatchEvent(new Event('change', {bubbles: true})); }"
+    )
+    for key, value in changes.items():
+        wait_for(browser, f"/\\b{key} = {value}\\b/.test(document.querySelector('#text').value)")
+    click(browser, "Save")
+    wait_for(browser, "document.querySelector('#saved').textContent === 'saved'")
+    assert "# of the validation loss" in (project / "lora.toml").read_text(), "comments stay"
+    click(browser, "Start")
+    wait_for(browser, "document.querySelector('h1')?.textContent === 'Run lora'")
+    wait_for(browser, "document.querySelector('.tile b')?.textContent === '4'")
+    exported = project / "runs" / "lora" / "exports"
+    wait_until(lambda: list(exported.glob("step-*/*.safetensors")) or list(exported.glob("step-*/**/*.safetensors")))
+    browser.open_address(f"{server}/queue")
+    wait_for(browser, "document.querySelector('main section:nth-of-type(3)')?.innerText.includes('done')")
+    browser.open_address(f"{server}/projects/{folder_id(project / 'lora.toml')}")
+    wait_for(browser, "document.querySelector('#faults')?.innerText === 'None.'")
+    set_field(browser, "max_steps", "6")
+    click(browser, "Save")
+    wait_for(
+        browser, "document.querySelector('#resuming').innerText.includes('Applies on resume: max_steps = 6 (was 4)')"
+    )
+    click(browser, "Resume")
+    wait_for(browser, "document.querySelector('.tile b')?.textContent === '6'")
