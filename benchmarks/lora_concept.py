@@ -289,7 +289,7 @@ def _serve(bench: Bench, connection: Connection, log: Path) -> None:
     with log.open("a") as file:
         for stream_number in (1, 2):
             os.dup2(file.fileno(), stream_number)
-    start_judges()
+    start_judges(bench.lanes)
     while True:
         try:
             cell = connection.recv()
