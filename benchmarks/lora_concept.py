@@ -19,7 +19,7 @@ backgrounds. The exact judge of the world counts the images in which everything 
 
 `word` is the mean of the four groups between `captions` and `rest`. A cell is one learning rate, rank, number of steps,
 batch and seed; the seed also draws the images. Alpha is the rank. `--lanes` cells train at the same time, each in a
-process of its own, on the same GPU: the demo model leaves most of it idle. `--plan` only says how many cells are
+separate process, on the same GPU: the demo model leaves most of it idle. `--plan` only says how many cells are
 missing and how long they take by those that are finished.
 
 A finished cell is a file in FOLDER/cells and is skipped the next time, unless the recipe or `--set` changed. After
@@ -279,7 +279,7 @@ class _Lane:
         self._connection.close()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid or 0, signal.SIGTERM)
-        self._process.terminate()  # also before it has a group of its own
+        self._process.terminate()  # also before it leads a group
         self._process.join()
 
 

@@ -63,7 +63,8 @@ def test_check_accepts_what_new_writes(tmp_path: Path, images: str, kind: str) -
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
     kind = KINDS[name]
-    plan = MemoryPlan(8 if kind.batch > 8 else 2, max(2, kind.batch // 8), "selective")
+    micro_batch = 8 if kind.batch > 8 else 2
+    plan = MemoryPlan(micro_batch, kind.batch // micro_batch, "selective")
     prompts = ('a "quoted" word', "back\\slash", "一只猫")
     values = TextValues(name, "images", "owner/model", 256, plan, 77, epoch_steps=1000, prompts=prompts)
     text = train_toml(kind, values)
