@@ -5,8 +5,8 @@
 LIST has tables of commands: `[[speed]]` with `run = "python benchmarks/peers.py {out} ..."`, and optionally
 `seconds = 200` (its own limit), `lane = "b"` (lanes run at the same time, the commands of one lane one after another),
 and `needs = 120` (seconds that must be left for it to start; otherwise it is listed as not started). With `--mps` the
-lanes share the GPU under NVIDIA's MPS. `{out}` is the
-command's own folder OUT/NUMBER. All that a command started ends with it. OUT/summary.txt has a row per command, written
+lanes share the GPU under NVIDIA's MPS. `{out}` is the command's separate folder OUT/NUMBER, and `python` the one that
+runs the list (`gpu_runs.toml`). All that a command started ends with it. OUT/summary.txt has a row per command, written
 as soon as it ends: state, seconds, command, and its last lines.
 """
 
@@ -67,7 +67,8 @@ class Runner:
             self._report(entry, f"not started, {max(0, left):.0f} s left", 0.0, "")
             return
         entry.folder.mkdir(parents=True, exist_ok=True)
-        command = shlex.split(entry.run.replace("{out}", str(entry.folder)))
+        words = shlex.split(entry.run.replace("{out}", str(entry.folder)))
+        command = [sys.executable if word == "python" else word for word in words]
         log = entry.folder / "output.txt"
         started = time.monotonic()
         with log.open("wb") as file:
