@@ -21,6 +21,7 @@ from sd3_light.core.registry import family_of, names_family
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.prompt_lists import read_prompts
+from sd3_light.evaluate.marked import require_marked
 from sd3_light.model import folder as pipeline_folder
 from sd3_light.model.base_values import with_base_values
 from sd3_light.model.part_configs import read_config
@@ -83,6 +84,8 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
         checks.add_all(family.checks.key_faults(checks.train, start))
         checks.objective(family)
         checks.distillation(family, start)
+        with checks.model_errors_of("model.diffusers_path"):
+            checks.single_steps(family)
         checks.adapter(family, start)
         with checks.model_errors_of("model.diffusers_path"):
             checks.largest_side = family.checks.largest_side(start, model)
@@ -177,6 +180,23 @@ class _DiskChecks:
                 hint = "leave it out: guidance alone is distilled"
                 problem = f"the model's sampler is {kind}, and only {_EULER} takes the steps that are learnt"
                 self.add("objective.distill.steps", problem, str(term.steps), hint)
+
+    def single_steps(self, family: Family) -> None:
+        """Check that images are not drawn in one step by a scheduler with a last time, which has none for it."""
+        model = with_base_values(self.model)
+        last = model.last_time
+        file = model.diffusers_path / "scheduler" / "scheduler_config.json"
+        if not family.files.writes_scheduler and file.is_file():
+            last = read_config(file.parent, "scheduler").get("shift_terminal")
+        train = self.train
+        tables = {
+            "reward": train.reward,
+            "objective.distill": train.terms.distill,
+            "sampling": train.sampling if train.sampling.images else None,
+            "metrics": train.metrics,
+        }
+        for key in (key for key, table in tables.items() if last and table is not None and table.steps == 1):
+            self.add(f"{key}.steps", f"the scheduler's last time is {last:g}", "1", "write at least 2")
 
     def engines(self, family: Family) -> None:
         """Check that the family has the kernels and the pipeline stages that the config requires."""
@@ -334,8 +354,9 @@ class _DiskChecks:
                     parse_caption(prompt)
         elif isinstance(table.score, Path):
             self._model_folder("reward.score", table.score, "of a CLIP model")
-        elif table.score != PYTHON and find_spec(table.score.partition(".")[0].partition(":")[0]) is None:
-            self.add("reward.score", "the package is not installed", table.score, "install it, or correct the name")
+        elif table.score != PYTHON:
+            with self.user_errors_of("reward.score"):
+                require_marked(table.score)
 
     def _model_folder(self, key: str, folder: Path, kind: str) -> None:
         """Check that there is a model of features."""

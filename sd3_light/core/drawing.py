@@ -1,6 +1,5 @@
 """How an export says that its images are drawn: steps and guidance, in the entry `sampling` of its facts."""
 
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,7 @@ def _table(facts: Mapping[str, Any], where: Path) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 _VALID: dict[str, Callable[[Any], bool]] = {

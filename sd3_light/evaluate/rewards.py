@@ -14,6 +14,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.config.schema_reward import PYTHON, WORLD
 from sd3_light.engines.errors import as_user_error
 from sd3_light.evaluate.judge import Judge, load_judge
+from sd3_light.evaluate.marked import require_marked
 from sd3_light.world import judge
 from sd3_light.world.captions import parse_caption
 from sd3_light.world.scene import Scene
@@ -93,6 +94,7 @@ def _similarity(judge: Judge, images: Images, prompts: Sequence[str]) -> Any:
 
 def _installed(name: str) -> Reward:
     """Return the marked function ``package.module:function``."""
+    require_marked(name)
     module, _, attribute = name.partition(":")
     try:
         found = getattr(import_module(module), attribute)

@@ -124,13 +124,14 @@ def _listed(settings: Mapping[str, Any]) -> str:
 
 
 def drawing_of_adapters(loras: Sequence[Lora]) -> tuple[OwnDrawing, float | None]:
-    """Return the steps and the guidance of the first adapter file that states any, and its time of the last call."""
+    """Return steps, guidance and time of the last call of the first adapter file that states any of them."""
     for lora in loras:
         own = own_metadata(open_tensors(lora.file)[1], lora.file)
         facts = own.get("facts", {})
         drawing = stated_drawing(facts, lora.file)
-        if drawing != UNSTATED:
-            return drawing, stated_last_time(facts, lora.file)
+        last_time = stated_last_time(facts, lora.file)
+        if drawing != UNSTATED or last_time is not None:
+            return drawing, last_time
     return UNSTATED, None
 
 

@@ -168,12 +168,6 @@ class StockFamily(Family):
         arguments = {"prompt_embeds": texts["text"], "guidance_scale": guidance}
         return arguments if negative is None else {**arguments, "negative_prompt_embeds": negative["text"]}
 
-    def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
-        """Return the arguments of the stock pipeline's call for initial latents [B, C, h, w]."""
-        from sd3_light.flow.packing import pack_latents
-
-        return {"latents": pack_latents(latents) if self.packs_latents else latents}
-
     def image_part(self, output: Any, batch: "Batch") -> "Tensor":
         """Return the image tokens of a block's output."""
         tokens: Tensor = output[-1] if isinstance(output, tuple) else output

@@ -88,8 +88,3 @@ class Flux2(StockFamily):
         slope = (many - few) / 190.0
         shift = many if tokens > _MANY_TOKENS else slope * steps + (many - 200.0 * slope)
         set_shifted_times(scheduler, steps, shift)
-
-    def latent_arguments(self, latents: "Tensor") -> dict[str, Any]:
-        """See `StockFamily.latent_arguments`: patches as channels."""
-        patches = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, C, h, 2, w, 2]
-        return {"latents": patches.permute(0, 1, 3, 5, 2, 4).flatten(1, 3)}

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -105,7 +105,7 @@ class Prompts:
         return shuffled(self.seed, "reward-prompts", turn, 0, len(self.texts))
 
 
-@cache
+@lru_cache(maxsize=8)  # those of the latest draws
 def shuffled(seed: int, purpose: str, epoch: int, repeat: int, count: int) -> list[int]:
     """Return the numbers below ``count`` in a random order."""
     order: list[int] = stream(seed, purpose, epoch, repeat, 0).permutation(count).tolist()

@@ -14,6 +14,7 @@ from sd3_light.core.registry import family_named
 from sd3_light.core.sampling import ImageRequest
 from sd3_light.families.base import StockFamily
 from sd3_light.families.stock.inputs import StockInputs
+from sd3_light.flow.packing import pack_latents
 from sd3_light.sample.loop import draw_latents, starting_noise
 from sd3_light.sample.precision import compute_in
 from tests.stock import model_table, save_stock
@@ -81,6 +82,14 @@ def drawn(
     return images[:, :, 0] if images.dim() == 5 else images  # a clip of one frame
 
 
+def stock_latents(family: StockFamily, latents: torch.Tensor) -> torch.Tensor:
+    """Return initial latents [B, C, h, w] as the stock pipeline takes them."""
+    if family.name == "flux2":  # patches as channels
+        patches = latents.unflatten(3, (-1, 2)).unflatten(2, (-1, 2))  # [B, C, h, 2, w, 2]
+        return patches.permute(0, 1, 3, 5, 2, 4).flatten(1, 3)
+    return pack_latents(latents) if family.packs_latents else latents
+
+
 @pytest.mark.parametrize(
     ("guidance", "dtype"), [(0.0, torch.float32), (3.5, torch.float32), (3.5, torch.bfloat16)], ids=str
 )
@@ -106,7 +115,7 @@ def test_images_are_those_of_the_stock_pipeline(
     images = []
     for latents, batch in batches:
         arguments = inputs.arguments(pipe, batch, partial(inputs.encode, pipe))
-        stock = pipe(**arguments, **family.latent_arguments(latents), **options)[0]
+        stock = pipe(**arguments, latents=stock_latents(family, latents), **options)[0]
         images.append(stock[:, 0] if stock.dim() == 5 else stock)
     expected = torch.cat(images)
     assert expected.std() > 1e-3

@@ -142,6 +142,7 @@ def test_a_model_is_drawn_as_its_export_states_unless_the_user_says_otherwise(
         {"guidance": -1},
         {"guidance": None},
         {"guidance": float("nan")},
+        {"guidance": 10**400},
         {"last_time": 1.0},
         [4],
         None,
@@ -172,3 +173,8 @@ def test_an_adapter_s_file_states_it_too(tmp_path: Path, capsys: pytest.CaptureF
     assert scheduler["shift_terminal"] == 0.5
     with pytest.raises(sample.UserError, match="needs at least 2 steps"):
         next(stream_images(opened.pipe, [ImageRequest("a star", 0, 64, 64, steps=1)], opened.policy))
+    alone = write_lora(
+        tmp_path / "alone.safetensors", {layer: module}, facts={"sampling": {"last_time": 0.3}}, names=names
+    )
+    opened = sample.open_model(DEMO, SampleOptions(loras=(Lora(alone),)), Launch())
+    assert opened.pipe.scheduler.config.shift_terminal == 0.3, "without steps and guidance"

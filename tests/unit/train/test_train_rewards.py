@@ -148,13 +148,37 @@ def test_an_installed_function_must_be_marked(project: Project) -> None:
     assert open_reward(f"{__name__}:brightness", cpu) is brightness
     for name, problem in {
         f"{__name__}:unmarked": r"is not marked as a reward; write @sd3_light\.tasks\.reward above it",
-        "os:system": "is not marked as a reward",
-        f"{__name__}:nothing": "install the package, or correct the name",
+        "shutil:rmtree": "is not marked as a reward",
+        "shutil:os": r"shutil\.py defines no function os; correct the name",
+        f"{__name__}:nothing": "defines no function nothing; correct the name",
+        "__main__:main": "correct the name",
+        "sys:exit": "install the package, or correct the name",
         "no_such_package.part:score": "install the package, or correct the name",
         "python": "a function that a script passes to",
     }.items():
         with pytest.raises(UserError, match=problem):
             open_reward(name, cpu)
+
+
+def test_a_module_without_the_mark_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing a module runs it, so a config could run any program that is installed."""
+    from sd3_light.evaluate.rewards import open_reward
+
+    package = tmp_path / "some_package"
+    package.mkdir()
+    trap = f"from pathlib import Path\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    (package / "__init__.py").write_text(trap)
+    (package / "__main__.py").write_text(f"{trap}def score(images, prompts): ...\n")
+    (package / "good.py").write_text("from sd3_light import tasks\n@tasks.reward\ndef score(images, prompts): ...\n")
+    (package / "broken.py").write_text("def")
+    monkeypatch.syspath_prepend(tmp_path)
+    problems = {"some_package.__main__:score": "is not marked", "some_package.broken:score": "cannot be read"}
+    for name, problem in {**problems, "some_package:score": "defines no function score"}.items():
+        with pytest.raises(UserError, match=problem):
+            open_reward(name, torch.device("cpu"))
+    assert not (tmp_path / "ran").exists()
+    assert callable(open_reward("some_package.good:score", torch.device("cpu")))
+    assert (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize(
@@ -214,7 +238,11 @@ def test_check_names_what_is_missing(project: Project) -> None:
     odd = faults('reward.prompts="odd.txt"', 'reward.score="world"', "reward.prompts_per_draw=1")
     assert "is not a caption of the demo world" in odd
     assert "is not a model folder" in faults('reward.score="./start"')
-    assert "the package is not installed" in faults('reward.score="no_such_package.part:score"')
+    assert "install the package" in faults('reward.score="no_such_package.part:score"')
+    assert "is not marked as a reward" in faults('reward.score="shutil:rmtree"')
+    assert "correct the name" in faults('reward.score="__main__:score"')
+    single = ("reward.steps=1", "model.last_time=0.25")
+    assert "reward.steps: the scheduler's last time is 0.25" in faults(*single)
     check.load(project.train_toml, [*KEYS, 'reward.score="world"'])
 
 
