@@ -224,10 +224,10 @@ def _require_change(before: str, after: str, key: str, value: Any) -> str:
         raise UserError(f"{key}: the text is not TOML ({str(error)[:200]}); fix it first") from error
     try:
         _put(expected, key, value)
-        table = tomllib.loads(after)
+        is_expected = _without_empty(expected) == _without_empty(tomllib.loads(after))
     except (LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise UserError(f"{key} cannot be set here; change it in the text") from error
-    if _without_empty(expected) != _without_empty(table):
+    if not is_expected:
         raise UserError(f"{key} cannot be set here; change it in the text")
     return after
 

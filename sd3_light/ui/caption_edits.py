@@ -8,7 +8,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.sources.caption_places import CaptionPlace
 from sd3_light.sources.captions import Columns
 from sd3_light.ui.caption_text import TableText, changed_text, require_caption, shown_text
-from sd3_light.ui.data_files import DataFiles
+from sd3_light.ui.served_files import ServedFiles
 
 _MOST_STEPS = 100  # that can be taken back
 _MOST_EDITS = 500_000  # of all steps
@@ -41,7 +41,7 @@ def edited_captions(place: CaptionPlace) -> tuple[str, ...]:
     return tuple(shown_text(text.encode()) for text in place.captions)
 
 
-def apply_edits(files: DataFiles, edits: Iterable[CaptionEdit]) -> EditResult:
+def apply_edits(files: ServedFiles, edits: Iterable[CaptionEdit]) -> EditResult:
     """Write edits file by file. One that fails leaves its file as it was, except for other rows of the same table."""
     by_path: dict[Path, list[CaptionEdit]] = {}
     for edit in edits:
@@ -58,7 +58,7 @@ def apply_edits(files: DataFiles, edits: Iterable[CaptionEdit]) -> EditResult:
 
 
 def _write_text(
-    files: DataFiles, path: Path, edits: Sequence[CaptionEdit], problems: list[tuple[str, str]]
+    files: ServedFiles, path: Path, edits: Sequence[CaptionEdit], problems: list[tuple[str, str]]
 ) -> list[CaptionEdit]:
     """Write the edit of a text file, which is one sample's, or of several with the same name and different suffixes."""
     edit = edits[-1]
@@ -75,7 +75,7 @@ def _write_text(
 
 
 def _write_table(
-    files: DataFiles, path: Path, edits: Sequence[CaptionEdit], problems: list[tuple[str, str]]
+    files: ServedFiles, path: Path, edits: Sequence[CaptionEdit], problems: list[tuple[str, str]]
 ) -> list[CaptionEdit]:
     if edits[0].place.problem:
         raise UserError(edits[0].place.problem)
@@ -117,7 +117,7 @@ class Journal:
         """What the last step did, "" if there is none."""
         return self.steps[-1][0] if self.steps else ""
 
-    def undo(self, files: DataFiles) -> EditResult:
+    def undo(self, files: ServedFiles) -> EditResult:
         """Take the last step back. Captions that have changed since stay as they are, with a reason."""
         if not self.steps:
             raise UserError("there is nothing to undo")

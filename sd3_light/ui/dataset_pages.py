@@ -2,6 +2,7 @@
 
 import difflib
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import quote, urlencode
@@ -22,6 +23,7 @@ PAGE_SIZE = 24
 """Samples per page."""
 
 _MOST_SHOWN = 50  # captions of a preview
+_MOST_COMPARED = 300  # letters or words: the time grows with their cube in the worst case
 _LARGEST_SIDE = 384  # pixels of a served image
 _WITH_IMAGE = (
     *("no_caption", "empty_caption", "bad_caption", "caption_too_long", "caption_not_utf8"),
@@ -231,17 +233,22 @@ def _commands(dataset: Dataset) -> list[tuple[str, str, bool]]:
 
 
 def _difference(old: str, new: str) -> Iterator[tuple[str, str]]:
-    """Yield pieces of text, each "same", "removed" or "added"; long texts are compared as a whole."""
-    if len(old) + len(new) > 4000:
+    """Yield pieces of text, each "same", "removed" or "added": of letters, of words in longer texts, or as a whole."""
+    before: Sequence[str] = old
+    after: Sequence[str] = new
+    if len(before) + len(after) > _MOST_COMPARED:
+        before = re.findall(r"\w+|\W+", old)
+        after = re.findall(r"\w+|\W+", new)
+    if len(before) + len(after) > _MOST_COMPARED:
         yield "removed", old
         yield "added", new
         return
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     for kind, start, end, new_start, new_end in matcher.get_opcodes():
         if kind == "equal":
-            yield "same", old[start:end]
+            yield "same", "".join(before[start:end])
             continue
-        if old[start:end]:
-            yield "removed", old[start:end]
-        if new[new_start:new_end]:
-            yield "added", new[new_start:new_end]
+        if start < end:
+            yield "removed", "".join(before[start:end])
+        if new_start < new_end:
+            yield "added", "".join(after[new_start:new_end])

@@ -1,6 +1,5 @@
 """The datasets of the served folders: their samples, the list of excluded ones, and jobs that read them."""
 
-import json
 import math
 import os
 import tempfile
@@ -18,6 +17,7 @@ from sd3_light.config import DirectoryConfig, load_config
 from sd3_light.config.faults import ConfigFaults, UserError
 from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.toml_file import read_toml
+from sd3_light.config.toml_text import format_toml
 from sd3_light.config.validation import looks_like
 from sd3_light.data.manifest import REJECTS_FILE, Manifest
 from sd3_light.inputs import lines_of, open_regular, parse_json, read_limited
@@ -33,9 +33,9 @@ from sd3_light.sources.records import Location
 from sd3_light.sources.video import open_still
 from sd3_light.ui.caption_edits import CaptionEdit, EditResult, Journal, apply_edits, edited_captions
 from sd3_light.ui.caption_text import make_transform
-from sd3_light.ui.data_files import DataFiles
-from sd3_light.ui.folders import FileMemo, Folders, folder_id, toml_files
+from sd3_light.ui.folders import FileMemo, Folders, folder_id, project_folders
 from sd3_light.ui.sample_index import IndexedSample, Query, Rows, SampleIndex
+from sd3_light.ui.served_files import ServedFiles
 
 if TYPE_CHECKING:
     from sd3_light.core.caption_lengths import TextLimit
@@ -108,7 +108,7 @@ class Dataset:
     ``configs`` are the train TOMLs that name it. Several threads may use it.
     """
 
-    def __init__(self, path: Path, configs: Sequence[Path], files: DataFiles, prepare: Callable[[], object]) -> None:
+    def __init__(self, path: Path, configs: Sequence[Path], files: ServedFiles, prepare: Callable[[], object]) -> None:
         self.path, self.configs, self.files, self._prepare = path, configs, files, prepare
         self.journal = Journal()
         self.job: Job | None = None
@@ -485,7 +485,7 @@ class Datasets:
 
     def __init__(self, folders: Folders, prepare: Callable[[], object]) -> None:
         self._folders, self._prepare = folders, prepare
-        self.files = DataFiles(folders.roots)
+        self.files = ServedFiles(folders.roots)
         self._memo: FileMemo[tuple[str, Path | None]] = FileMemo(4000)
         self._known: dict[str, tuple[Path, list[Path]]] = {}
         self._open: dict[str, Dataset] = {}
@@ -516,14 +516,14 @@ class Datasets:
 
     def _search(self) -> dict[str, tuple[Path, list[Path]]]:
         named: dict[Path, list[Path]] = {}
-        for path in toml_files(self._folders.roots):
+        for path in (path for folder in project_folders(self._folders.roots) for path in folder.tomls()):
             try:
                 kind, dataset = self._memo.get(path, lambda path=path: _kind_of(path))  # type: ignore[misc]
             except OSError:
                 continue
             if kind == "dataset":
                 named.setdefault(path, [])
-            elif dataset is not None and dataset.is_file():
+            elif dataset is not None and os.path.isfile(dataset):  # False also for names that are too long
                 named.setdefault(dataset, []).append(path)
         return {folder_id(path): (path, named[path]) for path in sorted(named)}
 
@@ -587,9 +587,14 @@ def _with_key(toml: bytes, key: str, value: str) -> bytes:
     lines = text.removeprefix(mark).splitlines(keepends=True)
     comments = next((at for at, line in enumerate(lines) if line.strip() and not line.lstrip().startswith("#")), 0)
     ending = "\r\n" if "\r\n" in text else "\n"
-    added = f"{key} = {json.dumps(value, ensure_ascii=False)}{ending}"
+    added = f"{key} = {format_toml(value)}{ending}"
     new = mark + "".join(lines[:comments]) + added + "".join(lines[comments:])
-    before = tomllib.loads(text.removeprefix(mark))
-    if tomllib.loads(new.removeprefix(mark)) != {key: value, **before} or key in before:
+    try:
+        before = tomllib.loads(text.removeprefix(mark))
+        is_added = key not in before and tomllib.loads(new.removeprefix(mark)) == {key: value, **before}
+        data = new.encode()
+    except ValueError:  # the value is a file name, whose bytes may not be UTF-8
+        is_added = False
+    if not is_added:
         raise UserError(f"{key} cannot be added to the dataset TOML; write {added.strip()} at its top")
-    return new.encode()
+    return data

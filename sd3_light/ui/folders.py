@@ -16,12 +16,14 @@ from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.report.run_log import RunReader
 from sd3_light.report.verb import RunReport
+from sd3_light.ui.served_files import LARGEST_TEXT
 
 _DEEPEST = 3  # levels below a named folder
 _MOST_ENTRIES = 2000  # of a folder that are looked at: folders of images have many more
+_MOST_FOLDERS = 20_000  # below a named folder that are searched for configs
 _SCAN_SECONDS = 10.0  # between two searches
 _MOST_LOGS, _MOST_MANIFESTS = 1000, 16  # in memory
-_SKIPPED = frozenset(("checkpoints", "exports", "samples", "shards", "tensorboard", "transformer"))
+_SKIPPED = frozenset(("checkpoints", "ema", "exports", "samples", "shards", "tensorboard", "transformer"))
 
 Content = TypeVar("Content")
 
@@ -174,25 +176,49 @@ def _search_below(folder: Path, levels: int) -> Iterator[tuple[Path, bool]]:
                 yield from _search_below(folder / name, levels - 1)
 
 
-def toml_files(roots: Sequence[Path]) -> Iterator[Path]:
-    """Yield the TOML files in folders and up to three levels below, without those of runs and models."""
+@dataclass(frozen=True)
+class ProjectFolder:
+    """A folder that may have configs and images, with its files; or that of a model. Links are left out."""
+
+    path: Path
+    files: Sequence[Path]
+    is_model: bool
+
+    def tomls(self) -> Iterator[Path]:
+        """Yield the TOML files that the pages can edit."""
+        for path in self.files:
+            if path.name.endswith(".toml") and not self.is_model and _size(path) <= LARGEST_TEXT:
+                yield path
+
+
+def project_folders(roots: Sequence[Path]) -> Iterator[ProjectFolder]:
+    """Yield folders and those up to three levels below, without those of runs and caches."""
     for root in roots:
-        yield from _tomls_below(root, _DEEPEST)
+        yield from islice(_folders_below(root, _DEEPEST), _MOST_FOLDERS)
 
 
-def _tomls_below(folder: Path, levels: int) -> Iterator[Path]:
+def _folders_below(path: Path, levels: int) -> Iterator[ProjectFolder]:
     try:
-        with os.scandir(folder) as entries:
-            content = {entry.name: os.path.isdir(entry.path) for entry in islice(entries, _MOST_ENTRIES)}
+        with os.scandir(path) as entries:
+            content = sorted(islice(entries, _MOST_ENTRIES), key=lambda entry: entry.name)
     except OSError:  # not readable, or removed meanwhile
         return
-    if "log.jsonl" in content or "model_index.json" in content:
+    names = {entry.name for entry in content}
+    is_model = "model_index.json" in names
+    if "log.jsonl" in names or {"manifest.json", "shards"} <= names:
         return
-    for name, is_folder in sorted(content.items()):
-        if not is_folder and name.endswith(".toml"):
-            yield folder / name
-        elif is_folder and levels and name[0] != "." and name not in _SKIPPED:
-            yield from _tomls_below(folder / name, levels - 1)
+    yield ProjectFolder(path, [Path(entry.path) for entry in content if entry.is_file(follow_symlinks=False)], is_model)
+    for entry in content:
+        is_inner = levels and not is_model and entry.name[0] != "." and entry.name not in _SKIPPED
+        if is_inner and entry.is_dir(follow_symlinks=False):
+            yield from _folders_below(Path(entry.path), levels - 1)
+
+
+def _size(path: Path) -> float:
+    try:
+        return path.stat(follow_symlinks=False).st_size
+    except OSError:  # removed meanwhile
+        return math.inf
 
 
 def _modified(path: Path) -> float:

@@ -15,7 +15,6 @@ from sd3_light.ui.playground import Playground
 from sd3_light.ui.projects import Plan, Projects, config_faults
 from sd3_light.ui.run_pages import RunRow, row_of
 from sd3_light.ui.run_queue import RunQueue, can_resume
-from sd3_light.ui.served_files import read_served
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def plan_page(plan: Plan) -> str:
 def editor_page(folders: Folders, projects: Projects, queue: RunQueue, config_id: str) -> str:
     """Return the editor of a config."""
     path, kind = projects.config(config_id)
-    text, version = read_served(projects.roots, path)
+    text, version = projects.files.read_config(path)
     row = _row(folders, projects, path, kind)
     run = None if row is None else row.folder
     return render_template(

@@ -1,7 +1,5 @@
 """The routes of projects: configs that are found, edited and checked, and new ones that are planned and created."""
 
-from pathlib import Path
-
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
@@ -15,8 +13,7 @@ from sd3_light.ui.project_pages import editor_page, plan_page, projects_page, re
 from sd3_light.ui.projects import Planner, Projects
 from sd3_light.ui.replies import form_of, integer, json_reply, object_of, page_reply, text_in
 from sd3_light.ui.run_queue import RunQueue
-from sd3_light.ui.served_files import LARGEST_TEXT, save_text
-from sd3_light.ui.user_state import locked_state
+from sd3_light.ui.served_files import LARGEST_TEXT
 
 
 def project_routes(folders: Folders, queue: RunQueue, playground: Playground) -> list[Route]:
@@ -54,8 +51,7 @@ class _ProjectRoutes:
         return page_reply(request, plan_page(self.planner.plan(integer(request.path_params["number"]) or 0)))
 
     def create(self, request: Request) -> Response:
-        with locked_state(self.queue.state):
-            config = self.planner.create(integer(request.path_params["number"]) or 0)
+        config = self.planner.create(integer(request.path_params["number"]) or 0)
         self.found.forget()
         return RedirectResponse(f"/projects/{folder_id(config)}", 303)
 
@@ -68,8 +64,8 @@ class _ProjectRoutes:
 
     async def value(self, request: Request) -> Response:
         values = await object_of(request)
-        text = with_value(_text(values), text_in(values, "key"), text_in(values, "value"))
-        return await run_in_threadpool(self._review, request.path_params["config"], text)
+        change = _text(values), text_in(values, "key"), text_in(values, "value")
+        return await run_in_threadpool(self._change, request.path_params["config"], *change)
 
     async def save(self, request: Request) -> Response:
         values = await object_of(request)
@@ -81,13 +77,15 @@ class _ProjectRoutes:
         self.playground.prepare()
         return json_reply(review_resume(path))
 
+    def _change(self, config_id: str, text: str, key: str, value: str) -> Response:
+        return self._review(config_id, with_value(text, key, value))
+
     def _review(self, config_id: str, text: str) -> Response:
         return json_reply({"text": text, **review_text(self.found, config_id, text)})
 
     def _save(self, config_id: str, text: str, version: str) -> Response:
         path, _ = self.found.config(config_id)
-        with locked_state(self.queue.state):  # another server may be saving the file
-            new_version = save_text(self.folders.roots, Path(path), text, version)
+        new_version = self.found.files.save_config(path, text, version)
         self.found.forget()
         return json_reply({"version": new_version})
 

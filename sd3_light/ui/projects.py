@@ -5,9 +5,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,18 +16,15 @@ from sd3_light.config.toml_file import read_toml
 from sd3_light.config.validation import looks_like
 from sd3_light.sources.listing import IMAGE_SUFFIXES
 from sd3_light.system import Gpu, visible_gpus
-from sd3_light.ui.folders import FileMemo, Folders, folder_id
-from sd3_light.ui.served_files import LARGEST_TEXT, create_text, require_served
+from sd3_light.ui.folders import FileMemo, Folders, folder_id, project_folders
+from sd3_light.ui.served_files import ServedFiles
 
 if TYPE_CHECKING:
     from sd3_light.new.verb import NewProject
 
-_DEEPEST = 3  # levels below a served folder
-_MOST_ENTRIES = 2000  # of a folder that are looked at
 _MOST_CONFIGS = 2000
 _MOST_PLANS = 20
 _SCAN_SECONDS = 5.0
-_SKIPPED = frozenset(("checkpoints", "ema", "exports", "samples", "shards", "tensorboard"))
 
 
 @dataclass
@@ -44,7 +40,7 @@ class Projects:
     """The configs below the served folders, each by an id for URLs. Several threads may use it."""
 
     def __init__(self, folders: Folders) -> None:
-        self.roots: Sequence[Path] = folders.roots
+        self.files = ServedFiles(folders.roots)
         self._kinds: FileMemo[str] = FileMemo(_MOST_CONFIGS)
         self._runs: FileMemo[Path | None] = FileMemo(_MOST_CONFIGS)
         self._found = Found()
@@ -55,10 +51,7 @@ class Projects:
         """Return what is below the served folders; the search is repeated from time to time."""
         with self._lock:
             if time.monotonic() - self._searched >= _SCAN_SECONDS:
-                found = Found()
-                for root in self.roots:
-                    self._search_below(root, _DEEPEST, found)
-                self._found = found
+                self._found = self._search()
                 self._searched = time.monotonic()
             return self._found
 
@@ -79,36 +72,25 @@ class Projects:
             run = self._runs.get(path, lambda: run_folder_of(path)) if kind == "train" else None
         except OSError:  # removed meanwhile
             return None
-        return run if run is not None and run.is_dir() else None
+        return run if run is not None and os.path.isdir(run) else None  # False also for names that are too long
 
-    def _search_below(self, folder: Path, levels: int, found: Found) -> None:
-        try:
-            with os.scandir(folder) as entries:
-                content = list(islice(entries, _MOST_ENTRIES))
-        except OSError:  # not readable, or removed meanwhile
-            return
-        names = {entry.name for entry in content}
-        if "model_index.json" in names:
-            found.models.append(folder)
-            return
-        if "log.jsonl" in names or ("manifest.json" in names and "shards" in names):  # a run, or a cache
-            return
-        files = [entry for entry in content if entry.is_file(follow_symlinks=False)]
-        if any(Path(entry.name).suffix.lower() in IMAGE_SUFFIXES for entry in files):
-            found.images.append(folder)
-        for entry in sorted(files, key=lambda entry: entry.name):
-            if entry.name.endswith(".toml") and len(found.configs) < _MOST_CONFIGS and (kind := self._kind(entry)):
-                found.configs[Path(entry.path)] = kind
-        for entry in sorted(content, key=lambda entry: entry.name):
-            is_inner = levels and entry.name[0] != "." and entry.name not in _SKIPPED
-            if is_inner and entry.is_dir(follow_symlinks=False):
-                self._search_below(Path(entry.path), levels - 1, found)
+    def _search(self) -> Found:
+        found = Found()
+        for folder in project_folders(self.files.roots):
+            if folder.is_model:
+                found.models.append(folder.path)
+                continue
+            if any(path.suffix.lower() in IMAGE_SUFFIXES for path in folder.files):
+                found.images.append(folder.path)
+            for path in folder.tomls():
+                if len(found.configs) < _MOST_CONFIGS and (kind := self._kind(path)):
+                    found.configs[path] = kind
+        return found
 
-    def _kind(self, entry: "os.DirEntry[str]") -> str:
-        path = Path(entry.path)
+    def _kind(self, path: Path) -> str:
         try:
-            return "" if entry.stat().st_size > LARGEST_TEXT else self._kinds.get(path, lambda: _kind_of(path))
-        except OSError:
+            return self._kinds.get(path, lambda: _kind_of(path))
+        except OSError:  # removed meanwhile
             return ""
 
 
@@ -163,7 +145,7 @@ class Planner:
     """Plans new projects with the code of `new` and `check`; ``prepare`` imports the libraries before."""
 
     def __init__(self, folders: Folders, prepare: Callable[[], object]) -> None:
-        self.roots: Sequence[Path] = folders.roots
+        self.files = ServedFiles(folders.roots)
         self._prepare = prepare
         self._plans: dict[int, Plan] = {}
         self._ids = itertools.count(1)
@@ -179,7 +161,7 @@ class Planner:
 
     def submit(self, form: Mapping[str, str]) -> Plan:
         """Begin to plan a project of these form values. Raises UserError for values that are not valid."""
-        arguments = _arguments(form, self.roots)
+        arguments = _arguments(form, self.files)
         with self._lock:
             if sum(not plan.is_done for plan in self._plans.values()) >= _MOST_PLANS:
                 raise UserError(f"{_MOST_PLANS} plans are being made already; try again when one of them is done")
@@ -200,7 +182,7 @@ class Planner:
         with self._lock:
             if plan.created is None:
                 for path, text in reversed(files(plan.project)):  # the train TOML last: it names the other one
-                    create_text(self.roots, path, text)
+                    self.files.create(path, text.encode())
                 plan.created = plan.project.train_toml
         return plan.created
 
@@ -232,7 +214,7 @@ class _Arguments:
     elsewhere: bool
 
 
-def _arguments(form: Mapping[str, str], roots: Sequence[Path]) -> _Arguments:
+def _arguments(form: Mapping[str, str], files: ServedFiles) -> _Arguments:
     values = {name: value.strip() for name, value in form.items()}
     if not values.get("data"):
         raise UserError("the folder of images is missing")
@@ -245,7 +227,7 @@ def _arguments(form: Mapping[str, str], roots: Sequence[Path]) -> _Arguments:
         kind=values.get("kind", ""),
         data=values["data"],
         model=values.get("model") or None,
-        out=require_served(roots, Path(values["out"]).expanduser()),
+        out=files.require(Path(os.path.expanduser(values["out"]))),
         resolution=None if resolution is None else int(resolution),
         gpus=tuple(gpus[:1]),
         validation="validation" in form,

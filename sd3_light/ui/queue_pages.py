@@ -20,6 +20,7 @@ class JobRow:
     row: RunRow
     can_resume: bool
     place: int = 0
+    is_served: bool = True
 
     @property
     def name(self) -> str:
@@ -36,7 +37,8 @@ class JobRow:
         """What it does, in a few words."""
         job = self.job
         if job.state == WAITING:
-            return f"waiting, number {self.place}"
+            where = "" if self.is_served else "; it starts as soon as a server of its folder runs"
+            return f"waiting, number {self.place}{where}"
         if not job.is_active:
             return job.state
         where = "" if job.slot in ("", CPU) else f" on GPU {job.slot}"
@@ -56,19 +58,20 @@ def queue_page(folders: Folders, queue: RunQueue) -> str:
     ended.sort(key=lambda job: -job.ended)
     return render_template(
         "queue.html",
-        active=_rows(folders, [job for job in jobs if job.is_active]),
-        waiting=_rows(folders, [job for job in jobs if job.state == WAITING]),
-        ended=_rows(folders, ended),
+        active=_rows(folders, queue, [job for job in jobs if job.is_active]),
+        waiting=_rows(folders, queue, [job for job in jobs if job.state == WAITING]),
+        ended=_rows(folders, queue, ended),
         notes=notes,
         served="/queue",
         live=True,
     )
 
 
-def _rows(folders: Folders, jobs: Sequence[Job]) -> list[JobRow]:
+def _rows(folders: Folders, queue: RunQueue, jobs: Sequence[Job]) -> list[JobRow]:
     rows = []
     for place, job in enumerate(jobs, start=1):
         folders.add_run(job.folder)  # its page may be opened before it has a log
         row = row_of(folders, folder_id(job.folder), job.folder)
-        rows.append(JobRow(job, row, job.is_over and can_resume(job.folder), place))
+        can_continue = job.is_over and can_resume(job.folder)
+        rows.append(JobRow(job, row, can_continue, place, queue.serves(job.folder)))
     return rows

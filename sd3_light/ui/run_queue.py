@@ -20,12 +20,12 @@ from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config import load_config
 from sd3_light.config.faults import RESUMABLE, ConfigFaults, UserError
 from sd3_light.files import write_errors
-from sd3_light.inputs import open_regular
+from sd3_light.inputs import regular_handle
 from sd3_light.runlog import CONSOLE
 from sd3_light.system import visible_gpus
 from sd3_light.ui.job import DONE, FAILED, MODES, RUNNING, STARTING, STOPPED, WAITING, Job, read_jobs, write_jobs
 from sd3_light.ui.job_process import ProcessIdentity, exit_code, find_process, forget_exit, start_process
-from sd3_light.ui.served_files import require_served, touch
+from sd3_light.ui.served_files import ServedFiles
 from sd3_light.ui.user_state import locked_state, open_state
 
 CPU = "cpu"
@@ -123,8 +123,7 @@ class RunQueue:
             if job is not None:
                 _put(jobs, replace(job, is_stopping=True))
         if is_locked(run):
-            with write_errors(run / SAVE_QUIT):
-                touch(require_served(self.roots, run / SAVE_QUIT))
+            ServedFiles(self.roots).touch(run / SAVE_QUIT)
         elif job is None:
             raise UserError(f"no process trains in {run}; it has ended already")
         else:
@@ -143,7 +142,8 @@ class RunQueue:
     def console(self, run: Path) -> str:
         """Return the end of what a run that was started here has printed; "" for other runs."""
         try:
-            with open_regular(run / CONSOLE) as file:
+            handle = regular_handle(run / CONSOLE, os.O_RDONLY | os.O_NOFOLLOW)  # a link may lead to a private file
+            with open(handle, "rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
                 return file.read(_TAIL_BYTES).decode(errors="replace")
         except OSError:
@@ -165,6 +165,10 @@ class RunQueue:
         """Return whether a queued run does not train yet: it waits, loads libraries, or caches."""
         job = self.job_of(run)
         return job is not None and not job.is_over and not is_locked(run)
+
+    def serves(self, run: Path) -> bool:
+        """Return whether this server starts runs in a folder; those of other folders wait for another server."""
+        return any(run.is_relative_to(root) for root in self.roots)
 
     # --- work ------------------------------------------------------------------------------------
 
@@ -201,7 +205,7 @@ class RunQueue:
     def _start_waiting(self, jobs: list[Job]) -> None:
         if self._known_slots is None:
             self._known_slots = self.slots()
-        for job in [job for job in jobs if job.state == WAITING]:
+        for job in [job for job in jobs if job.state == WAITING and self.serves(job.folder)]:
             taken = {other.slot for other in jobs if other.is_active}
             slot = next((slot for slot in self._known_slots if slot not in taken), None)
             if slot is None:
@@ -270,7 +274,7 @@ class RunQueue:
 
     def _run_folder(self, config: Path) -> Path:
         """Return the run folder of a config. Raises UserError for its faults, and for one that may not be written."""
-        return require_served(self.roots, load_config(config).train.output_dir)
+        return ServedFiles(self.roots).require(load_config(config).train.output_dir)
 
     def _require_free(self, jobs: Sequence[Job], folder: Path) -> None:
         if is_locked(folder) or any(job.run == str(folder) and job.is_active for job in jobs):

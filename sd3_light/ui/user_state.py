@@ -47,13 +47,18 @@ def locked_state(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"cannot open {folder / _LOCK}: {error.strerror}; remove it") from error
     try:
-        _wait_for(handle, folder)
+        try:
+            hold_lock(handle, folder)
+        except OSError as error:
+            message = f"{folder} is on a file system without locks; set XDG_STATE_HOME to a local folder"
+            raise UserError(message) from error
         yield
     finally:
         os.close(handle)
 
 
-def _wait_for(handle: int, folder: Path) -> None:
+def hold_lock(handle: int, folder: Path) -> None:
+    """Take the lock of a handle, until it is closed. Raises UserError if another program keeps it, and OSError."""
     deadline = time.monotonic() + _LOCK_SECONDS
     while True:
         try:
@@ -61,8 +66,7 @@ def _wait_for(handle: int, folder: Path) -> None:
             return
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
-                message = f"{folder} is on a file system without locks; set XDG_STATE_HOME to a local folder"
-                raise UserError(message) from error
+                raise
         if time.monotonic() > deadline:
-            raise UserError(f"another server has locked {folder} for {_LOCK_SECONDS:.0f} s; end it, or try again")
+            raise UserError(f"another program has locked {folder} for {_LOCK_SECONDS:.0f} s; end it, or try again")
         time.sleep(_PAUSE_SECONDS)

@@ -120,7 +120,7 @@ def test_the_editor_finds_faults_documents_keys_and_saves(browser: Browser, serv
     config.write_text("# an editor was here\n" + config.read_text())
     set_field(browser, "max_steps", "8")
     click(browser, "Save")
-    wait_for(browser, "document.querySelector('#saved').textContent.includes('has changed since this page read it')")
+    wait_for(browser, "document.querySelector('#saved').textContent.includes('has changed since the page read it')")
     assert "max_steps = 7" in config.read_text()
     browser.evaluate("document.querySelector('#text').value = savedText")  # leaves the page without a question
     assert browser.events_of("Runtime.exceptionThrown") == []

@@ -41,7 +41,6 @@ ALLOWED = {
         *("export/trained_file.py:write_trained", "export/trained_file.py:write_weights"),
         *("cache/sorted_array.py:_sort", "cache/build_folder.py:_upload", "ui/server.py:image"),
     ],
-    "by the handle of their folder, which follows no link; what is not regular is refused": ["ui/data_files.py:*"],
     "another process, for a folder that this package wrote and a base that it has opened before": [
         "export/proof_process.py:*"
     ],

@@ -3,6 +3,8 @@
 import json
 import re
 import sys
+import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import pytest
 from PIL import Image
 
 from sd3_light.config import load_dataset
+from sd3_light.config.faults import UserError
 from sd3_light.sources.catalogue import InputRow, make_sources, write_part
 from sd3_light.ui import sample_index
-from sd3_light.ui.datasets import read_length, tokens_lost
+from sd3_light.ui.dataset_pages import _difference
+from sd3_light.ui.datasets import _with_key, read_length, tokens_lost
 from sd3_light.ui.folders import folder_id
 from sd3_light.ui.sample_index import Query, SampleIndex
 from tests.unit.pages.parsed_page import ParsedPage
@@ -203,11 +207,11 @@ def test_nothing_is_written_through_links_or_outside_of_the_served_folders(tmp_p
     (served / "data.toml").write_text('resolutions = [64]\n[[directory]]\npath = "images"\n')
     linked = Pages(served).list()
     reply = linked.edit(key="images#0/a.png", number=0, old="red cat, house", new="x")
-    assert "is reached through a link" in reply.json()["error"]
+    assert "is reached through one" in reply.json()["error"]
     (served / "other.toml").write_text(f'resolutions = [64]\n[[directory]]\npath = "{root}/images"\n')
     outside = Pages(served, served / "other.toml").list()
     reply = outside.edit(key="images#0/a.png", number=0, old="red cat, house", new="x")
-    assert "is not in a served folder" in reply.json()["error"]
+    assert "is not below a served folder" in reply.json()["error"]
     preview = outside.post("change", action="preview", scope="all", mode="text", find="cat", put="x").text
     assert "2 samples cannot be changed" in preview
     assert (root / "images/a.txt").read_text() == "red cat, house\n"
@@ -398,3 +402,22 @@ def test_images_that_fit_no_bucket_are_rejected(root: Path) -> None:
 
 def test_sorting_knows_every_choice(pages: Pages) -> None:
     assert all(len(names(pages.get(sort=each))) == 5 for each in sample_index.SORTS if each != "similarity")
+
+
+@pytest.mark.parametrize(("old", "new"), [("a" * 2000, "ab" * 1000), ("a " * 1000, "a b " * 500)])
+def test_captions_that_repeat_themselves_are_compared_soon(old: str, new: str) -> None:
+    started = time.process_time()
+    pieces = list(_difference(old, new))
+    assert time.process_time() - started < 2
+    assert "".join(text for kind, text in pieces if kind != "added") == old
+    assert "".join(text for kind, text in pieces if kind != "removed") == new
+
+
+@pytest.mark.parametrize("name", ["a\x7fb", 'a"b\n', "中"])
+def test_a_list_of_any_name_is_named_in_the_toml(name: str) -> None:
+    assert tomllib.loads(_with_key(b"# x\n[[directory]]\n", "exclude", name).decode())["exclude"] == name
+
+
+def test_a_name_that_is_not_utf8_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot be added to the dataset TOML"):
+        _with_key(b"[[directory]]\n", "exclude", "a\udcff")

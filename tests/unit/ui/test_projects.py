@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
 pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
+from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from sd3_light.assets import DEMO
@@ -129,7 +130,7 @@ def test_saving_keeps_comments_and_refuses_what_changed(served: Path) -> None:
     assert config.read_text() == text
     assert reply.json()["version"] != version
     late = second.post(f"{path_of(config)}/save", json={"text": "lost", "version": version})
-    assert (late.status_code, "has changed since this page read it" in late.json()["error"]) == (400, True)
+    assert (late.status_code, "has changed since the page read it" in late.json()["error"]) == (400, True)
     again = second.post(f"{path_of(config)}/save", json={"text": "# b\n", "version": reply.json()["version"]})
     assert (again.status_code, config.read_text()) == (200, "# b\n")
 
@@ -317,3 +318,33 @@ def test_the_editor_offers_what_the_run_allows(served: Path) -> None:
 def test_a_review_needs_a_known_config(served: Path) -> None:
     with pytest.raises(UserError, match="there is no config none"):
         review_text(Projects(Folders([served])), "none", "")
+
+
+def test_long_names_and_huge_files_leave_the_pages_alive(served: Path) -> None:
+    text = (served / "train.toml").read_text()
+    (served / "long.toml").write_text(text.replace('"data.toml"', f'"{"x" * 5000}"'))
+    (served / "deep.toml").write_text(text.replace('"run"', f'"{"y" * 5000}"'))
+    (served / "pipe.toml").symlink_to("/dev/zero")
+    client = client_of(served)
+    for path in ("/projects", "/data", path_of(served / "long.toml"), path_of(served / "deep.toml")):
+        assert client.get(path).status_code == 200, path
+
+
+def test_a_key_that_is_too_deep_is_refused(served: Path) -> None:
+    values = {"text": "a = 1\n", "key": ".".join("b" * 5000), "value": "1"}
+    reply = client_of(served).post(f"{path_of(served / 'train.toml')}/value", json=values)
+    assert reply.status_code == 400
+
+
+def test_every_route_that_is_not_get_refuses_other_websites_and_strangers(served: Path) -> None:
+    site = Site.of_folders([served], [], served / "playground", lambda: None)  # type: ignore[arg-type, return-value]
+    for token in (None, "secret"):
+        app = make_app(site, token)
+        client = TestClient(app, base_url=HERE, follow_redirects=False)
+        posts = [route.path for route in app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
+        assert len(posts) > 20
+        for path in posts:
+            own = {"authorization": f"Bearer {token}"} if token else {}
+            assert client.post(path, headers={"origin": "http://evil.example", **own}).status_code == 403, path
+            stranger = client.post(path, headers={} if token else {"host": "evil.example"})
+            assert stranger.status_code == (401 if token else 403), path

@@ -15,10 +15,13 @@ import pytest
 from sd3_light.checkpoint.lock import is_locked
 from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config.faults import UserError
+from sd3_light.runlog import CONSOLE
 from sd3_light.system import process_start, state_folder
 from sd3_light.ui import job_process, run_queue, user_state
+from sd3_light.ui.folders import Folders
 from sd3_light.ui.job import DONE, FAILED, RUNNING, STARTING, STOPPED, WAITING, Job, write_jobs
 from sd3_light.ui.job_process import ProcessIdentity, find_process
+from sd3_light.ui.queue_pages import queue_page
 from sd3_light.ui.run_queue import CPU, RunQueue, can_resume
 from sd3_light.ui.user_state import locked_state
 from tests.unit.ui.test_pages import HOLD
@@ -168,7 +171,7 @@ def test_what_cannot_be_added_is_refused(machine: Machine, tmp_path: Path) -> No
     with pytest.raises(UserError, match="is not below a served folder"):
         queue.add(outside)
     (machine.served / "run-b").symlink_to(tmp_path)
-    with pytest.raises(UserError, match="is a link; pages change only real files"):
+    with pytest.raises(UserError, match="is a link, or is reached through one"):
         queue.add(machine.config("b"))
     assert queue.jobs() == []
     queue.add(config)
@@ -359,7 +362,7 @@ def test_the_lock_of_a_killed_server_blocks_no_other(machine: Machine, monkeypat
     try:
         holder.stdout.readline()
         monkeypatch.setattr(user_state, "_LOCK_SECONDS", 0.1)
-        with pytest.raises(UserError, match="another server has locked"):
+        with pytest.raises(UserError, match="another program has locked"):
             machine.queue().add(machine.config())
     finally:
         holder.kill()
@@ -504,3 +507,22 @@ def test_the_file_is_json(machine: Machine) -> None:
     queue = machine.queue()
     queue.add(machine.config())
     assert json.loads(queue.file.read_text())["jobs"][0]["config"] == str(machine.served / "a.toml")
+
+
+def test_a_server_leaves_the_runs_of_other_folders_to_their_server(machine: Machine, tmp_path: Path) -> None:
+    queue = machine.queue(("0",))
+    queue.add(machine.config("a"))
+    queue.add(machine.config("b"))
+    other = RunQueue(machine.state, [tmp_path / "other"], lambda: ["0", "1"])
+    other.advance()
+    assert [job.state for job in queue.jobs()] == [RUNNING, WAITING]
+    assert "as soon as a server of its folder runs" in queue_page(Folders(other.roots), other)
+    machine.go(0)
+    assert machine.wait_for(queue, 1, DONE)
+
+
+def test_a_link_in_the_place_of_a_console_is_not_shown(machine: Machine, tmp_path: Path) -> None:
+    (tmp_path / "private").write_text("secret")
+    machine.run().mkdir()
+    (machine.run() / CONSOLE).symlink_to(tmp_path / "private")
+    assert machine.queue().console(machine.run()) == ""

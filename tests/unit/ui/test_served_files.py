@@ -1,14 +1,18 @@
 """Writes below the served folders: atomic, through no link, and only over what the page has read."""
 
+import fcntl
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sd3_light.config.faults import UserError
-from sd3_light.ui import served_files
-from sd3_light.ui.served_files import LARGEST_TEXT, create_text, read_served, require_served, save_text
+from sd3_light.ui import served_files, user_state
+from sd3_light.ui.served_files import LARGEST_TEXT, ServedFiles
 from tests.special_files import SPECIAL
 
 
@@ -24,39 +28,39 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_file_is_replaced_and_keeps_its_permissions(root: Path) -> None:
     path = root / "a.toml"
-    text, version = read_served([root], path)
+    text, version = ServedFiles([root]).read_config(path)
     assert text == "a = 1\n"
-    new = save_text([root], path, "a = 2 # 中\n", version)
-    assert read_served([root], path) == ("a = 2 # 中\n", new)
+    new = ServedFiles([root]).save_config(path, "a = 2 # 中\n", version)
+    assert ServedFiles([root]).read_config(path) == ("a = 2 # 中\n", new)
     assert path.stat().st_mode & 0o777 == 0o640
     assert sorted(each.name for each in root.iterdir()) == ["a.toml", "inner"]
 
 
 def test_a_file_that_changed_since_it_was_read_is_not_written(root: Path) -> None:
     path = root / "a.toml"
-    _, version = read_served([root], path)
-    save_text([root], path, "another tab\n", version)
-    with pytest.raises(UserError, match="has changed since this page read it"):
-        save_text([root], path, "this tab\n", version)
+    _, version = ServedFiles([root]).read_config(path)
+    ServedFiles([root]).save_config(path, "another tab\n", version)
+    with pytest.raises(UserError, match="has changed since the page read it"):
+        ServedFiles([root]).save_config(path, "this tab\n", version)
     path.write_text("an editor\n")
-    with pytest.raises(UserError, match="Nothing was written"):
-        save_text([root], path, "this tab\n", version)
+    with pytest.raises(UserError, match="nothing was written"):
+        ServedFiles([root]).save_config(path, "this tab\n", version)
     assert path.read_text() == "an editor\n"
     path.unlink()
-    with pytest.raises(UserError, match="No such file"):
-        save_text([root], path, "this tab\n", version)
+    with pytest.raises(UserError, match="does not exist any more"):
+        ServedFiles([root]).save_config(path, "this tab\n", version)
 
 
 def test_a_failed_write_leaves_the_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = root / "a.toml"
-    _, version = read_served([root], path)
+    _, version = ServedFiles([root]).read_config(path)
 
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(served_files.os, "fsync", full)
     with pytest.raises(UserError, match="No space left"):
-        save_text([root], path, "b\n", version)
+        ServedFiles([root]).save_config(path, "b\n", version)
     assert path.read_text() == "a = 1\n"
     assert len(list(root.iterdir())) == 2, "no temporary file stays"
 
@@ -64,10 +68,10 @@ def test_a_failed_write_leaves_the_file(root: Path, monkeypatch: pytest.MonkeyPa
 def test_what_is_outside_is_refused(root: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "outside.toml", root / ".." / "outside.toml", Path("/etc/passwd"), root / "a\0b"):
         for call in (
-            lambda path=path: read_served([root], path),
-            lambda path=path: save_text([root], path, "x", ""),
-            lambda path=path: create_text([root], path, "x"),
-            lambda path=path: require_served([root], path),
+            lambda path=path: ServedFiles([root]).read_config(path),
+            lambda path=path: ServedFiles([root]).save_config(path, "x", ""),
+            lambda path=path: ServedFiles([root]).create(path, b"x"),
+            lambda path=path: ServedFiles([root]).require(path),
         ):
             with pytest.raises(UserError, match=r"not below a served folder|NUL"):
                 call()
@@ -83,53 +87,54 @@ def test_no_link_is_followed(root: Path, tmp_path: Path, link: str) -> None:
         (root / "linked").symlink_to(tmp_path)
         path = root / "linked" / "outside.toml"
     with pytest.raises(UserError, match="is a link"):
-        read_served([root], path)
+        ServedFiles([root]).read_config(path)
     with pytest.raises(UserError, match="is a link"):
-        save_text([root], path, "x", served_files._version(b"secret\n"))
+        ServedFiles([root]).save_config(path, "x", served_files._version(b"secret\n"))
     with pytest.raises(UserError, match=r"is a link|exists"):
-        create_text([root], path, "x")
+        ServedFiles([root]).create(path, b"x")
     with pytest.raises(UserError, match="is a link"):
-        create_text([root], path.parent / "linked" / "new.toml" if link == "folder" else path / "new.toml", "x")
+        ServedFiles([root]).create(path.parent / "linked" / "new.toml" if link == "folder" else path / "new.toml", b"x")
     with pytest.raises(UserError, match="is a link"):
-        require_served([root], path)
+        ServedFiles([root]).require(path)
     assert (tmp_path / "outside.toml").read_text() == "secret\n"
     assert not (tmp_path / "new.toml").exists()
 
 
 def test_a_served_folder_may_itself_be_a_link(root: Path, tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(root)
-    assert read_served([tmp_path / "alias"], tmp_path / "alias" / "a.toml")[0] == "a = 1\n"
+    assert ServedFiles([tmp_path / "alias"]).read_config(tmp_path / "alias" / "a.toml")[0] == "a = 1\n"
 
 
 @pytest.mark.parametrize("kind", [name for name in SPECIAL if name != "folder"])
 def test_special_files_are_not_read(root: Path, kind: str) -> None:
     path = root / "special.toml"
     SPECIAL[kind](path)
-    with pytest.raises(UserError, match="cannot read"):
-        read_served([root], path)
+    with pytest.raises(UserError, match=r"is not a regular file|is a link|is larger"):
+        ServedFiles([root]).read_config(path)
 
 
 def test_other_encodings_and_long_texts_are_refused(root: Path) -> None:
     (root / "a.toml").write_bytes(b"\xff")
     with pytest.raises(UserError, match="is not UTF-8 text: byte 0"):
-        read_served([root], root / "a.toml")
+        ServedFiles([root]).read_config(root / "a.toml")
     (root / "a.toml").write_text("")
+    version = ServedFiles([root]).read_config(root / "a.toml")[1]
     with pytest.raises(UserError, match="would be larger than 256 KiB"):
-        save_text([root], root / "a.toml", "x" * (LARGEST_TEXT + 1), read_served([root], root / "a.toml")[1])
+        ServedFiles([root]).save_config(root / "a.toml", "x" * (LARGEST_TEXT + 1), version)
 
 
 def test_a_new_file_replaces_nothing(root: Path) -> None:
-    create_text([root], root / "new" / "deep" / "b.toml", "b\n")
+    ServedFiles([root]).create(root / "new" / "deep" / "b.toml", b"b\n")
     assert (root / "new" / "deep" / "b.toml").read_text() == "b\n"
     with pytest.raises(UserError, match="exists; choose another folder"):
-        create_text([root], root / "a.toml", "b\n")
+        ServedFiles([root]).create(root / "a.toml", b"b\n")
     assert (root / "a.toml").read_text() == "a = 1\n"
 
 
 def test_of_many_new_files_one_wins(root: Path) -> None:
     def create(number: int) -> bool:
         try:
-            create_text([root], root / "race.toml", str(number))
+            ServedFiles([root]).create(root / "race.toml", str(number).encode())
         except UserError:
             return False
         return True
@@ -138,3 +143,126 @@ def test_of_many_new_files_one_wins(root: Path) -> None:
         assert sum(pool.map(create, range(16))) == 1
     assert os.listdir(root / "inner") == []
     assert not [path for path in root.iterdir() if path.suffix == ".tmp"]
+
+
+def test_a_file_that_changes_during_the_write_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"old")
+    fsync, calls = os.fsync, list[int]()
+
+    def change(handle: int) -> None:
+        calls.append(handle)
+        path.write_bytes(b"theirs")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", change)
+    with pytest.raises(UserError, match="has changed since the page read it"):
+        ServedFiles([tmp_path]).replace(path, b"old", b"mine")
+    assert calls
+    assert path.read_bytes() == b"theirs"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_links_pipes_and_other_folders_are_refused(tmp_path: Path) -> None:
+    served, outside = tmp_path / "served", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "a.txt").write_bytes(b"old")
+    served.mkdir()
+    (served / "link.txt").symlink_to(outside / "a.txt")
+    (served / "folder").symlink_to(outside)
+    os.mkfifo(served / "pipe.txt")
+    files = ServedFiles([served])
+    for path in ("link.txt", "folder/a.txt", "pipe.txt", "../outside/a.txt", "none/a.txt", "a\0.txt", "x" * 300):
+        with pytest.raises(UserError):
+            files.replace(served / path, b"old", b"new")
+    assert (outside / "a.txt").read_bytes() == b"old"
+    assert "is reached through one" in files.problem(served / "folder/a.txt")
+    assert "is not below a served folder" in files.problem(outside / "a.txt")
+    (tmp_path / "named").symlink_to(served)  # the user named the link
+    (served / "b.txt").write_bytes(b"old")
+    ServedFiles([tmp_path / "named"]).replace(tmp_path / "named/b.txt", b"old", b"new")
+    assert (served / "b.txt").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("name", ["..", "inner/..", "inner/../..", "", "inner/../../outside.toml", "none/../../x"])
+def test_paths_that_name_no_file_below_a_root_are_refused(root: Path, tmp_path: Path, name: str) -> None:
+    files, before = ServedFiles([root]), sorted(tmp_path.rglob("*"))
+    for call in (
+        lambda: files.read(root / name),
+        lambda: files.replace(root / name, None, b"x"),
+        lambda: files.create(root / name, b"x"),
+        lambda: files.touch(root / name),
+        lambda: files.remove(root / name, b"x"),
+    ):
+        with pytest.raises(UserError):
+            call()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_becomes_a_link_before_its_file_is_written_is_not_followed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, outside = root / "inner" / "a.toml", tmp_path / "outside"
+    path.write_text("a\n")
+    outside.mkdir()
+    (outside / "a.toml").write_text("a\n")
+    replace = served_files._replace
+
+    def swapped(folder: int, *rest: Any) -> None:
+        (root / "inner").rename(root / "moved")
+        (root / "inner").symlink_to(outside)
+        replace(folder, *rest)
+
+    monkeypatch.setattr(served_files, "_replace", swapped)
+    ServedFiles([root]).save_config(path, "b\n", ServedFiles([root]).read_config(path)[1])
+    assert (outside / "a.toml").read_text() == "a\n"
+    assert (root / "moved" / "a.toml").read_text() == "b\n"
+
+
+def test_a_touched_file_keeps_its_content_and_links_stay(root: Path, tmp_path: Path) -> None:
+    files = ServedFiles([root])
+    files.touch(root / "b")
+    assert (root / "b").read_bytes() == b""
+    files.touch(root / "a.toml")
+    assert (root / "a.toml").read_text() == "a = 1\n"
+    (root / "link").symlink_to(tmp_path / "new")
+    with pytest.raises(UserError, match="is a link"):
+        files.touch(root / "link")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_config_keeps_its_line_ends(root: Path) -> None:
+    files, path = ServedFiles([root]), root / "a.toml"
+    path.write_bytes(b"a = 1\r\nb = 2\r\n")
+    version = files.save_config(path, "a = 1\nb = 3\n", files.read_config(path)[1])
+    assert path.read_bytes() == b"a = 1\r\nb = 3\r\n"
+    assert files.read_config(path)[1] == version
+
+
+def test_a_folder_that_another_program_locks_is_not_waited_for_for_ever(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_state, "_LOCK_SECONDS", 0.1)
+    with handle_of(root) as folder:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="has locked"):
+            ServedFiles([root]).replace(root / "a.toml", b"a = 1\n", b"")
+    ServedFiles([root]).replace(root / "a.toml", b"a = 1\n", b"")
+
+
+def test_of_served_folders_inside_each_other_the_inner_one_may_be_a_link(root: Path, tmp_path: Path) -> None:
+    (root / "alias").symlink_to(tmp_path)
+    with pytest.raises(UserError, match="serve its folder"):
+        ServedFiles([root]).read(root / "alias" / "outside.toml")
+    assert ServedFiles([root, root / "alias"]).read(root / "alias" / "outside.toml") == b"secret\n"
+
+
+@contextmanager
+def handle_of(folder: Path) -> Iterator[int]:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
