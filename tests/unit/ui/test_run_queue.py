@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 TRAINS = """#!/bin/sh
 echo "$@" >> "{folder}/commands"
 echo "$CUDA_VISIBLE_DEVICES" >> "{folder}/gpus"
-while [ ! -e "{folder}/go" ]; do sleep 0.02; done
+while [ ! -e "{folder}/go" ] && [ -d "{folder}" ]; do sleep 0.02; done
 echo "error: the code is $(cat "{folder}/go")"
 exit "$(cat "{folder}/go")"
 """

@@ -679,7 +679,10 @@ def test_other_websites_can_link_to_pages_and_load_nothing(client: TestClient, r
 
 def test_the_queue_shows_what_runs_waits_and_has_ended(failing: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = failing.parent / "python"
-    fake.write_text('#!/bin/sh\nwhile [ ! -e "$(dirname "$0")/go" ]; do sleep 0.02; done\necho "error: <b>"\nexit 2\n')
+    here = failing.parent
+    fake.write_text(
+        f'#!/bin/sh\nwhile [ ! -e {here}/go ] && [ -d {here} ]; do sleep 0.02; done\necho "error: <b>"\nexit 2\n'
+    )
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
     client = working_client(failing.parent)
