@@ -183,11 +183,6 @@ class _DiskChecks:
 
     def single_steps(self, family: Family) -> None:
         """Check that images are not drawn in one step by a scheduler with a last time, which has none for it."""
-        model = with_base_values(self.model)
-        last = model.last_time
-        file = model.diffusers_path / "scheduler" / "scheduler_config.json"
-        if not family.files.writes_scheduler and file.is_file():
-            last = read_config(file.parent, "scheduler").get("shift_terminal")
         train = self.train
         tables = {
             "reward": train.reward,
@@ -195,7 +190,15 @@ class _DiskChecks:
             "sampling": train.sampling if train.sampling.images else None,
             "metrics": train.metrics,
         }
-        for key in (key for key, table in tables.items() if last and table is not None and table.steps == 1):
+        keys = [key for key, table in tables.items() if table is not None and table.steps == 1]
+        if not keys:
+            return
+        model = with_base_values(self.model)
+        last = model.last_time
+        file = model.diffusers_path / "scheduler" / "scheduler_config.json"
+        if not family.files.writes_scheduler and file.is_file():
+            last = read_config(file.parent, "scheduler").get("shift_terminal")
+        for key in keys if last else ():
             self.add(f"{key}.steps", f"the scheduler's last time is {last:g}", "1", "write at least 2")
 
     def engines(self, family: Family) -> None:
