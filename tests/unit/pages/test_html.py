@@ -79,7 +79,7 @@ def components(text: str) -> dict[str, str]:
                 SimpleNamespace(
                     path="/runs/a",
                     is_running=running,
-                    is_starting=starting,
+                    is_pending=starting,
                     is_stopping=True,
                     can_resume=True,
                     links=[("/", text)],
