@@ -274,7 +274,7 @@ def test_all_faults_are_in_one_report(verb: Callable[..., Result], fresh_project
         (("evaluate", "nowhere"), "nowhere does not exist"),
         (("evaluate", "one", "two"), "several models are compared with --against DATA"),
         (("evaluate", "one", "--against", "data.toml"), "--against needs --features"),
-        (("evaluate", "one", "--page", "page.html"), "--page belong to --against"),
+        (("evaluate", "one", "--page", "page.html"), "--page and --save belong to --against"),
         (("inspect", "nowhere"), "no cache at nowhere"),
         (("report", "nowhere"), "no such log"),
     ],
