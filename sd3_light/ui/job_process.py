@@ -38,9 +38,10 @@ class ProcessIdentity:
     @property
     def is_alive(self) -> bool:
         """Whether this very process exists."""
-        if self.machine != machine() or self.started in ("", "?"):
+        if self.machine != machine() or self.started in ("", "?") or process_start(self.pid) != self.started:
             return False
-        return process_start(self.pid) == self.started and _has_token(self.pid, self.token)
+        # while a process starts a program, the kernel has no command of it for a moment
+        return not _command(self.pid) or _has_token(self.pid, self.token)
 
     @property
     def is_of_this_boot(self) -> bool:
@@ -90,10 +91,14 @@ def forget_exit(exit_file: Path) -> None:
         raise UserError(f"cannot remove {exit_file}: {error.strerror}") from error
 
 
-def _has_token(pid: int, token: str) -> bool:
+def _command(pid: int) -> bytes:
+    """Return the command line of a process; b"" if it has ended, or none yet."""
     try:
-        command = read_limited(f"/proc/{pid}/cmdline")
+        return read_limited(f"/proc/{pid}/cmdline")
     except OSError:
-        return False
-    words = command.split(b"\0")
+        return b""
+
+
+def _has_token(pid: int, token: str) -> bool:
+    words = _command(pid).split(b"\0")
     return len(words) > 3 and words[1] == b"-c" and token.encode() in words[3]

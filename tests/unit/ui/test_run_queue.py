@@ -109,6 +109,20 @@ def test_a_run_starts_at_once_and_its_end_is_noticed(machine: Machine) -> None:
     assert list(machine.state.glob("exit-*")) == []
 
 
+def test_a_process_without_a_command_yet_is_alive(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel wakes the parent before the command of the new program can be read."""
+    queue = machine.queue()
+    queue.add(machine.config())
+    monkeypatch.setattr(job_process, "_command", lambda _: b"")
+    queue.advance()
+    (running,) = queue.jobs()
+    assert running.state == RUNNING
+    assert find_process(running.token) is None
+    monkeypatch.undo()
+    machine.go(0)
+    machine.wait_for(queue, 0, DONE)
+
+
 def test_a_run_that_fails_says_why(machine: Machine) -> None:
     queue = machine.queue()
     queue.add(machine.config())
