@@ -27,10 +27,10 @@ def require_marked(name: str) -> None:
         raise UserError(
             f"reward.score = {name!r}: {file} cannot be read ({error}); install the package again"
         ) from error
-    found = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == function]
-    if not found:
+    definitions = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == function]
+    if not definitions:
         raise UserError(f"reward.score = {name!r}: {file} defines no function {function}; correct the name")
-    if not any(_mark(decorator) == _MARK for decorator in found[-1].decorator_list):
+    if not any(_mark(decorator) == _MARK for decorator in definitions[-1].decorator_list):
         raise UserError(f"reward.score = {name!r} is not marked as a reward; write @sd3_light.tasks.reward above it")
 
 

@@ -97,10 +97,10 @@ def _installed(name: str) -> Reward:
     require_marked(name)
     module, _, attribute = name.partition(":")
     try:
-        found = getattr(import_module(module), attribute)
+        value = getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UserError(f"reward.score = {name!r}: {error}; install the package, or correct the name") from error
-    if not any(found is marked for marked in _MARKED):
+    if not any(value is marked for marked in _MARKED):
         raise UserError(f"reward.score = {name!r} is not marked as a reward; write @sd3_light.tasks.reward above it")
-    function: Reward = found
+    function: Reward = value
     return function

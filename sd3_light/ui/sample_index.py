@@ -201,8 +201,8 @@ class SampleIndex:
             for width, height, frames, number in different.tolist()
         ]
         numbers = inverse.reshape(-1)
-        found = np.array([bool(reason) for reason in reasons], bool)[numbers] & ~self.is_rejected
-        return self._with_reasons({row: (reasons[numbers[row]], "") for row in np.flatnonzero(found).tolist()})
+        is_unusable = np.array([bool(reason) for reason in reasons], bool)[numbers] & ~self.is_rejected
+        return self._with_reasons({row: (reasons[numbers[row]], "") for row in np.flatnonzero(is_unusable).tolist()})
 
     def without_reasons(self, keys: Collection[str], reasons: Collection[str]) -> "SampleIndex":
         """Return the index where samples with these keys are not rejected for one of these reasons any more."""
@@ -304,9 +304,9 @@ class SampleIndex:
     def _matches(self, query: Query) -> NDArray[np.bool_]:
         matches = np.ones(len(self), bool)
         if query.text:
-            found = pc.match_substring(self._captions, query.text, ignore_case=True)
+            has_text = pc.match_substring(self._captions, query.text, ignore_case=True)
             keys = pc.match_substring(self.table["key"], query.text, ignore_case=True).to_numpy()
-            matches &= self._per_sample(found.to_numpy(), np.logical_or) | keys
+            matches &= self._per_sample(has_text.to_numpy(), np.logical_or) | keys
         if query.tag:
             matches &= self._has_tag(query.tag)
         if query.where.strip():
@@ -314,13 +314,13 @@ class SampleIndex:
         return matches
 
     def _has_tag(self, tag: str) -> NDArray[np.bool_]:
-        found = np.zeros(len(self._captions), bool)
+        has_tag = np.zeros(len(self._captions), bool)
         owners = np.repeat(self.numbers, np.diff(self._starts))
         for number, source in enumerate(self.sources):
             ends = _quoted(source.directory.cache_shuffle_delimiter.strip() or " ")
             pattern = rf"(?s)(\A|{ends})\s*{_quoted(tag)}\s*({ends}|\z)"
-            found |= (owners == number) & pc.match_substring_regex(self._captions, pattern).to_numpy()
-        return self._per_sample(found, np.logical_or)
+            has_tag |= (owners == number) & pc.match_substring_regex(self._captions, pattern).to_numpy()
+        return self._per_sample(has_tag, np.logical_or)
 
     def _where(self, where: str) -> NDArray[np.bool_]:
         try:

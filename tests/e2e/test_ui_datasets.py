@@ -1,9 +1,7 @@
 """Find the bad captions of a dataset, fix them and continue: in a real browser, with real files and processes."""
 
 import json
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,11 +10,12 @@ from PIL import Image
 from sd3_light.runlog import read_log
 from sd3_light.ui.folders import folder_id
 from tests.e2e.browser import Browser, assert_fits_width, assert_readable_in_both_schemes, start_browser
+from tests.e2e.ui_server import served
 from tests.project import Project
-from tests.waiting import HANG_SECONDS, wait_until
+from tests.waiting import wait_until
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-uvicorn = pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
+pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
 MANY = 20_000
 
@@ -26,22 +25,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     started = start_browser(tmp_path_factory.mktemp("profile"))
     yield started
     started.close()
-
-
-@contextmanager
-def served(root: Path) -> Iterator[str]:
-    from sd3_light.engines import Launch
-    from sd3_light.ui.server import Site, make_app
-
-    site = Site.of_folders([root], [], root / "playground", Launch)
-    config = uvicorn.Config(make_app(site), port=0, log_level="warning", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    wait_until(lambda: server.started)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join(HANG_SECONDS)
 
 
 def wait_for(browser: Browser, condition: str) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +11,12 @@ import pytest
 from sd3_light.assets import DEMO
 from sd3_light.ui.folders import folder_id
 from tests.e2e.browser import Browser, assert_readable_in_both_schemes, start_browser
+from tests.e2e.ui_server import served
 from tests.unit.ui.conftest import write_run
-from tests.waiting import HANG_SECONDS, wait_until
+from tests.waiting import wait_until
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-uvicorn = pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
+pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +29,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from sd3_light.engines import Launch
-    from sd3_light.ui.server import Site, make_app
-
-    site = Site.of_folders([runs], [DEMO], runs / "playground", Launch)
-    site.queue.state = tmp_path_factory.mktemp("state")
-    config = uvicorn.Config(make_app(site), port=0, log_level="warning", timeout_graceful_shutdown=1)
-    started = uvicorn.Server(config)
-    thread = threading.Thread(target=started.run, daemon=True)
-    thread.start()
-    wait_until(lambda: started.started)
-    yield f"http://127.0.0.1:{started.servers[0].sockets[0].getsockname()[1]}"
-    started.should_exit = True
-    thread.join(HANG_SECONDS)
+    with served(runs, [DEMO], tmp_path_factory.mktemp("state")) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

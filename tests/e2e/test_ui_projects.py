@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,11 +11,12 @@ from sd3_light.assets import DEMO
 from sd3_light.ui.folders import folder_id
 from sd3_light.world import write_dataset
 from tests.e2e.browser import Browser, assert_fits_width, assert_readable_in_both_schemes, start_browser
+from tests.e2e.ui_server import served
 from tests.project import Project
-from tests.waiting import HANG_SECONDS, wait_until
+from tests.waiting import wait_until
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
-uvicorn = pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
+pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui")
 
 NUM_IMAGES = 20
 
@@ -33,19 +33,8 @@ def work(tmp_path_factory: pytest.TempPathFactory, raw_project: Project) -> Path
 
 @pytest.fixture(scope="module")
 def server(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from sd3_light.engines import Launch
-    from sd3_light.ui.server import Site, make_app
-
-    site = Site.of_folders([work], [DEMO], work / "playground", Launch)
-    site.queue.state = tmp_path_factory.mktemp("state")
-    config = uvicorn.Config(make_app(site), port=0, log_level="warning", timeout_graceful_shutdown=1)
-    started = uvicorn.Server(config)
-    thread = threading.Thread(target=started.run, daemon=True)
-    thread.start()
-    wait_until(lambda: started.started)
-    yield f"http://127.0.0.1:{started.servers[0].sockets[0].getsockname()[1]}"
-    started.should_exit = True
-    thread.join(HANG_SECONDS)
+    with served(work, [DEMO], tmp_path_factory.mktemp("state")) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

@@ -52,9 +52,9 @@ def test_every_key_has_its_line_and_its_value() -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.name)
 def test_the_values_of_all_recipes_are_found(path: "object") -> None:
     text = path.read_text(encoding="utf-8")  # type: ignore[attr-defined]
-    for entry in toml_entries(text):
-        if not entry.is_header:
-            tomllib.loads(f"x = {text[entry.start : entry.stop]}")
+    parts = [text[entry.start : entry.stop] for entry in toml_entries(text) if not entry.is_header]
+    values = [tomllib.loads(f"x = {part}")["x"] for part in parts]
+    assert all(value in values for value in tomllib.loads(text).values() if not isinstance(value, dict | list))
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_texts_with_faults_are_read_to_the_end() -> None:
 
 @pytest.mark.parametrize("text", ["x = '" + "a" * 200_000, '"' + "\\" * 200_000, "[" * 200_000, "a.b = [\n" * 20_000])
 def test_hostile_texts_take_no_time(text: str) -> None:
-    toml_entries(text)
+    assert len(toml_entries(text)) <= text.count("=") + 1  # one may look like a header
 
 
 @pytest.mark.parametrize(

@@ -83,4 +83,4 @@ def test_the_project_says_how_many_images_are_held_out(tmp_path: Path, raw_proje
 def test_new_decodes_no_image(tmp_path: Path, raw_project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """Thumbnails are for the cache stage."""
     monkeypatch.setattr("sd3_light.sources.decode.make_thumbnail", lambda *_: pytest.fail("an image is decoded"))
-    new.run("lora", str(raw_project.images), str(DEMO), tmp_path)
+    assert new.run("lora", str(raw_project.images), str(DEMO), tmp_path).train_toml.is_file()
