@@ -1,6 +1,6 @@
 """Attention of stock denoisers on this GPU: which kernel is fast, which is right, and which one ends its process?
 
-    python benchmarks/attention.py [OUT.json] [--cases flux z_image sd3] [--lanes 4] [--timeout 90]
+    python benchmarks/attention.py [OUT.json] [--cases flux z_image sd3] [--kernels cudnn] [--lanes 4] [--timeout 90]
 
 A case has the tokens, heads and width of a head of a published model at 1024 px. Every case runs with every kernel of
 `scaled_dot_product_attention` and as packed rows (`varlen_attn`), with queries in memory order [B, T, H, E] as stock
@@ -51,7 +51,7 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "packed": None,
 }
-LAYOUTS = ("rows", "copied")
+LAYOUTS = ("rows", "copied", "mixed")
 
 
 def attend(parts: list[Tensor], kernel: str, layout: str) -> Tensor:
@@ -111,6 +111,9 @@ def measure(case: Case, kernel: str, layout: str) -> dict[str, float]:
         image = output[:, case.text :]
         return torch.autograd.grad((text, image), leaves, (grad[:, : case.text], grad[:, case.text :]))
 
+    if layout == "mixed":
+        wide = torch.cat([grad, grad], dim=2)
+        torch.autograd.grad(forward(), leaves, wide[..., : grad.shape[2]])
     results = [forward().detach(), *both()]
     torch.cuda.synchronize()
     few = 2  # heads
@@ -160,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, nargs="?", help="JSON of the results")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--lanes", type=int, default=1, help="processes at the same time")
     parser.add_argument("--timeout", type=float, default=90, help="seconds of one combination")
     args = parser.parse_args()
@@ -167,7 +171,9 @@ def main() -> None:
         parser.error("it needs a GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
     combinations = [
-        each for each in itertools.product(args.cases, KERNELS, LAYOUTS) if each[1:] != ("packed", "copied")
+        each
+        for each in itertools.product(args.cases, args.kernels, LAYOUTS)
+        if each[1] != "packed" or each[2] == "rows"
     ]
     results = []
     with ThreadPoolExecutor(args.lanes) as pool:

@@ -33,6 +33,7 @@ class Flux(StockFamily):
     comfyui = True
     text_tokens = ("padded",)
     guidance = ("negative prompt", "number")
+    cudnn_attention = True
 
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
         """See `StockFamily.text_columns`: T5's rows, and CLIP's pooled vector."""
@@ -66,6 +67,13 @@ class Flux(StockFamily):
             return_dict=False,
         )[0]
         return unpack_latents(tokens, height, width)
+
+    def speed_up(self, denoiser: "nn.Module") -> None:
+        """See `StockFamily.speed_up`: attention of single blocks gets a part of a larger gradient."""
+        from sd3_light.families.stock.attention import with_contiguous_gradient
+
+        for block in denoiser.single_transformer_blocks:  # type: ignore[union-attr]
+            block.attn.register_forward_hook(with_contiguous_gradient)
 
     def takes_guidance(self, config: Mapping[str, Any]) -> bool:
         """See `StockFamily.takes_guidance`."""

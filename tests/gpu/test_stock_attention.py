@@ -1,12 +1,15 @@
-"""Qwen-Image and Z-Image on a GPU: their attention is that of the stock processors, and padded text is recorded."""
+"""Stock families on a GPU: attention is that of the stock processors, padded text is recorded, Flux may use cuDNN."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from sd3_light.core.registry import family_named
 from sd3_light.engines import Launch
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.trainable import freeze
@@ -49,6 +52,39 @@ def test_attention_is_that_of_the_stock_processor(
         for name, expected in stock.items():
             error = (other[name] - expected).float().norm() / expected.float().norm().clamp(min=1e-3)
             assert error < 0.05, (name, error)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_of_flux_with_cudnn_are_those_with_flash(compiled: bool) -> None:
+    """Single blocks give attention a part of a wider gradient, double blocks one of their own."""
+    torch.manual_seed(0)
+    config = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 128, "num_attention_heads": 4}
+    sizes = {"joint_attention_dim": 64, "pooled_projection_dim": 32, "axes_dims_rope": (16, 56, 56)}
+    denoiser = FluxTransformer2DModel(in_channels=64, guidance_embeds=False, **config, **sizes).to(CUDA, torch.bfloat16)
+    family_named("flux").speed_up(denoiser)  # type: ignore[attr-defined]
+    if compiled:
+        for block in (*denoiser.transformer_blocks, *denoiser.single_transformer_blocks):
+            block.compile()
+    tokens = 16 * 16
+    inputs = {
+        "hidden_states": torch.randn(1, tokens, 64, device=CUDA).bfloat16(),
+        "encoder_hidden_states": torch.randn(1, 512, 64, device=CUDA).bfloat16(),
+        "pooled_projections": torch.randn(1, 32, device=CUDA).bfloat16(),
+        "timestep": torch.tensor([0.5], device=CUDA),
+        "img_ids": torch.cartesian_prod(torch.zeros(1), torch.arange(16.0), torch.arange(16.0)).to(CUDA),
+        "txt_ids": torch.zeros(512, 3, device=CUDA),
+    }
+    gradients = []
+    for kernel in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        denoiser.zero_grad()
+        torch.compiler.reset()
+        with sdpa_kernel(kernel):
+            denoiser(**inputs, return_dict=False)[0].square().mean().backward()
+        gradients.append({name: weight.grad for name, weight in denoiser.named_parameters() if weight.grad is not None})
+    flash, cudnn = gradients
+    for name, expected in flash.items():
+        error = (cudnn[name] - expected).float().norm() / expected.float().norm().clamp(min=1e-6)
+        assert error < 0.05, (name, error)
 
 
 def test_batches_of_other_lengths_replay_one_graph(folder: tuple[str, Path]) -> None:

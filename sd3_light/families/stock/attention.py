@@ -124,6 +124,29 @@ class ZImageAttention(ZSingleStreamAttnProcessor):
         return output
 
 
+class _ContiguousGradient(torch.autograd.Function):
+    """The identity, whose gradient is contiguous."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+def with_contiguous_gradient(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """Return the output of a module whose gradient is contiguous; a forward hook.
+
+    PyTorch keeps cuDNN's plan of a backward pass by the shapes and strides of queries, keys and values, but not by
+    those of the gradient. Where blocks of one shape have gradients of two strides, the second one is read wrongly.
+    """
+    rows: Any = _ContiguousGradient.apply(output)
+    attended: Tensor = rows
+    return attended
+
+
 def use_attention(denoiser: nn.Module, processor: Any) -> None:
     """Let all attention of a denoiser run through this processor."""
     for module in denoiser.modules():

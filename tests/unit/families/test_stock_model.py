@@ -16,7 +16,7 @@ from sd3_light.core.registry import family_named
 from sd3_light.families.stock.model import StockModel
 from sd3_light.flow.objectives import FlowMatching, LayerSync
 from sd3_light.flow.packing import pack_latents, unpack_latents
-from tests.families import make_denoiser
+from tests.families import make_denoiser, make_pipeline
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -144,3 +144,37 @@ def test_cudnn_attends_only_where_its_backward_pass_is_known_to_work(name: str, 
         assert torch.backends.cuda.cudnn_sdp_enabled() == expected
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_attention_of_single_blocks_of_flux_gets_contiguous_gradients() -> None:
+    """PyTorch keeps cuDNN's plan of the backward pass without the strides of the gradient."""
+    results = []
+    for speeds_up in (False, True):
+        torch.manual_seed(0)
+        denoiser: Any = make_pipeline("flux").transformer
+        contiguous: list[bool] = []
+
+        def record(module: Any, inputs: Any, output: Tensor, seen: list[bool] = contiguous) -> None:
+            output.register_hook(lambda gradient: seen.append(gradient.is_contiguous()))
+
+        for block in denoiser.single_transformer_blocks:
+            block.attn.register_forward_hook(record)
+        if speeds_up:
+            family_named("flux").speed_up(denoiser)  # type: ignore[attr-defined]
+        generator = torch.Generator().manual_seed(0)
+        width = denoiser.config.joint_attention_dim
+        output = denoiser(
+            hidden_states=torch.randn(1, 16, denoiser.config.in_channels, generator=generator),
+            encoder_hidden_states=torch.randn(1, 8, width, generator=generator),
+            pooled_projections=torch.randn(1, denoiser.config.pooled_projection_dim, generator=generator),
+            timestep=torch.tensor([0.5]),
+            guidance=torch.tensor([1.0]),
+            img_ids=torch.zeros(16, 3),
+            txt_ids=torch.zeros(8, 3),
+            return_dict=False,
+        )[0]
+        output.square().mean().backward()
+        assert set(contiguous) == {speeds_up}
+        results.append({name: weight.grad for name, weight in denoiser.named_parameters() if weight.grad is not None})
+    stock, fast = results
+    assert all(torch.equal(fast[name], gradient) for name, gradient in stock.items())
