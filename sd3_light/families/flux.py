@@ -33,7 +33,6 @@ class Flux(StockFamily):
     comfyui = True
     text_tokens = ("padded",)
     guidance = ("negative prompt", "number")
-    cudnn_attention = True
 
     def text_columns(self, model: ModelConfig, folder: Path) -> tuple[Column, ...]:
         """See `StockFamily.text_columns`: T5's rows, and CLIP's pooled vector."""
@@ -69,7 +68,10 @@ class Flux(StockFamily):
         return unpack_latents(tokens, height, width)
 
     def speed_up(self, denoiser: "nn.Module") -> None:
-        """See `StockFamily.speed_up`: attention of single blocks gets a part of a larger gradient."""
+        """See `StockFamily.speed_up`: attention of single blocks gets a part of a larger gradient.
+
+        With it cuDNN's attention should be right too; ``cudnn_attention`` waits for `tests/gpu/test_stock_attention.py`.
+        """
         from sd3_light.families.stock.attention import with_contiguous_gradient
 
         for block in denoiser.single_transformer_blocks:  # type: ignore[union-attr]
