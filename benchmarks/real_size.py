@@ -2,7 +2,7 @@
 
     python benchmarks/real_size.py FAMILY OUT [--depth third] [--encoders deep] [--journey NAME ...] [--lanes 2] [--toy]
 
-FAMILY is one of sd3 (SD3.5 medium), sd3_large, flux, flux2 (klein 4B), qwen_image, z_image, sana and wan (1.3B). The
+FAMILY is one of sd3 (SD3.5 medium), sd3_large, sd3_medium (of 2024), flux, flux2 (klein 4B), qwen_image, z_image, sana and wan (1.3B). The
 model has its published shape and random weights, made on the GPU and written in bf16, and text encoders of their real
 width: with two layers, or with `--encoders deep` with all of them. There are 20 captioned images of 1024 px.
 
