@@ -7,9 +7,9 @@ LIST has tables of commands: `[[speed]]` with `run = "python benchmarks/peers.py
 and `needs = 120` (seconds that must be left for it to start; otherwise it is listed as not started). With `--mps` the
 lanes share the GPU under NVIDIA's MPS. `{out}` is the command's separate folder OUT/NUMBER, and `python` the one that
 runs the list (`gpu_runs.toml`). All that a command started ends with it. Several groups run one after another.
-OUT/summary.txt has a row per command, written as soon as it ends: state, seconds, command, and its last lines. `--pack`
-copies it to FOLDER every 30 s, with all files (larger than a megabyte: empty) in FOLDER/results.tar.gz: two files to bring back, also
-from a machine that is taken away.
+OUT/summary.txt has a row per command, written as soon as it ends: state, seconds, command, and its last lines. Every
+30 s `--pack` copies it to FOLDER, with all files of OUT in FOLDER/results.tar.gz (those larger than a megabyte empty):
+two files to bring back, also from a machine that is taken away.
 """
 
 import argparse
