@@ -58,7 +58,8 @@ class Row:
     """Work that both sides do. ``flags`` are the script's own, ``keys`` those of the train TOML.
 
     ``targets`` are the layers to which the script adds a LoRA, ``overrides`` are passed to our command. Clips have
-    ``frames`` frames of ``resolution`` lines. A row with ``published`` seconds per step and GiB has no script.
+    ``frames`` frames of ``resolution`` lines. ``published`` are seconds per step and GiB. A row without a script has
+    our side only.
     """
 
     script: str
@@ -99,7 +100,7 @@ ROWS = {
     "all-512-4": Row(
         "train_dreambooth_sd3.py", 512, 4, targets=(), flags=SD3_TEXT, keys={"activation_checkpointing": 0.25}
     ),
-    "all-512-4-small": Row("train_dreambooth_sd3.py", 512, 4, targets=(), flags=SD3_TEXT, overrides=SMALL),
+    "all-512-4-small": Row("", 512, 4, targets=(), overrides=SMALL),  # the script of `all-512-4` has no such form
     "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS, FLUX_FLAGS, cudnn=False),
     "qwen-1024-1": Row("train_dreambooth_lora_qwen_image.py", 1024, 1, "qwen_image", ATTENTION),
     "z-image-1024-1": Row("train_dreambooth_lora_z_image.py", 1024, 1, "z_image", ATTENTION),

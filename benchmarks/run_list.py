@@ -8,7 +8,7 @@ and `needs = 120` (seconds that must be left for it to start; otherwise it is li
 lanes share the GPU under NVIDIA's MPS. `{out}` is the command's separate folder OUT/NUMBER, and `python` the one that
 runs the list (`gpu_runs.toml`). All that a command started ends with it. Several groups run one after another.
 OUT/summary.txt has a row per command, written as soon as it ends: state, seconds, command, and its last lines. Every
-30 s `--pack` copies it to FOLDER, with all files of OUT in FOLDER/results.tar.gz (those larger than a megabyte empty):
+30 s `--pack` copies it to FOLDER, with the texts of OUT in FOLDER/results.tar.gz (those larger than a megabyte empty):
 two files to bring back, also from a machine that is taken away.
 """
 
@@ -37,6 +37,7 @@ from lanes import end, mps
 LAST_LINES = 12
 SUMMARY = "summary.txt"
 PACK_SECONDS = 30
+PACKED = (".txt", ".json", ".jsonl", ".md", ".toml", ".log")
 PACKED_BYTES = 1 << 20
 
 
@@ -109,7 +110,7 @@ class Runner:
 
 def pack(out: Path, folder: Path) -> None:
     """Write the summary, and an archive of the small files."""
-    files = [path for path in sorted(out.rglob("*")) if path.is_file() and not path.is_symlink()]
+    files = [path for path in sorted(out.rglob("*")) if path.suffix in PACKED and path.is_file()]
     unfinished = folder / "unfinished"
     with tarfile.open(unfinished, "w:gz") as archive:
         for path in files:

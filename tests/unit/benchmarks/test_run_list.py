@@ -70,13 +70,14 @@ def test_a_command_that_is_cut_off_has_its_results_packed(scripts: SimpleNamespa
     out = tmp_path / "out"
     (out / "1").mkdir(parents=True)
     (out / "1" / "rows.jsonl").write_text("{}\n", encoding="utf-8")
-    (out / "1" / "weights.safetensors").write_bytes(bytes(scripts.run_list.PACKED_BYTES))
+    (out / "1" / "large.json").write_bytes(bytes(scripts.run_list.PACKED_BYTES))
+    (out / "1" / "weights.safetensors").write_bytes(bytes(8))
     scripts.run_list.PACK_SECONDS = 0.01
     with scripts.run_list.packing(out, tmp_path / "packed"):
         wait_until((tmp_path / "packed" / "results.tar.gz").exists)  # while commands run
     with tarfile.open(tmp_path / "packed" / "results.tar.gz") as archive:
         sizes = {entry.name: entry.size for entry in archive}
-    assert sizes == {"1/rows.jsonl": 3, "1/weights.safetensors": 0}
+    assert sizes == {"1/rows.jsonl": 3, "1/large.json": 0}
 
 
 # --- the shipped list ---------------------------------------------------------------------------
