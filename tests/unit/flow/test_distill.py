@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Prediction
+from sd3_light.export.lora_merge import truncated
 from sd3_light.flow.distill import GuidanceDistillation, StepDistillation
 from sd3_light.flow.objective import interpolate, velocity
+from sd3_light.model.training_adapter import TrainingAdapter
 from sd3_light.randomness import occurrence_words
 
 SHAPE = (4, 2, 4, 4)
@@ -167,13 +169,13 @@ def toy_batch(epoch: int, size: int = 256) -> Batch:
     return Batch(size, {**values, "words": words, "text": dropped, "noise": noise})
 
 
-def fit(model: Toy, loss: Callable[[Batch], Tensor], steps: int) -> Toy:
+def fit(model: Toy, loss: Callable[[Batch], Tensor], steps: int, batches: Callable[[int], Batch] = toy_batch) -> Toy:
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * (1 - step / steps)
         optimizer.zero_grad()
-        loss(toy_batch(step)).mean().backward()
+        loss(batches(step)).mean().backward()
         optimizer.step()
     return model
 
@@ -225,3 +227,65 @@ def test_students_arrive_where_their_teacher_does() -> None:
         student = learnt(StepDistillation(calls_at, 32, guidance=2.0), teacher, 800)
         best = min(distance(drawn(teacher, given, calls, scale), goal) for scale in (1.0, 2.0))
         assert distance(drawn(student, given, calls, 1.0), goal) < best / 3
+
+
+# --- a new word for a model of one call, with and without what undoes its distillation -----------
+
+NEW = 3.0
+
+
+def new_word(epoch: int) -> Batch:
+    """Points of a new text around (0, 2), with the same spread."""
+    given = toy_batch(epoch)
+    clean = given["noisy"] - given["t"].view(-1, 1, 1, 1) * given["target"]
+    clean[:, 0, 0, 0] = 0.3 * torch.randn(given.size, generator=torch.Generator().manual_seed(epoch))
+    clean[:, 1, 0, 0] += 2
+    noise = given["noise"]
+    values = {"noisy": interpolate(clean, noise, given["t"].view(-1, 1, 1, 1)), "target": velocity(clean, noise)}
+    return given.with_values({**values, "text": torch.full((given.size,), NEW)})
+
+
+def spread(points: Tensor) -> float:
+    return points.flatten(1).std(0).mean().item()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_training_adapter_keeps_one_call_while_a_new_word_is_learnt() -> None:
+    """A student of one call learns a word by flow matching. Without the adapter its points shrink to their mean, which
+    is what one call of flow matching gives; with it they keep their spread, for the new word and for the old ones."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    teacher = Toy()
+
+    def flow_of(model: Toy) -> Callable[[Batch], Tensor]:
+        def loss(given: Batch) -> Tensor:
+            predicted = model(given["noisy"], given["t"], given["text"])
+            return (predicted - given["target"]).square().flatten(1).mean(1)
+
+        return loss
+
+    fit(teacher, flow_of(teacher), 1500)
+    student = learnt(StepDistillation(lambda batch: torch.tensor([1.0, 0.0]), 32, guidance=1.0), teacher, 800)
+    undo = {}
+    for name, layer in student.named_modules():
+        if isinstance(layer, nn.Linear):
+            difference = teacher.get_submodule(name).weight - layer.weight
+            undo[name], _ = truncated(difference.detach(), min(difference.shape))
+    given = toy_batch(10_000)
+    old = given.with_values({"text": torch.ones(given.size)})
+    new = given.with_values({"text": torch.full((given.size,), NEW)})
+    assert spread(drawn(student, old, 1, 1.0)) == pytest.approx(0.3, abs=0.06)
+    spreads = {}
+    for is_undone in (True, False):
+        tuned = copy.deepcopy(student)
+        for name, parameter in tuned.named_parameters():
+            parameter.requires_grad_(name.endswith("weight"))
+        adapter = TrainingAdapter(tuned, undo if is_undone else {}, torch.float32, torch.device("cpu"))
+        fit(tuned, flow_of(tuned), 300, new_word)
+        with adapter.off():
+            points = drawn(tuned, new, 1, 1.0)
+            spreads[is_undone] = spread(points), spread(drawn(tuned, old, 1, 1.0))
+            assert distance(points.mean(0, keepdim=True), torch.tensor([[0.0, 2.0]]).view(1, 2, 1, 1)) < 0.3
+    print(spreads)
+    assert min(spreads[True]) > 2 * max(spreads[False])
