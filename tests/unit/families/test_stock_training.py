@@ -303,7 +303,9 @@ def test_a_training_adapter_is_in_the_loss_alone(project: Project) -> None:
     (file,) = (project.model / "transformer").glob("*.safetensors")
     shapes = {name.removesuffix(".weight"): tensor.shape for name, tensor in load_file(file).items()}
     layer = next(name for name in shapes if name.endswith(("to_v", "qkv_proj")))
-    factors = {"lora_A": torch.ones(2, shapes[layer][1]), "lora_B": torch.ones(shapes[layer][0], 2)}
+    generator = torch.Generator().manual_seed(0)
+    sides = {"lora_A": (2, shapes[layer][1]), "lora_B": (shapes[layer][0], 2)}
+    factors = {name: torch.randn(side, generator=generator) for name, side in sides.items()}
     undo = {f"transformer.{layer}.{name}.weight": tensor for name, tensor in factors.items()}
     save_file(undo, project.folder / "undo.safetensors")
     project.train_toml.write_text(project.train_toml.read_text() + LORA)
