@@ -302,7 +302,7 @@ def test_a_training_adapter_is_in_the_loss_alone(project: Project) -> None:
     """With a LoRA; it is not in checkpoints, and a resumed run equals the whole."""
     (file,) = (project.model / "transformer").glob("*.safetensors")
     shapes = {name.removesuffix(".weight"): tensor.shape for name, tensor in load_file(file).items()}
-    layer = next(name for name in shapes if name.endswith(("to_v", "qkv_proj")))
+    layer = next(name for name in shapes if name.endswith(("to_v", "final_layer.linear")))  # PRX's blocks start at 0
     generator = torch.Generator().manual_seed(0)
     sides = {"lora_A": (2, shapes[layer][1]), "lora_B": (shapes[layer][0], 2)}
     factors = {name: torch.randn(side, generator=generator) for name, side in sides.items()}
