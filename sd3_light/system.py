@@ -54,7 +54,9 @@ def release_freed_memory() -> None:
     weights of an export. Only GNU's has this setting. It makes allocations slower, so a training process does not
     call this.
     """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):
         library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
