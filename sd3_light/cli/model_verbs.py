@@ -162,8 +162,8 @@ def sample(
     if launch.is_main:
         echo(f"wrote {path}")
         if any(row.seed is None for row in rows):  # otherwise a new seed changes nothing
-            again = ("--seed", str(max(seed or [0]) + 1), "--out", out)
-            suggest(("sample", model, *(prompt or ()), *given_options(context, "seed", "out"), *again))
+            other = ("--seed", str(max(seed or [0]) + 1), "--out", out)
+            suggest(("sample", model, *(prompt or ()), *given_options(context, "seed", "out"), *other))
 
 
 AgainstData = Annotated[

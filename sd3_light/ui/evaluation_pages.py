@@ -1,6 +1,5 @@
 """The best, the worst and random images of an evaluation, each beside the true image of its caption."""
 
-import math
 import os
 import random
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ ORDERS = ("best", "worst", "random")
 
 _PREFERRED = ("distance", "psnr", "edges", "retrieval")
 _LOWER_IS_BETTER = ("distance",)
+_LARGEST = 1e300  # of a score; whole numbers of JSON have no limit
 _ROWS = "rows"  # in the scores of a row: the captions that have an image
 
 
@@ -160,7 +160,7 @@ def _is_name(text: str) -> bool:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _card(evaluation: Evaluation, evaluation_id: str, view: View, caption: int) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def test_images_appear_in_the_playground_and_their_settings_return(browser: Brow
     browser.open_address(f"{server}/playground")
     assert browser.evaluate("document.querySelectorAll('.thumbs button').length") == 4
     browser.evaluate("[...document.querySelectorAll('.thumbs button')].at(-1).click()")
-    assert browser.evaluate("document.querySelector('[name=prompt]').value") == "a red circle"
+    wait_for(browser, "document.querySelector('[name=prompt]').value === 'a red circle'")
     assert browser.evaluate("document.querySelector('[name=steps]').value") == "2"
 
 

@@ -113,7 +113,7 @@ def test_scores_that_are_not_valid_are_left_out(tmp_path: Path, each: Any) -> No
 def test_a_file_that_is_no_list_is_a_users_error(tmp_path: Path, text: str) -> None:
     folder = write_evaluation(tmp_path / "eval", count=2)
     (folder / "images.json").write_text(text)
-    with pytest.raises(UserError, match="images.json"):
+    with pytest.raises(UserError, match=r"images\.json"):
         evaluation_page(Folders([tmp_path]), folder_id(folder), View())
     with pytest.raises(UserError, match="there is no evaluation x"):
         evaluation_page(Folders([tmp_path]), "x", View())
