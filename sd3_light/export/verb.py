@@ -32,6 +32,7 @@ from sd3_light.export.proof import ProofError
 from sd3_light.files import refuse_existing, scratch_folder, write_errors
 from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
 from sd3_light.runlog import info
+from sd3_light.system import release_freed_memory
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ def run(
     """
     if ema_length is not None and weights is not None:
         raise UserError("--ema-length and --weights exclude each other; use one of them")
+    release_freed_memory()
     refuse_existing(out)
     _check_options(out, contents, push_to_hub)
     refuse_script_run(run_folder)
