@@ -189,6 +189,8 @@ class Folders:
 
     def _caches_of(self, run: Path) -> list[Path]:
         """Return the local caches of a run's training and evaluation sets that exist."""
+        if os.path.islink(run / "config.toml"):
+            return []
         try:
             named = self._run_caches.get(run / "config.toml", lambda: _named_caches(run / "config.toml"))
         except OSError:  # missing, or a loop of links
@@ -225,10 +227,11 @@ def folder_id(folder: Path) -> str:
 
 
 def _search_below(folder: Path, levels: int) -> Iterator[tuple[Path, bool]]:
-    """Yield the runs (True) and caches (False) in a folder and ``levels`` below it."""
+    """Yield the runs (True) and caches (False) in a folder and ``levels`` below it; no link is followed."""
     try:
         with os.scandir(folder) as entries:
-            content = {entry.name: os.path.isdir(entry.path) for entry in islice(entries, _MOST_ENTRIES)}
+            known = [entry for entry in islice(entries, _MOST_ENTRIES) if not entry.is_symlink()]
+            content = {entry.name: entry.is_dir(follow_symlinks=False) for entry in known}
     except OSError:  # not readable, or removed meanwhile
         return
     if "log.jsonl" in content and "config.json" not in content:  # a denoiser's folder may keep the log of its training

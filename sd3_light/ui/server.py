@@ -36,6 +36,7 @@ try:
     from sd3_light.ui.queue_routes import queue_routes
     from sd3_light.ui.replies import integer, json_reply, page_reply
     from sd3_light.ui.sample_routes import sample_routes
+    from sd3_light.ui.share_routes import share_routes
 except ImportError as error:
     package = (error.name or "starlette").partition(".")[0]
     raise UserError(f"sd3-light ui needs the package {package}: pip install 'sd3-light[ui]'") from error
@@ -50,7 +51,7 @@ from sd3_light.ui.run_queue import RunQueue
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
 
-_WORKING = ("/datasets", "/playground", "/projects")  # pages for work alone
+_WORKING = ("/datasets", "/playground", "/projects", "/share")  # pages for work alone
 _END_SECONDS = 5.0  # after Ctrl-C; more than requests are given to finish
 
 
@@ -136,6 +137,7 @@ def make_app(site: Site, token: str | None = None) -> Starlette:
         *queue_routes(site.folders, site.queue),
         *project_routes(site.folders, site.queue, site.playground),
         *dataset_routes(site.datasets),
+        *share_routes(site.folders, site.playground),
     ]
     if site.is_read_only:
         table = [route for route in table if _only_reads(route)]
