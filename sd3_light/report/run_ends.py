@@ -6,7 +6,7 @@ from pathlib import Path
 from sd3_light.config.faults import UserError
 from sd3_light.report.curves import Curve, make_bin
 from sd3_light.report.log_lines import STEP_PREFIX, LogEvent, ends_of, scan_step
-from sd3_light.report.run_log import RunReport, RunSegment, parse_line
+from sd3_light.report.run_log import QUICK_BYTES, RunReport, RunSegment, parse_line, read_run
 
 LAST_LOSSES = 50
 """The loss of a run is the mean of this many logged losses at the end."""
@@ -35,6 +35,8 @@ def read_ends(folder: Path) -> RunReport:
         if steps:
             report.last["step"] = parse_line(path, 0, steps[-1])
     except UserError as error:  # the number of the line is not known
+        if path.stat().st_size <= QUICK_BYTES:
+            return read_run(folder)  # raises an error with the number
         raise UserError(f"{path}: a line near its end is damaged; `sd3-light report` says which") from error
     if losses:
         report.steps["loss"] = _one_bin(losses)

@@ -1,16 +1,17 @@
-// Line charts: zoom, axes, smoothing, hidden lines, tooltips. The server draws every chart; this script draws it again
-// when the reader changes something. Lines carry their values, so none is read back from a position. What the reader
-// chose is in the fragment of the address: reloads, self-updates and copies of the address keep it.
+// Line charts: zoom, axes, smoothing, hidden lines, tooltips. The server draws each chart; this script draws it again when
+// the reader changes something. Lines carry their values, so none is read back from a position. What the reader chose is
+// in the fragment of the address: reloads, self-updates and copies of the address keep it.
 {
-  const VIEW = 1000, MOST_ROWS = 12, SMOOTHING = 2.5, MOST_DOTS = 40, SHORTEST_DRAG = .01;
-  const COLUMNS = { step: 0, samples: 1, time: 2 }, X_NAMES = { step: 'step', samples: 'samples seen', time: 'hours' };
-  const SUFFIXES = [[1e9, 1e9, 'G'], [1e6, 1e6, 'M'], [1e4, 1e3, 'k']];
+  const VIEW = 1000, MOST_ROWS = 12, MOST_DOTS = 40, SMOOTHING = 2.5, COLUMNS = { step: 0, samples: 1, time: 2 };
+  const X_NAMES = { step: 'step', samples: 'samples seen', time: 'hours' }, SUFFIXES = [[1e9, 1e9, 'G'], [1e6, 1e6, 'M'], [1e4, 1e3, 'k']];
   const state = {};
   let plots = [], tables = {}, focused = '', frame = 0, timer = 0;
+  const all = selector => [...document.querySelectorAll(selector)];
+  const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
 
   const readState = () => {
-    const given = new URLSearchParams(location.hash.slice(1));
-    const smoothing = Number(given.get('s') ?? SMOOTHING), zoom = (given.get('z') ?? '').split(',').map(Number);
+    const given = new URLSearchParams(location.hash.slice(1)), zoom = (given.get('z') ?? '').split(',').map(Number);
+    const smoothing = Number(given.get('s') ?? SMOOTHING);
     Object.assign(state, {
       x: Object.hasOwn(COLUMNS, given.get('x')) ? given.get('x') : 'step',
       lx: given.get('lx') === '1',
@@ -21,17 +22,21 @@
     });
   };
   const writeState = () => {
-    const all = [['x', state.x, 'step'], ['lx', Number(state.lx), 0], ['y', state.y, ''], ['s', state.s, SMOOTHING],
-      ['z', state.z?.map(value => Number(value.toPrecision(10))).join(), undefined]];
-    const changed = new URLSearchParams(all.filter(([, value, usual]) => value !== usual).map(([key, value]) => [key, value]));
-    for (const name of state.off) changed.append('off', name);
+    const pairs = [['x', state.x, 'step'], ['lx', +state.lx, 0], ['y', state.y, ''], ['s', state.s, SMOOTHING],
+      ['z', state.z?.map(value => Number(value.toPrecision(10))).join(), undefined]].filter(([, value, usual]) => value !== usual);
+    const chosen = new URLSearchParams([...pairs.map(pair => pair.slice(0, 2)), ...[...state.off].map(name => ['off', name])]);
     const section = location.hash.slice(1).split('&')[0];
-    const kept = section && !section.includes('=') ? [section] : [];
-    const hash = [...kept, ...(changed.size ? [changed] : [])].join('&');
+    const hash = [section.includes('=') ? '' : section, `${chosen}`].filter(Boolean).join('&');
     history.replaceState(null, '', location.pathname + location.search + (hash && `#${hash}`));
   };
+  const change = values => {
+    Object.assign(state, values);
+    writeState();
+    frame ||= requestAnimationFrame(drawAll);
+    clearTimeout(timer);
+    timer = setTimeout(fetchFine, 250);
+  };
 
-  // --- numbers ---
   const position = ({ low, high, log }, value) => log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
   const valueAt = ({ low, high, log }, share) => log ? low * (high / low) ** share : low + (high - low) * share;
   const interpolate = (rows, from, to, value) => {  // the rows increase in every column
@@ -44,54 +49,42 @@
     const [a, b] = [rows[low], rows[high]], span = b[from] - a[from];
     return span ? a[to] + (value - a[from]) / span * (b[to] - a[to]) : a[to];
   };
-  const smooth = points => {  // like `Curve.smooth`: a moving mean over a share of what is shown
-    const half = Math.floor(points.length * state.s / 200);
-    return points.map(([x], index) => {
-      const near = points.slice(Math.max(0, index - half), index + half + 1);
-      return [x, near.reduce((sum, point) => sum + point[1], 0) / near.length];
-    });
-  };
   const fit = (values, log, zero) => {
-    let low = Infinity, high = -Infinity;
-    for (const value of zero && !log ? [0, ...values] : values) [low, high] = [Math.min(low, value), Math.max(high, value)];
+    const usable = log ? values.filter(value => value > 0) : zero ? [0, ...values] : values;
+    const low = usable.reduce((a, b) => Math.min(a, b), Infinity), high = usable.reduce((a, b) => Math.max(a, b), -Infinity);
+    if (!usable.length) return { low: 0, high: 1 };
     if (log) return { low: low / 1.1, high: high * 1.1, log };
-    const narrow = high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high));
-    const room = narrow ? .1 * Math.abs(high) || 1 : .05 * (high - low);
-    return { low: zero && low === 0 ? 0 : low - room, high: high + room, log };
+    const isNarrow = high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high));
+    const room = isNarrow ? .1 * Math.abs(high) || 1 : .05 * (high - low);
+    return { low: zero && low === 0 ? 0 : low - room, high: high + room };
   };
-  const ticksOf = ({ low, high, log }, most = 5) => {
+  const ticksOf = ({ low, high, log }) => {
     if (log && high / low >= 10) {
-      const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high)), digits = last - first <= 2 ? [1, 2, 5] : [1];
-      const powers = Array.from({ length: last - first + 1 }, (_, index) => first + index);
-      const every = digits.length > 1 ? 1 : Math.ceil((last - first) / most);
-      return powers.filter((_, index) => index % every === 0).flatMap(power => digits.map(digit => digit * 10 ** power))
-        .filter(tick => low <= tick && tick <= high);
+      const first = Math.floor(Math.log10(low)), count = Math.ceil(Math.log10(high)) - first, every = Math.max(1, Math.ceil(count / 5));
+      const powers = Array.from({ length: count + 1 }, (_, index) => 10 ** (first + index)).filter((_, index) => index % every === 0);
+      return powers.flatMap(power => (count <= 2 ? [1, 2, 5] : [1]).map(digit => digit * power)).filter(tick => low <= tick && tick <= high);
     }
-    const size = 10 ** Math.floor(Math.log10((high - low) / most));
-    const step = size * ([1, 2, 2.5, 5, 10].find(factor => (high - low) / (factor * size) <= most) ?? 20);
-    const first = Math.ceil(low / step - 1e-9), count = Math.floor(high / step + 1e-9) - first + 1;
-    return Array.from({ length: Math.max(0, Math.min(count, 20)) }, (_, index) => (first + index) * step);
+    const size = 10 ** Math.floor(Math.log10((high - low) / 5));
+    const step = size * ([1, 2, 2.5, 5, 10].find(factor => (high - low) / (factor * size) <= 5) ?? 20), first = Math.ceil(low / step - 1e-9);
+    return Array.from({ length: clamp(Math.floor(high / step + 1e-9) - first + 1, 0, 20) }, (_, index) => (first + index) * step);
   };
   const format = (value, digits, percent) => {
     if (percent) return `${Number((100 * value).toPrecision(digits))}%`;
-    const size = Math.abs(value);
-    const [, divisor, suffix] = SUFFIXES.find(([limit]) => size >= limit) ?? [0, 1, ''];
+    const size = Math.abs(value), [, divisor, suffix] = SUFFIXES.find(([limit]) => size >= limit) ?? [0, 1, ''];
     const number = Number((value / divisor).toPrecision(digits));
     return (size && size < 1e-3 ? number.toExponential() : number.toLocaleString('en', { maximumSignificantDigits: digits })) + suffix;
   };
-  const labelsOf = (ticks, percent) => {
-    for (let digits = 4; ; digits++) {
-      const labels = ticks.map(tick => format(tick, digits, percent));
-      if (new Set(labels).size === ticks.length || digits > 12) return labels;
-    }
+  const setLabels = (box, side, axis, percent) => {
+    const ticks = ticksOf(axis), write = digits => ticks.map(tick => format(tick, digits, percent));
+    const digits = [4, 6, 8, 10].find(each => new Set(write(each)).size === ticks.length) ?? 12;
+    box.replaceChildren(...write(digits).map((text, index) => {
+      const label = Object.assign(document.createElement('span'), { textContent: text });
+      label.style[side] = `${100 * position(axis, ticks[index])}%`;
+      return label;
+    }));
+    return ticks;
   };
 
-  // --- drawing ---
-  const readLine = node => ({
-    ...node.dataset, node,
-    values: node.dataset.values.split(' ').map(row => row.split(',').map(Number)),
-    dots: node.nextElementSibling?.matches('path.dots') ? node.nextElementSibling : null,
-  });
   const pointsOf = (line, range) => {
     const table = tables[line.run] ?? { rows: [] }, column = COLUMNS[state.x];
     const fine = range && isFine(table, range) ? table.fine.curves[line.curve]?.[line.part] : null;
@@ -100,120 +93,102 @@
       const first = points.findIndex(point => point[0] >= range[0]), last = points.findLastIndex(point => point[0] <= range[1]);
       points = first < 0 || last < 0 ? [] : points.slice(Math.max(0, first - 1), last + 2);
     }
-    return (line.smooth ? smooth(points) : points).filter(point => !state.lx || point[0] > 0);
+    const half = line.smooth ? Math.floor(points.length * state.s / 200) : 0;  // like `Curve.smooth`, of what is shown
+    const mean = near => near.reduce((sum, point) => sum + point[1], 0) / near.length;
+    const smoothed = half ? points.map(([x], index) => [x, mean(points.slice(Math.max(0, index - half), index + half + 1))]) : points;
+    return state.lx ? smoothed.filter(point => point[0] > 0) : smoothed;
   };
-  const xRange = plot => {
-    const xs = plot.lines.flatMap(line => pointsOf(line).map(point => point[0]));
-    const [only, ...others] = Object.values(tables);
-    if (only && !others.length) {
-      const ends = plot.node.dataset.x.split(' ').map(x => interpolate(only.rows, 0, COLUMNS[state.x], Number(x)));
-      xs.push(...ends.filter(x => !state.lx || x > 0));
-    }
+  const fullRange = plot => {
+    const ends = Object.values(tables).flatMap(({ rows }) => rows.length ? [rows[0], rows.at(-1)].map(row => row[COLUMNS[state.x]]) : []);
+    const xs = [...ends, ...plot.lines.flatMap(line => pointsOf(line).map(point => point[0]))].filter(x => x > 0 || !state.lx);
     const low = xs.reduce((a, b) => Math.min(a, b), Infinity), high = xs.reduce((a, b) => Math.max(a, b), -Infinity);
-    return low < high ? [low, high] : Number.isFinite(low) ? [low * (state.lx ? .9 : 1) - !state.lx, high * (state.lx ? 1.1 : 1) + !state.lx] : [1, 2];
-  };
-  const setLabels = (box, side, axis, ticks, percent) => {
-    const labels = labelsOf(ticks, percent);
-    box.replaceChildren(...ticks.map((tick, index) => {
-      const label = document.createElement('span');
-      label.textContent = labels[index];
-      label.style[side] = `${100 * position(axis, tick)}%`;
-      return label;
-    }));
+    if (low < high) return [low, high];
+    return !xs.length ? [1, 2] : state.lx ? [low / 1.1, low * 1.1] : [low - 1, low + 1];
   };
   const draw = plot => {
-    const { node, svg } = plot, { percent, zero } = node.dataset;
-    plot.full = xRange(plot);
+    const { node, svg, lines } = plot, { percent, zero } = node.dataset;
+    plot.full = fullRange(plot);
     const [low, high] = state.z ?? plot.full, x = { low, high, log: state.lx && low > 0 };
-    for (const line of plot.lines) line.points = pointsOf(line, state.z);
-    const shown = plot.lines.filter(line => !state.off.has(line.name));
-    const values = shown.flatMap(line => line.points.filter(point => point[0] >= low && point[0] <= high).flatMap(point => point.slice(1)));
-    const positive = values.filter(value => value > 0);
-    const log = (state.y ? state.y === 'log' : 'log' in node.dataset) && positive.length > 0;
-    const y = fit((log ? positive : values).length ? (log ? positive : values) : [0, 1], log, zero);
+    for (const line of lines) line.points = pointsOf(line, state.z);
+    const inside = lines.filter(line => !state.off.has(line.name)).flatMap(line => line.points.filter(([each]) => each >= low && each <= high));
+    const values = inside.flatMap(point => point.slice(1)), wantsLog = state.y ? state.y === 'log' : 'log' in node.dataset;
+    const y = fit(values, wantsLog && values.some(value => value > 0), zero);
     const at = (each, value) => `${(VIEW * position(x, each)).toFixed(2)},${(VIEW * (1 - position(y, value))).toFixed(2)}`;
-    for (const line of plot.lines) {
-      const drawn = line.points.filter(point => !log || point.slice(1).every(value => value > 0));
-      const forward = drawn.map(point => at(point[0], point[1])), back = drawn.map(point => at(point[0], point[2])).reverse();
-      line.node.setAttribute('points', [...forward, ...(line.node.localName === 'polygon' ? back : [])].join(' '));
-      line.dots?.setAttribute('d', drawn.length <= MOST_DOTS ? forward.map(each => `M${each}h0`).join('') : '');
-      for (const each of [line.node, line.dots]) if (each) each.style.display = state.off.has(line.name) ? 'none' : '';
+    for (const { node: shape, dots, points, name } of lines) {
+      const drawn = points.filter(point => !y.log || point.slice(1).every(value => value > 0)), corners = drawn.map(point => at(point[0], point[1]));
+      const back = shape.localName === 'polygon' ? drawn.map(point => at(point[0], point[2])).reverse() : [];
+      shape.setAttribute('points', [...corners, ...back].join(' '));
+      dots?.setAttribute('d', drawn.length <= MOST_DOTS ? corners.map(corner => `M${corner}h0`).join('') : '');
+      for (const each of [shape, dots]) if (each) each.style.display = state.off.has(name) ? 'none' : '';
     }
-    const yTicks = ticksOf(y), xTicks = ticksOf(x);
+    setLabels(node.querySelector('.x-labels'), 'left', x);
     svg.querySelectorAll('.grid').forEach(each => each.remove());
-    svg.prepend(...svg.querySelectorAll('title, desc'), ...yTicks.map(tick => {
+    svg.querySelector('desc').after(...setLabels(node.querySelector('.y-labels'), 'bottom', y, percent).map(tick => {
       const grid = document.createElementNS(svg.namespaceURI, 'line'), height = VIEW * (1 - position(y, tick));
       for (const [name, value] of Object.entries({ class: 'grid', x1: 0, x2: VIEW, y1: height, y2: height })) grid.setAttribute(name, value);
       return grid;
     }));
     plot.marks = [...svg.querySelectorAll('.mark')].map(mark => {
-      const rows = Object.values(tables)[0]?.rows ?? [];
-      const share = position(x, interpolate(rows, 0, COLUMNS[state.x], Number(mark.dataset.x)));
+      const share = position(x, interpolate(Object.values(tables)[0]?.rows ?? [], 0, COLUMNS[state.x], Number(mark.dataset.x)));
       for (const name of ['x1', 'x2']) mark.setAttribute(name, Number.isFinite(share) ? VIEW * share : -1);
       return { share, label: mark.textContent };
     });
-    setLabels(node.querySelector('.y-labels'), 'bottom', y, yTicks, percent);
-    setLabels(node.querySelector('.x-labels'), 'left', x, xTicks);
-    node.querySelector('.axis').textContent = X_NAMES[state.x] + (x.log ? ', logarithmic' : '') + (log ? ', logarithmic y axis' : '');
+    node.querySelector('.axis').textContent = X_NAMES[state.x] + (x.log ? ', logarithmic' : '') + (y.log ? ', logarithmic y axis' : '');
     Object.assign(plot, { x, y });
   };
   const drawAll = () => {
     frame = 0;
     plots.forEach(draw);
-    showState();
-  };
-  const change = values => {
-    Object.assign(state, values);
-    writeState();
-    frame ||= requestAnimationFrame(drawAll);
-    clearTimeout(timer);
-    timer = setTimeout(fetchFine, 250);
+    for (const bar of all('.chart-controls')) {
+      bar.hidden = !plots.length;
+      for (const field of ['x', 'y', 's']) bar.querySelector(`[name=${field}]`).value = state[field];
+      bar.querySelector('[name=lx]').checked = state.lx;
+      bar.querySelector('[name=reset]').disabled = !state.z;
+      bar.querySelector('output').textContent = `${state.s}% of the range`;
+    }
+    for (const node of all('[data-line]')) node.setAttribute('aria-pressed', !state.off.has(node.dataset.line));
   };
 
-  // --- finer values of a long run, from the server ---
+  // Finer values of a long run, from the server.
   const stepsOf = (table, range) => range.map(x => interpolate(table.rows, COLUMNS[state.x], 0, x));
   const isFine = (table, range) => {
     const [from, to] = stepsOf(table, range);
     return table.fine && table.fine.from <= from && table.fine.to >= to;
   };
   const fetchFine = async () => {
-    const range = state.z;
+    const range = state.z, names = new Set(plots.flatMap(plot => plot.lines.map(line => line.curve)).filter(Boolean));
     if (!range || !document.querySelector('main[data-live]')) return;
-    const names = new Set(plots.flatMap(plot => plot.lines.map(line => line.curve)).filter(Boolean));
-    for (const [run, table] of Object.entries(tables)) {
+    for (const table of Object.values(tables).filter(each => each.reduced)) {
       const [from, to] = stepsOf(table, range);
-      if (!table.reduced || (isFine(table, range) && table.fine.to - table.fine.from < 2 * (to - from))) continue;
+      if (isFine(table, range) && table.fine.to - table.fine.from < 2 * (to - from)) continue;
       const query = new URLSearchParams([['from', from], ['to', to], ...[...names].map(name => ['name', name])]);
-      const reply = await fetch(`/runs/${encodeURIComponent(run)}/curves?${query}`).catch(() => null);
+      const reply = await fetch(`/runs/${encodeURIComponent(table.id)}/curves?${query}`).catch(() => null);
       const curves = reply?.ok ? (await reply.json()).curves : {};
       if (Object.keys(curves).length) table.fine = { from, to, curves };
     }
     frame ||= requestAnimationFrame(drawAll);
   };
 
-  // --- what the reader does ---
   const view = (plot, x, left, right) => {  // zoom to shares of an axis, no further than all values
-    const [first, last] = plot.full.map(value => position(x, value)), width = right - left;
+    const [first, last] = plot.full.map(value => position(x, value)), width = right - left, start = clamp(left, first, last - width);
     if (!(width < (last - first) * (1 - 1e-9))) return change({ z: null });
-    const start = Math.min(Math.max(left, first), last - width), range = [valueAt(x, start), valueAt(x, start + width)];
+    const range = [valueAt(x, start), valueAt(x, start + width)];
     if (range[1] - range[0] > 1e-9 * Math.abs(range[1])) change({ z: range });
   };
   const zoom = (plot, center, factor) => view(plot, plot.x, center - center * factor, center + (1 - center) * factor);
-  const KEYS = {
-    ArrowLeft: plot => view(plot, plot.x, -.1, .9), ArrowRight: plot => view(plot, plot.x, .1, 1.1),
-    '+': plot => zoom(plot, .5, .7), '=': plot => zoom(plot, .5, .7), '-': plot => zoom(plot, .5, 1 / .7),
-    0: () => change({ z: null }), Escape: () => change({ z: null }),
-  };
-  const showTip = (plot, share, height) => {
-    const { tip, cross } = plot, x = valueAt(plot.x, share), y = valueAt(plot.y, 1 - height);
-    const rows = plot.lines.filter(line => line.node.localName === 'polyline' && line.points.length && !state.off.has(line.name)).map(line => {
-      const nearest = line.points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
-      return { text: `${line.name} ${format(nearest[1], 5, plot.node.dataset.percent)}`, distance: Math.abs(position(plot.y, nearest[1]) - position(plot.y, y)) };
+  const reset = () => change({ z: null });
+  const KEYS = { ArrowLeft: plot => view(plot, plot.x, -.1, .9), ArrowRight: plot => view(plot, plot.x, .1, 1.1), '+': plot => zoom(plot, .5, .7),
+    '=': plot => zoom(plot, .5, .7), '-': plot => zoom(plot, .5, 1 / .7), 0: reset, Escape: reset };
+  const showTip = ({ tip, cross, node, lines, marks, x: xAxis, y: yAxis }, share, height) => {
+    const x = valueAt(xAxis, share), known = lines.filter(line => line.node.localName === 'polyline' && line.points.length && !state.off.has(line.name));
+    const rows = known.map(line => {
+      const nearest = line.points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a)[1];
+      return { text: `${line.name} ${format(nearest, 5, node.dataset.percent)}`, distance: Math.abs(position(yAxis, nearest) - (1 - height)) };
     });
     const far = [...rows].sort((a, b) => a.distance - b.distance).slice(MOST_ROWS);
     const title = state.x === 'time' ? `${format(x, 5)} hours` : `${X_NAMES[state.x]} ${Math.round(x).toLocaleString('en')}`;
-    const marks = plot.marks.filter(mark => Math.abs(mark.share - share) < .008).slice(0, 3).map(mark => mark.label);
-    const texts = [title, ...rows.filter(row => !far.includes(row)).map(row => row.text), ...(far.length ? [`and ${far.length} more`] : []), ...marks];
+    const near = marks.filter(mark => Math.abs(mark.share - share) < .008).slice(0, 3).map(mark => mark.label);
+    const texts = [title, ...rows.filter(row => !far.includes(row)).map(row => row.text), ...(far.length ? [`and ${far.length} more`] : []), ...near];
     tip.replaceChildren(...texts.flatMap((text, index) => index ? [document.createElement('br'), text] : [text]));
     tip.hidden = cross.hidden = false;
     cross.style.left = `${share * 100}%`;
@@ -223,54 +198,55 @@
   const attachPlot = node => {
     const area = node.querySelector('.area'), svg = node.querySelector('svg'), pointers = new Map();
     const [tip, cross, box] = ['tip', 'cross', 'selected'].map(name => Object.assign(document.createElement('div'), { className: name, hidden: true }));
-    const plot = { node, area, svg, tip, cross, lines: [...svg.querySelectorAll('polyline, polygon')].map(readLine) };
+    const lines = [...svg.querySelectorAll('polyline, polygon')].map(shape => ({ ...shape.dataset, node: shape,
+      values: shape.dataset.values.split(' ').map(row => row.split(',').map(Number)), dots: shape.nextElementSibling?.closest('path.dots') }));
+    const plot = { node, area, svg, tip, cross, lines };
     area.append(box, cross, tip);
-    Object.assign(area, { tabIndex: 0, ariaLabel: `${node.dataset.title}: chart; arrow keys pan, + and - zoom, 0 resets` });
-    area.setAttribute('role', 'group');
-    const shares = event => {
-      const rectangle = area.getBoundingClientRect();
-      return [(event.clientX - rectangle.left) / rectangle.width, (event.clientY - rectangle.top) / rectangle.height].map(share => Math.min(1, Math.max(0, share)));
+    Object.assign(area, { tabIndex: 0, role: 'group', ariaLabel: `${node.dataset.title}: chart; arrow keys pan, + and - zoom, 0 resets` });
+    const shares = ({ clientX, clientY }) => {
+      const { left, top, width, height } = area.getBoundingClientRect();
+      return [clamp((clientX - left) / width, 0, 1), clamp((clientY - top) / height, 0, 1)];
     };
     const hide = () => { tip.hidden = cross.hidden = box.hidden = true; };
     const begin = () => { for (const pointer of pointers.values()) pointer.from = pointer.at; plot.start = plot.x; };
-    const move = () => {  // what was under the fingers stays under them
-      const [a, b] = [...pointers.values()];
-      const factor = b ? (b.from - a.from) / (b.at - a.at) : 1, left = a.from - a.at * factor;
-      if (factor > 0 && Number.isFinite(factor)) view(plot, plot.start, left, left + factor);
-    };
-    area.addEventListener('pointerdown', event => {
+    const on = (kinds, act) => kinds.split(' ').forEach(kind => area.addEventListener(kind, act, { passive: false }));
+    on('pointerdown', event => {
       if (event.button) return;
       area.setPointerCapture(event.pointerId);
       area.classList.add('dragged');  // `live.js` does not replace it meanwhile
       pointers.set(event.pointerId, { at: shares(event)[0], pans: event.shiftKey || event.pointerType === 'touch' });
       begin();
     });
-    area.addEventListener('pointermove', event => {
-      const [share, height] = shares(event), pointer = pointers.get(event.pointerId);
+    on('pointermove', event => {
+      const [share, height] = shares(event), pointer = pointers.get(event.pointerId), [a, b] = [...pointers.values()];
       if (pointer) pointer.at = share;
-      if (pointer?.pans && (pointers.size > 1 || state.z)) return move();
+      if (pointer?.pans && (b || state.z)) {  // what was under the fingers stays under them
+        const factor = b ? (b.from - a.from) / (b.at - a.at) : 1, left = a.from - a.at * factor;
+        if (factor > 0 && Number.isFinite(factor)) view(plot, plot.start, left, left + factor);
+        return;
+      }
       box.hidden = !pointer || pointer.pans;
       if (pointer) Object.assign(box.style, { left: `${100 * Math.min(share, pointer.from)}%`, width: `${100 * Math.abs(share - pointer.from)}%` });
       showTip(plot, share, height);
     });
-    for (const kind of ['pointerup', 'pointercancel']) area.addEventListener(kind, event => {
+    on('pointerup pointercancel', event => {
       const pointer = pointers.get(event.pointerId), ends = pointer ? [pointer.from, pointer.at].sort((a, b) => a - b) : [0, 0];
       pointers.delete(event.pointerId);
       if (pointers.size) return begin();
       area.classList.remove('dragged');
       hide();
-      if (kind === 'pointerup' && pointer && !pointer.pans && ends[1] - ends[0] > SHORTEST_DRAG) view(plot, plot.x, ...ends);
+      if (event.type === 'pointerup' && !pointer?.pans && ends[1] - ends[0] > .01) view(plot, plot.x, ...ends);
     });
-    area.addEventListener('pointerleave', hide);
-    area.addEventListener('dblclick', () => change({ z: null }));
-    area.addEventListener('focus', () => { focused = node.dataset.title; });
-    area.addEventListener('blur', () => { if (area.isConnected) focused = ''; });
-    area.addEventListener('wheel', event => {
+    on('pointerleave', hide);
+    on('dblclick', reset);
+    on('focus', () => { focused = node.dataset.title; });
+    on('blur', () => { if (area.isConnected) focused = ''; });
+    on('wheel', event => {
       if (!event.ctrlKey) return;
       event.preventDefault();
-      zoom(plot, shares(event)[0], 1.002 ** Math.max(-300, Math.min(300, event.deltaY)));
-    }, { passive: false });
-    area.addEventListener('keydown', event => {
+      zoom(plot, shares(event)[0], 1.002 ** clamp(event.deltaY, -300, 300));
+    });
+    on('keydown', event => {
       if (event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(KEYS, event.key)) return;
       event.preventDefault();
       KEYS[event.key](plot);
@@ -278,52 +254,43 @@
     return plot;
   };
   const attachName = node => {
-    const name = node.dataset.line;
-    const toggle = () => change({ off: new Set(state.off.has(name) ? [...state.off].filter(each => each !== name) : [...state.off, name]) });
-    Object.assign(node, { tabIndex: 0, title: 'Hide or show; double click: only this one' });
-    node.setAttribute('role', 'button');
+    const name = node.dataset.line, toggle = () => change({ off: state.off.symmetricDifference(new Set([name])) });
+    Object.assign(node, { tabIndex: 0, role: 'button', title: 'Hide or show; double click: only this one' });
     node.addEventListener('click', toggle);
     node.addEventListener('keydown', event => { if (['Enter', ' '].includes(event.key)) { event.preventDefault(); toggle(); } });
     node.addEventListener('dblclick', () => {
-      const names = plots.flatMap(plot => plot.lines.map(line => line.name)), others = names.filter(each => each !== name);
-      change({ off: new Set(others.every(each => state.off.has(each)) ? [] : others) });
+      const others = new Set(plots.flatMap(plot => plot.lines.map(line => line.name)).filter(each => each !== name));
+      change({ off: others.size && [...others].every(each => state.off.has(each)) ? new Set() : others });
     });
   };
-  const showState = () => {
-    for (const bar of document.querySelectorAll('.chart-controls')) {
-      bar.hidden = !plots.length;
-      for (const field of ['x', 'y', 's']) bar.querySelector(`[name=${field}]`).value = state[field];
-      bar.querySelector('[name=lx]').checked = state.lx;
-      bar.querySelector('[name=reset]').disabled = !state.z;
-      bar.querySelector('output').textContent = `${state.s}% of the range`;
-    }
-    for (const node of document.querySelectorAll('[data-line]')) node.setAttribute('aria-pressed', !state.off.has(node.dataset.line));
+  const attachControls = bar => {
+    const field = name => bar.querySelector(`[name=${name}]`);
+    bar.dataset.on = '1';
+    bar.addEventListener('input', () => {
+      const chosen = { x: field('x').value, lx: field('lx').checked, y: field('y').value, s: Number(field('s').value) };
+      change({ ...chosen, z: chosen.x === state.x && chosen.lx === state.lx ? state.z : null });
+    });
+    field('reset').addEventListener('click', reset);
   };
-  const attachControls = bar => bar.addEventListener('input', () => {
-    const [x, y, smoothing] = ['x', 'y', 's'].map(name => bar.querySelector(`[name=${name}]`).value), lx = bar.querySelector('[name=lx]').checked;
-    change({ x, y, lx, s: Number(smoothing), z: x === state.x && lx === state.lx ? state.z : null });
-  });
   const attachAll = () => {
-    const read = JSON.parse(document.querySelector('.x-tables')?.dataset.tables ?? '{}');
+    const read = JSON.parse(document.querySelector('.x-tables')?.dataset.tables ?? '{}'), known = new Map(plots.map(plot => [plot.node, plot]));
     for (const [run, table] of Object.entries(read)) {  // finer values stay, unless the run may have added to them
       const old = tables[run];
-      if (old?.fine && old.fine.to < old.rows.at(-1)?.[0]) table.fine = old.fine;
+      if (old?.fine?.to < old?.rows.at(-1)?.[0]) table.fine = old.fine;
     }
     tables = read;
-    const known = new Map(plots.map(plot => [plot.node, plot]));
-    plots = [...document.querySelectorAll('.plot')].map(node => known.get(node) ?? attachPlot(node));
-    document.querySelectorAll('[data-line]:not([role])').forEach(attachName);
-    for (const bar of document.querySelectorAll('.chart-controls:not([data-on])')) {
-      bar.dataset.on = '1';
-      attachControls(bar);
-      bar.querySelector('[name=reset]').addEventListener('click', () => change({ z: null }));
-    }
+    plots = all('.plot').map(node => known.get(node) ?? attachPlot(node));
+    all('[data-line]:not([role])').forEach(attachName);
+    all('.chart-controls:not([data-on])').forEach(attachControls);
     drawAll();
     if (state.z) fetchFine();
-    if (focused && document.activeElement === document.body) plots.find(plot => plot.node.dataset.title === focused)?.area.focus({ preventScroll: true });
+    if (document.activeElement === document.body) plots.find(plot => plot.node.dataset.title === focused)?.area.focus({ preventScroll: true });
   };
   addEventListener('hashchange', () => {
-    if (location.hash.includes('=') || !location.hash) { readState(); drawAll(); fetchFine(); } else writeState();
+    if (location.hash && !location.hash.includes('=')) return writeState();  // a link to a section
+    readState();
+    drawAll();
+    fetchFine();
   });
   addEventListener('updated', attachAll);
   readState();
