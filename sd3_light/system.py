@@ -54,9 +54,11 @@ def release_freed_memory() -> None:
     weights of an export. Only GNU's has this setting. It makes allocations slower, so a training process does not
     call this.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 def machine() -> str:

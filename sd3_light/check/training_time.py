@@ -7,7 +7,9 @@ from sd3_light.formats import duration
 from sd3_light.system import Gpu, usable_cores
 
 _SHORT = "less than a second"
-_REMEDY = "`sd3-light check TOML --gpu H200` estimates it for a known kind, `train` shows it after a few steps"
+_REMEDY = (
+    "`sd3-light check TOML --gpu H200` estimates it for a known kind; `train` shows the time left after a few steps"
+)
 
 
 @dataclass(frozen=True)
