@@ -19,8 +19,8 @@ ones are skipped the next time. The rows:
 
 The fair controls of a student are the rows without guidance in as many calls. The teacher at the student's times is
 better than at those of stock diffusers, whose last call is at t = 0.001. `--minutes` are shared by the runs that train,
-by the speed of 30 steps of each. The export of a student is in OUT/runs. `--join` prints the means over seeds with
-standard errors. On two busy CPU cores
+by the speed of 30 steps of each. A student is a checkpoint in OUT/runs, which `sd3-light export` makes a model.
+`--join` prints the means over seeds with standard errors. On two busy CPU cores
 `--calls 1 2 --train-steps 60 --prompts 96 --images 600 --batch 16 --teacher-steps 4` takes about 15 minutes.
 """
 

@@ -81,6 +81,8 @@ def make_train_state(
     if objective is not None:
         module.use(objective(denoiser))
     if training_adapter is not None:
+        if module.objective.teacher is not None:
+            raise UserError("model.training_adapter has no use with an objective that follows a teacher; remove it")
         module.as_exported = training_adapter.off
     load_teacher(module, config, device)
     module.empty_text = text_of_guidance(config, context.data.empty_text())

@@ -25,7 +25,7 @@ _ROWS = "rows"  # in the scores of a row: the captions that have an image
 
 @dataclass(frozen=True)
 class View:
-    """Which images of an evaluation are shown, of which row of its table; ``seed`` is that of a random order."""
+    """Which images of an evaluation are shown: of a row of its table, by a score; ``seed`` is of a random order."""
 
     row: str = ""
     score: str = ""

@@ -29,6 +29,7 @@ try:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from sd3_light.ui import connections
+    from sd3_light.ui.curve_routes import curve_routes
     from sd3_light.ui.dataset_routes import dataset_routes
     from sd3_light.ui.guard import LOCAL_HOSTS, Guard
     from sd3_light.ui.playground_routes import playground_routes
@@ -36,6 +37,7 @@ try:
     from sd3_light.ui.queue_routes import queue_routes
     from sd3_light.ui.replies import integer, json_reply, page_reply
     from sd3_light.ui.sample_routes import sample_routes
+    from sd3_light.ui.share_routes import share_routes
 except ImportError as error:
     package = (error.name or "starlette").partition(".")[0]
     raise UserError(f"sd3-light ui needs the package {package}: pip install 'sd3-light[ui]'") from error
@@ -50,7 +52,7 @@ from sd3_light.ui.run_queue import RunQueue
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
 
-_WORKING = ("/datasets", "/playground", "/projects")  # pages for work alone
+_WORKING = ("/datasets", "/playground", "/projects", "/share")  # pages for work alone
 _END_SECONDS = 5.0  # after Ctrl-C; more than requests are given to finish
 
 
@@ -133,9 +135,11 @@ def make_app(site: Site, token: str | None = None) -> Starlette:
         Route("/data/{cache}/inspect", routes.inspect),
         *sample_routes(site.folders),
         *playground_routes(site.playground),
+        *curve_routes(site.folders),
         *queue_routes(site.folders, site.queue),
         *project_routes(site.folders, site.queue, site.playground),
         *dataset_routes(site.datasets),
+        *share_routes(site.folders, site.playground),
     ]
     if site.is_read_only:
         table = [route for route in table if _only_reads(route)]
@@ -179,7 +183,9 @@ class _Routes:
         self.site = site
 
     def runs(self, request: Request) -> Response:
-        return page_reply(request, runs_page(self.site.folders))
+        query = request.query_params
+        page = runs_page(self.site.folders, (), query.get("text", ""), query.get("sort", "newest"))
+        return page_reply(request, page)
 
     def run(self, request: Request) -> Response:
         run_id, queue = request.path_params["run"], self.site.queue
@@ -188,8 +194,7 @@ class _Routes:
         return page_reply(request, run_page(self.site.folders, run_id, console, notes, is_pending))
 
     def compare(self, request: Request) -> Response:
-        query = request.query_params
-        return page_reply(request, compare_page(self.site.folders, query.getlist("run"), query.get("x", "step")))
+        return page_reply(request, compare_page(self.site.folders, request.query_params.getlist("run")))
 
     def caches(self, request: Request) -> Response:
         datasets = {} if self.site.is_read_only else self.site.datasets.all()

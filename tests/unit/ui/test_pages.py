@@ -109,16 +109,16 @@ def test_only_the_new_lines_of_a_log_are_read(runs: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(run_log, "parse_event", counting)
     folders, log = Folders([runs]), runs / "first" / "log.jsonl"
-    runs_page(folders)
+    run_page(folders, folder_id(runs / "first"))
     for step in (41, 42):
         num_lines = len(log.read_text().splitlines())
         record = {"event": "step", "step": step, "samples": 4 * step, "loss": 0.5, "time": 1.8e9 + step}
         with log.open("a") as file:
             file.write(json.dumps(record) + "\n")
         numbers.clear()
-        assert f"at step {step}" in ParsedPage(runs_page(folders)).text
         run_page(folders, folder_id(runs / "first"))
         assert set(numbers) == {num_lines + 1}
+        assert f"at step {step}" in ParsedPage(runs_page(folders)).text
 
 
 def test_equal_names_have_different_ids(tmp_path: Path) -> None:
@@ -177,22 +177,28 @@ def test_a_run_has_the_sections_of_its_report_and_links_instead_of_data(runs: Pa
 def test_runs_are_compared_line_by_line(runs: Path) -> None:
     folders = Folders([runs])
     reports = {name: folders.report(runs / path) for name, path in (("a", "first"), ("b", "deep/second"))}
-    charts = {chart.title: chart for chart in comparison_charts(reports, "step")}
+    charts = {chart.title: chart for chart in comparison_charts(reports)}
     loss, validation = charts["Loss, smoothed"], charts["held_out, ema weights: mean over all t"]
     for chart in (loss, validation):
-        assert [(line.name, line.color) for line in chart.lines] == [("a", "c0"), ("b", "c1")]
+        assert [(line.name, line.color) for line in chart.lines] == [("a", "c0 d0"), ("b", "c1 d0")]
     for first, second in zip(validation.lines[0].points, validation.lines[1].points, strict=True):
         assert second == (first[0], pytest.approx(first[1] + 0.1))
-    by_samples = comparison_charts(reports, "samples")[0]
-    assert [x for x, _ in by_samples.lines[0].points] == [4 * x for x, _ in loss.lines[0].points]
+    assert [line.source for line in loss.lines] == [("a", "loss", "mean"), ("b", "loss", "mean")]
+
+
+def test_thirty_runs_have_different_lines(runs: Path) -> None:
+    report = Folders([runs]).report(runs / "first")
+    charts = comparison_charts({str(number): report for number in range(30)})
+    assert len({line.color for line in charts[0].lines}) == 30
+    assert not any(chart.has_legend for chart in charts)
 
 
 def test_a_run_without_a_quantity_keeps_its_color_elsewhere(runs: Path) -> None:
     folders = Folders([runs])
     first, second = folders.report(runs / "first"), folders.report(runs / "deep" / "second")
     del first.steps["lr"]
-    charts = {chart.title: chart for chart in comparison_charts({"a": first, "b": second}, "step")}
-    assert [(line.name, line.color) for line in charts["Learning rate"].lines] == [("b", "c1")]
+    charts = {chart.title: chart for chart in comparison_charts({"a": first, "b": second})}
+    assert [(line.name, line.color) for line in charts["Learning rate"].lines] == [("b", "c1 d0")]
 
 
 def test_compared_runs_of_one_name_show_their_parents(tmp_path: Path) -> None:
@@ -203,14 +209,14 @@ def test_compared_runs_of_one_name_show_their_parents(tmp_path: Path) -> None:
 
 
 def test_faults_of_requests_are_user_errors(runs: Path) -> None:
-    folders, run_id = Folders([runs]), folder_id(runs / "first")
+    folders = Folders([runs])
     for page in (compare_page, samples_page):
         with pytest.raises(UserError, match="no run is chosen"):
             page(folders, [])
         with pytest.raises(UserError, match="no run nothing"):
             page(folders, ["nothing"])
-    with pytest.raises(UserError, match="unknown x axis 'y'; use one of step, samples"):
-        compare_page(folders, [run_id], "y")
+    with pytest.raises(UserError, match="unknown order 'y'; use one of newest, name"):
+        runs_page(folders, (), "", "y")
 
 
 def matrix_of(page: ParsedPage) -> dict[str, Any]:
