@@ -8,6 +8,7 @@ resumed run repeated, and how many records there are. The second pass builds the
 import math
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -55,12 +56,16 @@ scanned for the fields that may spike."""
 QUICK_BYTES = 1 << 23
 """Up to this many new bytes are read while a page waits; more in the background."""
 
+PREVIEW_LINES = 500
+"""Lines of a preview; each may be a read of the disk."""
+
 MOST_FINE_BYTES = 1 << 28
 """Longest part of a log that is read for finer curves."""
 
 MOST_FINE_PARSED = 4000
 """Of such a part about this many lines are parsed; the others are only scanned."""
 
+_PAUSE_SECONDS = 0.5
 _ONE_READS = threading.Lock()
 _SEGMENT_STARTS = ("start", "resume")
 _COMPARED_BYTES = 1000  # of the first and the last line of a log that has changed
@@ -197,9 +202,9 @@ class RunReport:
         return f"at step {step['step']:,}; {state}"
 
 
-def read_preview(folder: Path) -> RunReport:
+def read_preview(folder: Path, most_lines: int = PREVIEW_LINES) -> RunReport:
     """Return what a choice of lines of a long log says: spikes, evaluations and resumes between them are missing."""
-    lines = chosen_lines(folder / "log.jsonl")
+    lines = chosen_lines(folder / "log.jsonl", most_lines)
     try:
         return replace(_ReadLog(folder, BytesIO(b"".join(lines))).report(), is_preview=True)
     except UserError as error:  # its line number is not that of the log
@@ -244,7 +249,7 @@ class RunReader:
             if self._num_new_bytes() <= quick_bytes:
                 self._preview = None
                 return self.read()
-            self._preview = read_preview(self.folder)
+            self._preview = read_preview(self.folder, max(50, PREVIEW_LINES * quick_bytes // QUICK_BYTES))
             self._thread = threading.Thread(target=self._read_alone, daemon=True)
             self._thread.start()
         return self._preview or self.read()
@@ -265,6 +270,7 @@ class RunReader:
 
     def _read_alone(self) -> None:
         """Read the log while no other thread does: several would only slow the pages down."""
+        time.sleep(_PAUSE_SECONDS)  # the page is sent first
         with _ONE_READS, suppress(UserError, OSError):  # the next look raises it
             self.read()
 
