@@ -264,6 +264,11 @@ class RunReader:
         finally:
             self._lock.release()
 
+    def wait(self) -> None:
+        """Wait for the thread that reads the log, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _num_new_bytes(self) -> int:
         with self._lock, open_log(self.folder / "log.jsonl") as file:
             return self._log.num_new_bytes(file) if self._log is not None else os.fstat(file.fileno()).st_size
