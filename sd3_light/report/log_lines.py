@@ -56,13 +56,10 @@ def ends_of(path: Path, most: int, kinds: Iterable[str]) -> tuple[bytes, list[by
     with open_log(path) as file:
         first = file.readline(_HEAD_BYTES)
         size = os.fstat(file.fileno()).st_size
-        file.seek(max(len(first) - 1, size - _TAIL_BYTES))
+        file.seek(max(0, len(first) - 1, size - _TAIL_BYTES))
         rest, *last = file.read().rsplit(b"\n", most + 1)
-    rare = []
-    for kind in kinds:
-        start = rest.rfind(f'\n{{"event": "{kind}"'.encode()) + 1
-        if start:
-            rare.append(rest[start : rest.find(b"\n", start) if b"\n" in rest[start:] else None])
+    starts = [rest.rfind(f'\n{{"event": "{kind}"'.encode()) + 1 for kind in kinds]
+    rare = [rest[start:].partition(b"\n")[0] for start in sorted(starts) if start]
     return first, rare + _without_repeats(last[:-1])
 
 

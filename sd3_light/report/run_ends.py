@@ -45,6 +45,9 @@ def _add(report: RunReport, event: LogEvent) -> None:
     report.last[kind] = event
     if kind in ("start", "resume"):
         report.segments.append(RunSegment(event, event["time"]))
+        if report.last.get("eval", event).get("step", 0) > event.get("step", 0):  # it is repeated
+            report.evals.clear()
+            del report.last["eval"]
     elif kind == "eval" and "flow" in event:
         key = str(event.get("set", "")), str(event.get("weights", ""))
         report.evals.pop(key, None)

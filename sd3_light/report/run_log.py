@@ -234,8 +234,7 @@ class RunReader:
     def read(self) -> RunReport:
         """Return what the log says now; the same object while the log is the same. Raises UserError."""
         with self._lock, open_log(self.folder / "log.jsonl") as file:
-            status = os.fstat(file.fileno())
-            version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+            version = _version(file)
             if version != self._version:
                 self._result = self._read(file)
                 self._version = version
@@ -245,9 +244,12 @@ class RunReader:
 
     def look(self, quick_bytes: int = QUICK_BYTES) -> RunReport:
         """Return what the log says now; a preview while a thread reads very many new bytes. Raises UserError."""
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            self._preview = None
+            return self.read()
+        if self._thread is None:
             if self._num_new_bytes() <= quick_bytes:
-                self._preview = None
                 return self.read()
             self._preview = read_preview(self.folder, max(50, PREVIEW_LINES * quick_bytes // QUICK_BYTES))
             self._thread = threading.Thread(target=self._read_alone, daemon=True)
@@ -271,6 +273,8 @@ class RunReader:
 
     def _num_new_bytes(self) -> int:
         with self._lock, open_log(self.folder / "log.jsonl") as file:
+            if _version(file) == self._version:
+                return 0
             return self._log.num_new_bytes(file) if self._log is not None else os.fstat(file.fileno()).st_size
 
     def _read_alone(self) -> None:
@@ -290,6 +294,11 @@ class RunReader:
             return str(error)
         self._log = log
         return log.report()
+
+
+def _version(file: BinaryIO) -> tuple[int, ...]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _ReadLog:

@@ -16,7 +16,7 @@ from sd3_light.formats import shorten
 from sd3_light.inputs import open_regular, parse_json, read_limited
 from sd3_light.pages import render_template
 from sd3_light.report.grids import distinct_grids, evenly, sample_file
-from sd3_light.report.run_log import LogEvent
+from sd3_light.report.log_lines import LogEvent
 from sd3_light.ui.folders import Folders
 from sd3_light.ui.run_pages import RunRow, run_row
 

@@ -212,7 +212,7 @@ def test_the_tip_has_the_values_of_the_log(opened: Browser, server: str, runs: P
 
 
 def test_the_address_keeps_the_view_after_a_reload_and_a_link_to_a_section(opened: Browser) -> None:
-    choose(opened, "y", "log")
+    choose(opened, "y", "linear")
     opened.evaluate('document.querySelector(\'header a[href="#speed"], header a[href="#config"]\').click()')
     wait_until(lambda: "y=linear" in opened.evaluate("location.hash"))
     section = opened.evaluate("location.hash").split("&")[0]
