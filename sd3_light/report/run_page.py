@@ -126,6 +126,9 @@ def _prompts(config: str) -> list[str]:
 
 def _read_config(folder: Path, notes: list[str]) -> str:
     """Return the run's config.toml, which holds no secrets; "" where it is missing."""
+    if (folder / "config.toml").is_symlink():
+        notes.append("config.toml is a link, which may lead to another file; it is not shown.")
+        return ""
     try:
         text = read_limited(folder / "config.toml").decode(errors="replace")
     except FileNotFoundError:

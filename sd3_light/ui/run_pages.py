@@ -144,7 +144,7 @@ def run_page(
         raise UserError(row.problem)
     path, own_notes = f"/runs/{run_id}", list(notes)
     links = [(f"/samples?{urlencode({'run': run_id})}", "Samples over steps")]
-    links += [] if READ_ONLY.get() else [(f"/playground?run={run_id}", "Draw")]
+    links += [] if READ_ONLY.get() else [(f"/playground?run={run_id}", "Draw"), (f"/share?run={run_id}", "Share")]
     controls = RunControls(
         path,
         bool(row.report.is_running),
