@@ -38,13 +38,14 @@ def chosen_lines(path: Path, most: int) -> list[bytes]:
     """Return the lines at both ends of a log, and ``most`` evenly spaced ones; repeated steps as last logged."""
     with open_log(path) as file:
         size = os.fstat(file.fileno()).st_size
-        head, tail = min(size, _PREVIEW_BYTES), max(0, size - _PREVIEW_BYTES)
+        head = min(size, _PREVIEW_BYTES)
+        tail = max(head, size - _PREVIEW_BYTES)
         os.posix_fadvise(file.fileno(), head, tail - head, os.POSIX_FADV_RANDOM)  # reads no more than the lines
         lines = _lines_between(file, 0, head)
-        for index in range(1, most):
+        for index in range(1, most if tail > head else 0):
             start = head + (tail - head) * index // most
             lines += _lines_between(file, start, min(tail, start + _CHOSEN_BYTES))[:1]
-        lines += _lines_between(file, max(head, tail), size)
+        lines += _lines_between(file, tail, size)
     return _without_repeats(lines)
 
 

@@ -56,6 +56,13 @@ def test_a_preview_has_few_lines_of_the_kept_steps(long_run: Path) -> None:
     assert not any(x > 10_300 and round(y - x, 3) == 1.0 for x, y in middle), "the resumed run repeated these"
 
 
+@pytest.mark.parametrize("count", [1, 30, 300])
+def test_a_preview_of_a_short_log_is_all_of_it(tmp_path: Path, count: int) -> None:
+    run = write(tmp_path, events(count))
+    assert read_preview(run).steps["loss"].last == read_run(run).steps["loss"].last
+    assert read_preview(run).steps["loss"].points[0] == read_run(run).steps["loss"].points[0]
+
+
 def test_the_ends_of_a_log_say_what_a_list_needs(long_run: Path) -> None:
     ends, whole = read_ends(long_run), read_run(long_run)
     assert (ends.status, ends.begin, ends.last["step"]) == (whole.status, whole.last["start"], whole.last["step"])
