@@ -39,7 +39,7 @@ def macro(component: str, name: str) -> Any:
 @cache
 def components(text: str) -> dict[str, str]:
     """Return every component, rendered with the text wherever a value from data can be."""
-    line = ChartLine(text, [(0, 1.0), (1, 2.0)], last=2.0)
+    line = ChartLine(text, [(0, 1.0), (1, 2.0)], last=2.0, source=(text, text, text), interval=[(0, 1.0, 2.0)])
     event = SimpleNamespace(time=text, step=text, kind=text, details=text, is_error=True)
     grid = SimpleNamespace(step=1, caption=text, uri=IMAGE, width=1, height=1)
     origin = SimpleNamespace(captions=[text, text + " 猫"], key=text)
@@ -56,7 +56,8 @@ def components(text: str) -> dict[str, str]:
         "bars.html": macro("bars", "bucket_bars")([(text, 8, 8, 3)]) + macro("bars", "reason_bars")([(text, text, 3)]),
         "chart.html": macro("chart", "chart_group")(
             [Chart(text, [line], text, [ChartMark(0, text)], x_name=text)], text
-        ),
+        )
+        + macro("chart", "chart_controls")({text: {"id": text + "'", "rows": []}}),
         "duplicates.html": macro("duplicates", "duplicate_group")(
             SimpleNamespace(
                 name=text,
