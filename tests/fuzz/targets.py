@@ -25,6 +25,7 @@ from sd3_light.config.base import walk_tables
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import TrainConfig
 from tests.fuzz.mutation import mutate_bytes, mutate_json, odd, set_keys
+from tests.fuzz.pages import write_pages
 from tests.fuzz.world import World, rewrite
 
 Command = list[object]
@@ -307,4 +308,5 @@ TARGETS: dict[str, Target] = {
     "manifest": manifest,
     "checkpoint_index": checkpoint_index,
     "log": log,
+    "pages": write_pages,
 }
