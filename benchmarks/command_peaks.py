@@ -17,10 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 class Peaks:
     """The most host and GPU memory that a process and its children held, in bytes.
 
-    Host memory is without mapped files, and pages that processes share count once.
+    Host memory is without mapped files, and pages that processes share count once. ``resident`` is that of the largest
+    process, with its mapped files.
     """
 
     host: int = 0
+    resident: int = 0
     gpu: int = 0
     looks: int = 0
 
@@ -30,6 +32,8 @@ class Peaks:
         # an upper bound, which is read faster
         if self.looks % 5 == 0 and sum(map(resident_bytes, tree)) > self.host:
             self.host = max(self.host, sum(map(own_bytes, tree)))
+        if self.looks % 5 == 0:
+            self.resident = max(self.resident, *map(most_resident_bytes, tree))
         if self.looks % 10 == 0 and shutil.which("nvidia-smi"):
             self.gpu = max(self.gpu, sum(used for owner, used in _gpu_users() if owner in tree))
         self.looks += 1
@@ -46,6 +50,11 @@ def process_tree(root: int) -> Iterator[int]:
 def resident_bytes(process: int) -> int:
     """Return the resident memory of a process without mapped files."""
     return _sum_of(Path(f"/proc/{process}/status"), ("RssAnon", "RssShmem"))
+
+
+def most_resident_bytes(process: int) -> int:
+    """Return the most resident memory that a process has had, with mapped files."""
+    return _sum_of(Path(f"/proc/{process}/status"), ("VmHWM",))
 
 
 def own_bytes(process: int) -> int:
@@ -80,6 +89,7 @@ class Ran:
     seconds: float
     exit_code: int
     host: int
+    resident: int
     gpu: int
 
 
@@ -104,4 +114,4 @@ def run_command(
                 for owned in process_tree(process.pid):
                     os.kill(owned, signal.SIGKILL)
             time.sleep(0.1)
-    return Ran(round(time.monotonic() - started, 1), process.returncode, peaks.host, peaks.gpu)
+    return Ran(round(time.monotonic() - started, 1), process.returncode, peaks.host, peaks.resident, peaks.gpu)

@@ -1,6 +1,7 @@
 """Fine-tuning steps of this package beside those of diffusers' own example scripts, on the same machine and model.
 
     python benchmarks/peers.py OUT --scripts FOLDER [--row NAME ...] [--steps 60] [--ours-steps 120] [--toy]
+    python benchmarks/peers.py OUT --anchors [--ours-steps 30]
 
 FOLDER has diffusers' scripts of `examples/dreambooth`, as they are published (`train_dreambooth_lora_sd3.py`,
 `train_dreambooth_sd3.py`, ...; the reader downloads them); they need their version of diffusers, and torchvision. The
@@ -14,6 +15,11 @@ contains that. Memory is PyTorch's peak of allocated bytes. Scripts are unchange
 gives pixels in bf16 to a VAE in float32 where it caches latents, and stops there. Prints each side as soon as it is
 known, and writes OUT/peers.json. `--steps 30 --ours-steps 60` takes about two minutes per row of SD3, and four for the
 other families, whose models are 12 to 41 GB on disk.
+
+`--anchors` trains ours alone, in the rows that SimpleTuner publishes for an H100 (`SEGMENTED_CHECKPOINTING.md` of its
+documentation, commit 363fbc3): time after the warm-up and peak memory, bf16. They are orientation, not a claim: another
+GPU and torch, real weights and images; batch and rank are those of its example configs; its optimizer, lengths of text,
+adapted layers and attention are not stated, and not whether its peak is of allocated or of reserved memory.
 """
 
 import argparse
@@ -33,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from real_families import Model, write_model
 from real_size import GIB, PROMPT, ROOT, captions, write_images
 
@@ -50,7 +57,9 @@ FLUX_LAYERS = (*BOTH_STREAMS, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.pro
 class Row:
     """Work that both sides do. ``flags`` are the script's own, ``keys`` those of the train TOML.
 
-    ``targets`` are the layers to which the script adds a LoRA, ``overrides`` are passed to our command.
+    ``targets`` are the layers to which the script adds a LoRA, ``overrides`` are passed to our command. Clips have
+    ``frames`` frames of ``resolution`` lines. ``published`` are seconds per step and GiB. A row without a script has
+    our side only.
     """
 
     script: str
@@ -63,8 +72,12 @@ class Row:
     """Whether the script may use cuDNN's attention, whose backward pass fails on Flux (H200, torch 2.11)."""
     keys: dict[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
+    rank: int = 16
+    frames: int = 0
+    published: tuple[float, float] | None = None
 
 
+CHECKPOINTING = {"activation_checkpointing": True}
 SMALL = ('optimizer.type="adamw8bit"', "gradient_release=true", "gradient_clipping=0.0")
 ROWS = {
     "lora-512-4": Row("train_dreambooth_lora_sd3.py", 512, 4, flags=(*LORA, *SD3_TEXT)),
@@ -74,7 +87,7 @@ ROWS = {
         1024,
         4,
         flags=(*LORA, *SD3_TEXT, "--gradient_checkpointing"),
-        keys={"activation_checkpointing": True},
+        keys=CHECKPOINTING,
     ),
     "lora-1024-4-half": Row(
         "train_dreambooth_lora_sd3.py",
@@ -87,11 +100,21 @@ ROWS = {
     "all-512-4": Row(
         "train_dreambooth_sd3.py", 512, 4, targets=(), flags=SD3_TEXT, keys={"activation_checkpointing": 0.25}
     ),
-    "all-512-4-small": Row("train_dreambooth_sd3.py", 512, 4, targets=(), flags=SD3_TEXT, overrides=SMALL),
+    "all-512-4-small": Row("", 512, 4, targets=(), overrides=SMALL),  # the script of `all-512-4` has no such form
     "flux-1024-1": Row("train_dreambooth_lora_flux.py", 1024, 1, "flux", FLUX_LAYERS, FLUX_FLAGS, cudnn=False),
     "qwen-1024-1": Row("train_dreambooth_lora_qwen_image.py", 1024, 1, "qwen_image", ATTENTION),
     "z-image-1024-1": Row("train_dreambooth_lora_z_image.py", 1024, 1, "z_image", ATTENTION),
+    "anchor-sd3": Row("", 1024, 3, "sd3_medium", rank=128, published=(0.529, 34.59)),
+    "anchor-sd3-checkpointing": Row("", 1024, 3, "sd3_medium", rank=128, keys=CHECKPOINTING, published=(0.721, 7.67)),
+    "anchor-z-image": Row("", 1024, 1, "z_image", ATTENTION, rank=64, published=(0.243, 21.3)),
+    # with checkpointing: without it the published run does not fit into 80 GB
+    "anchor-qwen": Row("", 1024, 1, "qwen_image", ATTENTION, rank=8, keys=CHECKPOINTING, published=(1.202, 41.04)),
+    "anchor-wan": Row("", 480, 1, "wan", ATTENTION, frames=81, published=(1.407, 71.9)),
+    "anchor-wan-checkpointing": Row(
+        "", 480, 1, "wan", ATTENTION, keys=CHECKPOINTING, frames=81, published=(2.099, 4.73)
+    ),
 }
+ANCHORS = [name for name, row in ROWS.items() if row.published]
 TRAIN = """
 output_dir = "{work}/runs/{name}"
 dataset = "{work}/{name}_data.toml"
@@ -115,15 +138,15 @@ lr = 1e-4
 enable = false
 """
 DATA = """
-resolutions = [{resolution}]
+{sizes}
 [[directory]]
 path = "{images}"
 """
 ADAPTER = """
 [adapter]
 type = "lora"
-rank = 16
-alpha = 16
+rank = {rank}
+alpha = {rank}
 target_modules = {targets}
 """
 
@@ -188,7 +211,7 @@ def peer(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
         "--checkpointing_steps", str(10 * args.steps), "--seed", "0", "--gradient_accumulation_steps", "1",
         "--cache_latents", "--allow_tf32", "--skip_final_inference", *row.flags,
     ]  # fmt: skip
-    script = args.scripts / row.script
+    script = (args.scripts / row.script).absolute()
     if not script.is_file():
         return Side(failure=f"there is no {row.script} in {args.scripts}")
     arguments = known_flags(arguments, script.read_text(encoding="utf-8"))
@@ -219,7 +242,7 @@ def ours(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
     keys = "\n".join(f"{key} = {json.dumps(value)}" for key, value in settings.items())
     steps = args.ours_steps
     logging = max(1, min(5, steps // 6))
-    adapter = ADAPTER.format(targets=json.dumps(row.targets)) if row.targets else ""
+    adapter = ADAPTER.format(rank=row.rank, targets=json.dumps(row.targets)) if row.targets else ""
     text = TRAIN.format(
         work=work,
         name=name,
@@ -232,7 +255,11 @@ def ours(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
     )
     toml = work / f"{name}.toml"
     toml.write_text(text, encoding="utf-8")
-    data = DATA.format(resolution=row.resolution, images=work / "images")
+    sizes = f"resolutions = [{row.resolution}]"
+    if row.frames:
+        sizes = f"frames = {row.frames}\nsize_buckets = [{list(clip_size(row))}]"
+        write_clips(work / "clips", row)
+    data = DATA.format(sizes=sizes, images=work / ("clips" if row.frames else "images"))
     (work / f"{name}_data.toml").write_text(data, encoding="utf-8")
     command = [sys.executable, "-P", "-m", "sd3_light"]
     _run([*command, "cache", str(toml)], out / f"{name}_cache.txt", args.timeout)
@@ -250,6 +277,26 @@ def ours(name: str, row: Row, work: Path, out: Path, args: argparse.Namespace) -
     peak = max(event.get("gpu_memory_gib", 0.0) for event in events)
     idle = round(statistics.median(event.get("data_wait", 0.0) for event in events[len(events) // 3 :]), 4)
     return Side(round(statistics.median(spans), 4), round(peak, 2), round(times[0][1] - started, 1), idle)
+
+
+def clip_size(row: Row) -> tuple[int, int]:
+    """Return width and height of a row's clips."""
+    return row.resolution * 26 // 15 // 16 * 16, row.resolution
+
+
+def write_clips(folder: Path, row: Row) -> None:
+    """Write captioned clips of a moving square, unless they exist."""
+    if folder.exists():
+        return
+    folder.mkdir()
+    width, height = clip_size(row)
+    for number, caption in enumerate(captions(4)):
+        frames = [Image.new("RGB", (width, height), (40 * number, 90, 120)) for _ in range(row.frames)]
+        for step, frame in enumerate(frames):
+            left = step * (width // 2) // row.frames
+            frame.paste((230, 200, step), (left, height // 4, left + width // 4, height // 2))
+        frames[0].save(folder / f"{number}.gif", save_all=True, append_images=frames[1:], duration=60)
+        (folder / f"{number}.txt").write_text(caption, encoding="utf-8")
 
 
 def steps_of(log: Path) -> list[dict[str, Any]]:
@@ -294,8 +341,9 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="folder of the results")
-    parser.add_argument("--scripts", type=Path, required=True, help="folder of diffusers' scripts")
+    parser.add_argument("--scripts", type=Path, help="folder of diffusers' scripts")
     parser.add_argument("--row", nargs="+", choices=ROWS, default=["lora-512-4", "lora-1024-1"])
+    parser.add_argument("--anchors", action="store_true", help="the rows with published numbers")
     parser.add_argument("--steps", type=int, default=60, help="of a script")
     parser.add_argument("--ours-steps", type=int, default=120)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for `sd3-light train`")
@@ -303,9 +351,14 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=300, help="of a command, in seconds")
     parser.add_argument("--toy", action="store_true", help="a tiny model")
     args = parser.parse_args()
+    if args.anchors:
+        args.row = ANCHORS
+    needs_scripts = args.only != "ours" and any(ROWS[name].script for name in args.row)
+    if needs_scripts and args.scripts is None:
+        parser.error("--scripts FOLDER is missing: it has diffusers' scripts")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # what it started ends with it
     args.out.mkdir(parents=True, exist_ok=True)
-    args.out, args.scripts = args.out.absolute(), args.scripts.absolute()
+    args.out = args.out.absolute()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     side = 128 if args.toy else 1024
     table: dict[str, Any] = {"device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU", "rows": {}}
@@ -322,20 +375,26 @@ def main() -> None:
             torch.cuda.empty_cache()
             for name in (name for name in args.row if ROWS[name].family == family):
                 row = replace(ROWS[name], resolution=min(ROWS[name].resolution, side))
+                if args.toy:
+                    row = replace(row, published=None)
+                if args.toy and row.frames:
+                    row = replace(row, resolution=64, frames=5)
                 sides: dict[str, Side] = {}
                 for kind, run in {"script": peer, "ours": ours}.items():
-                    if args.only not in (None, kind):
+                    if args.only not in (None, kind) or (kind == "script" and not row.script):
                         continue
                     sides[kind] = run(name, row, work, args.out, args)
                     print(f"{name}: {kind} {sides[kind]}", flush=True)
-                    table["rows"][name] = _result(sides)
+                    table["rows"][name] = _result(row, sides)
                     (args.out / "peers.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
                 print(f"{name}: ratio {table['rows'][name]['ratio']}", flush=True)
 
 
-def _result(sides: dict[str, Side]) -> dict[str, Any]:
-    times = [sides[name].seconds if name in sides else None for name in ("script", "ours")]
-    ratio = round(times[0] / times[1], 2) if times[0] and times[1] else None
+def _result(row: Row, sides: dict[str, Side]) -> dict[str, Any]:
+    if row.published is not None:
+        sides = {"published": Side(row.published[0], row.published[1]), **sides}
+    times = [sides[name].seconds if name in sides else None for name in (next(iter(sides)), "ours")]
+    ratio = round(times[0] / times[1], 2) if len(sides) == 2 and times[0] and times[1] else None
     return {**{name: asdict(side) for name, side in sides.items()}, "ratio": ratio}
 
 

@@ -21,7 +21,7 @@ from sd3_light.model.loading import empty_model
 from sd3_light.parts.text_encoders import build_clip, build_t5, num_heads
 from sd3_light.parts.tokenizers import learn_tokenizers, save_tokenizers
 
-SHARD_BYTES = 5_000_000_000
+SHARD_BYTES = 1_000_000_000
 _DEPTHS = ("num_layers", "num_single_layers", "n_layers")
 _CLIP_TOKENS = 77
 _T5_TOKENS = 512
@@ -70,7 +70,7 @@ class Family:
 
 @dataclass(frozen=True)
 class SD3Shape:
-    """The published shape of an SD3.5. A toy has other widths."""
+    """The published shape of an SD3 or SD3.5. A toy has other widths."""
 
     layers: int
     heads: int
@@ -82,9 +82,14 @@ class SD3Shape:
     t5_inner: int = 10240
     vae: tuple[int, ...] = (128, 256, 512, 512)
     side: int = 1024
+    norm: str | None = "rms_norm"
 
 
-SD3 = {"sd3": SD3Shape(24, 24, 13, 384), "sd3_large": SD3Shape(38, 38, 0, 192)}
+SD3 = {
+    "sd3": SD3Shape(24, 24, 13, 384),
+    "sd3_large": SD3Shape(38, 38, 0, 192),
+    "sd3_medium": SD3Shape(24, 24, 0, 192, norm=None),  # of 2024, before SD3.5
+}
 TOY_SD3 = SD3Shape(3, 2, 1, 24, 64, 64, 128, 256, (8, 8, 8, 8), 128)
 STOCK = {
     family.name: family
@@ -202,7 +207,7 @@ def _sd3_denoiser(model: Model) -> Any:
         "num_layers": model.blocks(shape.layers), "attention_head_dim": 64, "num_attention_heads": shape.heads,
         "joint_attention_dim": shape.t5, "caption_projection_dim": 64 * shape.heads,
         "pooled_projection_dim": shape.clip_l + shape.clip_g, "pos_embed_max_size": shape.positions,
-        "dual_attention_layers": tuple(range(model.blocks(shape.dual) if shape.dual else 0)), "qk_norm": "rms_norm",
+        "dual_attention_layers": tuple(range(model.blocks(shape.dual) if shape.dual else 0)), "qk_norm": shape.norm,
     }  # fmt: skip
     return empty_model(diffusers.SD3Transformer2DModel, config)
 

@@ -2,9 +2,10 @@
 
     python benchmarks/real_size.py FAMILY OUT [--depth third] [--encoders deep] [--journey NAME ...] [--lanes 2] [--toy]
 
-FAMILY is one of sd3 (SD3.5 medium), sd3_large, flux, flux2 (klein 4B), qwen_image, z_image, sana and wan (1.3B). The
-model has its published shape and random weights, made on the GPU and written in bf16, and text encoders of their real
-width: with two layers, or with `--encoders deep` with all of them. There are 20 captioned images of 1024 px.
+FAMILY is one of sd3 (SD3.5 medium), sd3_large, sd3_medium (of 2024), flux, flux2 (klein 4B), qwen_image, z_image, sana
+and wan (1.3B). The model has its published shape and random weights, made on the GPU and written in bf16, and text
+encoders of their real width: with two layers, or with `--encoders deep` with all of them. There are 20 captioned images
+of 1024 px.
 
 The journeys are `new`, `check`, `cache`, `train` with adapters and with all weights (each with its export and proof), a
 stop by SIGTERM and the resume, the same run without a stop, `export`, `sample`, `lora merge`, and for SD3 `convert` to

@@ -1,10 +1,13 @@
 """Does training towards a score draw more prompts right than other ways to spend the same time?
 
     python benchmarks/reward.py OUT --seed N [--minutes M] [--rows ROW ...] [--base FOLDER]
+    python benchmarks/reward.py OUT --world FOLDER --base EXPORT --seed N ...
     python benchmarks/reward.py OUT --join
 
 The demo's `pretrain` recipe trains a small denoiser from random weights with the demo's text encoders and VAE; it is
-kept in OUT/base and not counted. It is then trained for M minutes of CPU time (on a GPU of the clock) in each row:
+kept in OUT/base and not counted. With `--world`, a folder of `world_prepare.py --scenes hard`, `--base` is an export
+that `distill.py --prepare` trained on it. It is then trained for M minutes of CPU time (on a GPU of the clock) in each
+row:
 
     reward        [reward] with the world's judge, on seen prompts
     supervised    flow matching on the images of pretraining
@@ -32,13 +35,15 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from world_runs import Bench as World
+from world_runs import load as load_world
 
 from sd3_light.assets import DEMO
 from sd3_light.cache import verb as cache
 from sd3_light.config import LoadedConfig, load_config
 from sd3_light.core.sampling import ImageRequest
 from sd3_light.engines import Launch
-from sd3_light.evaluate.rewards import Images, Reward, world_reward
+from sd3_light.evaluate.rewards import Images, Reward
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.sample.generate import generate
@@ -67,15 +72,13 @@ KEYS = (
     "micro_batch_size_per_gpu=64",
     "optimizer.lr=5e-4",
 )
-REWARD = """
-[reward]
-score = "python"
-prompts = "prompts.txt"
-prompts_per_draw = 8
-images_per_prompt = 8
-every_n_steps = 8
-steps = 10
-"""
+REWARD = (
+    'reward.score="python"',
+    "reward.prompts_per_draw=8",
+    "reward.images_per_prompt=8",
+    "reward.every_n_steps=8",
+    f"reward.steps={STEPS}",
+)
 
 
 def seconds() -> float:
@@ -102,12 +105,34 @@ def prepare(out: Path, base: Path | None) -> Path:
 class Bench:
     """One seed in a folder."""
 
-    def __init__(self, out: Path, base: Path, seed: int, minutes: float) -> None:
-        self.out, self.base, self.seed, self.minutes = out, base, seed, minutes
-        (self.start,) = sorted((base / "pretrain" / "exports").glob("step-*"))[-1:]
-        seen = draw_prompts(SEEN, 1000 + seed, held_out=False)
-        self.seen = list(dict.fromkeys(prompt.english for prompt in seen))
-        self.held_out = draw_prompts(HELD_OUT, 2000 + seed, held_out=True)
+    def __init__(self, args: argparse.Namespace, out: Path, base: Path) -> None:
+        self.out = out
+        self.base = base
+        self.seed: int = args.seed
+        self.minutes: float = args.minutes
+        self.world: Path | None = args.world
+        world = None if self.world is None else World.read(self.world)
+        self.side = 64 if world is None else world.side
+        self.start = base if world is not None else sorted((base / "pretrain" / "exports").glob("step-*"))[-1]
+        hard = world is not None and world.hard
+        seen = draw_prompts(SEEN, 1000 + self.seed, held_out=False, hard=hard)
+        self.prompts = {prompt.english: prompt for prompt in seen}
+        self.seen = list(self.prompts)
+        self.held_out = draw_prompts(HELD_OUT, 2000 + self.seed, held_out=True, hard=hard)
+        self._generator = np.random.default_rng(self.seed)
+
+    def reward(self, images: Images, prompts: Sequence[str]) -> list[float]:
+        """Return the share of a prompt's requirements that each image meets."""
+        each = []
+        for image, prompt in zip(images, prompts, strict=True):
+            verdict = self.prompts[prompt].judge(Image.fromarray(image))
+            met = [value for value in vars(verdict).values() if value is not None]
+            each.append(sum(met) / len(met))
+        return each
+
+    def shuffled(self, images: Images, prompts: Sequence[str]) -> Any:
+        """Return rewards in a random order: they say nothing about an image."""
+        return self._generator.permutation(self.reward(images, prompts))
 
     @property
     def work(self) -> Path:
@@ -134,27 +159,26 @@ class Bench:
 
     def config(self, row: str) -> tuple[LoadedConfig, Reward | None]:
         """Return the config of a row, whose cache is built, and its reward."""
-        text = (self.base / "pretrain.toml").read_text(encoding="utf-8")
-        text = text.replace('init = "random"', f'init = "{self.start}"').replace('size = "tiny2"\n', "")
-        text = text.replace('"model"', f'"{self.base / "model"}"').replace('"data.toml"', f'"{self.base}/data.toml"')
-        text = text.replace('"cache"', f'"{self.base / "cache"}"')
-        if row in PAIRED:
-            self.draw_pairs()
-            text = text.replace(f'"{self.base}/data.toml"', '"pairs.toml"').replace(
-                f'"{self.base / "cache"}"', '"cache-pairs"'
-            )
-        reward: Reward | None = None
-        if row in ("reward", "shuffled"):
-            text += REWARD
-            reward = world_reward if row == "reward" else shuffling(self.seed)
-        if row == "preferences":
-            text += '\n[objective.dpo]\nbeta = 500.0\nteacher = "start"\n'
         self.work.mkdir(parents=True, exist_ok=True)
         (self.work / "prompts.txt").write_text("\n".join(self.seen), encoding="utf-8")
-        path = self.work / f"{row.replace(' ', '-')}.toml"
-        path.write_text(text, encoding="utf-8")
+        name = row.replace(" ", "-")
         keys = [*KEYS, f"seed={self.seed}", "warmup_steps=8", "ema.decay=0.9", "ema.update_every=8", "max_steps=1"]
-        loaded = load_config(path, [*keys, f'output_dir="{row.replace(" ", "-")}"'])
+        keys += [f'output_dir="{self.work / name}"', f'model.init="{self.start}"']
+        if row in PAIRED:
+            self.draw_pairs()
+            keys += [f'dataset="{self.work / "pairs.toml"}"', f'cache_dir="{self.work / "cache-pairs"}"']
+        if row in ("reward", "shuffled"):
+            keys += [*REWARD, f'reward.prompts="{self.work / "prompts.txt"}"']
+        if row == "preferences":
+            keys += ["objective.dpo.beta=500.0", 'objective.dpo.teacher="start"']
+        reward = {"reward": self.reward, "shuffled": self.shuffled}.get(row)
+        if self.world is not None:
+            loaded = load_world(self.world, [*keys, "sampling.prompts=[]"])
+        else:
+            path = self.base / f"{name}-{self.seed}.toml"  # without the size, which is that of the weights
+            text = (self.base / "pretrain.toml").read_text(encoding="utf-8")
+            path.write_text(text.replace('size = "tiny2"\n', ""), encoding="utf-8")
+            loaded = load_config(path, keys)
         cache.run(loaded)
         return loaded, reward
 
@@ -190,13 +214,14 @@ class Bench:
             if seconds() - began > 30 * self.minutes:
                 break
             images = self.images(self.start, [prompt] * 8, first=8 * number)
-            scored = world_reward(np.stack([np.asarray(image) for image in images]), [prompt] * 8)
+            scored = self.reward(np.stack([np.asarray(image) for image in images]), [prompt] * 8)
             if max(scored) > min(scored):
                 images[int(np.argmax(scored))].save(folder / f"{number:04d}.png")
                 images[int(np.argmin(scored))].save(folder / "rejected" / f"{number:04d}.png")
                 captions[f"{number:04d}.png"] = prompt
         (folder / "captions.json").write_text(json.dumps(captions), encoding="utf-8")
-        text = 'size_buckets = [[64, 64]]\n[[directory]]\npath = "pairs"\nrejected = "pairs/rejected"\n'
+        sizes = f"size_buckets = [[{self.side}, {self.side}]]"
+        text = f'{sizes}\n[[directory]]\npath = "pairs"\nrejected = "pairs/rejected"\n'
         (self.work / "pairs.toml").write_text(text, encoding="utf-8")
 
     # --- scores ------------------------------------------------------------------------------------
@@ -208,7 +233,7 @@ class Bench:
             self._opened.clear()
             self._opened[key] = open_pipeline(model, Launch().device())
         pipe, policy = self._opened[key]
-        requests = [ImageRequest(text, first + number, 64, 64) for number, text in enumerate(prompts)]
+        requests = [ImageRequest(text, first + number, self.side, self.side) for number, text in enumerate(prompts)]
         return generate(pipe, requests, policy, STEPS, guidance)
 
     _opened: dict[str, Any] = {}  # noqa: RUF012
@@ -226,16 +251,6 @@ class Bench:
             pixels = torch.stack([torch.from_numpy(np.asarray(image) / 255).flatten() for image in images])
             distances.append(float(torch.pdist(pixels).mean()) / math.sqrt(pixels.shape[1]))
         return round(mean(distances), 4)
-
-
-def shuffling(seed: int) -> Reward:
-    """Return the world's reward in a random order: it says nothing about an image."""
-    generator = np.random.default_rng(seed)
-
-    def shuffled(images: Images, prompts: Sequence[str]) -> Any:
-        return generator.permutation(world_reward(images, prompts))
-
-    return shuffled
 
 
 def join(out: Path) -> str:
@@ -282,14 +297,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS[:4])
-    parser.add_argument("--base", type=Path, help="a folder that another run prepared")
+    parser.add_argument("--base", type=Path, help="a folder that another run prepared; with --world an export")
+    parser.add_argument("--world", type=Path, help="a folder of world_prepare.py")
     parser.add_argument("--join", action="store_true")
     options = parser.parse_args()
     out = options.out.absolute()
     if not options.join:
         out.mkdir(parents=True, exist_ok=True)
-        base = prepare(out, options.base and options.base.absolute())
-        bench = Bench(out, base, options.seed, options.minutes)
+        named = options.base and options.base.absolute()
+        base = prepare(out, named) if options.world is None else named
+        bench = Bench(options, out, base)
         for row in ("start", *options.rows):
             bench.run(row)
     print(join(out))

@@ -28,7 +28,7 @@ from sd3_light.cost.traffic import needed_bandwidth, sent_per_step
 from sd3_light.data.manifest import MANIFEST
 from sd3_light.data.prompt_lists import prompts_to_encode
 from sd3_light.formats import duration, plural
-from sd3_light.model.base_values import other_shift, with_base_values
+from sd3_light.model.base_values import other_shift, unlearnt_steps, with_base_values
 from sd3_light.model.folder import TRANSFORMER, count_weights
 from sd3_light.optim.power_function import ramp_end, ramped_decay
 from sd3_light.system import Gpu, available_memory
@@ -175,6 +175,8 @@ def _warnings(train: TrainConfig, estimate: RunEstimate) -> Iterator[Line]:
     yield from (("warning", warning) for warning in config_warnings(train, estimate.total_steps, unguided))
     if other := other_shift(with_base_values(train.model)):
         yield "shift", other
+    if sentence := unlearnt_steps(train):
+        yield "warning", sentence
     yield from (("warning", leak.sentence()) for leak in estimate.leaks)
     yield from (("prompt", f"warning: {line}") for line in _cut_prompts(train))
     side = max((min(row.resolution) for row in estimate.data.rows), default=0)

@@ -22,9 +22,11 @@ from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.prompt_lists import read_prompts
 from sd3_light.evaluate.marked import require_marked
+from sd3_light.export.lycoris_file import read_any_adapter
 from sd3_light.model import folder as pipeline_folder
 from sd3_light.model.base_values import with_base_values
 from sd3_light.model.part_configs import read_config
+from sd3_light.model.training_adapter import require_fitting
 from sd3_light.runlog import missing_trackers
 from sd3_light.sources.access import CONTAINERS, exists
 from sd3_light.sources.buckets import buckets_for
@@ -87,6 +89,7 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
         with checks.model_errors_of("model.diffusers_path"):
             checks.single_steps(family)
         checks.adapter(family, start)
+        checks.training_adapter(family, start)
         with checks.model_errors_of("model.diffusers_path"):
             checks.largest_side = family.checks.largest_side(start, model)
             checks.step = family.checks.side_step(model)
@@ -253,6 +256,21 @@ class _DiskChecks:
             self.add("adapter.init_from_existing", "no such file or folder", existing)
         with self.model_errors_of("adapter.target_modules", hint="see docs/finetune.md for names and patterns"):
             family.cost(start, self.model).adapter_parameters(adapter)
+
+    def training_adapter(self, family: Family, start: WeightsStart) -> None:
+        """Check that `model.training_adapter` is a LoRA of the denoiser."""
+        file, key = self.model.training_adapter, "model.training_adapter"
+        if file is None:
+            return
+        if not file.exists():
+            self.add(key, "no such file or folder", file)
+            return
+        if start.source is None:
+            self.add(key, "these weights start at random, and it is for a trained model", hint="remove it")
+            return
+        with self.user_errors_of(key, file):
+            modules = read_any_adapter(file, names=family.files.adapters).modules
+            require_fitting(family.weights.unread(start)[0], modules)
 
     # --- the data -----------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from sd3_light.check.conclusion import Line, Target, drawing_memory, export_memo
 from sd3_light.check.estimate import RunEstimate
 from sd3_light.config import TrainConfig
 from sd3_light.cost.disk_space import DTYPE_BYTES, export_bytes
-from sd3_light.cost.host_memory import INTERPRETER_BYTES, cache_host, export_seconds, train_host
+from sd3_light.cost.host_memory import cache_host, export_command_host, export_seconds, train_host
 from sd3_light.model.folder import TRANSFORMER, count_weights
 
 
@@ -23,10 +23,13 @@ def figures(train: TrainConfig, estimate: RunEstimate, target: Target, conclusio
     commands: dict[str, dict[str, float]] = {
         "cache": {"disk_bytes": caches},
         "train": {"disk_bytes": disk},
-        "export": {"host_bytes": INTERPRETER_BYTES + export.value, "disk_bytes": export_bytes(train, setup)},
+        "export": {
+            "host_bytes": export_command_host(setup, DTYPE_BYTES[train.save_dtype]).value,
+            "disk_bytes": export_bytes(train, setup),
+            "seconds": round(export_seconds(setup), 1),
+        },
         "sample": {},
     }
-    commands["export"]["seconds"] = round(export_seconds(setup), 1)
     if not target.on_cpu:
         memory = estimate.gpu
         workers = train.num_dataloader_workers

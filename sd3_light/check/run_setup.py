@@ -1,6 +1,7 @@
 """The training setup of a config, from which its GPU memory follows; `check` and training share it."""
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from sd3_light.config import TrainConfig
@@ -11,7 +12,9 @@ from sd3_light.cost.graph_choice import MAX_GRAPHS, REAL_TEXT_GRAPHS, why_no_gra
 from sd3_light.cost.partition import stage_bounds
 from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
+from sd3_light.export.lora_file import adapter_file_in
 from sd3_light.model.folder import JUDGE, stored_weights
+from sd3_light.tensor_file import open_tensors
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def run_setup(train: TrainConfig, cost: Cost, layout: Layout, plan: BatchPlan, c
         world=layout.world,
         parallel=train.parallel,
         evaluates=train.has_evaluations or draws_samples or terms.teacher == "average",
-        other_models=4 * sum(count for _, count in vae) + teacher_bytes(train, cost) + _score_bytes(train),
+        other_models=4 * sum(count for _, count in vae) + _other_bytes(train, cost),
         cache=cache,
         adapter=adapter,
         weight_bytes=2 if train.optimizer.weight_dtype == "bfloat16" else 4,
@@ -76,6 +79,20 @@ def teacher_bytes(train: TrainConfig, cost: Cost) -> int:
         return width * sum(count for _, count in stored_weights(denoiser_folder(teacher))) + kept
     is_copied = train.adapter is None and (teacher == "start" or train.terms.keeps_start)
     return width * sum(cost.layer_parameters) + kept if is_copied else 0
+
+
+def _other_bytes(train: TrainConfig, cost: Cost) -> int:
+    """Return the bytes of what training has beside the denoiser on every GPU."""
+    return teacher_bytes(train, cost) + _score_bytes(train) + _training_adapter_bytes(train)
+
+
+def _training_adapter_bytes(train: TrainConfig) -> int:
+    """Return the bytes of the training adapter, in the compute dtype."""
+    if train.model.training_adapter is None:
+        return 0
+    tensors, _ = open_tensors(adapter_file_in(train.model.training_adapter))
+    width = 4 if train.model.transformer_dtype == "float32" else 2
+    return width * sum(prod(tensor.shape) for tensor in tensors.values())
 
 
 def _score_bytes(train: TrainConfig) -> int:

@@ -1,6 +1,7 @@
 """Verbs for trained models: export, sample, evaluate."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -112,6 +113,9 @@ def _suggest_drawing(out: Path) -> None:
         suggest(("sample", out, "a prompt"))
 
 
+_WITH_FROM = ("again", "lora", "out", "grid", "best", "batch")  # what may be given with an image
+
+
 @app.command(cls=Command)
 def sample(
     context: typer.Context,
@@ -164,29 +168,65 @@ def sample(
     frames: Annotated[
         int, typer.Option(min=0, help="Frames of a clip; 0: the default of the model. Clips are written as 00000.mp4.")
     ] = 0,
+    shift: Annotated[
+        float | None, typer.Option(help="Constant shift of the times, above 0; default: that of the model's scheduler.")
+    ] = None,
+    again: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="IMAGE",
+            help="Draw a PNG of this command again, with its prompt, seed and settings; pass its LoRAs with --lora.",
+        ),
+    ] = None,
 ) -> None:
     """Draw images. The same prompt and seed give the same image as stock diffusers. Under torchrun the processes share
     the work."""
     if file is None:  # simple mistakes are reported before seconds of imports
-        if not prompt:
+        if not prompt and again is None:
             raise UserError("no prompt; pass one, or a prompt file with --file")
         require_model_path(model)
+    if shift is not None and not 0 < shift < float("inf"):
+        raise UserError(f"--shift {shift}: pass a number above 0")
+    if again is not None:
+        others = [str(part) for part in given_options(context, *_WITH_FROM) if str(part).startswith("--")]
+        if prompt or others:
+            raise UserError(f"--from has the prompt and the settings; leave {', '.join(others or ['the prompt'])} out")
     launch = init_process()
+    from sd3_light.export.chosen import choose_model
     from sd3_light.export.lora_stack import Lora
     from sd3_light.sample import verb as stage
+    from sd3_light.sample.again import options_again, read_drawn_image
     from sd3_light.sample.image_requests import PromptRow, read_prompt_rows
 
     rows = [*map(PromptRow, prompt or []), *(read_prompt_rows(file) if file is not None else [])]
     loras = tuple(map(Lora.parse, lora or []))
     options = stage.SampleOptions(
-        steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads, best, frames
+        steps,
+        guidance,
+        width,
+        height,
+        batch,
+        negative_prompt,
+        sampler,
+        dtype,
+        loras,
+        grid,
+        threads,
+        best,
+        frames,
+        shift,
     )
+    if again is not None:
+        drawn = read_drawn_image(again)
+        rows = [drawn.row]
+        options = replace(options_again(drawn, choose_model(model, best), loras), grid=grid, best=best)
     path = stage.run(model, rows, seed or [0], out, options, launch)
     if launch.is_main:
         echo(f"wrote {path}")
         if any(row.seed is None for row in rows):  # otherwise a new seed changes nothing
-            again = ("--seed", str(max(seed or [0]) + 1), "--out", out)
-            suggest(("sample", model, *(prompt or ()), *given_options(context, "seed", "out"), *again))
+            other = ("--seed", str(max(seed or [0]) + 1), "--out", out)
+            suggest(("sample", model, *(prompt or ()), *given_options(context, "seed", "out"), *other))
 
 
 AgainstData = Annotated[

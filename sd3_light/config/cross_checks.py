@@ -151,6 +151,19 @@ def _distill_faults(table: ObjectiveConfig) -> Iterator[Fault]:
         yield _fault("objective.distill", "saves nothing without steps and guidance", hint=hint)
 
 
+def training_adapter(train: TrainConfig) -> Iterator[Fault]:
+    """A training adapter is for losses towards images, in whole models."""
+    if train.model.training_adapter is None:
+        return
+    if train.terms.teacher is not None:
+        key = train.terms.teacher_key.removesuffix(".teacher")
+        hint = "train with [objective.flow], or remove it"
+        yield _fault("model.training_adapter", f"has no use with [{key}], which follows a teacher", hint=hint)
+    if train.pipeline_stages > 1:
+        hint = "write pipeline_stages = 1"
+        yield _fault("model.training_adapter", "pipeline stages run the model without it", hint=hint)
+
+
 def reward(train: TrainConfig) -> Iterator[Fault]:
     """Rewards are the whole loss, on images that the run draws with whole models."""
     table = train.reward
@@ -295,6 +308,7 @@ def fp8(train: TrainConfig) -> Iterator[Fault]:
         "fast = false": train.fast is False,
         "compile = true": train.compile is True,
         "an adapter": train.adapter is not None,
+        "a training adapter": train.model.training_adapter is not None,
         f"pipeline_stages = {train.pipeline_stages}": train.pipeline_stages > 1,
         "gradient_release = true": train.gradient_release,
         'optimizer.weight_dtype = "bfloat16"': train.optimizer.weight_dtype == "bfloat16",
@@ -526,6 +540,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     token_keys: (*_DEPTH_KEYS, *_TOKEN_KEYS, *_TERM_KEYS, "pipeline_stages"),
     spellings: ("model", *SPELLINGS, *_TERM_KEYS),
     terms: (*_TERM_KEYS, *_REWARD_KEYS, "ema", "ema.enable", "pipeline_stages"),
+    training_adapter: ("model", "model.training_adapter", *_TERM_KEYS, *_REWARD_KEYS, "pipeline_stages"),
     reward: (
         *(*_TERM_KEYS, *_REWARD_KEYS, *_TOKEN_KEYS, *_RECON_KEYS, "model", "max_steps", "micro_batch_size_per_gpu"),
         *("pipeline_stages", "adapter", "swap_blocks", "pseudo_huber_c"),
@@ -540,6 +555,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     blocks: ("fast", "compile", "activation_checkpointing", "pipeline_stages"),
     fp8: (
         *("fp8", "fast", "compile", "adapter", "pipeline_stages", "model", "model.dtype", "model.transformer_dtype"),
+        "model.training_adapter",
         *("gradient_release", "optimizer", "optimizer.weight_dtype"),
     ),
     optimizer: ("optimizer", "optimizer.type", "optimizer.split_modulation", "parallel", "pipeline_stages"),

@@ -84,6 +84,9 @@ class ModelConfig(Table):
     init: RandomOrPath | None = None
     """Initial weights of the denoiser: `random`, a folder, or an SD3 single file (`.safetensors`). Absent: `random`
     with `train_type` (unless `sd3-light init` wrote `diffusers_path`), otherwise `diffusers_path`."""
+    training_adapter: TomlPath | None = None
+    """LoRA file that is added to the denoiser in training and validation, and not in samples, metrics and exports. With
+    one that undoes a distillation, a model of few steps is fine-tuned and keeps its few steps (docs/distill.md)."""
     num_layers: Annotated[Annotated[int, Strict(), Ge(1), Le(1000)] | None, _RANDOM] = None
     """Number of joint blocks; overrides the size."""
     qk_norm: Annotated[Flag | None, _RANDOM] = None

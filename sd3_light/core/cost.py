@@ -116,6 +116,11 @@ class Cost(ABC):
         return (0,) * len(self.layer_parameters)
 
     @property
+    def table_bytes(self) -> int:
+        """What stock diffusers holds while it computes the denoiser's own tables, before it reads the weights."""
+        return 0
+
+    @property
     @abstractmethod
     def block_matrices(self) -> int:
         """The weights in the matrices of all blocks."""

@@ -5,7 +5,7 @@ Its blocks are checkpointed, and tapped for their features.
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -44,8 +44,10 @@ class TrainedModel(nn.Module):
     begin with `HEADS`. A family's own model defines `predict`. ``dropout`` is that of an adapter on the denoiser,
     ``teacher`` the prediction of the objective's teacher, ``start`` that of the first weights, where an objective or an
     adapter keeps them. ``empty_text`` replaces a batch's text by that of guidance. ``release`` frees weights that an
-    engine gathered for a pass of `infer`. ``step`` counts the steps done. With a ``text_step`` real text is padded to
-    multiples of it, where that changes no result: compiled blocks then see few shapes.
+    engine gathered for a pass of `infer`; ``restore`` puts the run's own weights back where a teacher left others
+    while the model ``is_drawing``. Samples are drawn inside of ``as_exported``, without what training alone has.
+    ``step`` counts the steps done. With a ``text_step`` real text is padded to multiples of it, where that changes no
+    result: compiled blocks then see few shapes.
     """
 
     compute_dtype: torch.dtype = torch.float32
@@ -58,6 +60,9 @@ class TrainedModel(nn.Module):
         self.empty_text: Callable[[Batch], Batch] | None = None
         self.start: Callable[[Batch, Sequence[int]], Prediction] | None = None
         self.release: Callable[[], None] = lambda: None
+        self.restore: Callable[[], None] = lambda: None
+        self.is_drawing = False
+        self.as_exported: Callable[[], AbstractContextManager[None]] = nullcontext
         self.step = 0
         self.text_step: int | None = None
         self.use(objective)
@@ -99,11 +104,22 @@ class TrainedModel(nn.Module):
     @torch.no_grad()
     def draw(self, batch: Batch) -> Batch:
         """Return the batch of a pass: see `Objective.draw`."""
-        return self.objective.draw(self, batch)
+        self.is_drawing = True
+        try:
+            return self.objective.draw(self, batch)
+        finally:
+            self.is_drawing = False
+            self.restore()
 
     @torch.no_grad()
     def infer(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
         """Run the denoiser outside of `forward`, without gradients."""
+        self.restore()
+        return self.infer_in_place(batch, taps)
+
+    @torch.no_grad()
+    def infer_in_place(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
+        """Run the denoiser with the weights that it holds now, without gradients."""
         out = self.predict(batch, taps)
         self.release()
         return out
@@ -132,8 +148,9 @@ class TrainedModel(nn.Module):
         return self.objective.evaluate(self, batch) if self.objective.draws else self.forward(batch)["each"]
 
     def denoise(self, batch: Batch) -> Tensor:
-        """Return the velocity in float32, computed as in training; the caller enables or disables grad."""
-        return self.predict(batch).velocity.float()
+        """Return the velocity of the exported model in float32; the caller enables or disables grad."""
+        with self.as_exported():
+            return self.predict(batch).velocity.float()
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return what trains, by its name in the stock denoiser, then the heads."""

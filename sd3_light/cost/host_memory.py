@@ -28,19 +28,38 @@ def export_seconds(setup: TrainingSetup) -> float:
 
 
 def export_host(setup: TrainingSetup, save_bytes: int) -> Amount:
-    """Return the host memory that an export and its proof add to a process; ``save_bytes`` are those of a saved weight.
+    """Return the host memory that an export and its proof add to a process that trains."""
+    copies = _copies(setup, save_bytes)
+    clean = clean_process(setup)
+    return Amount(copies.value + clean.value, f"{copies.formula} + {clean.formula} clean process")
 
-    The clean process maps the weights. Both sides hold one layer at a time in float32.
-    """
-    layer = 60 * setup.cost.width**2  # six matrices in one, as they are stored, in float32 and with their update
+
+def export_command_host(setup: TrainingSetup, save_bytes: int) -> Amount:
+    """Return the host memory of `export`, which frees the weights before the clean process loads them."""
+    copies = _copies(setup, save_bytes)
+    clean = clean_process(setup)
+    held = max(copies.value, clean.value) if setup.adapter is None else copies.value + clean.value
+    return Amount(INTERPRETER_BYTES + held, f"the larger of {copies.formula} and {clean.formula}")
+
+
+def clean_process(setup: TrainingSetup) -> Amount:
+    """Return the memory of the process that proves an export: it maps the weights, and widens one layer at a time."""
+    table = setup.cost.table_bytes
+    layer = _layer(setup)
+    formula = f"{format_bytes(INTERPRETER_BYTES)} interpreter + {format_bytes(max(layer, table))} layer or table"
+    return Amount(INTERPRETER_BYTES + max(layer, table), formula)
+
+
+def _copies(setup: TrainingSetup, save_bytes: int) -> Amount:
+    layer = _layer(setup)
     if setup.adapter is None:
-        copies = save_bytes * setup.cost.parameters
-        formula = f"P·{save_bytes} B"
-    else:
-        copies = 12 * sum(setup.adapter)
-        formula = "A·12 B"
-    formula += f" + 2·{format_bytes(layer)} layer + {format_bytes(INTERPRETER_BYTES)} clean process"
-    return Amount(copies + 2 * layer + INTERPRETER_BYTES, formula)
+        return Amount(save_bytes * setup.cost.parameters + layer, f"P·{save_bytes} B + {format_bytes(layer)} layer")
+    return Amount(12 * sum(setup.adapter) + layer, f"A·12 B + {format_bytes(layer)} layer")
+
+
+def _layer(setup: TrainingSetup) -> int:
+    """Return the bytes of six matrices in one, as they are stored, in float32 and with their update."""
+    return 60 * setup.cost.width**2
 
 
 def train_host(setup: TrainingSetup, loaders: Amount, workers: int, export: Amount) -> Amount:

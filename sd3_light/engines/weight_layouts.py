@@ -126,6 +126,6 @@ def shard(module: TrainedModel, launch: Launch, device: torch.device) -> Shards:
     # the root is resharded after each forward too, because an evaluation swaps the weights
     for part in (*module.blocks(), module):
         fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    for method in ("denoise", "infer", "evaluate"):
+    for method in ("denoise", "infer_in_place", "evaluate"):
         register_fsdp_forward_method(module, method)
     return Shards(module, launch)

@@ -120,7 +120,14 @@ def prove_adapter(file: Path, modules: AdapterModules, spec: AdapterSpec) -> dic
         folder = _as_folder(spec, Path(work))
         dtype = _main_dtype(folder)
         classes = {"denoiser": spec.family.denoiser, "pipeline": spec.family.pipeline}
-        request = {"adapter": kind, "base": str(folder), "base_dtype": dtype, "padding": spec.padding, **classes}
+        request: dict[str, Any] = {
+            "adapter": kind,
+            "base": str(folder),
+            "base_dtype": dtype,
+            "padding": spec.padding,
+            **classes,
+        }
+        request["stems"] = {spec.family.files.adapters.lycoris_stem(layer): layer for layer in modules}
         _, reloaded = run_clean_process(file, Path(work), request, inputs)
         updates = {name: _rounded(module, spec.save_dtype).applied for name, module in modules.items()}
         # one layer at a time is in memory, whatever the size of the base

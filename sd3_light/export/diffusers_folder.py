@@ -18,7 +18,7 @@ from sd3_light.core.family import Family
 from sd3_light.export.card import model_card
 from sd3_light.export.export_spec import ExportError, ExportSpec, first_few, write_json, write_texts
 from sd3_light.export.licence import licence_file
-from sd3_light.export.proof import PIPELINE_FILE, prove
+from sd3_light.export.proof import PIPELINE_FILE, expectation, prove
 from sd3_light.files import apply_umask, new_folder
 from sd3_light.flow.scheduler import folder_scheduler, shift_of
 from sd3_light.inputs import require_regular
@@ -64,8 +64,9 @@ def write_folder(
         )
     with new_folder(out, replace) as temporary:
         _write_parts(temporary, out, weights, spec)
-        proof = prove(temporary, spec, weights)
-        write_json(temporary / "proof.json", proof)
+        expected = expectation(temporary, spec, weights)
+        del weights  # the clean process needs memory, too
+        write_json(temporary / "proof.json", prove(temporary, spec, expected))
     return out
 
 

@@ -30,6 +30,7 @@ from sd3_light.export.stored_parts import read_denoiser
 from sd3_light.files import refuse_existing, write_errors
 from sd3_light.model.adapter_layers import LycorisModule
 from sd3_light.model.part_configs import read_config
+from sd3_light.system import release_freed_memory
 from sd3_light.tensor_file import DTYPES
 
 LORA_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -97,6 +98,7 @@ def merge(model: Path, loras: Sequence[Lora], out: Path, dtype: str | None = Non
     spec = _spec(model, family, config, save_dtype, loras)
     updates = [(read_any_adapter(lora.file, names=family.files.adapters).modules, lora.strength) for lora in loras]
     state = merged_on_demand(model, updates)
+    release_freed_memory()
     try:
         with write_errors(out):
             return write_folder(out, state, spec, replace=False, owned=True)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,19 @@ class ProofError(Exception):
     """The written export differs from the model in memory; it is not published."""
 
 
-def prove(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Reload a folder in a clean process; compare its weights bit for bit, the denoiser's output and a sampled image.
+@dataclass(frozen=True)
+class Expected:
+    """What a clean process must find: computed from the weights in memory, which are not needed any more."""
 
-    ``weights`` are those in memory, already cast to the saved dtype. The text encoders are not loaded: their files are
-    those of the base and only have to exist. Returns the record that is written to the export.
-    """
-    start = time.perf_counter()
+    inputs: dict[str, Any]
+    outputs: dict[str, Tensor]
+    digests: dict[str, str]
+    started: float
+
+
+def expectation(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> Expected:
+    """Return the hashes of weights in memory, already cast to the saved dtype, the denoiser's output and an image."""
+    started = time.perf_counter()
     files, config = spec.family.files, spec.transformer_config
     missing = files.missing(folder, denoiser=True)
     if missing:
@@ -47,29 +54,38 @@ def prove(folder: Path, spec: ExportSpec, weights: Mapping[str, Tensor]) -> dict
         "denoiser": files.denoiser_inputs(config, folder),
         "pipeline": files.pipeline_inputs(folder, config, spec.text),
     }
+    outputs = _in_memory(spec, weights, inputs)
+    require_finite("the exported denoiser", outputs["output"])
+    require_finite(f"the VAE of {spec.base}", outputs["image"])
+    return Expected(inputs, outputs, proof_process.digests(dict(weights)), started)
+
+
+def prove(folder: Path, spec: ExportSpec, expected: Expected) -> dict[str, Any]:
+    """Reload a folder in a clean process; compare its weights bit for bit, the denoiser's output and a sampled image.
+
+    The text encoders are not loaded: their files are those of the base and only have to exist. Returns the record that
+    is written to the export.
+    """
     custom = (folder / PIPELINE_FILE).is_file()
     absent = [name for name, kind in components(folder).items() if is_encoder(*kind)]
     request = {"dtype": str(spec.save_dtype).removeprefix("torch."), "custom": custom, "absent": absent}
     with tempfile.TemporaryDirectory() as work:
-        report, reloaded = run_clean_process(folder, Path(work), request, inputs)
-    expected = _in_memory(spec, weights, inputs)
-    require_finite("the exported denoiser", expected["output"])
-    require_finite(f"the VAE of {spec.base}", expected["image"])
-    _compare_config(report["config"], config)
-    digests = proof_process.digests(dict(weights))
-    _compare_weights(report["weights"], digests)
+        report, reloaded = run_clean_process(folder, Path(work), request, expected.inputs)
+    _compare_config(report["config"], spec.transformer_config)
+    _compare_weights(report["weights"], expected.digests)
+    output, image = expected.outputs["output"], expected.outputs["image"]
     return {
         **{name: version(name) for name in _LIBRARIES},
         "pipeline": f"{PIPELINE_FILE} of this folder" if custom else report["class"],
-        "tensors": len(weights),
-        "max_difference": compare_outputs("the reloaded model's output", reloaded["output"], expected["output"], 1e-5),
+        "tensors": len(expected.digests),
+        "max_difference": compare_outputs("the reloaded model's output", reloaded["output"], output, 1e-5),
         "picture_max_difference": compare_outputs(
-            "an image of the reloaded pipeline", reloaded["image"], expected["image"], _IMAGE_TOLERANCE
+            "an image of the reloaded pipeline", reloaded["image"], image, _IMAGE_TOLERANCE
         ),
-        "weights_sha256": combined_digest(digests),
+        "weights_sha256": combined_digest(expected.digests),
         "output_sha256": _sha256(reloaded["output"]),
         "picture_sha256": _sha256(reloaded["image"]),
-        "seconds": round(time.perf_counter() - start, 2),
+        "seconds": round(time.perf_counter() - expected.started, 2),
     }
 
 

@@ -194,7 +194,7 @@ def _check_adapter(file: Path, request: dict[str, Any], inputs: dict[str, Any]) 
             pipe.load_lora_weights(file.parent, weight_name=file.name)
         output = denoise(denoiser, inputs)
     else:  # diffusers does not read LoKr and LoHa
-        output = denoise(denoiser, inputs, _lycoris_updates(denoiser, file, request["padding"]))
+        output = denoise(denoiser, inputs, _lycoris_updates(denoiser, file, request))
     return {}, {"output": output, "plain": plain}
 
 
@@ -214,17 +214,19 @@ def _shown_in_float32(model: nn.Module) -> Iterator[None]:
             parameter.data = data
 
 
-def _lycoris_updates(denoiser: nn.Module, file: Path, padding: list[int] | None) -> dict[str, Update]:
+def _lycoris_updates(denoiser: nn.Module, file: Path, request: Mapping[str, Any]) -> dict[str, Update]:
     """Return the updates in a LyCORIS file by layer name.
 
-    With ``padding``, the file numbers the last block as a single file does that is padded to that many blocks.
+    A layer is named as LyCORIS does, or by one of the ``stems``. With ``padding``, the file numbers the last block as a
+    single file does that is padded to that many blocks.
     """
-    last, new = (f"transformer_blocks.{blocks - 1}." for blocks in padding or (1, 1))
+    last, new = (f"transformer_blocks.{blocks - 1}." for blocks in request["padding"] or (1, 1))
     layers = {f"lycoris_{name.replace(last, new).replace('.', '_')}": name for name, _ in denoiser.named_modules()}
     factors: dict[str, dict[str, Tensor]] = {}
     for key, tensor in load_file(file).items():
-        layer, _, factor = key.partition(".")
-        factors.setdefault(layers[layer], {})[factor] = tensor.float()
+        stem, _, factor = key.rpartition(".")
+        layer = layers.get(stem) or request["stems"][stem]
+        factors.setdefault(layer, {})[factor] = tensor.float()
     return {layer: partial(_with_lycoris, factors[layer]) for layer in factors}
 
 

@@ -15,12 +15,14 @@ from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.cost.amount import format_bytes
 from sd3_light.cost.training_setup import swapped_blocks
+from sd3_light.export.lycoris_file import read_any_adapter
 from sd3_light.export.trained_file import read_trained_adapter
 from sd3_light.model.adapter_layers import ReadWeight, add_adapter, load_lycoris
 from sd3_light.model.block_swap import BlockSwap
 from sd3_light.model.loading import CPU, StoredWeights, assign_weights, read_weights
 from sd3_light.model.lora_layers import load_lora
 from sd3_light.model.quantized import quantize_base
+from sd3_light.model.training_adapter import TrainingAdapter
 from sd3_light.model.wide_products import compute_in_float32
 from sd3_light.runlog import info
 
@@ -56,12 +58,12 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
 def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) -> nn.Module:
     """Return the denoiser in float32, or with its matrices in bfloat16; less what `freeze` names, all of it trains.
 
-    Smaller or swapped weights are read one by one to where they stay.
+    Stored weights are read one by one to where they stay; those that several GPUs share, to the host first.
     """
     weights = family_of(config.model).weights
     dtype = getattr(torch, config.optimizer.weight_dtype)
     stored: StoredWeights = {}
-    if start.source is None or (dtype == torch.float32 and config.swap_blocks == 0):
+    if start.source is None:
         denoiser = weights.load(start, config.seed)
         for parameter in denoiser.parameters():
             parameter.data = parameter.data.to(dtype) if parameter.dim() > 1 else parameter.data
@@ -70,7 +72,8 @@ def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) ->
     freeze(denoiser, config.freeze)
     swapped = _swapped_blocks(denoiser, config.swap_blocks)
     resident = {name: weight for name, weight in stored.items() if not name.startswith(tuple(swapped))}
-    read_weights(denoiser, resident, dtype, device, whole_vectors=True)
+    is_whole = config.pipeline_stages == 1 and config.zero_stage < 3
+    read_weights(denoiser, resident, dtype, device if is_whole else CPU, whole_vectors=True)
     if swapped:
         _read_swapped(denoiser, swapped, stored, dtype, BlockSwap(device, trained=True))
     if device.type == "cpu" and dtype == torch.bfloat16:
@@ -139,6 +142,20 @@ def put_adapter(
         key = f"adapter.init_from_existing = {adapter.init_from_existing}"
         raise UserError(f"{key}: {error}; write the rank and target_modules that it has") from error
     return names
+
+
+def put_training_adapter(denoiser: nn.Module, config: TrainConfig, device: torch.device) -> TrainingAdapter | None:
+    """Add `model.training_adapter` to a denoiser that has its adapter already; None without one."""
+    file = config.model.training_adapter
+    if file is None:
+        return None
+    try:
+        modules = read_any_adapter(file, names=family_of(config.model).files.adapters).modules
+        adapter = TrainingAdapter(denoiser, modules, frozen_dtype(config, device), device)
+    except UserError as error:
+        raise UserError(f"model.training_adapter = {file}: {error}") from error
+    info(f"training adapter: {file} is added to {len(modules)} layers in training, and not in samples or exports")
+    return adapter
 
 
 def freeze(transformer: nn.Module, patterns: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.background_saves import FOLDERS, SNAPSHOT, newest_usable
 from sd3_light.export.chosen import refuse_script_run
 from sd3_light.export.diffusers_folder import WeightsOnDemand, write_folder
-from sd3_light.export.export_spec import ExportError
+from sd3_light.export.export_spec import ExportError, ExportSpec
 from sd3_light.export.hub import Target, check_push
 from sd3_light.export.model_facts import ModelFacts
 from sd3_light.export.of_run import RAW, adapter_spec, export_spec, model_config, whole_state
@@ -32,6 +32,7 @@ from sd3_light.export.proof import ProofError
 from sd3_light.files import refuse_existing, scratch_folder, write_errors
 from sd3_light.optim.post_hoc_ema import Snapshot, combine, parse_snapshots, reachable_widths, solve
 from sd3_light.runlog import info
+from sd3_light.system import release_freed_memory
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ def run(
     """
     if ema_length is not None and weights is not None:
         raise UserError("--ema-length and --weights exclude each other; use one of them")
+    release_freed_memory()
     refuse_existing(out)
     _check_options(out, contents)
     refuse_script_run(run_folder)
@@ -102,20 +104,24 @@ def _write(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path, c
     if train.adapter is not None:
         _write_adapter(train, weights, run_folder, out)
         return
-    family = family_of(train.model)
-    start = weights.model.keep_table(starting_weights(train.model))
-    transformer, read = _starting_model(family, start, train.seed)
-    config = model_config(transformer, weights.model)
-    spec = export_spec(train, config, weights.description, weights.progress, run_folder, weights.model)
-    state = whole_state(transformer, read, weights.trained, train.freeze)
+    spec, state = _full_model(train, weights, run_folder)
     with write_errors(out):
         if not is_single_file(out):
             write_folder(out, state, spec, replace=False, owned=True)
             return
         with scratch_folder(out) as scratch:
             folder = write_folder(scratch / out.stem, state, spec, owned=True)
-            for note in single_files(family, out).write(folder, out, contents or Contents()).notes:
+            for note in single_files(spec.family, out).write(folder, out, contents or Contents()).notes:
                 info(f"note: {note}")
+
+
+def _full_model(train: TrainConfig, weights: _Weights, run_folder: Path) -> tuple[ExportSpec, Mapping[str, Tensor]]:
+    """Return the spec of a full model and its weights, which are read on demand; the start is not kept in memory."""
+    start = weights.model.keep_table(starting_weights(train.model))
+    transformer, read = _starting_model(family_of(train.model), start, train.seed)
+    config = model_config(transformer, weights.model)
+    spec = export_spec(train, config, weights.description, weights.progress, run_folder, weights.model)
+    return spec, whole_state(transformer, read, weights.trained, train.freeze)
 
 
 def _starting_model(family: Family, start: WeightsStart, seed: int) -> tuple[nn.Module, Callable[[str], Tensor]]:

@@ -70,7 +70,8 @@ class Flux(StockFamily):
     def speed_up(self, denoiser: "nn.Module") -> None:
         """See `StockFamily.speed_up`: attention of single blocks gets a part of a larger gradient.
 
-        With it cuDNN's attention should be right too; ``cudnn_attention`` waits for `tests/gpu/test_stock_attention.py`.
+        With it cuDNN's attention should be right, too: ``cudnn_attention`` waits for
+        `tests/gpu/test_stock_attention.py`.
         """
         from sd3_light.families.stock.attention import with_contiguous_gradient
 

@@ -12,6 +12,8 @@ from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Observes, Prediction, Predicts, Teacher
 from sd3_light.flow.objective import flow_loss
 
+_ROUNDING = 1e-4
+"""Deviations below this share of the largest score are taken for rounding."""
 DrawBatch = Callable[[Observes, Batch], Batch]
 """(model, batch) -> noisy latents of images that the run has drawn, their target, and ``reward`` [B] from 0 to 1."""
 
@@ -73,13 +75,12 @@ class Rewarded(Objective):
 def relative_rewards(scores_PG: Tensor) -> Tensor:
     """Return rewards from 0 to 1 by the scores of G images of each of P prompts.
 
-    They are 1/2 plus half the number of standard deviations from the mean of the prompt, which counts at most 1. Equal
-    images get 1/2.
+    They are 1/2 plus half the number of deviations from the mean of the prompt, which counts at most 1. The deviation
+    is the root mean square over all prompts: images of a prompt that hardly differ get about 1/2, equal ones 1/2.
     """
     centred_PG = scores_PG - scores_PG.mean(1, keepdim=True)
-    deviation_P1 = centred_PG.square().mean(1, keepdim=True).sqrt()
-    relative_PG = torch.where(deviation_P1 > 1e-9, centred_PG / deviation_P1.clamp(min=1e-9), 0.0)
-    return 0.5 + 0.5 * relative_PG.clamp(-1, 1)
+    deviation = centred_PG.square().mean().sqrt().clamp(min=_ROUNDING * float(scores_PG.abs().max()))
+    return 0.5 + 0.5 * (centred_PG / deviation.clamp(min=1e-30)).clamp(-1, 1)
 
 
 def diversity(latents_PGN: Tensor) -> float:

@@ -108,6 +108,18 @@ def drawing_of_run(config: TrainConfig, unguided: float | None, usual: float | N
     return OwnDrawing(term.steps or stated.steps, guidance)
 
 
+def unlearnt_steps(config: TrainConfig) -> str | None:
+    """Return that a run takes the few steps from the model that it continues, and what to do; None if it does not."""
+    base = _read_base(config.model)
+    steps = None if base is None else base.drawing.steps
+    if steps is None or config.model.training_adapter is not None or config.terms.teacher is not None:
+        return None
+    return (
+        f"the model is made for {steps} steps, which training towards images unlearns; write model.training_adapter "
+        "(docs/distill.md)"
+    )
+
+
 def drawn_as(drawing: OwnDrawing, config: TrainConfig) -> TrainConfig:
     """Return a config with these steps and this guidance in place of absent ones, for samples and metrics."""
     given = {"steps": drawing.steps, "guidance": drawing.guidance}

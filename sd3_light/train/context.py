@@ -27,7 +27,7 @@ from sd3_light.engines.processes import ProcessGroups, start_process_group
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.export.model_facts import ModelFacts, bucket_size, commonest_bucket
 from sd3_light.formats import plural
-from sd3_light.model.base_values import other_shift
+from sd3_light.model.base_values import other_shift, unlearnt_steps
 from sd3_light.runlog import info
 from sd3_light.train.folder import RunFolder
 from sd3_light.train.residence import TrainingProcess, place_cache
@@ -131,6 +131,8 @@ class RunContext:
                 info(f"warning: {warning}")
             if self.resumed is None and (other := other_shift(self.config.model)):
                 info(f"shift: {other}")
+            if sentence := unlearnt_steps(self.config):
+                info(f"warning: {sentence}")
             if self.launch.is_main:
                 self._warn_of_full_disk(total)
         self.folder.begin(self.config)

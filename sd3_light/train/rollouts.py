@@ -8,6 +8,7 @@ P prompts with G images each make N images; latents are [N, C, h, w].
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -105,6 +106,11 @@ class Prompts:
         return shuffled(self.seed, "reward-prompts", turn, 0, len(self.texts))
 
 
+def prompts_number(prompts: Sequence[str]) -> int:
+    """Return a number that differs where prompts do, below 2^24: a float32 holds it."""
+    return zlib.crc32("\0".join(prompts).encode()) >> 8
+
+
 @lru_cache(maxsize=8)  # those of the latest draws
 def shuffled(seed: int, purpose: str, epoch: int, repeat: int, count: int) -> list[int]:
     """Return the numbers below ``count`` in a random order."""
@@ -116,7 +122,8 @@ def shuffled(seed: int, purpose: str, epoch: int, repeat: int, count: int) -> li
 class Rollouts:
     """Draws and scores images, and makes the batches of the steps until the next draw.
 
-    ``state`` are the latents, the rewards, and the number of the draw they are of, from 1; 0: none.
+    ``state`` are the latents, the rewards, the number of the draw they are of, from 1 (0: none), and a number for its
+    prompts.
     """
 
     config: TrainConfig
@@ -146,6 +153,7 @@ class Rollouts:
             "latents": torch.zeros((table.images, *shape)),
             "rewards": torch.zeros(table.images),
             "draw": torch.zeros(1),
+            "prompts": torch.zeros(1),
         }
         chosen = open_reward(table.score, context.device) if score is None else score
         return Rollouts(config, table, context, Prompts.of(context, table), preparer, chosen, size, state)
@@ -160,6 +168,7 @@ class Rollouts:
             family = self._sampling
             self.texts = [family.text(self.prompts.features(prompt)) for prompt in prompts]
             self._texts_of = window
+            self._require_prompts(window, prompts)
         if int(self.state["draw"]) != window + 1:
             self._draw(model, window)
         number = self._next_micro_batch(model.step)
@@ -167,6 +176,16 @@ class Rollouts:
         per_step = size * launch.world * self.config.gradient_accumulation_steps
         first = turn * per_step + (number * launch.world + launch.rank) * size
         return self._batch_of(window, range(first, first + size))
+
+    def _require_prompts(self, window: int, prompts: Sequence[str]) -> None:
+        """Refuse to train on the images of a checkpoint with other prompts than they were drawn for."""
+        number = prompts_number(prompts)
+        if int(self.state["draw"]) == window + 1 and int(self.state["prompts"]) != number:
+            raise UserError(
+                f"reward.prompts: {self.table.prompts} lacks the prompts of the checkpoint's images; restore it, or "
+                f"resume from a checkpoint after a multiple of {self.table.every_n_steps} steps"
+            )
+        self.state["prompts"].fill_(number)
 
     def _next_micro_batch(self, step: int) -> int:
         """Return the number of this micro-batch in its step."""

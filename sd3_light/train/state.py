@@ -25,7 +25,7 @@ from sd3_light.engines.processes import apply_timeout
 from sd3_light.engines.torch import TorchEngine
 from sd3_light.evaluate.rewards import Reward
 from sd3_light.export.of_run import Saver
-from sd3_light.export.trainable import load_what_trains
+from sd3_light.export.trainable import load_what_trains, put_training_adapter
 from sd3_light.model.adapter_layers import AdapterDropout
 from sd3_light.optim.ema import Averages
 from sd3_light.runlog import info
@@ -69,6 +69,7 @@ def make_train_state(
     config, launch, device, start = context.config, context.launch, context.device, context.start
     family = family_of(config.model)
     denoiser = load_what_trains(config, start, device)
+    training_adapter = put_training_adapter(denoiser, config, device)
     saver = Saver.of(config, denoiser, context.folder.path / "exports", start, context.model_facts)
     layout = Layout(launch.world, context.by_deepspeed)
     steps = config.length(context.order.steps_per_epoch)
@@ -79,6 +80,10 @@ def make_train_state(
     module = family.training.model(denoiser, config, blocks.kind == "fast")
     if objective is not None:
         module.use(objective(denoiser))
+    if training_adapter is not None:
+        if module.objective.teacher is not None:
+            raise UserError("model.training_adapter has no use with an objective that follows a teacher; remove it")
+        module.as_exported = training_adapter.off
     load_teacher(module, config, device)
     module.empty_text = text_of_guidance(config, context.data.empty_text())
     compile_time = None

@@ -5,6 +5,7 @@ runs the stock blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,36 @@ def teach_by_average(model: TrainedModel, engine: Engine, averages: Averages) ->
     if MAIN_TRACK not in averages.tracks:
         raise UserError("the objective's teacher is the run's average, and there is none; write ema.enable = true")
 
-    def teach(batch: Batch, taps: Sequence[int]) -> Prediction:
-        with averages.in_place_of(MAIN_TRACK, engine.weights):
-            return model.infer(batch, taps)
+    teacher = _Average(model, engine, averages)
+    model.teacher = teacher.teach
+    model.restore = teacher.leave
 
-    model.teacher = teach
+
+class _Average:
+    """The run's average as a teacher. While a batch is drawn it stays in place of the weights between passes."""
+
+    def __init__(self, model: TrainedModel, engine: Engine, averages: Averages) -> None:
+        self._model = model
+        self._engine = engine
+        self._averages = averages
+        self._swap = ExitStack()
+        self._is_in_place = False
+
+    def teach(self, batch: Batch, taps: Sequence[int]) -> Prediction:
+        """See `TrainedModel.teach`."""
+        if not self._is_in_place:
+            self._swap.enter_context(self._averages.in_place_of(MAIN_TRACK, self._engine.weights))
+            self._is_in_place = True
+        try:
+            return self._model.infer_in_place(batch, taps)
+        finally:
+            if not self._model.is_drawing:
+                self.leave()
+
+    def leave(self) -> None:
+        """Put the weights back."""
+        self._is_in_place = False
+        self._swap.close()
 
 
 def start_of_adapter(model: TrainedModel) -> Callable[[Batch, Sequence[int]], Prediction]:

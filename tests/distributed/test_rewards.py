@@ -7,7 +7,7 @@ import torch
 
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
-from tests.distributed.layouts import DDP, FSDP2, ONE, Job, Layout, launch
+from tests.distributed.layouts import DDP, FSDP2, HAS_DEEPSPEED, ONE, ZERO1, ZERO2, Job, Layout, launch
 from tests.project import Project
 from tests.unit.train.test_train_preferences import write_start
 from tests.unit.train.test_train_rewards import PROMPTS, REWARD
@@ -15,12 +15,18 @@ from tests.unit.train.test_train_rewards import PROMPTS, REWARD
 pytestmark = pytest.mark.timeout(1800)
 STEPS, SAVED = 5, 2
 KEYS = (f"max_steps={STEPS}", "checkpoint_every_n_steps=1", "reward.kl=0.1", "gradient_clipping=0.5")
+ODD = ("reward.prompts_per_draw=3", "reward.images_per_prompt=3")
+"""Nine images: two processes draw them in three batches of four, of which one has images of the first too."""
 RUNS: dict[str, tuple[Layout, str | None]] = {
     "one": (ONE, None),
+    "odd-one": (ONE, None),
     "ddp": (DDP, None),
+    "odd-ddp": (DDP, None),
     "fsdp2": (FSDP2, None),
     "ddp-from-one": (DDP, "one"),
 }
+if HAS_DEEPSPEED:
+    RUNS |= {"zero1": (ZERO1.accumulating(1), None), "zero2-from-one": (ZERO2, "one")}
 """Name of a run -> its layout, and the run whose checkpoint it resumes, inside a window of three steps."""
 
 
@@ -38,7 +44,8 @@ def trained(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> P
     jobs: dict[int, list[Job]] = {1: [], 2: []}
     for name, (layout, source) in RUNS.items():
         checkpoint = None if source is None else str(saved(project, source, SAVED))
-        jobs[layout.world].append(Job(str(project.train_toml), name, layout, KEYS, checkpoint))
+        keys = (*KEYS, *ODD) if "odd" in name else KEYS
+        jobs[layout.world].append(Job(str(project.train_toml), name, layout, keys, checkpoint))
     for world in (1, 2):
         launch(jobs[world], tmp_path_factory.mktemp("jobs"))
     return project
@@ -48,18 +55,19 @@ def saved(project: Project, run: str, step: int) -> Path:
     return Path(project.folder / run / "checkpoints" / checkpoint_name(step))
 
 
-@pytest.mark.parametrize("run", ["ddp", "fsdp2", "ddp-from-one"])
+@pytest.mark.parametrize("run", [name for name, (layout, _) in RUNS.items() if layout is not ONE])
 def test_every_layout_draws_and_trains_alike(trained: Project, run: str) -> None:
-    expected = {event["step"]: event for event in trained.events("step", "one")}
+    one = "odd-one" if "odd" in run else "one"
+    expected = {event["step"]: event for event in trained.events("step", one)}
     for event in trained.events("step", run):
         for name in ("loss", "reward", "kl", "grad_norm"):
             assert event[name] == pytest.approx(expected[event["step"]][name], rel=2e-3, abs=1e-6), name
-    draws = {event["step"]: event for event in trained.events("reward", "one")}
+    draws = {event["step"]: event for event in trained.events("reward", one)}
     assert list(draws) == [0, 3]
     for event in trained.events("reward", run):
         for name in ("reward", "reward_deviation", "diversity"):
             assert event[name] == pytest.approx(draws[event["step"]][name], rel=1e-3), name
-    ours, theirs = (open_checkpoint(saved(trained, name, STEPS)) for name in (run, "one"))
+    ours, theirs = (open_checkpoint(saved(trained, name, STEPS)) for name in (run, one))
     assert set(ours.shapes) == set(theirs.shapes), "a checkpoint belongs to the run, not to its layout"
     torch.testing.assert_close(
         ours.tensor("objective/latents"), theirs.tensor("objective/latents"), rtol=1e-3, atol=1e-3

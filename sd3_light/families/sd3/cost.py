@@ -41,6 +41,11 @@ class SD3Cost(Cost):
         return self.size.layer_parameters()
 
     @property
+    def table_bytes(self) -> int:
+        """See `Cost.table_bytes`: positions in float64, twice while their halves are joined."""
+        return 16 * self.size.pos_embed_max_size**2 * self.size.width
+
+    @property
     def block_matrices(self) -> int:
         """See `Cost.block_matrices`."""
         return sum(vars(block_weights(self.size)).values())

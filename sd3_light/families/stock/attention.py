@@ -142,9 +142,8 @@ def with_contiguous_gradient(module: nn.Module, inputs: Any, output: Tensor) -> 
     PyTorch keeps cuDNN's plan of a backward pass by the shapes and strides of queries, keys and values, but not by
     those of the gradient. Where blocks of one shape have gradients of two strides, the second one is read wrongly.
     """
-    rows: Any = _ContiguousGradient.apply(output)
-    attended: Tensor = rows
-    return attended
+    rows: Tensor = _ContiguousGradient.apply(output)  # type: ignore[no-untyped-call]
+    return rows
 
 
 def use_attention(denoiser: nn.Module, processor: Any) -> None:

@@ -15,5 +15,5 @@ def scripts() -> Iterator[SimpleNamespace]:
     """Modules of the benchmarks by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
-        names = ("paired", "lanes", "run_list", "world_runs", "ablate")
+        names = ("paired", "lanes", "run_list", "world_runs", "ablate", "real_families", "real_size")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})

@@ -1,18 +1,25 @@
-"""Lists of benchmarks: limits, lanes and summaries; the commands of the shipped list exist."""
+"""Lists of benchmarks: limits, lanes and summaries; every command of the shipped list can start."""
 
+import runpy
 import shlex
 import subprocess
 import sys
+import tarfile
 import tomllib
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import tomli_w
 
+from tests.waiting import wait_until
+
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "benchmarks" / "run_list.py"
 SHIPPED = tomllib.loads((ROOT / "benchmarks" / "gpu_runs.toml").read_text(encoding="utf-8"))
-OTHER_OPTIONS = {"benchmarks/regimes.py": "benchmarks/train_run.py"}
+ENTRIES = [entry for entries in SHIPPED.values() for entry in entries]
 
 
 def summary(tmp_path: Path, entries: list[dict[str, object]], minutes: float) -> str:
@@ -46,17 +53,80 @@ def test_commands_end_at_their_limit_with_what_they_started(tmp_path: Path) -> N
     assert running.stdout == b""
 
 
-@pytest.mark.parametrize("group", SHIPPED)
-def test_the_shipped_commands_exist(group: str) -> None:
-    for entry in SHIPPED[group]:
-        assert entry.keys() <= {"run", "seconds", "needs", "lane"}
-        program, script, *words = shlex.split(entry["run"])
-        assert program == "python"
-        if script == "-m":
-            assert words[0] == "pytest"
-            assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
-            continue
-        sources = [script, OTHER_OPTIONS.get(script, script)]
-        source = "".join((ROOT / path).read_text(encoding="utf-8") for path in sources)
-        options = [word for word in words if word.startswith("--")]
-        assert [option for option in options if f'"{option}"' not in source] == []
+def test_groups_run_one_after_another_and_results_are_packed(tmp_path: Path) -> None:
+    wait = "import pathlib, sys, time; time.sleep(1); pathlib.Path(sys.argv[1], 'kept.json').write_text('1')"
+    late = "import pathlib, sys; print(pathlib.Path(sys.argv[1], '../1/kept.json').exists())"
+    groups = {"x": [{"run": f'python -c "{wait}" {{out}}'}], "y": [{"run": f'python -c "{late}" {{out}}', "lane": "b"}]}
+    (tmp_path / "list.toml").write_text(tomli_w.dumps(groups), encoding="utf-8")
+    words = ["list.toml", "out", "--group", "x", "y", "--minutes", "9", "--pack", "packed"]
+    subprocess.run([sys.executable, str(SCRIPT), *words], cwd=tmp_path, check=True, capture_output=True)
+    assert (tmp_path / "out" / "2" / "output.txt").read_text(encoding="utf-8") == "True\n"
+    assert {path.name for path in (tmp_path / "packed").iterdir()} == {"summary.txt", "results.tar.gz"}
+    with tarfile.open(tmp_path / "packed" / "results.tar.gz") as archive:
+        assert {"summary.txt", "1/kept.json", "2/output.txt"} <= set(archive.getnames())
+
+
+def test_a_command_that_is_cut_off_has_its_results_packed(scripts: SimpleNamespace, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "1").mkdir(parents=True)
+    (out / "1" / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    (out / "1" / "large.json").write_bytes(bytes(scripts.run_list.PACKED_BYTES))
+    (out / "1" / "weights.safetensors").write_bytes(bytes(8))
+    scripts.run_list.PACK_SECONDS = 0.01
+    with scripts.run_list.packing(out, tmp_path / "packed"):
+        wait_until((tmp_path / "packed" / "results.tar.gz").exists)  # while commands run
+    with tarfile.open(tmp_path / "packed" / "results.tar.gz") as archive:
+        sizes = {entry.name: entry.size for entry in archive}
+    assert sizes == {"1/rows.jsonl": 3, "1/large.json": 0}
+
+
+# --- the shipped list ---------------------------------------------------------------------------
+
+
+class Parsed(Exception):
+    """The arguments of a script are valid."""
+
+
+def parsed(script: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """Return what a benchmark makes of its arguments, before it starts; those of `train_run.py`, too."""
+
+    def stop(parser: ArgumentParser, *_: object) -> NoReturn:
+        known, others = real(parser)
+        if others and script == "benchmarks/regimes.py":
+            known = parsed("benchmarks/train_run.py", others, monkeypatch)
+        elif others:
+            parser.error(f"unknown: {others}")
+        raise Parsed(known)
+
+    real = ArgumentParser.parse_known_args
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *words])
+        patch.setattr(ArgumentParser, "parse_args", stop)
+        patch.setattr(ArgumentParser, "parse_known_args", stop)
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        with pytest.raises(Parsed) as result:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+    return result.value.args[0]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=[entry["run"][:60] for entry in ENTRIES])
+def test_the_shipped_commands_parse(
+    entry: dict[str, Any], scripts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts.run_list.Entry(1, folder=ROOT, **entry)
+    program, script, *words = shlex.split(entry["run"].replace("{out}", "out"))
+    assert program == "python"
+    if script == "-m":
+        assert words[0] == "pytest"
+        assert all((ROOT / word.partition("::")[0]).is_file() for word in words if ".py" in word)
+        return
+    options = parsed(script, words, monkeypatch)
+    if script.endswith("real_size.py"):
+        model = scripts.real_families.Model(options.family, options.depth, options.encoders)
+        plan = scripts.real_size.Plan(ROOT, model, 1)
+        assert set(options.journey) <= {journey.name for journey in plan.journeys()}
+
+
+def test_a_wrong_option_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit):
+        parsed("benchmarks/peers.py", ["out", "--row", "no-such-row"], monkeypatch)

@@ -245,6 +245,50 @@ def test_a_teacher_is_the_average_of_the_run() -> None:
         teach_by_average(model, engine, Averages({}, EmaConfig()))
 
 
+class SeveralPasses(Distillation):
+    """Takes several passes of the average, with one of the model between them."""
+
+    def draw(self, model: Observes, batch: Batch) -> Batch:
+        taught = [model.teach(batch).velocity for _ in range(3)]
+        live = model.infer(batch).velocity
+        again = model.teach(batch).velocity
+        assert all(torch.equal(each, again) for each in taught)
+        return batch.with_values({"taught": again, "live": live})
+
+
+def test_the_average_stays_in_place_between_the_passes_of_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, engine = make(FlowMatching(), SeveralPasses())
+    averages = Averages(of_denoiser(engine.weights), EmaConfig(enable=True, update_every=1, decay=0.9))
+    with torch.no_grad():
+        for tensor in averages.tracks["ema"].shadow.values():
+            tensor.mul_(0.5)
+    teach_by_average(model, engine, averages)
+    swaps = []
+    in_place_of = Averages.in_place_of
+
+    def counted(self: Averages, *given: Any) -> Any:
+        swaps.append(given[0])
+        return in_place_of(self, *given)
+
+    monkeypatch.setattr(Averages, "in_place_of", counted)
+    before = {name: weight.clone() for name, weight in engine.weights.items()}
+    live = model.infer(batch()).velocity
+    drawn = model.draw(batch())
+    assert len(swaps) == 2, "one for three passes, and one after the model's own"
+    assert torch.equal(drawn["live"], live)
+    assert not torch.equal(drawn["taught"], live)
+    assert all(torch.equal(before[name], weight) for name, weight in engine.weights.items())
+
+    def broken(self: SeveralPasses, model: Observes, batch: Batch) -> Batch:
+        model.teach(batch)
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(SeveralPasses, "draw", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        model.draw(batch())
+    assert all(torch.equal(before[name], weight) for name, weight in engine.weights.items())
+
+
 # --- batches that the run draws ------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ from sd3_light.export.diffusers_folder import checked_copy, read_facts, write_fo
 from sd3_light.export.export_spec import ExportError, ExportSpec
 from sd3_light.export.of_run import model_spec
 from sd3_light.export.open_pipeline import open_pipeline
-from sd3_light.export.proof import ProofError, combined_digest, prove
+from sd3_light.export.proof import ProofError, combined_digest, expectation, prove
 from sd3_light.families.sd3 import real_pipeline
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.folder import FROZEN
@@ -390,8 +390,9 @@ def test_a_modified_folder_fails_the_proof(
 ) -> None:
     copy = Path(shutil.copytree(exported, tmp_path / "copy"))
     tamper(copy)
+    weights = {name: tensor.half() for name, tensor in trained.items()}
     with pytest.raises(ProofError, match=message):
-        prove(copy, spec(demo_parts), {name: tensor.half() for name, tensor in trained.items()})
+        prove(copy, spec(demo_parts), expectation(copy, spec(demo_parts), weights))
 
 
 def test_names_configs_and_outputs_are_compared() -> None:

@@ -18,7 +18,7 @@ from sd3_light.export import diffusers_folder as folder_module
 from sd3_light.export.diffusers_folder import write_folder
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.open_pipeline import open_pipeline
-from sd3_light.export.proof import ProofError, prove
+from sd3_light.export.proof import ProofError, expectation, prove
 from sd3_light.families.sd3 import real_pipeline
 from sd3_light.families.sd3.masked_attention import MaskedJointAttention, real_text_mask
 from sd3_light.families.sd3.random_weights import new_transformer
@@ -150,7 +150,7 @@ def test_the_proof_uses_the_folders_pipeline(
     exports: dict[tuple[str, str], Path], demo_parts: Path, tmp_path: Path
 ) -> None:
     real_spec, weights = spec(demo_parts, "real", "zero"), live_weights()
-    proof = prove(exports["real", "zero"], real_spec, weights)
+    proof = prove(exports["real", "zero"], real_spec, expectation(exports["real", "zero"], real_spec, weights))
     assert proof["pipeline"] == "pipeline.py of this folder"
     assert proof["picture_max_difference"] <= 1 / 255
     unmasked = tmp_path / "unmasked"
@@ -161,7 +161,7 @@ def test_the_proof_uses_the_folders_pipeline(
     (unmasked / "pipeline.py").unlink()
     (unmasked / "pipeline.py").write_text(source.replace("attn_mask=mask", "attn_mask=None"))
     with pytest.raises(ProofError, match="an image of the reloaded pipeline differs by"):
-        prove(unmasked, real_spec, weights)
+        prove(unmasked, real_spec, expectation(unmasked, real_spec, weights))
 
 
 # --- the class ---------------------------------------------------------------------------------

@@ -174,6 +174,21 @@ def test_a_lora_is_exported_and_proven(adapter: tuple[StockFamily, Path, Adapter
     assert_proven(adapter, adapter[1] / "transformer", tmp_path / "out")
 
 
+@pytest.mark.parametrize("kind", ["lokr", "loha"])
+def test_a_lycoris_adapter_of_wan_is_proven_by_its_own_names(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    family, folder = of("wan"), folders["wan"]
+    table = {"type": kind, "rank": 2, "alpha": 2.0, "target_modules": list(family.adapter_targets)}
+    config = AdapterConfig.model_validate(table)
+    denoiser = load_denoiser(family, folder)
+    add_adapter(denoiser, config, 0)
+    for name, weight in denoiser.named_parameters():
+        if is_adapter_name(name):
+            weight.data.normal_(0, 0.2)
+    assert_proven((family, folder, config, denoiser), folder / "transformer", tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     "adapter", [pytest.param(name, marks=pytest.mark.slow if name != "wan" else ()) for name in LOADS], indirect=True
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd3_light.check import verb as check
@@ -295,3 +296,25 @@ def test_preferences_train_and_resume_exactly(project: Project, tables: str, res
     run(project, "parts", *keys, "max_steps=2")
     resumed = tensors(run(project, "parts", *keys, resume=Resume()) / checkpoint_name(4))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_training_adapter_is_in_the_loss_alone(project: Project) -> None:
+    """With a LoRA; it is not in checkpoints, and a resumed run equals the whole."""
+    (file,) = (project.model / "transformer").glob("*.safetensors")
+    shapes = {name.removesuffix(".weight"): tensor.shape for name, tensor in load_file(file).items()}
+    layer = next(name for name in shapes if name.endswith(("to_v", "final_layer.linear")))  # PRX's blocks start at 0
+    generator = torch.Generator().manual_seed(0)
+    sides = {"lora_A": (2, shapes[layer][1]), "lora_B": (shapes[layer][0], 2)}
+    factors = {name: torch.randn(side, generator=generator) for name, side in sides.items()}
+    undo = {f"transformer.{layer}.{name}.weight": tensor for name, tensor in factors.items()}
+    save_file(undo, project.folder / "undo.safetensors")
+    project.train_toml.write_text(project.train_toml.read_text() + LORA)
+    keys = ("adapter.dropout=0.0", 'model.training_adapter="undo.safetensors"')
+    last = checkpoint_name(4)
+    plain = tensors(run(project, "plain", keys[0]) / last)
+    folder = run(project, "with", *keys)
+    whole = tensors(folder / last)
+    assert project.losses("with")[1] != pytest.approx(project.losses("plain")[1], rel=1e-5)
+    assert whole.keys() == plain.keys()
+    resumed = tensors(run(project, "again", *keys, resume=Resume(folder / checkpoint_name(2))) / last)
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())

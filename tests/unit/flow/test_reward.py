@@ -111,11 +111,25 @@ def test_a_flow_moves_towards_its_score_and_not_by_shuffled_scores() -> None:
 
 def test_rewards_are_relative_to_the_images_of_a_prompt() -> None:
     scores = torch.tensor([[0.0, 0.0, 0.0, 1.0], [5.0, 5.0, 5.0, 5.0], [10.0, 20.0, 30.0, 40.0]])
-    rewards = relative_rewards(scores)
+    rewards = torch.cat([relative_rewards(prompt[None]) for prompt in scores])
     assert rewards[1].tolist() == [0.5] * 4
     assert rewards[0].tolist() == pytest.approx([0.2113, 0.2113, 0.2113, 1.0], abs=1e-3)
     assert rewards[2].tolist() == pytest.approx([0.0, 0.2764, 0.7236, 1.0], abs=1e-3)
-    torch.testing.assert_close(relative_rewards(scores * 100 + 7)[2], rewards[2])
+    torch.testing.assert_close(relative_rewards(scores[2:] * 100 + 7)[0], rewards[2])
+
+
+def test_images_that_hardly_differ_get_no_reward_from_rounding() -> None:
+    """Beside prompts whose images differ, and alone, in every scale of scores."""
+    nearly = [0.7, 0.7 + 1e-7, 0.7, 0.7 - 1e-7]
+    beside = relative_rewards(torch.tensor([[0.0, 0.0, 0.0, 1.0], nearly], dtype=torch.float64))
+    assert (beside[1] - 0.5).abs().max() < 1e-5
+    assert beside[0, 3] == 1.0
+    for scale in (1e-3, 1.0, 1e4):
+        alone = relative_rewards(scale * torch.tensor([nearly], dtype=torch.float64))
+        assert (alone - 0.5).abs().max() < 2e-3
+    assert relative_rewards(torch.zeros(2, 3)).unique().tolist() == [0.5]
+    little = relative_rewards(torch.tensor([[0.0, 1.0], [0.5, 0.6]]))
+    assert 0.5 < little[1, 1] < 0.6, "the deviation is that of all prompts"
 
 
 def test_the_gradient_pulls_to_good_images_and_away_from_bad_ones() -> None:

@@ -15,7 +15,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.registry import with_family_values
 from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.evaluate.verb import require_eval_sets
-from sd3_light.model.base_values import with_base_values
+from sd3_light.model.base_values import unlearnt_steps, with_base_values
 from sd3_light.train.verb import Resume
 from tests.project import Project
 from tests.unit.train.test_train_preferences import write_start
@@ -95,6 +95,10 @@ def test_the_export_of_few_steps_says_how_it_is_sampled(project: Project) -> Non
     loaded = with_family_values(project.load(f'model.init="{export}"'))
     assert (loaded.train.sampling.steps, loaded.train.sampling.guidance) == (4, 1.0)
     assert with_base_values(loaded.train.model).last_time == 0.25
+    assert "made for 4 steps, which training towards images unlearns" in (unlearnt_steps(loaded.train) or "")
+    assert unlearnt_steps(project.load(*STEPS, f'model.init="{export}"').train) is None
+    undo = project.load(f'model.init="{export}"', 'model.training_adapter="undo.safetensors"')
+    assert unlearnt_steps(undo.train) is None
     user = with_family_values(project.load(f'model.init="{export}"', "sampling.steps=7"))
     assert (user.train.sampling.steps, user.train.sampling.guidance) == (7, 1.0)
     one = with_family_values(project.load(*STEPS, "objective.distill.steps=1", f'model.init="{export}"'))

@@ -104,6 +104,17 @@ def test_a_resumed_run_equals_the_whole(project: Project, kind: str) -> None:
         assert distances[1] > 1e-9
 
 
+def test_prompts_that_change_inside_a_window_are_refused(project: Project) -> None:
+    """Images of the checkpoint are of other prompts than those whose texts it would train on."""
+    whole = run(project)
+    file = project.folder / "prompts.txt"
+    file.write_text("\n".join(PROMPTS[::-1]) + "\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"lacks the prompts of the checkpoint's images; .* multiple of 3 steps"):
+        run(project, resume=Resume(whole / checkpoint_name(2)), name="inside")
+    run(project, resume=Resume(whole / checkpoint_name(3)), name="between")
+    assert [event["step"] for event in project.events("reward", "between")] == [3]
+
+
 def test_prompts_and_seeds_are_functions_of_the_step(project: Project) -> None:
     """Other weights and another length change no prompt, and every prompt comes before one recurs."""
     seen: dict[str, list[list[str]]] = {"a": [], "b": []}
