@@ -119,7 +119,12 @@ def live_pages(browser: "Browser", demo: Path, run: Path) -> None:
             dataset = f"{address}datasets/{folder_id(demo / 'data.toml')}"
             try:
                 page(browser, "ui", f"{address}data/{folder_id(demo / 'cache')}")
-                page(browser, "ui-queue", f"{address}queue", "document.querySelector('main section:nth-of-type(1) .track') !== null")
+                page(
+                    browser,
+                    "ui-queue",
+                    f"{address}queue",
+                    "document.querySelector('main section:nth-of-type(1) .track') !== null",
+                )
                 for each in waiting:
                     queue.stop(demo / each.stem)
                 faults = "document.querySelector('#faults')?.innerText === 'None.'"
