@@ -30,6 +30,7 @@ from sd3_light.report.run_charts import x_table
 from sd3_light.ui.folders import Folders
 from sd3_light.ui.run_pages import compare_page, comparison_charts, run_page, runs_page
 from tests.fuzz.mutation import mutate_bytes, mutate_json, odd, set_keys
+from tests.fuzz.pages import write_pages
 from tests.fuzz.world import World, rewrite
 
 Command = list[object]
@@ -366,4 +367,5 @@ TARGETS: dict[str, Target] = {
     "log": log,
     "log_pages": log_pages,
     "drawn_image": drawn_image,
+    "pages": write_pages,
 }
