@@ -109,13 +109,13 @@ def _wan_vae() -> Any:
     return diffusers.AutoencoderKLWan(**sizes, **_STATISTICS, temperal_downsample=[False, True, True])
 
 
-def _dc_vae() -> Any:
-    """Without a distribution."""
-    blocks = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock")
+def deep_compression_vae(levels: int = 4) -> Any:
+    """Without a distribution; each level after the first halves the sides."""
+    blocks = ("ResBlock",) * (levels - 1) + ("EfficientViTBlock",)
     sides: dict[str, Any] = {}
     for side in ("encoder", "decoder"):
-        sides |= {f"{side}_block_types": blocks, f"{side}_block_out_channels": (8, 8, 8, 8)}
-        sides |= {f"{side}_layers_per_block": (1, 1, 1, 1), f"{side}_qkv_multiscales": ((), (), (), ())}
+        sides |= {f"{side}_block_types": blocks, f"{side}_block_out_channels": (8,) * levels}
+        sides |= {f"{side}_layers_per_block": (1,) * levels, f"{side}_qkv_multiscales": ((),) * levels}
     return diffusers.AutoencoderDC(latent_channels=4, attention_head_dim=4, scaling_factor=0.41407, **sides)
 
 
@@ -231,7 +231,9 @@ PIPELINES = {  # with the published settings of schedulers
         "QwenImagePipeline", _qwen_parts, _qwen_vae, lambda: Euler(use_dynamic_shifting=True, **_QWEN_LINE)
     ),
     "z_image": TinyPipeline("ZImagePipeline", _z_image_parts, _kl_vae, lambda: Euler(shift=3.0)),
-    "sana": TinyPipeline("SanaPipeline", _sana_parts, _dc_vae, _multistep(diffusers.DPMSolverMultistepScheduler)),
+    "sana": TinyPipeline(
+        "SanaPipeline", _sana_parts, deep_compression_vae, _multistep(diffusers.DPMSolverMultistepScheduler)
+    ),
     "wan": TinyPipeline("WanPipeline", _wan_parts, _wan_vae, _multistep(diffusers.UniPCMultistepScheduler)),
     "krea2": TinyPipeline(
         "Krea2Pipeline",

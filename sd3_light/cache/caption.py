@@ -7,7 +7,6 @@ other tables. `.captions.jsonl` beside it has what is done, one image per line: 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,20 +23,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from sd3_light.cache.folder_images import decoded_batches, image_folder, listed_images, model_folder, read_image
 from sd3_light.config import DirectoryConfig, load_images
 from sd3_light.config.faults import UserError
-from sd3_light.config.hub_ids import SCHEME, parse_hub_id
-from sd3_light.downloads import download
 from sd3_light.engines import Launch
 from sd3_light.files import write_atomically, write_errors
 from sd3_light.inputs import lines_of, open_regular, parse_json, regular_handle
 from sd3_light.model.part_configs import check_files
 from sd3_light.pages import check_output_path, data_uri, render_template, save_page
 from sd3_light.runlog import info, progress
-from sd3_light.sources.preprocess import Reject
-from sd3_light.sources.records import FileBytes, Rejected
-from sd3_light.sources.scan import scan
-from sd3_light.sources.video import open_still
 
 TABLE = "captions.json"
 DONE = ".captions.jsonl"
@@ -45,10 +39,7 @@ DONE = ".captions.jsonl"
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PROMPT = "Describe this image in one sentence."
-_NOT_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.onnx", "*.msgpack", "*.h5")
-_NO_CAPTION = ("no_caption", "empty_caption", "bad_caption", "caption_not_utf8", "caption_too_long")
 _EXAMPLES = 48
-_DECODERS = 4  # threads that decode the next batch
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,8 @@ def run(data: Path, model: str, options: CaptionOptions, page: Path | None = Non
         check_output_path(page)
     by_folder: dict[Path, list[DirectoryConfig]] = {}
     for directory in directories:
-        by_folder.setdefault(_require_folder(directory).resolve(), []).append(directory)
+        _require_one_caption_column(directory)
+        by_folder.setdefault(image_folder(directory, "captions").resolve(), []).append(directory)
     settings = {"model": model, **asdict(options)}
     del settings["batch"]  # it changes the last bits only
     settings = json.loads(json.dumps(settings))
@@ -98,15 +90,9 @@ def run(data: Path, model: str, options: CaptionOptions, page: Path | None = Non
     return tables
 
 
-def _require_folder(directory: DirectoryConfig) -> Path:
-    """Return the folder of a directory; captions cannot be written elsewhere."""
+def _require_one_caption_column(directory: DirectoryConfig) -> None:
     if len(directory.caption_columns) > 1:
         raise UserError(f"{directory.path}: caption_column names several columns; remove it to use a list of captions")
-    if isinstance(directory.path, str):
-        raise UserError(f"{directory.path}: captions are written for folders on disk; copy the images to one")
-    if not directory.path.is_dir():
-        raise UserError(f"{directory.path}: captions are written for folders of images; unpack it, or remove it")
-    return directory.path
 
 
 @dataclass
@@ -131,16 +117,7 @@ class _DirectoryWork:
                 f"{folder / TABLE} exists and is not by this command; rename it to metadata.json, or move it"
             )
         done = {} if restart else _read_done(folder / DONE, settings)
-        is_file: dict[str, bool] = {}
-        with progress("listing", None, "images") as bar:
-            for item in (item for directory in sources for item in scan(directory, 0)):
-                if isinstance(item, Rejected) and item.reason not in _NO_CAPTION:
-                    continue
-                is_file[item.key.partition("/")[2]] = isinstance(item.image, FileBytes)
-                bar.advance()
-        images = [name for name, is_own in is_file.items() if is_own]
-        if others := len(is_file) - len(images):
-            info(f"caption: {folder}: {others:,} images in tars and Parquet files are left out; unpack them")
+        images = listed_images(folder, sources)
         return _DirectoryWork(folder, settings, images, done)
 
     def write_table(self) -> Path:
@@ -193,13 +170,14 @@ def _caption(work: _DirectoryWork, captioner: "Captioner") -> None:
         open(path, "ab", buffering=0, opener=regular_handle) as file,
         progress(f"caption {work.folder.name}", len(missing), "images") as bar,
     ):
-        for names, images in _decoded(work.folder, missing, size):
-            rejected += len(names) - len(images)
+        for decoded in decoded_batches(work.folder, missing, size):
+            images = {name: image for name, image in decoded.items() if isinstance(image, Image.Image)}
+            rejected += len(decoded) - len(images)
             texts = captioner.describe(images) if images else []
             new = dict(zip(images, texts, strict=True))
             work.captions |= new
             file.write(_captions_as_lines(new))
-            bar.advance(len(names))
+            bar.advance(len(decoded))
     if rejected:
         info(f"caption: {work.folder}: {rejected:,} images cannot be read; `sd3-light cache` lists them")
 
@@ -211,27 +189,6 @@ def _captions_as_lines(captions: Mapping[str, list[str]]) -> bytes:
 def _json_lines(rows: Iterable[Any]) -> bytes:
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     return text.encode("utf-8", "backslashreplace")
-
-
-def _read_image(path: Path) -> Image.Image | None:
-    """Return an image, or the first frame of a video; None if it cannot be read."""
-    try:
-        return open_still(FileBytes(str(path))).convert("RGB")
-    except Reject:
-        return None
-
-
-def _decoded(folder: Path, names: Sequence[str], size: int) -> Iterator[tuple[Sequence[str], dict[str, Image.Image]]]:
-    """Yield batches of names with the images that can be read, the next batch decoded while one is used."""
-    batches = [names[start : start + size] for start in range(0, len(names), size)]
-    with ThreadPoolExecutor(_DECODERS) as pool:
-        following = [pool.submit(_read_image, folder / name) for name in batches[0]] if batches else []
-        for number, batch in enumerate(batches):
-            current, following = following, []
-            if number + 1 < len(batches):
-                following = [pool.submit(_read_image, folder / name) for name in batches[number + 1]]
-            images = {name: image for name, job in zip(batch, current, strict=True) if (image := job.result())}
-            yield batch, images
 
 
 class SeededDraws(LogitsProcessor):
@@ -339,17 +296,6 @@ class Captioner:
         return batch.to(self.device, dtype=self.model.dtype)
 
 
-def model_folder(model: str) -> Path:
-    """Return the folder of a path or of an id on the Hugging Face hub, which is downloaded."""
-    hub_id = None if Path(model).exists() else parse_hub_id(model if model.startswith(SCHEME) else SCHEME + model)
-    folder = Path(model) if hub_id is None else download(hub_id, without=_NOT_WEIGHTS)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"--model {model}: {folder} has no config.json; give a model folder, or OWNER/NAME on the hub")
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"--model {model}: {folder} has no .safetensors file; other formats are not read")
-    return folder
-
-
 def _render(data: Path, model: str, options: CaptionOptions, works: Sequence[_DirectoryWork]) -> str:
     """Return a page with some images of every directory and their captions."""
     examples: list[CaptionedImage] = []
@@ -357,7 +303,7 @@ def _render(data: Path, model: str, options: CaptionOptions, works: Sequence[_Di
         names = [name for name in work.images if name in work.captions]
         most = max(1, _EXAMPLES // len(works))
         for name in names[:: max(1, len(names) // most)][:most]:
-            if (image := _read_image(work.folder / name)) is not None:
+            if isinstance(image := read_image(work.folder / name), Image.Image):
                 examples.append(CaptionedImage(name, data_uri(image, 384), image.size, tuple(work.captions[name])))
     return render_template(
         "captions.html",

@@ -130,7 +130,7 @@ class ShardEncoder:
         copies = self._open_copies(task)
         tokens = self._tokenizer.submit(tokenize_missing, encoders, task.members, copies)
         current = UnitInProgress(task.unit, list(task.members), tokens, copies)
-        batches = decode_batches(task.members, copies, task.root, self._settings.batch_size)
+        batches = decode_batches(task.members, copies, task.root, self._settings.model, self._settings.batch_size)
         images = iter([[]]) if current.is_decoded else self._decoder(task).map(batches)
         first = next(images)  # decoding starts now, even if the device is busy
         with self._device:

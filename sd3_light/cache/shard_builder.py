@@ -132,7 +132,7 @@ class ShardBuilder:
                 copies = Copies(self._job.copies(members), self._old)
                 tokens = tokenizer.submit(tokenize_missing, self._encoders, members, copies)
                 queue.append(UnitInProgress(unit, members, tokens, copies))
-                yield from decode_batches(members, copies, root, self._train.caching_batch_size)
+                yield from decode_batches(members, copies, root, self._train.model, self._train.caching_batch_size)
 
     def _is_built(self, unit: Unit) -> bool:
         if not self._job.regenerate:

@@ -19,7 +19,7 @@ from sd3_light.cache.reuse import PIXELS, ValueCounts, distinct_texts
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REJECTED, Column, entry_of
+from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REJECTED, Column, entry_of, mask_factor
 from sd3_light.core.encoding import Encoders, PairEncoders, Tokens
 from sd3_light.data.cache_plan import Member, Text, Unit, decode_task, texts_of
 from sd3_light.data.manifest import damaged_mark, read_entry
@@ -269,16 +269,17 @@ def _unread(member: Member, number: int, copies: Copies) -> tuple[str, ...]:
 
 
 def decode_batches(
-    members: Sequence[Member], copies: Copies, root: DataLocation, size: int
+    members: Sequence[Member], copies: Copies, root: DataLocation, model: ModelConfig, size: int
 ) -> Iterator[list[DecodeTask]]:
     """Yield the tasks of decoding what is not copied, in batches of ``size`` frames, at least one sample.
 
     If everything is copied, there is one batch without tasks.
     """
     numbers, size = to_decode(members, copies), max(1, size // members[0].bucket.frames)
+    factor = mask_factor(stored_columns(model))
     for start in range(0, max(1, len(numbers)), size):
         batch = numbers[start : start + size]
-        yield [decode_task(members[number], root, _unread(members[number], number, copies)) for number in batch]
+        yield [decode_task(members[at], root, _unread(members[at], at, copies), factor) for at in batch]
 
 
 def _values(column: Column, tensors: Mapping[str, Tensor]) -> list[Tensor]:

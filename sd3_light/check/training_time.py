@@ -7,6 +7,9 @@ from sd3_light.formats import duration
 from sd3_light.system import Gpu, usable_cores
 
 _SHORT = "less than a second"
+_REMEDY = (
+    "`sd3-light check TOML --gpu H200` estimates it for a known kind; `train` shows the time left after a few steps"
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Work:
             return f"{self._about(seconds)} {where} ({share}, measured{several})"
         limits = time_range(name, self.flops / self.gpus, self.micro_batches, self.num_blocks)
         if limits is None:
-            return "unknown: no speed was measured on this kind of GPU; `train` shows the time left after a few steps"
+            return f"unknown: no speed was measured on this kind of GPU; {_REMEDY}"
         shares = f"{PEAK_RANGE[0]:.0%} to {PEAK_RANGE[1]:.0%} of its peak: no speed was measured on this kind of GPU"
         return f"{self._range(*limits)} {where} ({shares})"
 

@@ -1,5 +1,7 @@
 """Verbs for trained models: export, sample, evaluate."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,22 +12,45 @@ from sd3_light.cli.process import echo, given_options, init_process, load_checke
 from sd3_light.config import DEFAULT_GUIDANCE
 from sd3_light.config.faults import UserError
 from sd3_light.config.hub_ids import require_model_path
-from sd3_light.runlog import print_table
+from sd3_light.runlog import ResultTable, print_table
 
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
     from sd3_light.evaluate.composition import CompositionScore
+    from sd3_light.export.hub import Target
+
+
+PushToHub = Annotated[
+    str | None,
+    typer.Option(
+        help="Upload to this Hugging Face repository, USER/NAME, which is created as private if it does not exist."
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="With --push-to-hub: show every file and the card, and upload nothing.")
+]
+Licence = Annotated[
+    str,
+    typer.Option("--license", metavar="ID", help="Licence for the card, such as mit; default: that of the base model."),
+]
 
 
 @app.command(cls=Command)
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder (output_dir).")],
-    out: Annotated[Path, typer.Argument(help="New folder, or a new single file if the name ends in .safetensors.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The run folder (output_dir); without OUT: an export to upload.")
+    ],
+    out: Annotated[
+        Path | None, typer.Argument(help="New folder, or a new single file if the name ends in .safetensors.")
+    ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint to export; default: the newest.")] = None,
     weights: Annotated[
         str | None, typer.Option(help="`raw`, `ema` or the name of a track; default: `ema` if there is one.")
     ] = None,
-    push_to_hub: Annotated[str | None, typer.Option(help="Upload to this Hugging Face repository, USER/NAME.")] = None,
+    push_to_hub: PushToHub = None,
+    dry_run: DryRun = False,
+    public: Annotated[bool, typer.Option("--public", help="Create the repository as public, not private.")] = False,
+    licence: Licence = "",
     ema_length: Annotated[
         float | None,
         typer.Option(
@@ -37,16 +62,58 @@ def export(
     pad_blocks: PadBlocks = True,
 ) -> None:
     """Export a checkpoint as a diffusers folder or a single file, verified by reloading it."""
+    if push_to_hub is None and (dry_run or public or licence):
+        raise UserError("--dry-run, --public and --license belong to --push-to-hub; give it, or leave them out")
+    if out is None and push_to_hub is None:
+        raise UserError("OUT is missing; give the name of a new folder: sd3-light export RUN OUT")
     init_process()
     from sd3_light.core.files import Contents
     from sd3_light.export import verb as stage
+    from sd3_light.export.hub import Target, check_push
 
-    contents = Contents(vae, text_encoders, pad_blocks)
-    echo(f"wrote and verified {stage.run(run, out, checkpoint, weights, ema_length, push_to_hub, contents)}")
+    target = None if push_to_hub is None else Target(push_to_hub, licence, public)
+    if out is not None:
+        contents = Contents(vae, text_encoders, pad_blocks)
+        checked = None if dry_run else target
+        echo(f"wrote and verified {stage.run(run, out, checkpoint, weights, ema_length, checked, contents)}")
+        _suggest_drawing(out)
+    elif target is not None and not dry_run:
+        check_push(target)
+    if target is not None:
+        _upload(out or run, target, dry_run)
+
+
+def _upload(source: Path, target: "Target", dry_run: bool) -> None:
+    """Upload an export, or only print what an upload does."""
+    from sd3_light.export.hub import plan_upload, push
+
+    plan = plan_upload(source.resolve(), target)
+    if not dry_run:
+        echo(f"pushed to {push(plan)}")
+        return
+    print_table(_table("upload", ("", ""), plan.facts))
+    print_table(_table("files", ("file", "size", "on the hub"), plan.rows))
+    echo(f"not uploaded: {', '.join(plan.left_out) or 'nothing'}\n\n{plan.card}")
+    licence = ("--license", target.licence) if target.licence else ()
+    suggest(("export", source, "--push-to-hub", target.repo, *licence, *(("--public",) if target.public else ())))
+
+
+def _table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> ResultTable:
+    table = ResultTable(*headings, title=title, show_header=any(headings))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _suggest_drawing(out: Path) -> None:
+    """Print how to draw with an export."""
     if (out / "model_index.json").is_file():
         suggest_for_model(out)
     elif out.is_dir():  # an adapter
         suggest(("sample", out, "a prompt"))
+
+
+_WITH_FROM = ("again", "lora", "out", "grid", "best", "batch")  # what may be given with an image
 
 
 @app.command(cls=Command)
@@ -101,29 +168,65 @@ def sample(
     frames: Annotated[
         int, typer.Option(min=0, help="Frames of a clip; 0: the default of the model. Clips are written as 00000.mp4.")
     ] = 0,
+    shift: Annotated[
+        float | None, typer.Option(help="Constant shift of the times, above 0; default: that of the model's scheduler.")
+    ] = None,
+    again: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="IMAGE",
+            help="Draw a PNG of this command again, with its prompt, seed and settings; pass its LoRAs with --lora.",
+        ),
+    ] = None,
 ) -> None:
     """Draw images. The same prompt and seed give the same image as stock diffusers. Under torchrun the processes share
     the work."""
     if file is None:  # simple mistakes are reported before seconds of imports
-        if not prompt:
+        if not prompt and again is None:
             raise UserError("no prompt; pass one, or a prompt file with --file")
         require_model_path(model)
+    if shift is not None and not 0 < shift < float("inf"):
+        raise UserError(f"--shift {shift}: pass a number above 0")
+    if again is not None:
+        others = [str(part) for part in given_options(context, *_WITH_FROM) if str(part).startswith("--")]
+        if prompt or others:
+            raise UserError(f"--from has the prompt and the settings; leave {', '.join(others or ['the prompt'])} out")
     launch = init_process()
+    from sd3_light.export.chosen import choose_model
     from sd3_light.export.lora_stack import Lora
     from sd3_light.sample import verb as stage
+    from sd3_light.sample.again import options_again, read_drawn_image
     from sd3_light.sample.image_requests import PromptRow, read_prompt_rows
 
     rows = [*map(PromptRow, prompt or []), *(read_prompt_rows(file) if file is not None else [])]
     loras = tuple(map(Lora.parse, lora or []))
     options = stage.SampleOptions(
-        steps, guidance, width, height, batch, negative_prompt, sampler, dtype, loras, grid, threads, best, frames
+        steps,
+        guidance,
+        width,
+        height,
+        batch,
+        negative_prompt,
+        sampler,
+        dtype,
+        loras,
+        grid,
+        threads,
+        best,
+        frames,
+        shift,
     )
+    if again is not None:
+        drawn = read_drawn_image(again)
+        rows = [drawn.row]
+        options = replace(options_again(drawn, choose_model(model, best), loras), grid=grid, best=best)
     path = stage.run(model, rows, seed or [0], out, options, launch)
     if launch.is_main:
         echo(f"wrote {path}")
         if any(row.seed is None for row in rows):  # otherwise a new seed changes nothing
-            again = ("--seed", str(max(seed or [0]) + 1), "--out", out)
-            suggest(("sample", model, *(prompt or ()), *given_options(context, "seed", "out"), *again))
+            other = ("--seed", str(max(seed or [0]) + 1), "--out", out)
+            suggest(("sample", model, *(prompt or ()), *given_options(context, "seed", "out"), *other))
 
 
 AgainstData = Annotated[

@@ -23,6 +23,8 @@ from typing import Any
 CAPTION, IMAGE, MASK, REJECTED = "caption", "image", "mask", "rejected"
 OPTIONAL = (MASK, REJECTED)
 """What some shards of a cache may lack."""
+MASK_FACTOR = 8
+"""The side in pixels of what a value of a mask stands for, unless its column says otherwise: a VAE's usual factor."""
 ROWS, START = ".tokens", ".start"
 """Suffixes of a ragged column's tensors: the rows of all captions, and the first row of each."""
 INDEX = ("sample_id", "caption_start", "caption")
@@ -137,6 +139,25 @@ class Column:
         """Return what must be equal in all shards of a cache, as text; ``with_shape``: of one bucket."""
         text = f"{self.name} of the {self.reads}, {'ragged ' if self.ragged else ''}{self.dtype}"
         return f"{text} {list(self.row_shape)}" if with_shape or self.per_caption else text
+
+
+def mask_column(latent: tuple[int, int], factor: int) -> Column:
+    """Return the masks of images whose latents have this height and width, one of ``factor`` pixels' side each."""
+    # caches of the usual factor do not state it
+    return Column(MASK, MASK, "uint8", latent, (), settings={} if factor == MASK_FACTOR else {"factor": factor})
+
+
+def mask_factor(columns: Sequence[Column]) -> int:
+    """Return the side in pixels of what a value of a mask stands for."""
+    factors = (int(column.settings.get("factor", MASK_FACTOR)) for column in columns if column.reads == MASK)
+    return next(factors, MASK_FACTOR)
+
+
+def prepared_columns(moments: Column, channels: int) -> tuple[Column, ...]:
+    """Return noisy latents, targets and weights of the loss in a prepared batch, for a column of a VAE's moments."""
+    latent = (channels, *moments.shape[1:])
+    images = (Column(name, IMAGE, "float32", latent, ()) for name in ("noisy", "target"))
+    return (*images, Column(MASK, MASK, "float32", latent[-2:], ()))
 
 
 def entry_of(column: Column) -> str:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.config.base import DataLocation
-from sd3_light.core.columns import IMAGE, MASK, REJECTED
+from sd3_light.core.columns import IMAGE, MASK, MASK_FACTOR, REJECTED
 from sd3_light.data.manifest import DUPLICATES, ShardEntry
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.inputs import read_json_file, require_regular
@@ -435,12 +435,14 @@ def texts_of(member: Member, with_image: bool) -> list[Text]:
     return [Text(caption, image) for caption in member.captions]
 
 
-def decode_task(member: Member, root: DataLocation, copied: tuple[str, ...] = ()) -> DecodeTask:
+def decode_task(
+    member: Member, root: DataLocation, copied: tuple[str, ...] = (), mask_factor: int = MASK_FACTOR
+) -> DecodeTask:
     """Return the task of decoding a sample without entries that are ``copied``; ``root`` is its source's folder."""
     row = member.row
     names = ("width", "height", "digest", "mask_digest", "rejected_digest", "frames", "fps")
     probe = Probe(**{name: getattr(row, name) for name in names})
-    return DecodeTask(sample_location(row, root), probe, member.bucket, copied)
+    return DecodeTask(sample_location(row, root), probe, member.bucket, copied, mask_factor)
 
 
 def digest_of(*parts: str) -> str:

@@ -156,7 +156,7 @@ class Engine(Protocol):
         """Run one optimizer step over equally sized micro-batches."""
 
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """Return [sum of the sample flow losses, number of samples] of this rank's micro-batch, without training."""
+        """Return [sum of the sample flow losses, number of samples, sum of squares] of this rank's micro-batch."""
 
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Sum numbers over all ranks."""
@@ -190,10 +190,10 @@ class Engine(Protocol):
 
 
 def loss_sums(each: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return [sum of the sample losses, number of samples] in float64; padding has weight 0."""
+    """Return [sum of the sample losses, number of samples, sum of squares] in float64; padding has weight 0."""
     each = each.double()
     weight = torch.ones_like(each) if weight is None else weight.double()
-    return torch.stack([(each * weight).sum(), weight.sum()])
+    return torch.stack([(each * weight).sum(), weight.sum(), (each.square() * weight).sum()])
 
 
 def require_gradients(missing: Iterable[str]) -> None:

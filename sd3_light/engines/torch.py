@@ -161,7 +161,7 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """Return [sum of the flow losses, number of samples] of this process's micro-batch; padding has weight 0."""
+        """Return the `loss_sums` of this process's micro-batch."""
         batch = batch.to(self.device)
         return loss_sums(self.module.evaluate(batch), batch.get("weight"))
 

@@ -201,9 +201,10 @@ def draw(chosen: ChosenModel, truths: Sequence[Truth], device: torch.device, opt
 
 
 def save_images(measured: Measured, folder: Path) -> None:
-    """Write the images of every row as PNG, and `images.json`: the captions, and the folder of each row.
+    """Write the images of every row as PNG, and `images.json`: the captions, the folder of each row, and its scores.
 
-    The image of caption i is `i.png`; a row may lack some.
+    The image of caption i is `i.png`; a row may lack some. ``each`` has the scores of single images by metric, in the
+    order of the captions in ``rows``.
     """
     with new_folder(folder) as temporary:
         folders = {name: f"{number:02}" for number, name in enumerate(measured.images)}
@@ -212,7 +213,8 @@ def save_images(measured: Measured, folder: Path) -> None:
             for row, pixels in images.items():
                 Image.fromarray(pixels).save(temporary / folders[name] / f"{row}.png")
         captions = [truth.caption for truth in measured.truths]
-        write_json(temporary / IMAGES_FILE, {"captions": captions, "rows": folders})
+        each = {name: _each(scores) for name, scores in measured.scores.items() if name in folders}
+        write_json(temporary / IMAGES_FILE, {"captions": captions, "rows": folders, "true": TRUE, "each": each})
 
 
 def _each(scores: Scores) -> dict[str, list[Any]]:

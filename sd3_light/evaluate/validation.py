@@ -3,6 +3,7 @@
 The quantiles are those of the run's own distribution of t. Fixed times compare runs with different distributions.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -77,7 +78,9 @@ def validate(
     """Return ``flow@Q`` for every quantile and their mean ``flow``, over the prepared items of `QuantileBatches`.
 
     Fixed times among the points give ``fixed@T`` and their mean ``fixed``. ``evaluate`` returns [sum of losses, number
-    of samples] of an item; they are summed on the device and read once.
+    of samples, sum of squared losses] of an item; they are summed on the device and read once. ``flow_se`` and
+    ``fixed_se`` are standard errors: the mean over the points of the standard error at each. That is the largest that
+    the mean can have, and nearly its own, because a sample's losses at all points are high or low together.
     """
     totals: list[Tensor] = []
     count = 0
@@ -89,12 +92,22 @@ def validate(
             totals[index] = totals[index] + sums
     assert count, "an evaluation set has at least one batch"
     assert count % len(points) == 0
-    means = [loss / number for loss, number in sum_over_ranks(torch.stack(totals)).tolist()]
+    rows = sum_over_ranks(torch.stack(totals)).tolist()
     losses: dict[str, float] = {}
     for name, of_kind in (("flow", _is_quantile), ("fixed", _is_fixed)):
-        group = {f"{name}@{point}": mean for point, mean in zip(points, means, strict=True) if of_kind(point)}
-        losses |= {**group, name: sum(group.values()) / len(group)} if group else {}
+        of_points = {point: row for point, row in zip(points, rows, strict=True) if of_kind(point)}
+        if of_points:
+            group = {f"{name}@{point}": loss / number for point, (loss, number, _) in of_points.items()}
+            errors = [_standard_error(*row) for row in of_points.values()]
+            losses |= {**group, name: sum(group.values()) / len(group), f"{name}_se": sum(errors) / len(errors)}
     return losses
+
+
+def _standard_error(total: float, number: float, squares: float) -> float:
+    """Return the standard error of a mean; nan for a single value."""
+    if number < 2:
+        return math.nan
+    return math.sqrt(max(0.0, squares - total * total / number) / (number - 1) / number)
 
 
 def _is_fixed(point: float) -> bool:

@@ -22,8 +22,9 @@ from sd3_light.config.faults import UserError
 from sd3_light.core.files import AdapterNames, Padding
 from sd3_light.core.registry import single_files
 from sd3_light.export import proof_process
-from sd3_light.export.card import adapter_card, licence_file
+from sd3_light.export.card import adapter_card
 from sd3_light.export.export_spec import AdapterSpec, ExportError, write_json, write_texts
+from sd3_light.export.licence import licence_file
 from sd3_light.export.lora_file import LoraLayout, read_lora, write_lora
 from sd3_light.export.lycoris_file import read_lycoris, write_lycoris
 from sd3_light.export.proof import compare_outputs, require_finite, run_clean_process
@@ -56,7 +57,9 @@ def write_adapter(out: Path, state: Mapping[str, Tensor], spec: AdapterSpec) -> 
             names = spec.family.files.adapters
             write_adapter_file(file, modules, spec.adapter, spec.save_dtype, written_facts, names, spec.padding)
             write_json(temporary / "proof.json", prove_adapter(file, modules, spec))
-            write_texts(temporary, spec, facts, licence_file(None) | {"README.md": adapter_card(spec, facts)})
+            write_texts(
+                temporary, spec, facts, licence_file(spec.base_folder) | {"README.md": adapter_card(spec, facts)}
+            )
     except UserError as error:  # the file cannot represent these weights
         raise ExportError(str(error)) from error
     return out

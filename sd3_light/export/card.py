@@ -1,6 +1,5 @@
 """The cards of exported models and adapters, in the format of the Hugging Face hub."""
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from sd3_light.core.family import Family
 from sd3_light.core.files import CardTexts
 from sd3_light.core.sampling import OwnDrawing
 from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportSpec
+from sd3_light.export.licence import INHERITED, NO_LICENCE, licence_of
 from sd3_light.flow.scheduler import folder_scheduler
-from sd3_light.inputs import read_limited
 from sd3_light.model.part_configs import FACTS_FILE
 
 _MODEL_CARD = """---
@@ -55,13 +54,6 @@ SETTINGS = f"{_USUAL_GUIDANCE}, {_GENERATOR}"
 """Arguments of a pipeline's call in an example."""
 _UNSTATED = """Not stated. Before you publish, fill in `license`, `license_name` and `license_link` at the top of this
 file. The frozen parts (VAE, text encoders, tokenizers) keep the licence of the model they come from."""
-_INHERITED = "`license: {0}`, copied from the model that training started from; change it if that is wrong."
-_NO_LICENCE = {"license": "other", "license_name": "not-stated", "license_link": "LICENSE"}
-_LICENCE_FILE = """The licence of this model is not stated. Before you publish it, replace this text with the licence
-and fill in `license`, `license_name` and `license_link` at the top of README.md. Parts of other models keep theirs.
-"""
-_MAX_LICENCE_BYTES = 1 << 20
-
 _ADAPTER_CARD = """---
 {metadata}
 ---
@@ -81,8 +73,10 @@ compute.
 
 ## Licence
 
-Not stated. Fill in `license` at the top of this file before you publish. The base model keeps its own licence.
+{licence}
 """
+UNSTATED_ADAPTER = """Not stated. Fill in `license` at the top of this file before you publish, or pass `--license`.
+The base model keeps its own licence."""
 
 _DIFFUSERS = f"""In diffusers, on its base model:
 
@@ -114,18 +108,18 @@ that use the folder's numbers, convert it with `sd3-light lora convert`."""
 
 def model_card(spec: ExportSpec, facts: Mapping[str, Any], about: Mapping[str, Any]) -> str:
     """Return the card as Markdown. ``facts`` are those of `sd3_light.json`; ``about`` adds data, sizes and scores."""
-    licence = _licence_of(spec.base)
+    licence = licence_of(spec.base)
     texts = spec.family.files.card(spec.transformer_config, spec.text)
     drawing = stated_drawing(facts, Path(FACTS_FILE))
     return _MODEL_CARD.format(
-        metadata=_metadata(spec.family, licence, about),
+        metadata=_metadata(spec.family, licence, about, ["flow-matching"], library_name="diffusers", **_base(about)),
         media=spec.family.media,
-        table="\n".join(f"| {name} | {_cell(value)} |" for name, value in _rows(spec, texts, facts, about)),
+        table="\n".join(f"| {name} | {table_cell(value)} |" for name, value in _rows(spec, texts, facts, about)),
         samples=_samples(spec),
         code=_drawn_as(drawing, texts.code, texts.guidance),
         note=texts.note,
         loader=texts.loader,
-        licence=_INHERITED.format(licence["license"]) if licence else _UNSTATED,
+        licence=INHERITED.format(licence["license"]) if licence else _UNSTATED,
     )
 
 
@@ -149,8 +143,10 @@ def _samples(spec: ExportSpec) -> str:
     return _SAMPLES.format(file=SAMPLES_FILE) if SAMPLES_FILE in spec.images else ""
 
 
-def _metadata(family: Family, licence: Mapping[str, str], about: Mapping[str, Any]) -> str:
-    """Return the YAML front matter; losses and scores form its `model-index`."""
+def _metadata(
+    family: Family, licence: Mapping[str, str], about: Mapping[str, Any], tags: list[str], **fields: Any
+) -> str:
+    """Return the YAML front matter; losses, metrics and scores form its `model-index`."""
     results = [
         EvalResult(
             task_type=f"text-to-{family.media}",
@@ -163,15 +159,15 @@ def _metadata(family: Family, licence: Mapping[str, str], about: Mapping[str, An
         for name, metric, value in _results(about)
     ]
     name = about.get("name", "sd3-light") if results else None
-    tags = ["flow-matching", "sd3-light"]
-    stated = {key: value for key, value in (licence or _NO_LICENCE).items() if value}
-    return _front_matter(
-        family, tags, library_name="diffusers", model_name=name, eval_results=results or None, **stated
-    )
+    fields = {**fields, **{key: value for key, value in (licence or NO_LICENCE).items() if value}}
+    return front_matter(family, [*tags, "sd3-light"], model_name=name, eval_results=results or None, **fields)
 
 
-def _front_matter(family: Family, tags: list[str], **fields: Any) -> str:
-    data = ModelCardData(pipeline_tag=f"text-to-{family.media}", tags=[family.name, *tags], **fields)
+def front_matter(family: Family | None, tags: list[str], **fields: Any) -> str:
+    """Return the YAML at the top of a card; ``family`` is None where it is not known."""
+    names = [] if family is None else [family.name]
+    media = "image" if family is None else family.media
+    data = ModelCardData(pipeline_tag=f"text-to-{media}", tags=[*names, *tags], **fields)
     return str(data.to_yaml()).strip()
 
 
@@ -179,6 +175,8 @@ def _results(about: Mapping[str, Any]) -> Iterator[tuple[str, str, float]]:
     """Yield (data, metric, value) of all known results."""
     for name, loss in about.get("losses", {}).items():
         yield name, "flow matching loss", loss
+    for name, value in about.get("metrics", {}).items():
+        yield "true images", name, value
     for name, rate in about.get("scores", {}).items():
         yield "composition prompts", f"share right: {name}", rate
 
@@ -190,9 +188,7 @@ def _rows(
     if "parameters" in about:
         yield "parameters", f"{about['parameters']:,}, saved in {about['save_dtype']}"
     yield "weights", facts.get("weights", "random")
-    for name in ("data set", "resolutions"):
-        if about.get(name):
-            yield name, about[name]
+    yield from _data_rows(about)
     yield "optimizer steps", facts.get("step", 0)
     yield "samples seen", facts.get("samples", 0)
     yield "text", texts.text
@@ -201,57 +197,32 @@ def _rows(
     yield from ((f"{metric}, {data}", f"{value:.4g}") for data, metric, value in _results(about))
 
 
-def _cell(value: Any) -> str:
+def _data_rows(about: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield from ((name, about[name]) for name in ("data set", "images", "resolutions", "captions") if about.get(name))
+
+
+def _base(about: Mapping[str, Any]) -> dict[str, str]:
+    """Return the field that links the card with the model on the hub that training started from."""
+    return {"base_model": about["base model"]} if about.get("base model") else {}
+
+
+def table_cell(value: Any) -> str:
+    """Return a value as the cell of a Markdown table."""
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def _licence_of(base: Path) -> dict[str, str]:
-    """Return the licence fields in the card of the base folder; empty if it has none."""
-    if not _is_file_of(base, "README.md"):
-        return {}
-    card = read_limited(base / "README.md", _MAX_LICENCE_BYTES).decode(errors="replace")
-    front = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
-    lines = (line.partition(":") for line in (front[1].splitlines() if front else ()))
-    licence = {key: value.strip().strip("'\"") for key, _, value in lines if key in _NO_LICENCE}
-    if not licence.get("license") or licence.get("license_name") == "not-stated":
-        return {}
-    link = licence.get("license_link", "")
-    return licence if "://" in link or _is_file_of(base, link) else {**licence, "license_link": ""}
-
-
-def _is_file_of(base: Path, name: str) -> bool:
-    """Return whether ``name`` is a file directly in ``base``, of a licence's size."""
-    path = base / name
-    return path.name == name and path.is_file() and path.stat().st_size <= _MAX_LICENCE_BYTES
-
-
-def licence_file(base: Path | None) -> dict[str, str]:
-    """Return the file that a card's `license_link` names, as name -> text; none if it is an address.
-
-    ``base`` is the folder whose licence the card has; None for a card without a stated licence.
-    """
-    licence = _licence_of(base) if base else {}
-    if base is None or not licence:
-        return {_NO_LICENCE["license_link"]: _LICENCE_FILE}
-    link = licence.get("license_link", "")
-    if not link or "://" in link:
-        return {}
-    return {link: read_limited(base / link, _MAX_LICENCE_BYTES).decode(errors="replace")}
 
 
 def adapter_card(spec: AdapterSpec, facts: Mapping[str, Any]) -> str:
     """Return the card of an adapter as Markdown. The hub links it with a base model that is there."""
-    on_hub = {"base_model": spec.base_repo} if spec.base_repo else {}
     library = "diffusers" if spec.adapter.type == "lora" else None  # diffusers does not load LoKr and LoHa
+    licence, base = licence_of(spec.base_folder), _base({"base model": spec.base_repo})
     return _ADAPTER_CARD.format(
-        metadata=_front_matter(
-            spec.family, ["sd3-light", spec.adapter.type], library_name=library, **_NO_LICENCE, **on_hub
-        ),
+        metadata=_metadata(spec.family, licence, spec.about, [spec.adapter.type], library_name=library, **base),
         title=_title(spec.adapter),
-        table="\n".join(f"| {name} | {value} |" for name, value in _adapter_rows(spec, facts)),
+        table="\n".join(f"| {name} | {table_cell(value)} |" for name, value in _adapter_rows(spec, facts)),
         samples=_samples(spec),
         use=_adapter_use(spec),
         file=spec.file,
+        licence=INHERITED.format(licence["license"]) if licence else UNSTATED_ADAPTER,
     )
 
 
@@ -271,12 +242,12 @@ def _adapter_rows(spec: AdapterSpec, facts: Mapping[str, Any]) -> list[tuple[str
         ("optimizer steps", facts.get("step", 0)),
         ("samples seen", facts.get("samples", 0)),
     ]
-    rows += [(name, about[name]) for name in ("data set", "resolutions") if about.get(name)]
+    rows += _data_rows(about)
     if spec.own_shift is not None:
         rows.append(("schedule", "shift by resolution" if spec.flux_shift else f"shift {spec.shift:g}"))
     rows += _stated_row(stated_drawing(facts, Path(FACTS_FILE)))
-    rows += [(f"flow matching loss, {name}", f"{loss:.4g}") for name, loss in about.get("losses", {}).items()]
-    return [(name, str(value).replace("|", "\\|")) for name, value in rows]
+    rows += [(f"{metric}, {data}", f"{value:.4g}") for data, metric, value in _results(about)]
+    return rows
 
 
 def _scheduler_code(spec: AdapterSpec) -> str:

@@ -15,8 +15,9 @@ from torch import Tensor
 from sd3_light import __version__
 from sd3_light.config.faults import UserError
 from sd3_light.core.family import Family
-from sd3_light.export.card import licence_file, model_card
+from sd3_light.export.card import model_card
 from sd3_light.export.export_spec import ExportError, ExportSpec, first_few, write_json, write_texts
+from sd3_light.export.licence import licence_file
 from sd3_light.export.proof import PIPELINE_FILE, expectation, prove
 from sd3_light.files import apply_umask, new_folder
 from sd3_light.flow.scheduler import folder_scheduler, shift_of

@@ -93,6 +93,11 @@ def add_loras(pipe: "DiffusionPipeline", loras: Sequence[Lora], read: Reader) ->
         pipe.set_adapters(list(strengths), list(strengths.values()))
 
 
+def set_strengths(pipe: Any, loras: Sequence[Lora]) -> None:
+    """Change the strengths of the files that `add_loras` has applied to a complete pipeline, in the same order."""
+    pipe.set_adapters([f"lora{number}" for number in range(len(loras))], [lora.strength for lora in loras])
+
+
 def _load(pipe: Any, tensors: Mapping[str, Tensor], name: str) -> None:
     if pipe.transformer is not None:
         pipe.load_lora_weights(dict(tensors), adapter_name=name)

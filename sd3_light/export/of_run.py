@@ -1,43 +1,36 @@
 """Exports of a run: a complete diffusers folder or an adapter's file, in a series with a retention rule."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.checkpoint.store import checkpoint_name, remove, step_of
 from sd3_light.config import DatasetConfig, LoadedConfig, ModelConfig, TrainConfig, resolved_toml
-from sd3_light.config.load_dataset import load_directories
 from sd3_light.core.drawing import drawing_facts
 from sd3_light.core.registry import family_of
 from sd3_light.core.start import WeightsStart
 from sd3_light.engines.protocol import to_host
 from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.best import best_name, validation_losses
+from sd3_light.export.card_facts import card_facts, newest_samples
 from sd3_light.export.diffusers_folder import WeightsOnDemand, host_copy, write_folder
-from sd3_light.export.export_spec import SAMPLES_FILE, AdapterSpec, ExportError, ExportSpec
+from sd3_light.export.export_spec import AdapterSpec, ExportError, ExportSpec
 from sd3_light.export.model_facts import TRAINED_AT, ModelFacts
 from sd3_light.flow.timesteps import constant_shift
-from sd3_light.inputs import open_regular, read_json_file
 from sd3_light.model.base_values import kept_scheduler, other_shift, own_last_time
 from sd3_light.model.loading import kept_in_float32
-from sd3_light.runlog import info, measured, read_log
+from sd3_light.runlog import read_log
 
 RAW = "raw"
-SAMPLES = "samples"
-"""The folder of a run's sample images."""
-_CARD_SIDE = 2048  # pixels
 
 
 # --- export specs ------------------------------------------------------------------------------
@@ -117,26 +110,10 @@ def _run_fields(
     return {
         "save_dtype": getattr(torch, config.save_dtype),
         "facts": own,
-        "about": {} if run is None else _card_facts(config.dataset, run, weights, progress),
+        "about": {} if run is None else card_facts(config, run, weights, progress),
         "files": {"config.toml": _config_toml(config)},
-        "images": {} if run is None else _samples(run, progress.step),
+        "images": {} if run is None else newest_samples(run, progress.step),
     }
-
-
-def _samples(run: Path, step: int) -> dict[str, bytes]:
-    """Return the newest grid of samples up to this step, as a JPEG for the card; empty if there is none."""
-    grids = [path for path in sorted((run / SAMPLES).glob("step-*.png")) if step_of(path.with_suffix("")) <= step]
-    if not grids:
-        return {}
-    jpeg = BytesIO()
-    try:
-        with open_regular(grids[-1]) as file, Image.open(file) as grid:
-            grid.thumbnail((_CARD_SIDE, _CARD_SIDE))
-            grid.convert("RGB").save(jpeg, "JPEG", quality=90)
-    except OSError as error:  # a card without samples is better than no export
-        info(f"the card has no samples: {grids[-1]} cannot be read: {error}")
-        return {}
-    return {SAMPLES_FILE: jpeg.getvalue()}
 
 
 def _constant_shift(model: ModelConfig, transformer_config: Mapping[str, Any]) -> float | None:
@@ -160,47 +137,6 @@ def model_config(transformer: nn.Module, facts: ModelFacts | None = None) -> dic
     stored: Any = transformer.config
     config = {key: value for key, value in stored.items() if not key.startswith("_")}
     return config if facts is None else facts.export_config(config)
-
-
-# --- facts of a run for the model card -----------------------------------------------------------
-
-
-def _card_facts(dataset: Path, run: Path, weights: str, progress: Progress) -> dict[str, Any]:
-    """Return what the dataset TOML and the run folder say about the model with these weights at this point."""
-    return {
-        "name": run.name,
-        **_dataset_facts(dataset),
-        "losses": _losses(run / "log.jsonl", weights, progress.step),
-        "scores": _scores(run / "score.json"),
-    }
-
-
-def _dataset_facts(dataset: Path) -> dict[str, str]:
-    """Return the dataset's name and its image sizes."""
-    name = {"data set": dataset.stem}
-    if not dataset.is_file():
-        return name
-    directories, _ = load_directories(dataset)
-    sizes = {size for directory in directories for size in (directory.size_buckets or directory.resolutions or ())}
-    return {**name, "resolutions": ", ".join(f"{width}x{height}" for width, height in sorted(sizes))}
-
-
-def _losses(log: Path, weights: str, step: int) -> dict[str, float]:
-    """Return the last validation loss of each evaluation set up to this step, where it is finite."""
-    if not log.is_file():
-        return {}
-    events = (event for event in read_log(log) if event["event"] == "eval")
-    chosen = (event for event in events if event["weights"] == weights and event["step"] <= step)
-    losses = {event["set"]: measured(event, "flow") for event in chosen}
-    return {name: loss for name, loss in losses.items() if math.isfinite(loss)}
-
-
-def _scores(path: Path) -> dict[str, float]:
-    """Return the rates that `sd3-light evaluate --out` wrote into the run folder."""
-    if not path.is_file():
-        return {}
-    scores = read_json_file(path)
-    return {name: rate for name, rate in scores.items() if isinstance(rate, float)} if isinstance(scores, dict) else {}
 
 
 # --- weights -----------------------------------------------------------------------------------

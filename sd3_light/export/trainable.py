@@ -58,12 +58,12 @@ def load_what_trains(config: TrainConfig, start: WeightsStart, device: torch.dev
 def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) -> nn.Module:
     """Return the denoiser in float32, or with its matrices in bfloat16; less what `freeze` names, all of it trains.
 
-    Smaller or swapped weights are read one by one to where they stay.
+    Stored weights are read one by one to where they stay; those that several GPUs share, to the host first.
     """
     weights = family_of(config.model).weights
     dtype = getattr(torch, config.optimizer.weight_dtype)
     stored: StoredWeights = {}
-    if start.source is None or (dtype == torch.float32 and config.swap_blocks == 0):
+    if start.source is None:
         denoiser = weights.load(start, config.seed)
         for parameter in denoiser.parameters():
             parameter.data = parameter.data.to(dtype) if parameter.dim() > 1 else parameter.data
@@ -72,7 +72,8 @@ def _load_all(config: TrainConfig, start: WeightsStart, device: torch.device) ->
     freeze(denoiser, config.freeze)
     swapped = _swapped_blocks(denoiser, config.swap_blocks)
     resident = {name: weight for name, weight in stored.items() if not name.startswith(tuple(swapped))}
-    read_weights(denoiser, resident, dtype, device, whole_vectors=True)
+    is_whole = config.pipeline_stages == 1 and config.zero_stage < 3
+    read_weights(denoiser, resident, dtype, device if is_whole else CPU, whole_vectors=True)
     if swapped:
         _read_swapped(denoiser, swapped, stored, dtype, BlockSwap(device, trained=True))
     if device.type == "cpu" and dtype == torch.bfloat16:

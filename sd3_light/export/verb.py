@@ -24,8 +24,8 @@ from sd3_light.export.adapter_folder import write_adapter
 from sd3_light.export.background_saves import FOLDERS, SNAPSHOT, newest_usable
 from sd3_light.export.chosen import refuse_script_run
 from sd3_light.export.diffusers_folder import WeightsOnDemand, write_folder
-from sd3_light.export.export_spec import ExportError
-from sd3_light.export.hub import check_push, push
+from sd3_light.export.export_spec import ExportError, ExportSpec
+from sd3_light.export.hub import Target, check_push
 from sd3_light.export.model_facts import ModelFacts
 from sd3_light.export.of_run import RAW, adapter_spec, export_spec, model_config, whole_state
 from sd3_light.export.proof import ProofError
@@ -51,23 +51,28 @@ def run(
     checkpoint: Path | None = None,
     weights: str | None = None,
     ema_length: float | None = None,
-    push_to_hub: str | None = None,
+    push_to_hub: Target | None = None,
     contents: Contents | None = None,
 ) -> Path:
     """Export ``checkpoint``, by default the newest, to ``out``; return ``out``.
 
     ``weights`` is `raw`, `ema` or the name of another average; by default `ema` if it exists. With ``ema_length`` (a
     width sigma_rel), an average of that length is rebuilt from the run's snapshots, as of the newest one (not after the
-    step of ``checkpoint``). ``push_to_hub`` is a repository on the Hugging Face hub to upload to. An ``out`` that ends
-    in .safetensors becomes a single file with ``contents``; the folder it is made from is verified and then removed.
+    step of ``checkpoint``). An ``out`` that ends in .safetensors becomes a single file with ``contents``; the folder it
+    is made from is verified and then removed. What would fail when ``out`` is uploaded to ``push_to_hub`` is reported
+    before any work.
     """
     if ema_length is not None and weights is not None:
         raise UserError("--ema-length and --weights exclude each other; use one of them")
     release_freed_memory()
     refuse_existing(out)
-    _check_options(out, contents, push_to_hub)
+    _check_options(out, contents)
     refuse_script_run(run_folder)
     train = load_config(run_folder / "config.toml").train
+    if push_to_hub is not None:
+        if is_single_file(out) and train.adapter is None:
+            raise UserError(f"--push-to-hub uploads a folder, but {out} is a single file; pass the name of a folder")
+        check_push(push_to_hub)
     if is_single_file(out) and train.adapter is None:
         single_files(family_of(train.model), out)  # reports a family without them before any work
     if ema_length is None:
@@ -82,17 +87,11 @@ def run(
         raise UserError(f"{run_folder}: {error}; does its config.toml belong to these weights?") from error
     except ProofError as error:
         raise UserError(f"{out} was not written: {error}. The run is unchanged") from error
-    if push_to_hub is not None:
-        info(f"pushed to {push(out, push_to_hub)}")
     return out
 
 
-def _check_options(out: Path, contents: Contents | None, push_to_hub: str | None) -> None:
+def _check_options(out: Path, contents: Contents | None) -> None:
     """Raise a UserError for options that do not fit together, before any work."""
-    if push_to_hub is not None:
-        if is_single_file(out):
-            raise UserError(f"--push-to-hub uploads a folder, but {out} is a single file; pass the name of a folder")
-        check_push(push_to_hub)
     if contents not in (None, Contents()) and not is_single_file(out):
         raise UserError(
             f"--vae, --text-encoders and --pad-blocks are for single files, but {out} names a folder; use a name that "
@@ -105,20 +104,24 @@ def _write(train: TrainConfig, weights: _Weights, run_folder: Path, out: Path, c
     if train.adapter is not None:
         _write_adapter(train, weights, run_folder, out)
         return
-    family = family_of(train.model)
-    start = weights.model.keep_table(starting_weights(train.model))
-    transformer, read = _starting_model(family, start, train.seed)
-    config = model_config(transformer, weights.model)
-    spec = export_spec(train, config, weights.description, weights.progress, run_folder, weights.model)
-    state = whole_state(transformer, read, weights.trained, train.freeze)
+    spec, state = _full_model(train, weights, run_folder)
     with write_errors(out):
         if not is_single_file(out):
             write_folder(out, state, spec, replace=False, owned=True)
             return
         with scratch_folder(out) as scratch:
             folder = write_folder(scratch / out.stem, state, spec, owned=True)
-            for note in single_files(family, out).write(folder, out, contents or Contents()).notes:
+            for note in single_files(spec.family, out).write(folder, out, contents or Contents()).notes:
                 info(f"note: {note}")
+
+
+def _full_model(train: TrainConfig, weights: _Weights, run_folder: Path) -> tuple[ExportSpec, Mapping[str, Tensor]]:
+    """Return the spec of a full model and its weights, which are read on demand; the start is not kept in memory."""
+    start = weights.model.keep_table(starting_weights(train.model))
+    transformer, read = _starting_model(family_of(train.model), start, train.seed)
+    config = model_config(transformer, weights.model)
+    spec = export_spec(train, config, weights.description, weights.progress, run_folder, weights.model)
+    return spec, whole_state(transformer, read, weights.trained, train.freeze)
 
 
 def _starting_model(family: Family, start: WeightsStart, seed: int) -> tuple[nn.Module, Callable[[str], Tensor]]:

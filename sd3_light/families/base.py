@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, TrainConfig
-from sd3_light.core.columns import CAPTION, MASK, SMALLEST, Bucket, Column
+from sd3_light.core.columns import CAPTION, SMALLEST, Bucket, Column, mask_column, prepared_columns
 from sd3_light.core.family import Family
 from sd3_light.core.sampling import OwnDrawing
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
@@ -326,16 +326,13 @@ class StockFamily(Family):
         moments = Column(
             "moments", "image", "float16", shape.moments(bucket, self.media == "video"), ("vae",), settings=settings
         )
-        mask = Column("mask", MASK, "uint8", shape.size(bucket), ())
-        return (moments, mask, *self.text_columns(model, folder))
+        return (moments, mask_column(shape.size(bucket), shape.factor), *self.text_columns(model, folder))
 
     def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
         """See `Family.prepared_columns`: latents in float32, texts as they are stored."""
         moments = next(column for column in columns if column.name == "moments")
-        latent = (LatentShape.of_folder(model.diffusers_path).channels, *moments.shape[1:])
         return (
-            *(Column(name, "image", "float32", latent, ()) for name in ("noisy", "target")),
-            Column("mask", MASK, "float32", moments.shape[-2:], ()),
+            *prepared_columns(moments, LatentShape.of_folder(model.diffusers_path).channels),
             *(column for column in columns if column.reads == CAPTION),
         )
 

@@ -65,10 +65,17 @@ def folder_scheduler(folder: Path, shift: float | None = None) -> Any:
         raise UserError(f"{folder}: its scheduler is a {name!r:.80}, which diffusers lacks; download the folder again")
     scheduler_class: Any = kind
     scheduler = scheduler_class.from_config(config)
-    if shift is None or shift == shift_of(scheduler):
+    return scheduler if shift is None else with_shift(scheduler, shift)
+
+
+def with_shift(scheduler: Any, shift: float) -> Any:
+    """Return a scheduler with a constant shift; one that has it already as it is. Raises UserError if it has none."""
+    if shift == shift_of(scheduler):
         return scheduler
-    key = "flow_shift" if "flow_shift" in scheduler.config else "shift"
-    return scheduler_class.from_config({**config, key: shift, "use_dynamic_shifting": False})
+    keys = [key for key in ("flow_shift", "shift") if key in scheduler.config]
+    if not keys:
+        raise UserError(f"shift: the model's scheduler, a {type(scheduler).__name__}, has none; leave it out")
+    return type(scheduler).from_config({**scheduler.config, keys[0]: shift, "use_dynamic_shifting": False})
 
 
 def shift_of(scheduler: Any) -> float | None:

@@ -22,6 +22,7 @@ _LEAST_SHARE = 1e-12  # of a range in its values: in a narrower one ticks are ro
 _LOG_RATIO = 20  # greatest value over median: beyond it a linear axis squeezes most values into a thin strip
 
 Point = tuple[float, float]
+Interval = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,21 @@ def _log_ticks(low: float, high: float, most: int) -> list[float]:
 
 @dataclass(frozen=True)
 class ChartLine:
-    """A curve; ``color`` is a class of `charts.css`, ``last`` the value beside its name in the legend."""
+    """A curve; ``color`` has classes of `charts.css`, ``last`` is the value beside its name in the legend.
+
+    Of smoothed ``points``, ``raw`` has the values that `charts.js` smooths again. ``source`` says where it finds finer
+    ones: the run, the curve, and "mean" or "extremes".
+    """
 
     name: str
     points: Sequence[Point]
     color: str = "c0"
     last: float | None = None
     faint: bool = False
+    raw: Sequence[Point] = ()
+    source: tuple[str, str, str] = ("", "", "")
+    interval: Sequence[Interval] = ()
+    """x, low and high of a band around the line."""
 
     @property
     def css_class(self) -> str:
@@ -114,6 +123,7 @@ class Chart:
     x_range: Sequence[float] = ()
     x_name: str = "step"
     wide: bool = False
+    has_legend: bool = True
 
     @cached_property
     def drawn_lines(self) -> list[ChartLine]:
@@ -131,7 +141,9 @@ class Chart:
     @cached_property
     def y_axis(self) -> Axis:
         """The y axis."""
-        return fit_axis([y for line in self.lines for _, y in line.points], self.include_zero)
+        values = [y for line in self.lines for _, y in line.points]
+        values += [y for line in self.lines for _, *ends in line.interval for y in ends]
+        return fit_axis(values, self.include_zero)
 
     @property
     def x_ticks(self) -> list[tuple[str, float]]:
@@ -168,11 +180,24 @@ class Chart:
 
     def svg_points(self, line: ChartLine) -> list[str]:
         """Return the SVG coordinates of a line's points."""
-        return [f"{self.svg_x(x)},{VIEW * (1 - self.y_axis.position(y)):.1f}" for x, y in line.points]
+        return [self._svg_point(x, y) for x, y in line.points]
+
+    def svg_band(self, line: ChartLine) -> list[str]:
+        """Return the SVG coordinates of the outline of a line's interval."""
+        lows = [self._svg_point(x, low) for x, low, _ in line.interval]
+        return lows + [self._svg_point(x, high) for x, _, high in reversed(line.interval)]
+
+    def _svg_point(self, x: float, y: float) -> str:
+        return f"{self.svg_x(x)},{VIEW * (1 - self.y_axis.position(y)):.1f}"
 
     def has_dots(self, line: ChartLine) -> bool:
         """Return whether each point of the line is marked."""
         return len(line.points) <= _MOST_DOTS
+
+    @staticmethod
+    def values(rows: Sequence[Sequence[float]]) -> str:
+        """Return points or intervals as `charts.js` reads them: steps whole, other values with the digits of fp32."""
+        return " ".join(",".join((f"{x:.12g}", *(f"{y:.8g}" for y in ys))) for x, *ys in rows)
 
     def _describe(self, line: ChartLine) -> str:
         values = [value for _, value in line.points]

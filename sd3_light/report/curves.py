@@ -144,7 +144,7 @@ class CurveBuilder:
         """Yield a bin of the records since the last complete one, per curve that has values in them."""
         if self._x:
             for name, xs, ys in self._columns():
-                yield name, _make_bin(self._num_bins, xs, ys)
+                yield name, make_bin(self._num_bins, xs, ys)
 
     def _columns(self) -> Iterator[tuple[str, list[float], list[Any]]]:
         for name in self._names:
@@ -165,7 +165,8 @@ class CurveBuilder:
                 yield title, [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _make_bin(number: int, xs: list[float], ys: list[Any]) -> Bin:
+def make_bin(number: int, xs: list[float], ys: list[Any]) -> Bin:
+    """Return the bin of consecutive records, of which not all values need to be finite."""
     try:
         total, lowest, highest = sum(ys), min(ys), max(ys)
     except TypeError:  # the log writes nan and the infinities as strings

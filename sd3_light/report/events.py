@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sd3_light.formats import byte_size, duration, number, plural, shorten, utc_time
-from sd3_light.report.run_log import LogEvent, RunReport
+from sd3_light.report.log_lines import LogEvent
+from sd3_light.report.run_log import RunReport
 
 MOST_ROWS = 400
 """Limit of rows per kind; frequent kinds get a quarter of it."""

@@ -10,7 +10,8 @@ from PIL import Image
 from sd3_light.formats import utc_time
 from sd3_light.inputs import open_regular
 from sd3_light.pages import data_uri
-from sd3_light.report.run_log import EvenSample, LogEvent, RunReport
+from sd3_light.report.log_lines import LogEvent
+from sd3_light.report.run_log import EvenSample, RunReport
 from sd3_light.runlog import progress
 
 MOST_GRIDS = 64

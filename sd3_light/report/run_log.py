@@ -9,17 +9,19 @@ import math
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from io import BufferedReader
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 from sd3_light.config.faults import UserError
 from sd3_light.report.curves import Curve, CurveBuilder
+from sd3_light.report.log_lines import STEP_PREFIX, LineMark, LineMarks, LogEvent, chosen_lines, scan_step
 from sd3_light.runlog.log import (
     LOSS_TERMS,
     MEASUREMENTS,
@@ -30,17 +32,17 @@ from sd3_light.runlog.log import (
     parse_event,
 )
 
-LogEvent = dict[str, Any]
-
 STEP_FIELDS = (
     *("loss", *LOSS_TERMS, "lr", "grad_norm", "param_norm", "samples_per_second", "data_wait"),
-    *("mfu", "tflops_per_gpu", "gpu_memory_gib", "gpu_reserved_gib", "host_memory_gib", "seconds"),
+    *("mfu", "tflops_per_gpu", "gpu_memory_gib", "gpu_reserved_gib", "host_memory_gib", "seconds", "samples", "time"),
 )
 """The fields of a step that become curves, where present."""
 
 STEP_GROUPS = ("band", "ema_decay")
 EVAL_FIELDS = tuple(
-    field for name in ("flow", "fixed") for field in (name, *(f"{name}@0.{tenth}" for tenth in range(1, 10)))
+    field
+    for name in ("flow", "fixed")
+    for field in (name, f"{name}_se", *(f"{name}@0.{tenth}" for tenth in range(1, 10)))
 )
 
 MOST_EVENTS = 300
@@ -50,8 +52,16 @@ MOST_PARSED = 50_000
 """Up to twice this many steps, every line is parsed as JSON; beyond that an even choice, and the other lines are only
 scanned for the fields that may spike."""
 
-_SCANNED = {name: f'"{name}": '.encode() for name in ("step", "loss", "grad_norm")}
-_STEP_PREFIX = b'{"event": "step",'  # how `RunLog` starts a step's line
+QUICK_BYTES = 1 << 23
+"""Up to this many new bytes are read while a page waits; more in the background."""
+
+MOST_FINE_BYTES = 1 << 28
+"""Longest part of a log that is read for finer curves."""
+
+MOST_FINE_PARSED = 4000
+"""Of such a part about this many lines are parsed; the others are only scanned."""
+
+_ONE_READS = threading.Lock()
 _SEGMENT_STARTS = ("start", "resume")
 _COMPARED_BYTES = 1000  # of the first and the last line of a log that has changed
 _NUMBERS = frozenset((*MEASUREMENTS, *REWARD_FIELDS))
@@ -106,6 +116,8 @@ class RunReport:
     folder: Path
     is_running: bool | None = None
     """Whether a process trains in the folder now; None where that is not known."""
+    is_preview: bool = False
+    """Whether only a few lines of a long log were read."""
     earlier_runs: int = 0
     """Runs of the same log before the last start, as after `train --restart`; nothing else here is theirs."""
     segments: list[RunSegment] = field(default_factory=list)
@@ -185,6 +197,15 @@ class RunReport:
         return f"at step {step['step']:,}; {state}"
 
 
+def read_preview(folder: Path) -> RunReport:
+    """Return what a choice of lines of a long log says: spikes, evaluations and resumes between them are missing."""
+    lines = chosen_lines(folder / "log.jsonl")
+    try:
+        return replace(_ReadLog(folder, BytesIO(b"".join(lines))).report(), is_preview=True)
+    except UserError as error:  # its line number is not that of the log
+        raise UserError(f"{folder / 'log.jsonl'}: a line is damaged; `sd3-light report` says which") from error
+
+
 def read_run(folder: Path) -> RunReport:
     """Read the log.jsonl of a run. Raises UserError where there is none."""
     return RunReader(folder).read()
@@ -202,6 +223,8 @@ class RunReader:
         self._version: tuple[int, ...] = ()
         self._log: _ReadLog | None = None
         self._result: RunReport | str = ""
+        self._thread: threading.Thread | None = None
+        self._preview: RunReport | None = None
 
     def read(self) -> RunReport:
         """Return what the log says now; the same object while the log is the same. Raises UserError."""
@@ -215,7 +238,37 @@ class RunReader:
                 raise UserError(self._result)
             return self._result
 
-    def _read(self, file: BufferedReader) -> RunReport | str:
+    def look(self, quick_bytes: int = QUICK_BYTES) -> RunReport:
+        """Return what the log says now; a preview while a thread reads very many new bytes. Raises UserError."""
+        if self._thread is None or not self._thread.is_alive():
+            if self._num_new_bytes() <= quick_bytes:
+                self._preview = None
+                return self.read()
+            self._preview = read_preview(self.folder)
+            self._thread = threading.Thread(target=self._read_alone, daemon=True)
+            self._thread.start()
+        return self._preview or self.read()
+
+    def window(self, first: float, last: float, names: Iterable[str]) -> dict[str, Curve]:
+        """Return finer curves of some fields between two steps; none while the log is being read."""
+        if not self._lock.acquire(blocking=False):
+            return {}
+        try:
+            with open_log(self.folder / "log.jsonl") as file:
+                return self._log.window(file, first, last, names) if self._log is not None else {}
+        finally:
+            self._lock.release()
+
+    def _num_new_bytes(self) -> int:
+        with self._lock, open_log(self.folder / "log.jsonl") as file:
+            return self._log.num_new_bytes(file) if self._log is not None else os.fstat(file.fileno()).st_size
+
+    def _read_alone(self) -> None:
+        """Read the log while no other thread does: several would only slow the pages down."""
+        with _ONE_READS, suppress(UserError, OSError):  # the next look raises it
+            self.read()
+
+    def _read(self, file: BinaryIO) -> RunReport | str:
         """Return the report, or why the log cannot be read."""
         log, self._log = self._log, None
         try:
@@ -231,12 +284,12 @@ class RunReader:
 class _ReadLog:
     """What the lines of a log say that were read so far."""
 
-    def __init__(self, folder: Path, file: BufferedReader) -> None:
+    def __init__(self, folder: Path, file: BinaryIO) -> None:
         self._path = folder / "log.jsonl"
         self._read = RunReport(folder)
         self._counts = counts = _FirstPass(self._read)
         for number, line in complete_lines(file):
-            counts.add(None if line.startswith(_STEP_PREFIX) else _parse(self._path, number, line))
+            counts.add(None if line.startswith(STEP_PREFIX) else parse_line(self._path, number, line))
         counts.set_limits()
         self._steps = CurveBuilder(counts.steps, STEP_FIELDS, STEP_GROUPS)
         self._evals = {key: CurveBuilder(count, EVAL_FIELDS) for key, count in counts.evals.items()}
@@ -245,6 +298,7 @@ class _ReadLog:
         self._num_steps, self._last_step = 0, (0, b"")
         self._end, self._first_line, self._last_line = 0, b"", b""
         self._segment: RunSegment | None = None
+        self._marks = LineMarks()
         file.seek(0)
         segments = iter(self._read.segments)
         for number, line in islice(complete_lines(file), counts.lines):  # the run may have logged more meanwhile
@@ -255,7 +309,7 @@ class _ReadLog:
                     self._segment = next(segments, None)
                 self._add(event, number, line)
 
-    def extend(self, file: BufferedReader) -> bool:
+    def extend(self, file: BinaryIO) -> bool:
         """Add the lines after those that were read. Returns False where the log must be read from its start."""
         if not self._is_start_of(file):
             return False
@@ -269,11 +323,42 @@ class _ReadLog:
             self._add(event, number, line)
         return True
 
+    def num_new_bytes(self, file: BinaryIO) -> int:
+        """Return how many bytes `extend` would read, or those of the whole log if it is another one."""
+        size = file.seek(0, os.SEEK_END)
+        return size - self._end if self._is_start_of(file) else size
+
+    def window(self, file: BinaryIO, first: float, last: float, names: Iterable[str]) -> dict[str, Curve]:
+        """Return the curves of fields between two steps; none where the log is another one or they are too long."""
+        begin, end, num_lines = self._marks.range_of(first, last)
+        if not self._is_start_of(file) or not num_lines or (end or self._end) - begin.offset > MOST_FINE_BYTES:
+            return {}
+        names = list(names)
+        groups = {name.partition("/")[0] for name in names if "/" in name} & {*STEP_GROUPS}
+        builder = CurveBuilder(num_lines, [name for name in names if name in STEP_FIELDS], sorted(groups))
+        segments = iter(self._read.segments[begin.segment :])
+        segment = next(segments, None)
+        every = max(1, num_lines // MOST_FINE_PARSED)
+        file.seek(begin.offset)
+        offset = begin.offset
+        for number, line in complete_lines(file, begin.number):
+            if offset >= (end or self._end):
+                break
+            offset += len(line)
+            scanned = scan_step(line) if number % every and line.startswith(STEP_PREFIX) else None
+            event = scanned or parse_line(self._path, number, line)
+            if event["event"] in _SEGMENT_STARTS and number > begin.number:
+                segment = next(segments, segment)
+            is_kept = segment is None or event.get("step", 0) <= segment.limit
+            if event["event"] == "step" and is_kept and first <= event["step"] <= last:
+                builder.add(event["step"], event)
+        return {name: curve for name, curve in builder.curves.items() if name in names}
+
     def report(self) -> RunReport:
         """Return the report of the lines so far; later lines do not change it."""
         read, last = self._read, dict(self._read.last)
         if self._last_step[1]:
-            last["step"] = _parse(self._path, *self._last_step)
+            last["step"] = parse_line(self._path, *self._last_step)
         return replace(
             read,
             segments=[replace(segment) for segment in read.segments],
@@ -286,7 +371,7 @@ class _ReadLog:
             rewards=self._rewards.curves,
         )
 
-    def _is_start_of(self, file: BufferedReader) -> bool:
+    def _is_start_of(self, file: BinaryIO) -> bool:
         """Return whether a log starts with the lines that were read: two with their times are enough to compare."""
         file.seek(0)
         if file.read(len(self._first_line)) != self._first_line:
@@ -301,13 +386,13 @@ class _ReadLog:
 
     def _event(self, number: int, line: bytes) -> LogEvent:
         """Return the event of a line; of very many steps most are scanned instead of parsed."""
-        if line.startswith(_STEP_PREFIX):
+        if line.startswith(STEP_PREFIX):
             self._num_steps += 1
             every = max(1, self._counts.steps // MOST_PARSED)
-            scanned = _scan_step(line) if self._num_steps % every else None
+            scanned = scan_step(line) if self._num_steps % every else None
             if scanned is not None:
                 return scanned
-        return _parse(self._path, number, line)
+        return parse_line(self._path, number, line)
 
     def _add(self, event: LogEvent, number: int, line: bytes) -> None:
         """Add an event to the curves, unless a resumed run repeated it."""
@@ -319,6 +404,8 @@ class _ReadLog:
         if kind == "step":
             self._steps.add(event["step"], event)
             self._last_step = number, line
+            index = self._read.segments.index(segment) if segment is not None and self._marks.is_due else 0
+            self._marks.add(LineMark(event["step"], self._end - len(line), number, index))
         elif kind == "eval":
             builder = self._evals.setdefault(_eval_key(event), CurveBuilder(0, EVAL_FIELDS))
             builder.add(event.get("step", 0), event)
@@ -331,7 +418,7 @@ class _ReadLog:
             self._rewards.add(event.get("step", 0), event)
 
 
-def _parse(path: Path, number: int, line: bytes) -> LogEvent:
+def parse_line(path: Path, number: int, line: bytes) -> LogEvent:
     """Return the event of a line, which must have its time, and its step if it is one. Measurements are floats."""
     event = parse_event(path, number, line)
     missing = [name for name in ("time", "step") if name not in event and (name == "time" or event["event"] == name)]
@@ -396,18 +483,6 @@ class _FirstPass:
         for segment in reversed(self.report.segments):
             segment.limit = limit
             limit = min(limit, segment.begin.get("step", math.inf))
-
-
-def _scan_step(line: bytes) -> LogEvent | None:
-    """Return the fields of a step that may spike, without parsing JSON, which is slow; None for an unusual line."""
-    event: LogEvent = {"event": "step"}
-    for name, prefix in _SCANNED.items():
-        start = line.find(prefix) + len(prefix)
-        try:
-            event[name] = float(line[start : line.find(b",", start)].strip(b'"'))
-        except ValueError:
-            return None
-    return event if float(event["step"]).is_integer() else None
 
 
 def _eval_key(event: LogEvent) -> tuple[str, str]:

@@ -16,9 +16,15 @@ from sd3_light.report.run_charts import (
     reward_charts,
     speed_charts,
     validation_charts,
+    x_table,
 )
 from sd3_light.report.run_log import RunReport, read_run
 
+PREVIEW_NOTE = (
+    "The log is long and is still being read. The curves show a few of its lines, without evaluations and resumes in "
+    "between; the page completes itself."
+)
+"""What a page says about a report that is a preview."""
 _LONGEST_CONFIG = 300_000  # characters
 _MOST_EVAL_TILES = 4
 
@@ -33,12 +39,16 @@ def write_run_page(folder: Path, out: Path) -> list[str]:
     return notes
 
 
-def render_run_page(report: RunReport, grids: list[GridSeries], notes: list[str], **values: Any) -> str:
-    """Return the page of a run; ``values`` are those of pages that `sd3-light ui` serves."""
+def render_run_page(
+    report: RunReport, grids: list[GridSeries], notes: list[str], run_id: str = "", **values: Any
+) -> str:
+    """Return the page of a run; ``run_id`` and ``values`` are those of pages that `sd3-light ui` serves."""
     folder = report.folder
     config = _read_config(folder, notes)
     if report.earlier_runs:
         notes.append(f"The log also has {plural(report.earlier_runs, 'earlier run')}: only the last one is shown.")
+    if report.is_preview:
+        notes.append(PREVIEW_NOTE)
     events, omitted = event_rows(report)
     return render_template(
         "report.html",
@@ -55,6 +65,7 @@ def render_run_page(report: RunReport, grids: list[GridSeries], notes: list[str]
             "speed": speed_charts(report),
             "memory": memory_charts(report),
         },
+        x_tables={"": x_table(report, run_id)},
         prompts=_prompts(config),
         grids=grids,
         events=events,
@@ -115,6 +126,9 @@ def _prompts(config: str) -> list[str]:
 
 def _read_config(folder: Path, notes: list[str]) -> str:
     """Return the run's config.toml, which holds no secrets; "" where it is missing."""
+    if (folder / "config.toml").is_symlink():
+        notes.append("config.toml is a link, which may lead to another file; it is not shown.")
+        return ""
     try:
         text = read_limited(folder / "config.toml").decode(errors="replace")
     except FileNotFoundError:

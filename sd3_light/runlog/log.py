@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, Self
 
 from sd3_light.config.faults import UserError
 from sd3_light.files import write_errors
@@ -174,7 +174,7 @@ def open_log(path: Path) -> BufferedReader:
     return open_regular(path)
 
 
-def complete_lines(file: BufferedReader, first: int = 1) -> Iterator[tuple[int, bytes]]:
+def complete_lines(file: BinaryIO, first: int = 1) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of an open log from its position on, with numbers from ``first``, without an incomplete one.
 
     Raises UserError for a line that is too long for a log.
@@ -261,7 +261,7 @@ MEASUREMENTS = (
         "seconds",
         "host_bound",
     ),
-    *("stall_seconds", "epoch"),
+    *("stall_seconds", "epoch", "flow_se", "fixed_se"),
     *(f"{name}@0.{tenth}" for name in ("flow", "fixed") for tenth in range(1, 10)),
 )
 """The fields that are measured numbers: nan, the infinities and null are valid."""

@@ -28,6 +28,7 @@ from sd3_light.core.sampling import EncodedText, ImageRequest, PipelineInputs
 from sd3_light.runlog import info
 from sd3_light.sample.phases import PER_ROUND, LatentsDrawn, Phases
 from sd3_light.sample.png import save_png
+from sd3_light.sample.watch import Cancelled, SeenBatch, Watch, cancellable
 from sd3_light.system import usable_cores
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Encode = Callable[[Sequence[str]], list[EncodedText]]
+OnStep = Callable[[int, Tensor], None]
+"""Called with the number of a step, from 0, and the latents after it."""
 
 __all__ = [
     "Cancelled",
@@ -52,13 +55,10 @@ __all__ = [
 ]
 
 
-class Cancelled(Exception):
-    """The caller cancelled the images while they were drawn."""
-
-
 NumberedImages = list[tuple[int, Image.Image]]
 """Images, each with the index of its request."""
 
+_UNSEEN = Watch()
 _FRAMES = "frames"  # in `info` of an image that stands for a clip
 _CACHED_TEXTS = 64  # an encoded text of SD3 takes 5 MB
 
@@ -111,7 +111,7 @@ def stream_images(
     batch_size: int = 16,
     exact: bool = False,
     threads: int = 1,
-    is_cancelled: Callable[[], bool] = lambda: False,
+    watch: Watch = _UNSEEN,
 ) -> Generator[NumberedImages, None, None]:
     """Yield the images as they are finished.
 
@@ -123,7 +123,7 @@ def stream_images(
     or with `exact` (there with `threads` torch threads). In larger batches a few colours differ by 1/255 in fp32, more
     in half precision. With `exact`, up to `batch_size` images are generated in parallel, as cores allow.
 
-    `is_cancelled` is called after every denoising step; once it returns True, `Cancelled` is raised.
+    ``watch`` may cancel them, which raises `Cancelled` before the next operation, and sees each step.
 
     A model in phases has the same images, and they are finished in groups of `PER_ROUND`.
     """
@@ -138,7 +138,7 @@ def stream_images(
     batches = [[index] for index in range(len(full))]
     if not exact:
         batches = list(_batches(full, min(batch_size, policy.largest_batch or batch_size)))
-    drawing = _Drawing(full, batches, batch_size if exact else None, threads, is_cancelled)
+    drawing = _Drawing(full, batches, batch_size if exact else None, threads, watch)
     yield from _in_phases(pipe, policy, drawing) if isinstance(pipe, Phases) else _all_loaded(pipe, policy, drawing)
 
 
@@ -168,10 +168,15 @@ class _Drawing:
     batches: Sequence[list[int]]
     parallel: int | None
     threads: int
-    is_cancelled: Callable[[], bool]
+    watch: Watch
 
     def batch(self, number: int) -> list[ImageRequest]:
         return [self.requests[index] for index in self.batches[number]]
+
+    def seen(self, pipe: "DiffusionPipeline", number: int) -> SeenBatch:
+        """Return what shows a batch after each step."""
+        first = self.batch(number)[0]
+        return SeenBatch(self.watch, pipe, self.batches[number], first.height / first.width)
 
     def encoder(
         self, policy: PipelineInputs, pipe: "DiffusionPipeline"
@@ -195,12 +200,14 @@ class _Drawing:
         self,
         pipe: "DiffusionPipeline",
         numbers: Sequence[int],
-        work: "Callable[[DiffusionPipeline, int, Callable[[], bool]], Result]",
+        work: "Callable[[DiffusionPipeline, int], Result]",
     ) -> Iterator[Result]:
-        """Yield the results of ``work(pipe, number, is_cancelled)`` for batches, as they are finished."""
+        """Yield the results of ``work(pipe, number)`` for batches, as they are finished."""
         if self.parallel is None:
             for number in numbers:
-                yield work(pipe, number, self.is_cancelled)
+                with cancellable(self.watch.is_cancelled):
+                    result = work(pipe, number)
+                yield result
             return
         workers = max(1, min(self.parallel, len(numbers), _cores() // self.threads))
         pipes: SimpleQueue[DiffusionPipeline] = SimpleQueue()
@@ -208,10 +215,14 @@ class _Drawing:
             pipes.put(_copy_pipeline(pipe))
         stopped = Event()
 
+        def is_stopped() -> bool:
+            return stopped.is_set() or (self.watch.is_cancelled is not None and self.watch.is_cancelled())
+
         def run(number: int) -> Result:
             own_pipe = pipes.get()
             try:
-                return work(own_pipe, number, lambda: stopped.is_set() or self.is_cancelled())
+                with cancellable(is_stopped):
+                    return work(own_pipe, number)
             finally:
                 pipes.put(own_pipe)
 
@@ -240,10 +251,13 @@ def _all_loaded(
     encode = drawing.encoder(policy, pipe)
 
     @torch.no_grad()
-    def generate_batch(own_pipe: "DiffusionPipeline", number: int, is_cancelled: Callable[[], bool]) -> NumberedImages:
+    def generate_batch(own_pipe: "DiffusionPipeline", number: int) -> NumberedImages:
         batch = drawing.batch(number)
-        images, fault = run_pipeline(own_pipe, batch, policy.arguments(own_pipe, batch, encode), is_cancelled)
+        arguments = policy.arguments(own_pipe, batch, encode)
+        seen = drawing.seen(own_pipe, number)
+        images, fault = run_pipeline(own_pipe, batch, arguments, seen.after)
         _refuse(fault, batch)
+        seen.finish(images)
         return list(zip(drawing.batches[number], images, strict=True))
 
     with policy.prepared(pipe):
@@ -256,12 +270,16 @@ def _in_phases(phases: Phases, policy: PipelineInputs, drawing: _Drawing) -> Gen
         with drawing.torch_threads():
             arguments = _encode_texts(phases, policy, drawing, numbers)
             phases.free()
-            decoder = phases.decoder()
-            latents = _draw_latents(phases.denoiser(decoder.vae), policy, drawing, arguments)
+            with cancellable(drawing.watch.is_cancelled):
+                decoder = phases.decoder()
+                denoiser = phases.denoiser(decoder.vae)
+            latents = _draw_latents(denoiser, policy, drawing, arguments)
+            del denoiser
             phases.free()
             with decoder:
                 for number in numbers:
-                    pixels = decoder.pixels(latents.pop(number).to(phases.device))
+                    with cancellable(drawing.watch.is_cancelled):
+                        pixels = decoder.pixels(latents.pop(number).to(phases.device))
                     _refuse(not_finite({"VAE": [pixels]}), drawing.batch(number))
                     yield list(zip(drawing.batches[number], to_images(pixels), strict=True))
 
@@ -283,12 +301,12 @@ def _encode_texts(
     phases: Phases, policy: PipelineInputs, drawing: _Drawing, numbers: Sequence[int]
 ) -> dict[int, dict[str, Any]]:
     """Return the arguments of the pipeline's call for batches, on the host."""
-    encode = drawing.encoder(policy, phases.text_encoders())
     arguments = {}
-    for number in numbers:
-        if drawing.is_cancelled():
-            raise Cancelled
-        arguments[number] = _moved(policy.arguments(phases.pipe, drawing.batch(number), encode), torch.device("cpu"))
+    with cancellable(drawing.watch.is_cancelled):
+        encode = drawing.encoder(policy, phases.text_encoders())
+        for number in numbers:
+            inputs = policy.arguments(phases.pipe, drawing.batch(number), encode)
+            arguments[number] = _moved(inputs, torch.device("cpu"))
     return arguments
 
 
@@ -297,11 +315,11 @@ def _draw_latents(
 ) -> dict[int, Tensor]:
     """Return the latents of batches as the VAE takes them, on the host."""
 
-    def draw(own_pipe: "DiffusionPipeline", number: int, is_cancelled: Callable[[], bool]) -> tuple[int, Tensor]:
+    def draw(own_pipe: "DiffusionPipeline", number: int) -> tuple[int, Tensor]:
         inputs = _moved(arguments[number], own_pipe.device)
         batch = drawing.batch(number)
         try:
-            _call(own_pipe, batch, inputs, is_cancelled)
+            _call(own_pipe, batch, inputs, drawing.seen(own_pipe, number).after)
         except LatentsDrawn as drawn:
             latents = drawn.latents
         _refuse(not_finite({"text encoder": _tensors_of(inputs), "denoiser": [latents]}), batch)
@@ -343,14 +361,13 @@ def run_pipeline(
     pipe: "DiffusionPipeline",
     batch: Sequence[ImageRequest],
     arguments: Mapping[str, Any],
-    is_cancelled: Callable[[], bool] = lambda: False,
+    on_step: OnStep | None = None,
 ) -> tuple[list[Image.Image], str | None]:
     """Run the stock pipeline for requests of one size; return the images and what is wrong with them.
 
-    ``arguments`` are those of `PipelineInputs.arguments`. Raises `Cancelled` after a step where ``is_cancelled``
-    returns True.
+    ``arguments`` are those of `PipelineInputs.arguments`. ``on_step`` sees the latents after every step.
     """
-    output, latents = _call(pipe, batch, arguments, is_cancelled)
+    output, latents = _call(pipe, batch, arguments, on_step)
     pixels: Tensor = output.images if hasattr(output, "images") else output.frames.transpose(1, 2)
     computed = {"text encoder": _tensors_of(arguments), "denoiser": [latents], "VAE": [pixels]}
     return to_images(pixels), not_finite(computed)
@@ -360,16 +377,16 @@ def _call(
     pipe: "DiffusionPipeline",
     batch: Sequence[ImageRequest],
     arguments: Mapping[str, Any],
-    is_cancelled: Callable[[], bool],
+    on_step: OnStep | None,
 ) -> tuple[Any, Tensor]:
     """Return the output of the pipeline, and the latents after its last step."""
     latents: Tensor | None = None
 
-    def keep_latents(_pipe: object, _step: int, _time: object, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def keep_latents(_pipe: object, step: int, _time: object, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         nonlocal latents
         latents = tensors["latents"]
-        if is_cancelled():
-            raise Cancelled
+        if on_step is not None:
+            on_step(step, latents)
         return {}
 
     with _no_progress_bar(pipe), torch.no_grad():

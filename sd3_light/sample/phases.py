@@ -24,7 +24,6 @@ from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import is_lycoris
 from sd3_light.export.open_pipeline import open_pipeline, open_policy, require_finite_denoiser
 from sd3_light.export.stored_parts import read_denoiser
-from sd3_light.flow.scheduler import use_sampler
 from sd3_light.model.folder import components, count_weights, is_encoder, stored_weights
 from sd3_light.model.loading import CPU, empty_model, kept_in_float32, load_diffusers_model
 from sd3_light.model.part_configs import read_config, read_json
@@ -50,10 +49,10 @@ class _HostVae:
     """A VAE on the host, in a pipeline on the device: it has the settings, and returns latents in place of images."""
 
     def __init__(self, vae: Any) -> None:
-        self._vae = vae
+        self.host = vae
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._vae, name)
+        return getattr(self.host, name)
 
     def decode(self, latents: Tensor, *_: object, **__: object) -> None:
         raise LatentsDrawn(latents)
@@ -75,7 +74,6 @@ class Phases:
         loras: Sequence[Lora],
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        sampler: str = "euler",
     ) -> "tuple[Phases, PipelineInputs] | None":
         """Return the phases of a model with these adapters, and its text policy; None if all parts fit together."""
         family, policy = open_policy(chosen.folder, chosen.text_facts)
@@ -94,7 +92,6 @@ class Phases:
         parts = {**_without_encoders(chosen), "transformer": family.weights.empty(arguments), "vae": vae}
         pipe, _ = open_pipeline(chosen.folder, torch.device("meta"), chosen.text_facts, parts=parts)
         policy = draw_as_adapters(pipe, policy, loras)
-        use_sampler(pipe, sampler, policy)
         return Phases(chosen, tuple(loras), device, dtype, pipe), policy
 
     @property

@@ -43,10 +43,15 @@ def _chunks(metadata: Mapping[str, Any]) -> PngInfo:
 
 def read_png_facts(path: Path) -> dict[str, Any]:
     """Return the parameters in an image written here; empty for other images."""
-    with open_regular(path) as file, Image.open(file) as image:
-        text = getattr(image, "text", {}).get(PNG_FACTS, "{}")
-    facts = parse_json(text)
+    facts = parse_json(read_png_text(path))
     return facts if isinstance(facts, dict) else {}
+
+
+def read_png_text(path: Path) -> str:
+    """Return the same as the text that the image contains."""
+    with open_regular(path) as file, Image.open(file) as image:
+        text: str = getattr(image, "text", {}).get(PNG_FACTS, "{}")
+    return text
 
 
 def parameters(facts: Mapping[str, Any], sampler: str) -> str:

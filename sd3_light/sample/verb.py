@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,11 +26,12 @@ from sd3_light.core.sampling import ImageRequest, PipelineInputs
 from sd3_light.engines import Launch
 from sd3_light.export.chosen import ChosenModel, choose_model
 from sd3_light.export.lora_merge import add_adapters, draw_as_adapters, text_folder
-from sd3_light.export.lora_stack import Lora
+from sd3_light.export.lora_stack import Lora, set_strengths
 from sd3_light.export.lycoris_file import is_lycoris
 from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.export.weights_fingerprint import file_fingerprint, model_fingerprint
 from sd3_light.files import sweep_files, write_errors
-from sd3_light.flow.scheduler import check_sampler, sampler_title, use_sampler
+from sd3_light.flow.scheduler import check_sampler, sampler_title, use_sampler, with_shift
 from sd3_light.inputs import open_regular
 from sd3_light.runlog import info, progress
 from sd3_light.sample.generate import choose_drawing, frames_of, stream_images
@@ -39,6 +40,7 @@ from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.phases import Phases
 from sd3_light.sample.png import PNG_FACTS, parameters, read_png_facts, save_new_png, save_png
 from sd3_light.sample.precision import check_dtype, compute_in
+from sd3_light.sample.watch import Watch
 from sd3_light.sources.video import clip_suffix, has_av, write_video
 
 GRID = "grid.png"
@@ -52,7 +54,10 @@ _MIN_TIMEOUT_SEC = 600.0  # without a new image from another process
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """How to sample, unless a row overrides it. A size of 0 means the model's own, and so do 0 frames, and None."""
+    """How to sample, unless a row overrides it. A size of 0 means the model's own, and so do 0 frames, and None.
+
+    ``shift`` replaces the shift of the model's scheduler by a constant one.
+    """
 
     steps: int | None = None
     guidance: float | None = None
@@ -67,6 +72,7 @@ class SampleOptions:
     threads: int = 1
     best: bool = False
     frames: int = 0
+    shift: float | None = None
 
 
 def run(
@@ -159,12 +165,31 @@ def _refuse_to_overwrite(paths: Sequence[Path]) -> None:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model with its adapters, loaded or in phases; ``options`` are those of the images to draw next."""
+    """A model with its adapters, loaded or in phases; ``options`` are those of the images to draw next.
+
+    ``scheduler`` is the model's own, with what its adapters state.
+    """
 
     pipe: DiffusionPipeline | Phases
     policy: PipelineInputs
     chosen: ChosenModel
     options: SampleOptions
+    scheduler: Any = None
+
+    def adjusted(self, options: SampleOptions) -> "OpenModel":
+        """Return the same loaded model for other options with the same `weights_key`.
+
+        Sampler, shift and strengths of the loaded model change too: of several, only the one returned last is used.
+        """
+        loras = (*self.chosen.loras, *options.loras)
+        pipe = self.pipe
+        # the scheduler first: where it does not take the options, the strengths stay those of `self.options`
+        _set_scheduler(pipe.pipe if isinstance(pipe, Phases) else pipe, self.scheduler, options, self.policy)
+        if isinstance(pipe, Phases):
+            pipe = replace(pipe, loras=loras)
+        elif loras != (*self.chosen.loras, *self.options.loras):
+            set_strengths(pipe, loras)
+        return replace(self, pipe=pipe, options=options)
 
     def request(self, row: PromptRow, seed: int) -> ImageRequest:
         """Return the complete request of a row; an error names the row's file and line."""
@@ -193,12 +218,12 @@ class OpenModel:
         requests: Mapping[int, ImageRequest],
         out: Path,
         renumber: bool = False,
-        is_cancelled: Callable[[], bool] = lambda: False,
+        watch: Watch | None = None,
     ) -> Iterator[dict[int, Path]]:
         """Generate the images and write each to ``out`` by its number; yield the files by number as they are written.
 
         A number that another process has used meanwhile is an error, or, with ``renumber``, replaced by the next free
-        one. Once ``is_cancelled`` returns True, `Cancelled` is raised.
+        one. ``watch`` follows the images by their index among the requests.
         """
         numbers, options, common = list(requests), self.options, self._common_facts()
         exact = self.pipe.device.type == "cpu"
@@ -210,7 +235,7 @@ class OpenModel:
             batch_size=options.batch,
             exact=exact,
             threads=options.threads,
-            is_cancelled=is_cancelled,
+            watch=watch or Watch(),
         )
         with closing(batches):
             for batch in batches:
@@ -233,11 +258,18 @@ class OpenModel:
             "shift": "dynamic" if scheduler.get("use_dynamic_shifting") else shift,
             "dtype": options.dtype,
             "device": self.pipe.device.type,
+            "threads": options.threads,
             "model": self.chosen.folder.resolve().name,
-            "loras": [{"file": lora.file.name, "strength": lora.strength} for lora in loras],
+            "fingerprint": model_fingerprint(self.chosen.folder),
+            "loras": [lora_facts(lora) for lora in loras],
             **self.policy.facts(),
             "made_by": f"sd3-light {__version__}, diffusers {diffusers.__version__}, torch {torch.__version__}",
         }
+
+
+def lora_facts(lora: Lora) -> dict[str, Any]:
+    """Return what an image says about a LoRA."""
+    return {"file": lora.file.name, "strength": lora.strength, "fingerprint": file_fingerprint(lora.file)}
 
 
 def _write_image(image: Image.Image, metadata: Mapping[str, Any], out: Path, number: int, renumber: bool) -> Path:
@@ -258,6 +290,12 @@ def _write_image(image: Image.Image, metadata: Mapping[str, Any], out: Path, num
                 return path
 
 
+def weights_key(chosen: ChosenModel, options: SampleOptions) -> object:
+    """Return what decides the weights of an open model; of adapters that are not merged, not their strengths."""
+    loras = [(lora.file, lora.strength if is_lycoris(lora.file) else None) for lora in options.loras]
+    return chosen, tuple(loras), options.dtype
+
+
 def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel:
     """Open a model folder, or an export of a run folder (see `choose_model`), with the adapters of the options.
 
@@ -270,17 +308,26 @@ def open_model(model: Path, options: SampleOptions, launch: Launch) -> OpenModel
     loras = (*chosen.loras, *options.loras)
     text = text_folder(chosen, options.loras)
     encoded = replace(chosen, text_facts=text)
-    if (in_phases := Phases.of_model(encoded, loras, launch.device(), dtype, options.sampler)) is not None:
-        return OpenModel(*in_phases, chosen, options)
+    if (in_phases := Phases.of_model(encoded, loras, launch.device(), dtype)) is not None:
+        phases, policy = in_phases
+        opened = OpenModel(phases, policy, chosen, options, phases.scheduler)
+        return opened.adjusted(options)
     # a LoKr or LoHa is added to the weights, in float32
     loaded_dtype = torch.float32 if any(is_lycoris(lora.file) for lora in loras) else dtype
     pipe, policy = open_pipeline(chosen.folder, torch.device("cpu"), text, loaded_dtype)
     policy = draw_as_adapters(pipe, policy, loras)
-    use_sampler(pipe, options.sampler, policy)
+    own = pipe.scheduler
+    _set_scheduler(pipe, own, options, policy)  # reports a wrong sampler before the rest is loaded
     add_adapters(pipe, loras)
     compute_in(pipe, dtype)  # before the move: the device need not hold the model in float32
     pipe.vae.enable_slicing()  # one image at a time: its activations are the largest
-    return OpenModel(pipe.to(launch.device()), policy, chosen, options)
+    return OpenModel(pipe.to(launch.device()), policy, chosen, options, own)
+
+
+def _set_scheduler(pipe: Any, own: Any, options: SampleOptions, policy: PipelineInputs) -> None:
+    """Give a pipeline its own scheduler with the sampler and the shift of the options."""
+    pipe.scheduler = own if options.shift is None else with_shift(own, options.shift)
+    use_sampler(pipe, options.sampler, policy)
 
 
 def _generate(model: OpenModel, requests: Mapping[int, ImageRequest], out: Path) -> float:

@@ -11,6 +11,7 @@ from typing import Any, BinaryIO
 
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
+from sd3_light.core.columns import MASK, MASK_FACTOR
 from sd3_light.sources.access import exists
 from sd3_light.sources.buckets import Bucket, ResizePlan, plan
 from sd3_light.sources.preprocess import Pixels, Reject, decode, decode_mask, fit, fit_mask, make_thumbnail, probe
@@ -57,12 +58,16 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTask:
-    """A probed sample and its bucket; entries in ``copied`` ("image", "mask", "rejected") are not read."""
+    """A probed sample and its bucket; entries in ``copied`` ("image", "mask", "rejected") are not read.
+
+    A value of the mask is that of a square of ``mask_factor`` pixels.
+    """
 
     location: SampleLocation
     probe: Probe
     bucket: Bucket
     copied: tuple[str, ...] = ()
+    mask_factor: int = MASK_FACTOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +144,9 @@ def _decode(task: DecodeTask) -> Decoded:
             return _decode_video(task, resize)
         location, probed = task.location, task.probe
         image = None if "image" in task.copied else _read_unchanged(location.image, probed.digest)
-        mask = _read_mask(task)
+        weights = _mask_weights(task, resize)
         worse = None if "rejected" in task.copied else _read_unchanged(location.rejected, probed.rejected_digest)
         pixels = None if image is None else fit(decode(image), resize)
-        weights = None if mask is None else fit_mask(decode_mask(mask), resize)
         if worse is None:
             return Decoded(pixels, weights)
         return Decoded(pixels, weights, worse=fit(decode(worse), plan(*probe(worse), task.bucket)))
@@ -154,8 +158,7 @@ def _decode(task: DecodeTask) -> Decoded:
 
 def _decode_video(task: DecodeTask, resize: ResizePlan) -> Decoded:
     pixels = None if "image" in task.copied else _decode_frames(task, resize)
-    mask = _read_mask(task)
-    weights = None if mask is None else fit_mask(decode_mask(mask), resize)
+    weights = _mask_weights(task, resize)
     return Decoded(pixels[0] if pixels is not None and task.bucket.frames == 1 else pixels, weights)
 
 
@@ -197,8 +200,10 @@ def _read_unchanged(location: Location | None, digest: str) -> bytes | None:
     return data
 
 
-def _read_mask(task: DecodeTask) -> bytes | None:
-    return None if "mask" in task.copied else _read_unchanged(task.location.mask, task.probe.mask_digest)
+def _mask_weights(task: DecodeTask, resize: ResizePlan) -> Pixels | None:
+    """Return the mask at latent resolution; None if there is none, or it is copied."""
+    data = None if MASK in task.copied else _read_unchanged(task.location.mask, task.probe.mask_digest)
+    return None if data is None else fit_mask(decode_mask(data), resize, task.mask_factor)
 
 
 def content_digest(data: bytes) -> str:

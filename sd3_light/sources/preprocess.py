@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageCms, UnidentifiedImageError
 
+from sd3_light.core.columns import MASK_FACTOR
 from sd3_light.sources.buckets import ResizePlan, Size
 
 PREPROCESS_VERSION = 1
@@ -162,7 +163,7 @@ def decode_mask(data: bytes) -> Image.Image:
     return black.convert("L")
 
 
-def fit_mask(mask: Image.Image, plan: ResizePlan, factor: int = 8) -> Pixels:
+def fit_mask(mask: Image.Image, plan: ResizePlan, factor: int = MASK_FACTOR) -> Pixels:
     """Resize a mask to the latent resolution of a planned image (``factor`` times smaller) by area averaging, 0 to 255.
 
     A mask whose size differs from its image is stretched, so one default mask works for all shapes. Raises Reject if it

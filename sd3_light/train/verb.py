@@ -29,7 +29,7 @@ from sd3_light.evaluate.truths import load_truths
 from sd3_light.evaluate.validation_loss import Evaluator
 from sd3_light.export.background_saves import EXPORT, FOLDERS
 from sd3_light.export.best import restore_best
-from sd3_light.export.of_run import SAMPLES
+from sd3_light.export.card_facts import SAMPLES
 from sd3_light.optim.schedules import learning_rate
 from sd3_light.runlog import info
 from sd3_light.sample.in_training import Sampler

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,15 +15,25 @@ from typing import Generic, TypeVar
 from sd3_light.config import load_config
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import MANIFEST, Manifest
-from sd3_light.report.run_log import RunReader
+from sd3_light.inputs import open_regular
+from sd3_light.report.curves import Curve
+from sd3_light.report.run_ends import read_ends
+from sd3_light.report.run_log import QUICK_BYTES, RunReader
 from sd3_light.report.verb import RunReport
+from sd3_light.tensor_file import read_header
 from sd3_light.ui.served_files import LARGEST_TEXT
 
 _DEEPEST = 3  # levels below a named folder
 _MOST_ENTRIES = 2000  # of a folder that are looked at: folders of images have many more
 _MOST_FOLDERS = 20_000  # below a named folder that are searched for configs
 _SCAN_SECONDS = 10.0  # between two searches
-_MOST_LOGS, _MOST_MANIFESTS = 1000, 16  # in memory
+EVALUATION = "images.json"
+"""The file that lists the images of an evaluation and their scores."""
+_MOST_EVALUATIONS = 200
+_MOST_ADAPTERS = 200
+_LONGEST_HEADER = 16_000_000  # bytes of an adapter's file
+_ADAPTER_KEY = re.compile(r"\.(lora_|lora\.|lokr_|hada_)")
+_MOST_LOGS, _MOST_ENDS, _MOST_MANIFESTS = 1000, 10_000, 16  # in memory
 _SKIPPED = frozenset(("checkpoints", "ema", "exports", "samples", "shards", "tensorboard", "transformer"))
 
 Content = TypeVar("Content")
@@ -64,7 +75,9 @@ class Folders:
     _caches: dict[str, Path] = field(default_factory=dict)
     _readers: dict[Path, RunReader] = field(default_factory=dict)
     _manifests: FileMemo[Manifest] = field(default_factory=lambda: FileMemo(_MOST_MANIFESTS))
+    _ends: FileMemo[RunReport] = field(default_factory=lambda: FileMemo(_MOST_ENDS))
     _run_caches: FileMemo[list[Path]] = field(default_factory=lambda: FileMemo(_MOST_LOGS))
+    _adapter_files: FileMemo[bool] = field(default_factory=lambda: FileMemo(_MOST_LOGS))
     _added: dict[str, Path] = field(default_factory=dict)
     _searched: float = -math.inf
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -82,7 +95,8 @@ class Folders:
     def caches(self) -> dict[str, Path]:
         """Return the cache folders by id."""
         self._search()
-        return dict(sorted(self._caches.items()))
+        of_runs = [cache for folder in self._runs.values() for cache in self._caches_of(folder)]
+        return dict(sorted({**self._caches, **{folder_id(cache): cache for cache in of_runs}}.items()))
 
     def add_run(self, folder: Path) -> str:
         """Add a run, which may not have a log yet, and return its id."""
@@ -104,16 +118,74 @@ class Folders:
             raise UserError(f"there is no cache {cache_id}; see the list of caches")
         return folder
 
-    def report(self, folder: Path) -> RunReport:
-        """Return what the log of a run says; only lines that were added since the last call are read."""
+    def adapters(self) -> dict[str, tuple[str, Path]]:
+        """Return label and path of LoRA, LoKr and LoHa files by id: exports of the runs, then files below the folders.
+
+        Links are left out.
+        """
+        exports = (file for run in self.runs().values() for file in sorted(run.glob("exports/step-*/*.safetensors")))
+        files = (file for folder in project_folders(self.roots) if not folder.is_model for file in folder.files)
+        found: dict[str, tuple[str, Path]] = {}
+        for file in (*exports, *(file for file in files if file.suffix == ".safetensors")):
+            if len(found) == _MOST_ADAPTERS:
+                break
+            if self._is_adapter(file):
+                found[folder_id(file)] = (self._label(file), file)
+        return found
+
+    def _is_adapter(self, file: Path) -> bool:
+        links = [path.is_symlink() for path in (file, file.parent, file.parent.parent)]
+        if any(links) or (file.parent / "model_index.json").exists():
+            return False
+        try:
+            return self._adapter_files.get(file, lambda: _has_adapter_keys(file))
+        except OSError:  # removed meanwhile
+            return False
+
+    def _label(self, path: Path) -> str:
+        """Return a path from the first served folder that it is below."""
+        root = next((root for root in self.roots if path.is_relative_to(root)), path.parent)
+        return str(path.relative_to(root))
+
+    def evaluations(self) -> dict[str, tuple[str, Path]]:
+        """Return label and folder of the images that `evaluate --against --save` wrote, by id."""
+        of_runs = (file for run in self.runs().values() for file in sorted(run.glob(f"*/{EVALUATION}")))
+        files = (file for folder in project_folders(self.roots) for file in folder.files if file.name == EVALUATION)
+        folders = [file.parent for file in (*of_runs, *files) if not (file.is_symlink() or file.parent.is_symlink())]
+        return {folder_id(folder): (self._label(folder), folder) for folder in folders[:_MOST_EVALUATIONS]}
+
+    def evaluation(self, evaluation_id: str) -> tuple[str, Path]:
+        """Return label and folder of an evaluation. Raises UserError for an unknown id."""
+        known = self.evaluations().get(evaluation_id)
+        if known is None:
+            raise UserError(f"there is no evaluation {evaluation_id}; see the list of evaluations")
+        return known
+
+    def report(self, folder: Path, quick_bytes: int = QUICK_BYTES) -> RunReport:
+        """Return what the log of a run says; only lines that were added since the last call are read.
+
+        A preview where they are more than ``quick_bytes``, until they were read in the background.
+        """
         if not (folder / "log.jsonl").exists():
             return RunReport(folder)
+        return self._reader(folder).look(quick_bytes)
+
+    def ends(self, folder: Path) -> RunReport:
+        """Return what the ends of a run's log say, for lists; they are read again only after a change."""
+        log = folder / "log.jsonl"
+        return self._ends.get(log, lambda: read_ends(folder)) if log.exists() else RunReport(folder)
+
+    def fine_curves(self, folder: Path, steps: tuple[float, float], names: Sequence[str]) -> dict[str, Curve]:
+        """Return finer curves of a run between two steps; none where its log was not read or the part is too long."""
+        return self._reader(folder).window(*steps, names)
+
+    def _reader(self, folder: Path) -> RunReader:
         with self._readers_lock:
             reader = self._readers.pop(folder, None) or RunReader(folder)
             self._readers[folder] = reader
             for oldest in list(self._readers)[:-_MOST_LOGS]:
                 del self._readers[oldest]
-        return reader.read()
+        return reader
 
     def manifest(self, folder: Path) -> Manifest:
         """Return the manifest of a cache; it is parsed again only after it has changed. Raises UserError."""
@@ -129,13 +201,13 @@ class Folders:
             folders = [item for root in self.roots for item in _search_below(root, _DEEPEST)]
             # new dicts: other threads may be reading the old ones
             self._runs = {folder_id(folder): folder for folder, is_run in folders if is_run}
-            of_runs = [cache for folder, is_run in folders if is_run for cache in self._caches_of(folder)]
-            caches = [*(folder for folder, is_run in folders if not is_run), *of_runs]
-            self._caches = {folder_id(folder): folder for folder in caches}
+            self._caches = {folder_id(folder): folder for folder, is_run in folders if not is_run}
             self._searched = time.monotonic()
 
     def _caches_of(self, run: Path) -> list[Path]:
         """Return the local caches of a run's training and evaluation sets that exist."""
+        if os.path.islink(run / "config.toml"):
+            return []
         try:
             named = self._run_caches.get(run / "config.toml", lambda: _named_caches(run / "config.toml"))
         except OSError:  # missing, or a loop of links
@@ -152,6 +224,18 @@ def _named_caches(config: Path) -> list[Path]:
     return [cache for cache in caches if isinstance(cache, Path)]
 
 
+def _has_adapter_keys(file: Path) -> bool:
+    """Return whether the names of a safetensors file's tensors are those of an adapter; no tensor is read."""
+    try:
+        with open_regular(file) as opened:
+            if int.from_bytes(opened.read(8), "little") > _LONGEST_HEADER:
+                return False
+            keys = read_header(opened).entries
+    except (OSError, ValueError):
+        return False
+    return any(_ADAPTER_KEY.search(key) for key in keys)
+
+
 def folder_id(folder: Path) -> str:
     """Return an id for URLs: the folder's name, and a hash of its whole path."""
     path = os.path.abspath(folder)
@@ -160,10 +244,11 @@ def folder_id(folder: Path) -> str:
 
 
 def _search_below(folder: Path, levels: int) -> Iterator[tuple[Path, bool]]:
-    """Yield the runs (True) and caches (False) in a folder and ``levels`` below it."""
+    """Yield the runs (True) and caches (False) in a folder and ``levels`` below it; no link is followed."""
     try:
         with os.scandir(folder) as entries:
-            content = {entry.name: os.path.isdir(entry.path) for entry in islice(entries, _MOST_ENTRIES)}
+            known = [entry for entry in islice(entries, _MOST_ENTRIES) if not entry.is_symlink()]
+            content = {entry.name: entry.is_dir(follow_symlinks=False) for entry in known}
     except OSError:  # not readable, or removed meanwhile
         return
     if "log.jsonl" in content and "config.json" not in content:  # a denoiser's folder may keep the log of its training

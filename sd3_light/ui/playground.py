@@ -4,56 +4,37 @@ import itertools
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sd3_light.config.faults import UserError
-from sd3_light.pages import render_template
+from sd3_light.export.weights_fingerprint import file_fingerprint, model_fingerprint
+from sd3_light.pages import data_uri, render_template
 from sd3_light.runlog import set_main_process
+from sd3_light.ui.draw_request import AXES, DTYPES, SAMPLERS, Axis, DrawRequest, parse_request
 from sd3_light.ui.folders import Folders, folder_id
 
 if TYPE_CHECKING:
+    from PIL import Image
+
     from sd3_light.engines import Launch
     from sd3_light.sample.verb import OpenModel, SampleOptions
+    from sd3_light.sample.watch import Preview
 
-MOST_IMAGES = 256
-"""Images of one drawing."""
 MOST_WAITING = 100
 """Drawings that wait for their turn; more are refused."""
-SAMPLERS = ("euler", "heun", "dpm++")
-DTYPES = ("float32", "bfloat16")
 
 _MOST_RECENT = 48
 _KEPT_DRAWINGS = 100  # of those that are done
-_LONGEST_SEED = 19  # digits of 2**63
+_FROM_ROW = ("prompt", "negative_prompt", "steps", "guidance", "width", "height")
+_GRID_SIDE = 384  # pixels of an image in a grid
+_GRID_FACTS = "sd3_light_grid"
 
 
-@dataclass(frozen=True)
-class DrawRequest:
-    """What to draw: the prompt with every seed and every model; steps and guidance that are None are the model's."""
-
-    models: Mapping[str, Path]
-    prompt: str
-    seeds: tuple[int, ...]
-    negative_prompt: str = ""
-    loras: tuple[str, ...] = ()
-    steps: int | None = None
-    guidance: float | None = None
-    width: int = 0
-    height: int = 0
-    sampler: str = "euler"
-    dtype: str = "float32"
-
-    def options(self) -> "SampleOptions":
-        """Return the options of the sample stage."""
-        from sd3_light.export.lora_stack import Lora
-        from sd3_light.sample.verb import SampleOptions
-
-        names = ("negative_prompt", "steps", "guidance", "width", "height", "sampler", "dtype")
-        loras = tuple(map(Lora.parse, self.loras))
-        return SampleOptions(**{name: getattr(self, name) for name in names}, loras=loras, batch=4)
+Cells = dict[tuple[int, int], DrawRequest]
+"""Images of a grid by column and row."""
 
 
 @dataclass(eq=False)
@@ -64,22 +45,39 @@ class Drawing:
     request: DrawRequest
     status: str = "waiting"
     error: str = ""
+    grid: str = ""
     warnings: list[str] = field(default_factory=list)
     images: list[dict[str, Any]] = field(default_factory=list)
     is_done: bool = False
     cancelled: threading.Event = field(default_factory=threading.Event)
+    seen: dict[tuple[int, int], tuple[int, "Image.Image | None"]] = field(default_factory=dict)
 
     def finish(self) -> None:
         """Mark the drawing as done."""
         self.status = "stopped" if self.error or self.cancelled.is_set() else "done"
+        self.seen.clear()
         self.is_done = True
+
+    def warn(self, lines: Iterable[str]) -> None:
+        """Add warnings that are not known yet."""
+        self.warnings += [line for line in dict.fromkeys(lines) if line not in self.warnings]
 
     def as_json(self) -> dict[str, Any]:
         """Return the state for the page."""
-        seeds = list(map(str, self.request.seeds))  # JavaScript's numbers would round large ones
-        total = len(self.request.models) * len(seeds)
-        facts = {"id": self.id, "status": self.status, "error": self.error, "done": self.is_done, "total": total}
-        return {**facts, "seeds": seeds, "images": list(self.images), "warnings": list(self.warnings)}
+        columns = _labels(self.request.columns)
+        rows = _labels(self.request.rows)
+        facts = {"id": self.id, "status": self.status, "error": self.error, "done": self.is_done, "grid": self.grid}
+        seen = [
+            {"column": column, "row": row, "step": step, "preview": None if image is None else data_uri(image)}
+            for (column, row), (step, image) in list(self.seen.items())
+        ]
+        total = len(columns) * len(rows)
+        labels = {"total": total, "columns": columns, "rows": rows}
+        return {**facts, **labels, "images": list(self.images), "warnings": list(self.warnings), "seen": seen}
+
+
+def _labels(axis: Axis) -> list[str]:
+    return [axis.label(at) for at in range(len(axis.values))]
 
 
 class Playground:
@@ -98,6 +96,7 @@ class Playground:
         self._launch: Launch | None = None
         self._lock = threading.Lock()
         self._open: tuple[object, OpenModel] | None = None
+        self._preview: Preview | None = None
         self._thread: threading.Thread | None = None
 
     def models(self) -> dict[str, tuple[str, Path]]:
@@ -112,7 +111,7 @@ class Playground:
 
     def submit(self, values: Mapping[str, Any]) -> Drawing:
         """Add a drawing of these form values to the queue. Raises UserError for values that are not valid."""
-        request = parse_request(values, self.models())
+        request = parse_request(values, self.models(), self.folders.adapters())
         with self._changed:
             if len(self._waiting) >= MOST_WAITING:
                 raise UserError(f"{MOST_WAITING} drawings wait already; draw again when one of them is done")
@@ -135,7 +134,7 @@ class Playground:
         return drawing
 
     def cancel(self, number: int) -> Drawing:
-        """Stop a drawing after its current denoising step, or at once while it waits. Raises UserError."""
+        """Stop a drawing within an operation of its model, or at once while it waits. Raises UserError."""
         drawing = self.drawing(number)
         drawing.cancelled.set()
         with self._changed:
@@ -156,6 +155,44 @@ class Playground:
                 continue
         return [(name, facts) for name, facts in images if "prompt" in facts]
 
+    def settings_of(self, text: str) -> dict[str, Any]:
+        """Return the form's values for the settings in a PNG, as its text chunk has them. Raises UserError.
+
+        Model and LoRAs are found by their fingerprints among those of the page; ``notes`` name what is not there.
+        """
+        from sd3_light.sample.again import DrawnImage, drawn_image
+
+        drawn: DrawnImage = drawn_image(text, "the image")
+        model = self._model_of(drawn.fingerprint, [fingerprint for *_, fingerprint in drawn.loras])
+        own = 0 if model is None else model[1]
+        notes = [] if model else [f"none of the models here has the weights of {drawn.model} ({drawn.fingerprint})"]
+        listed = {file_fingerprint(path): lora_id for lora_id, (_, path) in self.folders.adapters().items()}
+        chosen = {}
+        for name, strength, fingerprint in drawn.loras[own:]:
+            if fingerprint in listed:
+                chosen[listed[fingerprint]] = strength
+            else:
+                notes.append(f"the LoRA {name} ({fingerprint}) is not among the listed files; write FILE:{strength:g}")
+        values = {name: getattr(drawn.row, name) for name in _FROM_ROW}
+        values |= {name: getattr(drawn.options, name) for name in ("sampler", "dtype", "shift")}
+        seeds = str(drawn.row.seed)  # JavaScript's numbers would round large ones
+        return {**values, "seeds": seeds, "model": model and model[0], "chosen_loras": chosen, "notes": notes}
+
+    def _model_of(self, fingerprint: str, loras: Sequence[str]) -> tuple[str, int] | None:
+        """Return the id of the model with these weights, and how many of the LoRAs are its own; None if none has."""
+        from sd3_light.export.chosen import choose_model
+
+        fitting = []
+        for model_id, (_, path) in self.models().items():
+            try:
+                chosen = choose_model(path)
+                own = [file_fingerprint(lora.file) for lora in chosen.loras]
+                if fingerprint == model_fingerprint(chosen.folder) and own == list(loras[: len(own)]):
+                    fitting.append((model_id, len(own)))
+            except (UserError, OSError):  # not complete, or removed meanwhile
+                continue
+        return max(fitting, key=lambda item: item[1], default=None)
+
     def prepare(self) -> "Launch":
         """Import the libraries, once, and return the device to use."""
         with self._lock:
@@ -173,6 +210,8 @@ class Playground:
             "playground.html",
             models=models,
             chosen=chosen or next((model_id for model_id, _ in models), ""),
+            loras=[(lora_id, label) for lora_id, (label, _) in self.folders.adapters().items()],
+            axes=AXES,
             samplers=SAMPLERS,
             dtypes=DTYPES,
             recent=self.recent(),
@@ -199,113 +238,92 @@ class Playground:
 
     def _draw(self, drawing: Drawing) -> None:
         drawing.status = "loading the libraries"
-        launch = self.prepare()
-        from sd3_light.sample.generate import Cancelled, drawing_note
-        from sd3_light.sample.image_requests import PromptRow
-        from sd3_light.sample.verb import first_free_number, sweep_images
+        self.prepare()
+        from sd3_light.sample.verb import sweep_images
+        from sd3_light.sample.watch import Cancelled
 
         sweep_images(self.out)
-        request, options = drawing.request, drawing.request.options()
-        for label, folder in request.models.items():
-            if drawing.cancelled.is_set():
-                return
-            drawing.status = f"loading {label}"
-            model = self._load(folder, options, launch)
-            first = first_free_number(self.out)
-            row = PromptRow(request.prompt)
-            requests = {first + at: model.request(row, seed) for at, seed in enumerate(request.seeds)}
-            cut = model.cut_prompts(requests.values())
-            drawing.warnings += [f"{label}: {line}" for line in cut]
-            note = drawing_note(model.policy, request.steps, request.guidance)
-            drawing.warnings += [f"{label}: {note}"] if note else []
-            drawing.status = f"drawing with {label}"
-            try:
-                for files in model.draw(requests, self.out, renumber=True, is_cancelled=drawing.cancelled.is_set):
-                    for number, path in files.items():
-                        seed = str(requests[number].seed)
-                        drawing.images.append({"model": label, "seed": seed, "name": path.name})
-            except Cancelled:
-                return
+        groups: dict[tuple[str, object], Cells] = {}
+        for place, request in drawing.request.cells():
+            groups.setdefault((request.model, request.options()), {})[place] = request
+        try:
+            for _, cells in sorted(groups.items(), key=lambda item: list(drawing.request.folders).index(item[0][0])):
+                self._draw_group(drawing, cells)
+        except Cancelled:
+            return
+        if len(drawing.images) > 1:
+            drawing.grid = _save_grid(drawing, self.out)
 
-    def _load(self, folder: Path, options: "SampleOptions", launch: "Launch") -> "OpenModel":
+    def _draw_group(self, drawing: Drawing, cells: Cells) -> None:
+        """Draw the cells of one model with the same options. Raises Cancelled."""
+        from sd3_light.sample import verb as stage
+        from sd3_light.sample.generate import drawing_note
+        from sd3_light.sample.watch import Watch
+
+        places = list(cells)
+        first = cells[places[0]]
+        drawing.status = f"loading {first.model}"
+        model = self._load(first.folders[first.model], first.options(), drawing.cancelled)
+        number = stage.first_free_number(self.out)
+        requests = {number + at: model.request(cell.row(), cell.seed) for at, cell in enumerate(cells.values())}
+        notes = {drawing_note(model.policy, cell.steps, cell.guidance) for cell in cells.values()} - {None}
+        drawing.warn(f"{first.model}: {line}" for line in (*model.cut_prompts(requests.values()), *notes))
+        drawing.status = f"drawing with {first.model}"
+
+        def show(index: int, step: int, image: "Image.Image | None") -> None:
+            drawing.seen[places[index]] = step, image
+
+        watch = Watch(drawing.cancelled.is_set, show, self._preview_of(model) if first.preview else None)
+        for files in model.draw(requests, self.out, renumber=True, watch=watch):
+            for written, path in files.items():
+                column, row = place = places[written - number]
+                seed = str(cells[place].seed)  # JavaScript's numbers would round large ones
+                facts = {"column": column, "row": row, "model": cells[place].model, "seed": seed}
+                drawing.images.append({**facts, "name": path.name})
+                drawing.seen.pop(place, None)
+
+    def _preview_of(self, model: "OpenModel") -> "Preview":
+        """Return the preview of the loaded model, which learns from every image."""
+        from sd3_light.sample.watch import Preview
+
+        if self._preview is None or self._preview.folder != model.chosen.folder:
+            self._preview = Preview(model.chosen.folder)
+        return self._preview
+
+    def _load(self, folder: Path, options: "SampleOptions", cancelled: threading.Event) -> "OpenModel":
         from sd3_light.export.chosen import choose_model
-        from sd3_light.sample.verb import open_model
+        from sd3_light.sample import verb as stage
+        from sd3_light.sample.watch import cancellable
 
-        key = (choose_model(folder), options.loras, options.sampler, options.dtype)
+        key = stage.weights_key(choose_model(folder), options)
         if self._open is None or self._open[0] != key:
             self._open = None  # the old model leaves memory before the new one is loaded
-            self._open = key, open_model(folder, options, launch)
-        return replace(self._open[1], options=options)
+            with cancellable(cancelled.is_set):
+                self._open = key, stage.open_model(folder, options, self.prepare())
+        self._open = key, self._open[1].adjusted(options)
+        return self._open[1]
 
 
-def parse_request(values: Mapping[str, Any], models: Mapping[str, tuple[str, Path]]) -> DrawRequest:
-    """Return the request of a form's values. Raises UserError for values that are not valid."""
-    for name, value in values.items():
-        if isinstance(value, str) and not _is_utf8(value):
-            raise UserError(f"{name} contains half of a surrogate pair, which is not a character; remove it")
-    chosen = {label: path for key in _strings(values, "models") if key in models for label, path in [models[key]]}
-    if not chosen:
-        raise UserError("no model is chosen; mark at least one")
-    prompt = str(values.get("prompt", "")).strip()
-    if not prompt:
-        raise UserError("the prompt is empty; write what to draw")
-    seeds = _seeds(str(values.get("seeds", "0")))
-    if len(chosen) * len(seeds) > MOST_IMAGES:
-        raise UserError(f"{len(chosen) * len(seeds)} images are too many at once; draw at most {MOST_IMAGES}")
-    sampler, dtype = (str(values.get(name, default)) for name, default in (("sampler", "euler"), ("dtype", "float32")))
-    if sampler not in SAMPLERS or dtype not in DTYPES:
-        raise UserError(f"unknown sampler or dtype {sampler!r}, {dtype!r}; choose one of the list")
-    return DrawRequest(
-        chosen,
-        prompt,
-        seeds,
-        negative_prompt=str(values.get("negative_prompt", "")).strip(),
-        loras=tuple(line.strip() for line in str(values.get("loras", "")).splitlines() if line.strip()),
-        steps=None if (steps := _number(values, "steps", 1, 1000)) is None else int(steps),
-        guidance=_number(values, "guidance", 0, 1000),
-        width=int(_number(values, "width", 0, 2**16) or 0),
-        height=int(_number(values, "height", 0, 2**16) or 0),
-        sampler=sampler,
-        dtype=dtype,
-    )
+def _save_grid(drawing: Drawing, out: Path) -> str:
+    """Write all images of a drawing as one PNG with labels and settings; return its name."""
+    from PIL import Image
 
+    from sd3_light.inputs import open_regular
+    from sd3_light.sample.grid import make_grid
+    from sd3_light.sample.png import save_png
 
-def _strings(values: Mapping[str, Any], name: str) -> list[str]:
-    value = values.get(name, [])
-    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _seeds(text: str) -> tuple[int, ...]:
-    """Parse `0, 1, 5-8`."""
-    seeds: list[int] = []
-    for part in text.replace(",", " ").split():
-        first, _, last = part.partition("-")
-        ends = [int(end) for end in (first, last or first) if end.isdecimal() and len(end) <= _LONGEST_SEED]
-        if len(ends) < 2 or not 0 <= ends[1] - ends[0] < MOST_IMAGES:
-            raise UserError(f"seeds: {part[:60]!r} is not a seed; write integers from 0, such as 0, 1, 5-8")
-        seeds += range(ends[0], ends[1] + 1)
-    if not seeds or max(seeds) >= 2**63:
-        raise UserError("seeds: write at least one integer from 0 to 2**63 - 1")
-    return tuple(dict.fromkeys(seeds))
-
-
-def _number(values: Mapping[str, Any], name: str, least: float, most: float) -> float | None:
-    """Return a number of the form; None if its field is empty."""
-    text = str(values.get(name, "")).strip()
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not least <= value <= most:
-        raise UserError(f"{name} is {text!r}; it must be a number from {least:g} to {most:g}")
-    return value
+    request = drawing.request
+    names = {(image["column"], image["row"]): image["name"] for image in drawing.images}
+    images = []
+    captions = []
+    for column, row in (place for place, _ in request.cells()):
+        with open_regular(out / names[column, row]) as file, Image.open(file) as image:
+            image.thumbnail((_GRID_SIDE, _GRID_SIDE), Image.Resampling.LANCZOS)  # never enlarges
+            images.append(image.convert("RGB"))
+        captions.append(f"{request.columns.label(column)} · {request.rows.label(row)}")
+    name = f"grid-{min(names.values())}"
+    settings = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "folders"}
+    settings |= {"columns": vars(request.columns), "rows": vars(request.rows), "images": sorted(names.values())}
+    grid = make_grid(images, captions, len(request.columns.values), scale=1, title=request.prompt)
+    save_png(grid, out / name, {_GRID_FACTS: settings})
+    return name

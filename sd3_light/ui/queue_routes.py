@@ -12,6 +12,7 @@ from sd3_light.ui.folders import Folders
 from sd3_light.ui.queue_pages import queue_page
 from sd3_light.ui.replies import form_of, page_reply
 from sd3_light.ui.run_queue import RunQueue
+from sd3_light.ui.served_files import ServedFiles
 
 
 def queue_routes(folders: Folders, queue: RunQueue) -> list[Route]:
@@ -63,6 +64,7 @@ class _QueueRoutes:
 
     def resume_run(self, request: Request) -> Response:
         folder = self.folders.run(request.path_params["run"])
+        ServedFiles(self.queue.roots).require(folder / "config.toml")
         return self._start(folder / "config.toml", "resume", folder)
 
     def _start(self, config: Path, mode: str, run: Path | None = None) -> Response:

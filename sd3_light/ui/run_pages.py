@@ -1,6 +1,7 @@
 """The pages of runs: the list, one run, and several runs compared."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -9,22 +10,32 @@ from sd3_light.checkpoint.lock import is_locked
 from sd3_light.checkpoint.requests import SAVE_QUIT
 from sd3_light.config.faults import UserError
 from sd3_light.formats import number
-from sd3_light.pages import READ_ONLY, Chart, ChartLine, render_template
-from sd3_light.report.curves import Curve
+from sd3_light.pages import READ_ONLY, Chart, render_template
 from sd3_light.report.grids import load_grids
-from sd3_light.report.run_page import render_run_page
+from sd3_light.report.run_charts import plain_line, smooth_line, validation_line, x_table
+from sd3_light.report.run_log import QUICK_BYTES
+from sd3_light.report.run_page import PREVIEW_NOTE, render_run_page
 from sd3_light.report.verb import RunReport
+from sd3_light.ui.config_diff import differing_keys
 from sd3_light.ui.folders import Folders
 
-_COLORS = 6  # of lines in `charts.css`
+_COLORS, _DASHES = 6, 5  # of lines in `charts.css`
+_MOST_IN_LEGEND = 8  # lines; the list of the runs is a legend too
 _STEP_CHARTS = {
     "loss": "Loss, smoothed",
     "grad_norm": "Gradient norm, smoothed",
     "lr": "Learning rate",
     "samples_per_second": "Samples per second, smoothed",
 }
-X_AXES = {"step": "step", "samples": "samples seen"}
-"""The x axes of compared runs."""
+
+SORTINGS: dict[str, tuple[str, Callable[["RunRow"], object]]] = {
+    "newest": ("last logged", lambda row: 0),  # as they are found
+    "name": ("name", lambda row: (row.folder.name.lower(), row.folder)),
+    "loss": ("loss", lambda row: row.loss_value),
+    "validation": ("validation loss", lambda row: row.validation_value),
+    "state": ("running first", lambda row: not row.report.is_running),
+}
+"""How the list of runs can be sorted: title and key."""
 
 
 @dataclass(frozen=True)
@@ -50,16 +61,26 @@ class RunRow:
         return max(0.0, min(1.0, step / total)) if total else None
 
     @property
+    def loss_value(self) -> float:
+        """The smoothed loss at the end; infinite where none was logged, which sorts it to the end."""
+        curve = self.report.steps.get("loss")
+        return curve.smooth()[0][-1][1] if curve is not None and curve.x else math.inf
+
+    @property
+    def validation_value(self) -> float:
+        """The validation loss that was logged last; infinite without one."""
+        curves = [each["flow"] for each in self.report.evals.values() if "flow" in each]
+        return curves[-1].last if curves and math.isfinite(curves[-1].last) else math.inf
+
+    @property
     def loss(self) -> str:
         """The smoothed loss at the end."""
-        curve = self.report.steps.get("loss")
-        return number(curve.smooth()[0][-1][1]) if curve is not None and curve.x else ""
+        return "" if self.loss_value == math.inf else number(self.loss_value)
 
     @property
     def validation(self) -> str:
-        """The last validation loss of the first set, with the weights that were evaluated last."""
-        curves = [each["flow"] for each in self.report.evals.values() if "flow" in each]
-        return number(curves[-1].last) if curves else ""
+        """The last validation loss."""
+        return "" if self.validation_value == math.inf else number(self.validation_value)
 
 
 @dataclass(frozen=True)
@@ -75,27 +96,43 @@ class RunControls:
     is_pending: bool = False
 
 
-def run_row(folders: Folders, run_id: str) -> RunRow:
+def run_row(folders: Folders, run_id: str, quick_bytes: int = QUICK_BYTES) -> RunRow:
     """Return the row of a run; a log that cannot be read becomes the row's problem."""
-    return row_of(folders, run_id, folders.run(run_id))
+    folder = folders.run(run_id)
+    return _row(run_id, folder, lambda: folders.report(folder, quick_bytes))
 
 
 def row_of(folders: Folders, run_id: str, folder: Path) -> RunRow:
-    """Return the row of a run folder."""
-    problem = ""
+    """Return the row of a run folder in a list, for which only the ends of its log are read."""
+    return _row(run_id, folder, lambda: folders.ends(folder))
+
+
+def _row(run_id: str, folder: Path, read: Callable[[], RunReport]) -> RunRow:
     try:
-        report = folders.report(folder)
+        report, problem = read(), ""
     except (UserError, OSError) as error:
         report, problem = RunReport(folder), str(error)
     report.is_running = is_locked(folder)
     return RunRow(run_id, folder, report, problem)
 
 
-def runs_page(folders: Folders, notes: Sequence[str] = ()) -> str:
-    """Return the list of all runs."""
-    rows = [row_of(folders, run_id, folder) for run_id, folder in folders.runs().items()]
-    roots = ", ".join(map(str, folders.roots))
-    return render_template("runs.html", rows=rows, roots=roots, notes=list(notes), served="/", live=True)
+def runs_page(folders: Folders, notes: Sequence[str] = (), text: str = "", sort: str = "newest") -> str:
+    """Return the list of all runs whose path contains a text."""
+    if sort not in SORTINGS:
+        raise UserError(f"unknown order {sort!r}; use one of {', '.join(SORTINGS)}")
+    found = {run_id: folder for run_id, folder in folders.runs().items() if text.lower() in str(folder).lower()}
+    rows = [row_of(folders, run_id, folder) for run_id, folder in found.items()]
+    return render_template(
+        "runs.html",
+        rows=sorted(rows, key=SORTINGS[sort][1]),  # type: ignore[arg-type]
+        roots=", ".join(map(str, folders.roots)),
+        sortings={name: title for name, (title, _) in SORTINGS.items()},
+        text=text,
+        sort=sort,
+        notes=list(notes),
+        served="/",
+        live=True,
+    )
 
 
 def run_page(
@@ -107,7 +144,7 @@ def run_page(
         raise UserError(row.problem)
     path, own_notes = f"/runs/{run_id}", list(notes)
     links = [(f"/samples?{urlencode({'run': run_id})}", "Samples over steps")]
-    links += [] if READ_ONLY.get() else [(f"/playground?run={run_id}", "Draw")]
+    links += [] if READ_ONLY.get() else [(f"/playground?run={run_id}", "Draw"), (f"/share?run={run_id}", "Share")]
     controls = RunControls(
         path,
         bool(row.report.is_running),
@@ -118,74 +155,57 @@ def run_page(
         is_pending,
     )
     grids = load_grids(row.report, own_notes, lambda file, _: f"{path}/sample?file={quote(file.as_posix())}")
-    return render_run_page(row.report, grids, own_notes, served="/", live=True, controls=controls)
+    return render_run_page(row.report, grids, own_notes, run_id, served="/", live=True, controls=controls)
 
 
-def compare_page(folders: Folders, run_ids: Sequence[str], x: str = "step") -> str:
-    """Return the curves of several runs, each quantity in one chart."""
-    if x not in X_AXES:
-        raise UserError(f"unknown x axis {x!r}; use one of {', '.join(X_AXES)}")
-    rows = [row for run_id in dict.fromkeys(run_ids) if not (row := run_row(folders, run_id)).problem]
+def compare_page(folders: Folders, run_ids: Sequence[str]) -> str:
+    """Return the curves of several runs, each quantity in one chart, and the keys of their configs that differ."""
+    chosen = list(dict.fromkeys(run_ids))
+    quick = QUICK_BYTES // max(1, len(chosen))  # of a log, so that the page opens soon
+    rows = [row for run_id in chosen if not (row := run_row(folders, run_id, quick)).problem]
     if not rows:
         raise UserError("no run is chosen; mark some in the list of runs")
     names = _names(rows)
-    query = urlencode([("run", row.id) for row in rows])
-    links = [(f"/compare?{query}&x={each}", f"by {title}", each == x) for each, title in X_AXES.items()]
+    notes: list[str] = [PREVIEW_NOTE] if any(row.report.is_preview for row in rows) else []
     return render_template(
         "compare.html",
-        rows=list(zip(names.values(), rows, strict=True)),
-        charts=comparison_charts({names[row.id]: row.report for row in rows}, x),
-        links=links,
-        samples=f"/samples?{query}",
-        notes=[],
+        rows=[(names[row.id], row, _color(index)) for index, row in enumerate(rows)],
+        charts=comparison_charts({names[row.id]: row.report for row in rows}),
+        x_tables={names[row.id]: x_table(row.report, row.id) for row in rows},
+        differing=differing_keys({names[row.id]: row.folder / "config.toml" for row in rows}, notes),
+        samples=f"/samples?{urlencode([('run', row.id) for row in rows])}",
+        notes=notes,
         served="/",
         live=True,
     )
 
 
-def comparison_charts(reports: Mapping[str, RunReport], x: str) -> list[Chart]:
-    """Return one chart per quantity that a run has, with a line per run."""
+def comparison_charts(reports: Mapping[str, RunReport]) -> list[Chart]:
+    """Return one chart per quantity that a run has, with a line per run, which has the same color in all of them."""
+    has_legend = len(reports) <= _MOST_IN_LEGEND
+    colors = {name: _color(index) for index, name in enumerate(reports)}
     charts = []
     for field, title in _STEP_CHARTS.items():
-        curves = {name: report.steps[field] for name, report in reports.items() if field in report.steps}
+        make_line = plain_line if field == "lr" else smooth_line
+        lines = [
+            make_line(name, report.steps[field], (name, field), colors[name])
+            for name, report in reports.items()
+            if field in report.steps
+        ]
         zero = field in ("lr", "samples_per_second")
-        charts += _chart(title, curves, reports, x, smooth=field != "lr", wide=field == "loss", include_zero=zero)
-    keys = dict.fromkeys(key for report in reports.values() for key in report.evals)
-    for key in keys:
+        charts.append(Chart(title, lines, include_zero=zero, wide=field == "loss", has_legend=has_legend))
+    for key in dict.fromkeys(key for report in reports.values() for key in report.evals):
         for field, span in (("flow", "all t"), ("fixed", "t = 0.1 to 0.9")):
-            curves = {
-                name: report.evals[key][field] for name, report in reports.items() if field in report.evals.get(key, {})
-            }
+            evals = {name: report.evals[key] for name, report in reports.items() if field in report.evals.get(key, {})}
+            lines = [validation_line(name, each, field, (name, ""), colors[name]) for name, each in evals.items()]
             title = f"{key[0] or 'Validation'}, {key[1] or 'all'} weights: mean over {span}"
-            charts += _chart(title, curves, reports, x)
-    return charts
+            charts.append(Chart(title, lines, has_legend=has_legend))
+    return [chart for chart in charts if chart.drawn_lines]
 
 
-def _chart(
-    title: str,
-    curves: Mapping[str, Curve],
-    reports: Mapping[str, RunReport],
-    x: str,
-    smooth: bool = False,
-    wide: bool = False,
-    include_zero: bool = False,
-) -> list[Chart]:
-    """Return the chart of a quantity, none where no run has values; a run has the same color in all charts."""
-    lines = []
-    for index, (name, report) in enumerate(reports.items()):
-        if name in curves:
-            factor = _samples_per_step(report) if x == "samples" else 1.0
-            points = curves[name].smooth()[0] if smooth else curves[name].points
-            scaled = [(step * factor, value) for step, value in points]
-            last = scaled[-1][1] if scaled else None
-            lines.append(ChartLine(name, scaled, f"c{index % _COLORS}", last))
-    has_points = any(line.points for line in lines)
-    return [Chart(title, lines, x_name=X_AXES[x], wide=wide, include_zero=include_zero)] if has_points else []
-
-
-def _samples_per_step(report: RunReport) -> float:
-    step = report.last.get("step", {})
-    return float(step["samples"]) / step["step"] if step.get("samples") and step.get("step") else 1.0
+def _color(index: int) -> str:
+    """Return the classes of the run with this number: a color and, of more runs than colors, dashes."""
+    return f"c{index % _COLORS} d{index // _COLORS % _DASHES}"
 
 
 def _names(rows: Sequence[RunRow]) -> dict[str, str]:

@@ -15,59 +15,66 @@ from sd3_light.config.faults import UserError
 from sd3_light.formats import shorten
 from sd3_light.inputs import open_regular, parse_json, read_limited
 from sd3_light.pages import render_template
-from sd3_light.report.grids import distinct_grids, evenly, sample_file
-from sd3_light.report.run_log import LogEvent
+from sd3_light.report.grids import distinct_grids, sample_file
+from sd3_light.report.log_lines import LogEvent
 from sd3_light.ui.folders import Folders
 from sd3_light.ui.run_pages import RunRow, run_row
 
-MOST_STEPS = 8
-"""Images per row; of more steps an even choice is shown."""
-MOST_PROMPTS = 24
+MOST_PROMPTS = 200
 """Pairs of prompt and seed on a page."""
 
 _LARGEST_FILE = 64_000_000  # bytes
-
-
-@dataclass(frozen=True)
-class StepImage:
-    """One image at one step of a run."""
-
-    step: int
-    url: str
+_OPEN_GRIDS = 2  # decoded, in memory
 
 
 @dataclass
-class SampleRow:
-    """The images of one run for one prompt and seed."""
+class SampleMatrix:
+    """What the page's script shows: where the image of each prompt, step and run is.
 
-    run: str
-    weights: str
-    images: list[StepImage] = field(default_factory=list)
+    ``keys`` are pairs of prompt and seed. ``series`` are one run with one kind of weights each; a grid in it has a
+    number of ``layouts``, which list the index of the key of every image.
+    """
 
+    keys: list[tuple[str, int]] = field(default_factory=list)
+    layouts: list[list[int]] = field(default_factory=list)
+    series: list[dict[str, Any]] = field(default_factory=list)
 
-Rows = dict[tuple[str, int], list[SampleRow]]
-"""(prompt, seed) -> one row per run and weights."""
+    def layout(self, keys: Sequence[tuple[str, int]]) -> int:
+        """Return the number of the layout of these keys; new ones are added."""
+        self.keys += [key for key in dict.fromkeys(keys) if key not in self.keys]
+        layout = [self.keys.index(key) for key in keys]
+        if layout not in self.layouts:
+            self.layouts.append(layout)
+        return self.layouts.index(layout)
+
+    def filtered(self, text: str) -> "SampleMatrix":
+        """Return the matrix of the first keys whose prompts contain a text; others are -1 in the layouts."""
+        matching = [number for number, (prompt, _) in enumerate(self.keys) if text.casefold() in prompt.casefold()]
+        numbers = {old: new for new, old in enumerate(matching[:MOST_PROMPTS])}
+        layouts = [[numbers.get(key, -1) for key in layout] for layout in self.layouts]
+        return SampleMatrix([self.keys[old] for old in numbers], layouts, self.series)
 
 
 def samples_page(folders: Folders, run_ids: Sequence[str], text: str = "") -> str:
-    """Return the samples of the runs whose prompts contain ``text``, over steps."""
+    """Return the samples of the runs whose prompts contain ``text``: prompts, steps and runs as a matrix."""
     if not run_ids:
         raise UserError("no run is chosen; mark some in the list of runs")
     chosen = [run_row(folders, run_id) for run_id in dict.fromkeys(run_ids)]
     notes = [f"{row.folder}: {row.problem}" for row in chosen if row.problem]
-    rows: Rows = {}
+    whole = SampleMatrix()
     for row in chosen:
-        _add_run(row, rows, notes)
-    matching = {key: each for key, each in rows.items() if text.casefold() in key[0].casefold()}
-    shown = dict(list(matching.items())[:MOST_PROMPTS])
+        _add_run(row, whole, notes)
+    matrix = whole.filtered(text)
+    matching = sum(text.casefold() in prompt.casefold() for prompt, _ in whole.keys)
     return render_template(
         "samples.html",
         folder=", ".join(str(row.folder) for row in chosen),
         runs=[row.id for row in chosen],
         several=len(chosen) > 1,
         text=text,
-        groups=[(prompt, seed, each) for (prompt, seed), each in shown.items()],
-        total=len(matching),
+        matrix=vars(matrix),
+        weights=list(dict.fromkeys(series["weights"] for series in matrix.series)),
+        total=matching,
         notes=notes,
         back=f"/compare?{urlencode([('run', row.id) for row in chosen])}",
         served="/",
@@ -78,15 +85,26 @@ def samples_page(folders: Folders, run_ids: Sequence[str], text: str = "") -> st
 def sample_image(folder: Path, file: str, cell: int | None) -> bytes:
     """Return a grid of a run as PNG, or one image of it. Raises UserError where there is none."""
     path = _inside(folder, file)
-    boxes = _grid_facts(path, path.stat().st_mtime_ns)[2]
-    with open_regular(path) as data, Image.open(data) as image:
-        if cell is None:
-            return read_limited(path, _LARGEST_FILE)
-        if not 0 <= cell < len(boxes):
-            raise UserError(f"{file} has no image {cell}")
-        buffer = io.BytesIO()
-        image.crop(boxes[cell]).save(buffer, "PNG")
+    version = path.stat().st_mtime_ns
+    boxes = _grid_facts(path, version)[2]
+    if cell is None:
+        return read_limited(path, _LARGEST_FILE)
+    if not 0 <= cell < len(boxes):
+        raise UserError(f"{file} has no image {cell}")
+    buffer = io.BytesIO()
+    _decoded(path, version).crop(boxes[cell]).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
+
+
+@lru_cache(_OPEN_GRIDS)
+def _decoded(path: Path, _version: int) -> Image.Image:
+    """Return a grid: a page asks for many of its images, one after the other."""
+    try:
+        with open_regular(path) as data, Image.open(data) as image:
+            image.load()
+            return image.copy()
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _inside(folder: Path, file: str) -> Path:
@@ -100,40 +118,36 @@ def _inside(folder: Path, file: str) -> Path:
     return path
 
 
-def _add_run(row: RunRow, rows: Rows, notes: list[str]) -> None:
+def _add_run(row: RunRow, matrix: SampleMatrix, notes: list[str]) -> None:
     name = row.folder.absolute().name
     without_cells = 0
     for weights, events in row.report.samples.items():
-        own: dict[tuple[str, int], SampleRow] = {}
-        for event in evenly(distinct_grids(events), MOST_STEPS):
-            cells = _cells(row, event)
-            without_cells += not cells
-            for key, image in cells.items():
-                if key not in own:
-                    own[key] = SampleRow(name, weights)
-                    rows.setdefault(key, []).append(own[key])
-                own[key].images.append(image)
+        grids = []
+        for event in distinct_grids(events):
+            grid = _grid(row, event, matrix)
+            without_cells += grid is None
+            grids += [] if grid is None else [grid]
+        if grids:
+            matrix.series.append({"run": name, "id": row.id, "weights": weights, "grids": grids})
     if without_cells:
         notes.append(
             f"{name}: {without_cells} grids are missing, or an earlier version wrote them; see the run's page."
         )
 
 
-def _cells(row: RunRow, event: LogEvent) -> dict[tuple[str, int], StepImage]:
-    """Return the images of a grid by prompt and seed; none where the file does not say where they are."""
+def _grid(row: RunRow, event: LogEvent, matrix: SampleMatrix) -> list[Any] | None:
+    """Return step, address and layout of a grid; None where the file does not say where its images are."""
     try:
         file = sample_file(event)
         path = _inside(row.folder, str(file))
-        prompts, seeds, boxes = _grid_facts(path, path.stat().st_mtime_ns)
+        version = path.stat().st_mtime_ns
+        prompts, seeds, boxes = _grid_facts(path, version)
     except (UserError, ValueError, OSError):
-        return {}
-    if len(boxes) != len(prompts) * len(seeds):
-        return {}
-    keys = [(prompt, seed) for prompt in prompts for seed in seeds]
-    base, version = f"/runs/{row.id}/sample?file={quote(file.as_posix())}", path.stat().st_mtime_ns
-    return {
-        key: StepImage(event.get("step", 0), f"{base}&cell={index}&version={version}") for index, key in enumerate(keys)
-    }
+        return None
+    if not boxes or len(boxes) != len(prompts) * len(seeds):
+        return None
+    layout = matrix.layout([(prompt, seed) for prompt in prompts for seed in seeds])
+    return [event.get("step", 0), f"{quote(file.as_posix())}&version={version}", layout]
 
 
 @lru_cache(4096)

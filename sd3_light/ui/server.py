@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 import secrets
 import signal
 import socket
@@ -25,16 +24,20 @@ try:
     from starlette.concurrency import run_in_threadpool
     from starlette.middleware import Middleware
     from starlette.requests import ClientDisconnect, Request
-    from starlette.responses import FileResponse, HTMLResponse, Response
+    from starlette.responses import HTMLResponse, Response
     from starlette.routing import Route
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from sd3_light.ui import connections
+    from sd3_light.ui.curve_routes import curve_routes
     from sd3_light.ui.dataset_routes import dataset_routes
     from sd3_light.ui.guard import LOCAL_HOSTS, Guard
+    from sd3_light.ui.playground_routes import playground_routes
     from sd3_light.ui.project_routes import project_routes
     from sd3_light.ui.queue_routes import queue_routes
-    from sd3_light.ui.replies import integer, json_reply, object_of, page_reply
+    from sd3_light.ui.replies import integer, json_reply, page_reply
+    from sd3_light.ui.sample_routes import sample_routes
+    from sd3_light.ui.share_routes import share_routes
 except ImportError as error:
     package = (error.name or "starlette").partition(".")[0]
     raise UserError(f"sd3-light ui needs the package {package}: pip install 'sd3-light[ui]'") from error
@@ -45,12 +48,11 @@ from sd3_light.ui.folders import Folders
 from sd3_light.ui.playground import Playground
 from sd3_light.ui.run_pages import compare_page, run_page, runs_page
 from sd3_light.ui.run_queue import RunQueue
-from sd3_light.ui.sample_pages import sample_image, samples_page
 
 if TYPE_CHECKING:
     from sd3_light.engines import Launch
 
-_WORKING = ("/datasets", "/playground", "/projects")  # pages for work alone
+_WORKING = ("/datasets", "/playground", "/projects", "/share")  # pages for work alone
 _END_SECONDS = 5.0  # after Ctrl-C; more than requests are given to finish
 
 
@@ -126,21 +128,18 @@ def make_app(site: Site, token: str | None = None) -> Starlette:
     table = [
         Route("/", routes.runs),
         Route("/compare", routes.compare),
-        Route("/samples", routes.samples),
         Route("/runs/{run}", routes.run),
-        Route("/runs/{run}/sample", routes.sample),
-        Route("/playground", routes.playground),
-        Route("/playground/drawings", routes.draw, methods=["POST"]),
-        Route("/playground/drawings/{number}", routes.drawing),
-        Route("/playground/drawings/{number}/cancel", routes.cancel, methods=["POST"]),
-        Route("/playground/images/{name}", routes.image),
         Route("/data", routes.caches),
         Route("/data/{cache}", routes.cache),
         Route("/data/{cache}/image", routes.original),
         Route("/data/{cache}/inspect", routes.inspect),
+        *sample_routes(site.folders),
+        *playground_routes(site.playground),
+        *curve_routes(site.folders),
         *queue_routes(site.folders, site.queue),
         *project_routes(site.folders, site.queue, site.playground),
         *dataset_routes(site.datasets),
+        *share_routes(site.folders, site.playground),
     ]
     if site.is_read_only:
         table = [route for route in table if _only_reads(route)]
@@ -184,7 +183,9 @@ class _Routes:
         self.site = site
 
     def runs(self, request: Request) -> Response:
-        return page_reply(request, runs_page(self.site.folders))
+        query = request.query_params
+        page = runs_page(self.site.folders, (), query.get("text", ""), query.get("sort", "newest"))
+        return page_reply(request, page)
 
     def run(self, request: Request) -> Response:
         run_id, queue = request.path_params["run"], self.site.queue
@@ -193,40 +194,7 @@ class _Routes:
         return page_reply(request, run_page(self.site.folders, run_id, console, notes, is_pending))
 
     def compare(self, request: Request) -> Response:
-        query = request.query_params
-        return page_reply(request, compare_page(self.site.folders, query.getlist("run"), query.get("x", "step")))
-
-    def samples(self, request: Request) -> Response:
-        query = request.query_params
-        return page_reply(request, samples_page(self.site.folders, query.getlist("run"), query.get("text", "")))
-
-    def sample(self, request: Request) -> Response:
-        folder, query = self.site.folders.run(request.path_params["run"]), request.query_params
-        image = sample_image(folder, query.get("file", ""), integer(query.get("cell", "")))
-        # an address with the version of its file never changes its content
-        age = "max-age=31536000, immutable" if "version" in query else "no-cache"
-        return Response(image, media_type="image/png", headers={"Cache-Control": f"private, {age}"})
-
-    def playground(self, request: Request) -> Response:
-        return page_reply(request, self.site.playground.page(request.query_params.get("run", "")))
-
-    async def draw(self, request: Request) -> Response:
-        values = await object_of(request)
-        drawing = await run_in_threadpool(self.site.playground.submit, values)  # it may search the disk
-        return json_reply(drawing.as_json())
-
-    def drawing(self, request: Request) -> Response:
-        return json_reply(self.site.playground.drawing(_number(request)).as_json())
-
-    def cancel(self, request: Request) -> Response:
-        return json_reply(self.site.playground.cancel(_number(request)).as_json())
-
-    def image(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        path = self.site.playground.out / name
-        if not re.fullmatch(r"\d{5,20}\.png", name) or not path.is_file():
-            raise UserError(f"there is no image {name}")
-        return FileResponse(path)
+        return page_reply(request, compare_page(self.site.folders, request.query_params.getlist("run")))
 
     def caches(self, request: Request) -> Response:
         datasets = {} if self.site.is_read_only else self.site.datasets.all()
@@ -249,11 +217,6 @@ class _Routes:
         self.site.folders.cache(cache_id)  # an unknown one needs no libraries
         self.site.playground.prepare()
         return page_reply(request, inspect_page(self.site.folders, cache_id))
-
-
-def _number(request: Request) -> int:
-    """Return the number of the drawing in the address; 0, which none has, for other texts."""
-    return integer(request.path_params["number"]) or 0
 
 
 def _ignore(request: Request, error: Exception) -> Response:

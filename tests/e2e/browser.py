@@ -158,3 +158,27 @@ def assert_readable_in_both_schemes(browser: Browser, address: str) -> None:
         backgrounds[scheme] = browser.evaluate("getComputedStyle(document.body).backgroundColor")
         assert browser.evaluate(LOWEST_CONTRAST) >= 4.5, scheme
     assert backgrounds["light"] != backgrounds["dark"]
+
+
+def press(browser: Browser, key: str) -> None:
+    """Press and release a key."""
+    for kind in ("keyDown", "keyUp"):
+        browser.call(
+            "Input.dispatchKeyEvent", type=kind, key=key, text=key if len(key) == 1 and kind == "keyDown" else ""
+        )
+
+
+def drag(browser: Browser, start: tuple[float, float], end: tuple[float, float], modifiers: int = 0) -> None:
+    """Drag with the left button; 8 as ``modifiers`` is the Shift key."""
+    middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
+    steps = (("mousePressed", start), ("mouseMoved", middle), ("mouseMoved", end), ("mouseReleased", end))
+    for kind, (x, y) in steps:
+        browser.call(
+            "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", buttons=1, clickCount=1, modifiers=modifiers
+        )
+
+
+def touch(browser: Browser, kind: str, points: list[tuple[float, float]]) -> None:
+    """Send a touch event: touchStart, touchMove or touchEnd."""
+    named = [{"x": x, "y": y, "id": number} for number, (x, y) in enumerate(points)]
+    browser.call("Input.dispatchTouchEvent", type=kind, touchPoints=named)

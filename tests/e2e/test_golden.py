@@ -55,7 +55,10 @@ def measure(recipe: Path, run: str, *overrides: str) -> Numbers:
     evals = [event for event in events if event["event"] == "eval"]
     return {
         "steps": [[event[name] for name in COLUMNS] for event in steps],
-        "eval": {event["weights"]: {key: event[key] for key in event if key.startswith("flow")} for event in evals},
+        "eval": {
+            event["weights"]: {key: event[key] for key in event if key.startswith("flow") and key != "flow_se"}
+            for event in evals
+        },
     }
 
 

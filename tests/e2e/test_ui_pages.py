@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from sd3_light.assets import DEMO
+from sd3_light.sample.png import read_png_facts
 from sd3_light.ui.folders import folder_id
 from tests.e2e.browser import Browser, assert_readable_in_both_schemes, start_browser
 from tests.e2e.ui_server import served
+from tests.families import save_pipeline
 from tests.unit.ui.conftest import write_run
+from tests.unit.ui.test_evaluation_pages import write_evaluation
 from tests.waiting import wait_until
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
@@ -47,7 +50,7 @@ def wait_for(browser: Browser, condition: str) -> None:
 def paths(runs: Path) -> list[str]:
     ids = [folder_id(path) for path in sorted(runs.glob("*")) if (path / "log.jsonl").exists()]
     query = "&".join(f"run={run_id}" for run_id in ids)
-    pages = ["/", "/queue", "/playground", "/data", "/runs/none"]
+    pages = ["/", "/queue", "/playground", "/evaluations", "/data", "/runs/none"]
     return [*pages, f"/runs/{ids[1]}", f"/compare?{query}", f"/samples?{query}"]
 
 
@@ -132,10 +135,146 @@ def test_images_appear_in_the_playground_and_their_settings_return(browser: Brow
     browser.open_address(f"{server}/playground")
     assert browser.evaluate("document.querySelectorAll('.thumbs button').length") == 4
     browser.evaluate("[...document.querySelectorAll('.thumbs button')].at(-1).click()")
-    assert browser.evaluate("document.querySelector('[name=prompt]').value") == "a red circle"
+    wait_for(browser, "document.querySelector('[name=prompt]').value === 'a red circle'")
     assert browser.evaluate("document.querySelector('[name=steps]').value") == "2"
 
 
 def test_the_wide_chart_does_not_scroll_on_a_phone(browser: Browser, server: str, runs: Path) -> None:
     browser.open_address(f"{server}/runs/{folder_id(runs / 'first')}", 390)
     assert browser.evaluate("getComputedStyle(document.querySelector('.chart.wide')).overflowX") == "visible"
+
+
+def set_value(selector: str, value: object, kind: str = "change") -> str:
+    """Return a script that sets a field as a reader does."""
+    return (
+        f"(() => {{ const field = document.querySelector({json.dumps(selector)}); field.value = {json.dumps(value)};"
+        f" field.dispatchEvent(new Event({json.dumps(kind)}, {{ bubbles: true }})); }})()"
+    )
+
+
+def press(browser: Browser, key: str) -> None:
+    """Press a key where the focus is."""
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=KEYS[key])
+
+
+KEYS = {"ArrowLeft": 37, "ArrowRight": 39, "Escape": 27, " ": 32}
+OUTPUT = "document.querySelector('#matrix output').textContent"
+SOURCES = "JSON.stringify([...document.querySelectorAll('#matrix td img')].map(image => image.getAttribute('src')))"
+
+
+def test_the_matrix_of_samples_is_moved_by_keys_and_kept_in_the_address(
+    browser: Browser, server: str, runs: Path
+) -> None:
+    ids = [folder_id(path) for path in sorted(runs.glob("*")) if (path / "log.jsonl").exists()]
+    browser.open_address(f"{server}/samples?{'&'.join(f'run={each}' for each in ids)}")
+    assert browser.evaluate("document.querySelectorAll('#matrix th[dir]').length") == 4 + 2  # prompts, runs
+    last = browser.evaluate(OUTPUT)
+    press(browser, "ArrowLeft")
+    press(browser, "ArrowLeft")
+    assert browser.evaluate(OUTPUT) != last
+    browser.evaluate("document.querySelector('#matrix .slider input').focus()")
+    press(browser, "ArrowLeft")
+    moved = browser.evaluate(OUTPUT)
+    sources = json.loads(browser.evaluate(SOURCES))
+    assert len(sources) == 8
+    browser.open_address(browser.evaluate("location.href"))
+    assert browser.evaluate(OUTPUT) == moved
+    assert json.loads(browser.evaluate(SOURCES)) == sources
+    wait_for(browser, "[...document.querySelectorAll('#matrix td img')].every(image => image.naturalWidth > 0)")
+    browser.evaluate(set_value("[name=rows]", "step"))
+    assert browser.evaluate("document.querySelector('#matrix th[dir]:nth-child(1)').textContent").startswith("step")
+    assert "a red cat" in browser.evaluate(OUTPUT)
+    assert browser.events_of("Runtime.exceptionThrown") == []
+
+
+def test_two_samples_are_compared_in_full_size(browser: Browser, server: str, runs: Path) -> None:
+    browser.open_address(f"{server}/samples?run={folder_id(runs / 'first')}", 390)
+    cell = "document.querySelectorAll('#matrix td button')"
+    browser.evaluate(f"{cell}[0].click()")
+    assert browser.evaluate("viewer.open")
+    browser.evaluate("document.querySelector('#viewer [data-keep]').click()")
+    assert browser.evaluate("viewer.open") is False
+    assert browser.evaluate("document.querySelectorAll('#matrix .kept').length") == 1
+    browser.evaluate(f"{cell}[1].click()")
+    shown = "document.querySelectorAll('#viewer figure:not([hidden])').length"
+    assert browser.evaluate(shown) == 2
+    browser.evaluate("document.querySelector('#viewer [data-mode=swipe]').click()")
+    browser.evaluate("(() => { edge.value = 20; edge.dispatchEvent(new Event('input')); })()")
+    assert "20%" in browser.evaluate("getComputedStyle(other).clipPath")
+    browser.evaluate("document.querySelector('#viewer [data-mode=toggle]').click()")
+    before = browser.evaluate("mine.hidden")
+    browser.evaluate("stage.click()")
+    assert browser.evaluate("mine.hidden") != before
+    assert browser.evaluate(shown) == 1
+    assert browser.evaluate("document.documentElement.scrollWidth") <= 390
+    press(browser, "Escape")
+    assert browser.evaluate("viewer.open") is False
+
+
+def submit(browser: Browser, values: dict[str, object]) -> None:
+    browser.evaluate(
+        f"(() => {{ const form = document.querySelector('#draw'); const values = {json.dumps(values)};"
+        " for (const [name, value] of Object.entries(values)) { form.elements[name].value = value;"
+        " form.elements[name].dispatchEvent(new Event('change', { bubbles: true })); }"
+        " form.querySelector('button').click(); })()"
+    )
+
+
+@pytest.mark.parametrize("family", ["sd3", "flux", "sana"])
+def test_a_grid_of_two_axes_is_filled_and_drawn_again_from_its_png(
+    browser: Browser, tmp_path: Path, family: str
+) -> None:
+    model = DEMO if family == "sd3" else save_pipeline(family, tmp_path / "model")
+    with served(tmp_path, [model], tmp_path / "state") as address:
+        browser.open_address(f"{address}/playground")
+        size = {"width": 64, "height": 32, "steps": 3}
+        axes = {"columns": "guidance", "columns_values": "1, 3", "rows": "shift", "rows_values": "1-5:4"}
+        submit(browser, {"prompt": 'a "red" cat, 红', "seeds": str(2**62 + 1), **size, **axes})
+        wait_for(browser, "document.querySelector('#state').textContent.startsWith('done')")
+        labels = "JSON.stringify([...document.querySelectorAll('.drawn th')].map(cell => cell.textContent))"
+        assert json.loads(browser.evaluate(labels)) == ["", "guidance 1", "guidance 3", "shift 1", "shift 5"]
+        files = sorted((tmp_path / "playground").glob("[0-9]*.png"))
+        assert len({path.read_bytes() for path in files}) == 4
+        assert browser.evaluate("document.querySelector('#grid').hidden") is False
+        facts = read_png_facts(files[3])
+        assert (facts["guidance"], facts["shift"], facts["seed"]) == (3.0, 5.0, 2**62 + 1)
+        # the file is read in the browser
+        browser.open_address(f"{address}/playground")
+        root = browser.call("DOM.getDocument")["root"]["nodeId"]
+        field = browser.call("DOM.querySelector", nodeId=root, selector="#drop input")["nodeId"]
+        browser.call("DOM.setFileInputFiles", nodeId=field, files=[str(files[3])])
+        wait_for(browser, "document.querySelector('[name=seeds]').value === '4611686018427387905'")
+        assert browser.evaluate("document.querySelector('[name=prompt]').value") == 'a "red" cat, 红'
+        submit(browser, {})
+        wait_for(browser, "document.querySelector('#state').textContent.startsWith('done')")
+        again = max((tmp_path / "playground").glob("[0-9]*.png"))
+        assert again not in files
+        assert again.read_bytes() == files[3].read_bytes()
+        assert browser.events_of("Runtime.exceptionThrown") == []
+
+
+def test_a_drawing_shows_previews_and_stops_at_once(browser: Browser, tmp_path: Path) -> None:
+    with served(tmp_path, [DEMO], tmp_path / "state") as address:
+        browser.open_address(f"{address}/playground")
+        submit(browser, {"prompt": "</td><img src=x onerror=alert(1)>", "steps": 1000})
+        wait_for(browser, "document.querySelector('.drawn img')?.alt.includes('preview after step')")
+        wait_for(browser, "document.querySelector('.drawn img').naturalWidth > 0")
+        browser.evaluate("document.querySelector('#cancel').click()")
+        wait_for(browser, "document.querySelector('#state').textContent.startsWith('stopped')")
+        assert list((tmp_path / "playground").glob("*.png")) == []
+        assert browser.events_of("Page.javascriptDialogOpening") == []
+
+
+def test_an_evaluation_shows_the_best_images_beside_the_true_ones(browser: Browser, tmp_path: Path) -> None:
+    folder = write_evaluation(tmp_path / "eval")
+    with served(tmp_path, [], tmp_path / "state") as address:
+        for width in (390, 1280):
+            browser.open_address(f"{address}/evaluations/{folder_id(folder)}?score=psnr", width)
+            assert browser.evaluate("document.documentElement.scrollWidth") <= width
+        assert browser.evaluate("document.querySelector('.sample footer').textContent").startswith("caption 39")
+        browser.evaluate("document.querySelectorAll('.evaluated button')[1].click()")
+        assert browser.evaluate("document.querySelectorAll('#viewer figure:not([hidden])').length") == 2
+        assert browser.events_of("Runtime.exceptionThrown") == []
+        for path in ("/evaluations", f"/evaluations/{folder_id(folder)}"):
+            assert_readable_in_both_schemes(browser, address + path)

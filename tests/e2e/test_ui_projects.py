@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from sd3_light.assets import DEMO
+from sd3_light.new.kinds import KINDS
 from sd3_light.ui.folders import folder_id
 from sd3_light.world import write_dataset
 from tests.e2e.browser import Browser, assert_fits_width, assert_readable_in_both_schemes, start_browser
 from tests.e2e.ui_server import served
+from tests.families import save_pipeline
 from tests.project import Project
 from tests.waiting import wait_until
 
@@ -123,7 +125,41 @@ def test_the_pages_of_projects_are_readable_and_fit(browser: Browser, server: st
         assert browser.events_of("Log.entryAdded") == []
 
 
+def fill(browser: Browser, form: str, values: dict[str, str]) -> None:
+    """Write values into the fields of a form; of radio buttons and boxes the one with the value is chosen."""
+    browser.evaluate(
+        f"(() => {{ const form = document.querySelector({form!r}); const values = {json.dumps(values)};"
+        " for (const [name, value] of Object.entries(values)) form.elements[name].value = value; })()"
+    )
+
+
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("family", ["sd3", "flux"])
+def test_every_kind_of_project_can_be_created(
+    browser: Browser, server: str, work: Path, tmp_path: Path, family: str
+) -> None:
+    model = DEMO if family == "sd3" else save_pipeline(family, tmp_path / "flux")
+    for kind in KINDS:
+        out = work / f"{family}-{kind}"
+        browser.open_address(f"{server}/projects")
+        values = {"kind": kind, "data": str(work / "images"), "model": str(model), "out": str(out)}
+        fill(browser, "form.fields", {**values, "gpu_memory": "24", "resolution": "64"})
+        browser.evaluate("document.querySelector('form.fields button').click()")
+        wait_for(browser, "document.body?.innerText.includes('What check says') || document.querySelector('.notes p')")
+        notes = browser.evaluate("document.querySelector('.notes')?.innerText ?? ''")
+        if family == "flux" and KINDS[kind].recipe not in ("lora", "finetune", "reward", "distill"):
+            assert notes, f"{kind} is for another family, and the page says so"
+            continue
+        assert not notes, (kind, notes)
+        click(browser, "Create the project")
+        wait_for(browser, "document.querySelector('#faults')?.innerText === 'None.'")
+        assert {path.name for path in out.iterdir()} == {f"{kind}.toml", f"{kind}_data.toml"}
+        assert browser.events_of("Runtime.exceptionThrown") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_from_20_images_to_a_lora_without_a_terminal(browser: Browser, server: str, work: Path) -> None:
     project = work / "project"
     form = {"data": str(work / "images"), "model": str(DEMO), "out": str(project)}
@@ -168,3 +204,42 @@ def test_from_20_images_to_a_lora_without_a_terminal(browser: Browser, server: s
     )
     click(browser, "Resume")
     wait_for(browser, "document.querySelector('.tile b')?.textContent === '6'")
+    draw_and_share(browser, server, project)
+
+
+def draw_and_share(browser: Browser, server: str, project: Path) -> None:
+    """See the samples, draw with the LoRA, and look at a dry run of sharing it, by the links of the pages."""
+    run = project / "runs" / "lora"
+    wait_until(lambda: (run / "exports" / "step-00000006" / "proof.json").is_file())
+    browser.open_address(f"{server}/queue")
+    wait_for(browser, "document.querySelector('main section:nth-of-type(3)')?.innerText.includes('done')")
+    follow(browser, "lora")
+    wait_for(browser, "document.querySelector('h1')?.textContent === 'Run lora'")
+    follow(browser, "Samples over steps")
+    wait_for(browser, "[...document.querySelectorAll('.strip img')].some(image => image.naturalWidth > 0)")
+    browser.open_address(f"{server}/runs/{folder_id(run)}")
+    follow(browser, "Draw")
+    wait_for(browser, "document.querySelector('#draw') !== null")
+    fill(browser, "#draw", {"prompt": "a red circle", "seeds": "4", "steps": "2"})
+    browser.evaluate("document.querySelector('#draw button').click()")
+    wait_for(browser, "document.querySelector('#state').textContent.startsWith('done')")
+    wait_for(browser, "[...document.querySelectorAll('.drawn img')].every(image => image.naturalWidth > 0)")
+    assert "step-00000006" in browser.evaluate("document.querySelector('#drawn').innerText")
+    browser.open_address(f"{server}/runs/{folder_id(run)}")
+    follow(browser, "Share")
+    wait_for(browser, "document.querySelector('[name=repo]') !== null")
+    fill(browser, "form.fields", {"repo": "me/lora", "licence": "mit"})
+    click(browser, "Dry run")
+    wait_for(browser, "document.querySelector('main pre') !== null")
+    text = browser.evaluate("document.querySelector('main').innerText")
+    for part in ("pytorch_lora_weights.safetensors", "license: mit", "| images | 20", "samples.jpg", "HF_HUB_OFFLINE"):
+        assert part in text
+    assert browser.evaluate("[...document.querySelectorAll('button')].some(each => each.textContent === 'Upload')") is (
+        False
+    )
+    assert browser.events_of("Runtime.exceptionThrown") == []
+
+
+def follow(browser: Browser, text: str) -> None:
+    """Click the link with this text."""
+    browser.evaluate(f"[...document.querySelectorAll('a')].find(each => each.textContent === {text!r}).click()")

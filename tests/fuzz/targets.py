@@ -19,6 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import tomli_w
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from sd3_light import recipes
 from sd3_light.config.base import walk_tables
@@ -295,6 +297,26 @@ def log(world: World, folder: Path, rng: random.Random) -> Command:
     return ["report", folder / "run", *(["--out", folder / "out" / "page.html"] if rng.random() < 0.3 else [])]
 
 
+def drawn_image(world: World, folder: Path, rng: random.Random) -> Command:
+    """The settings in a PNG that is drawn again: changed values, in one of the layouts of text chunks, or damaged."""
+    facts = {"prompt": "a star", "negative_prompt": "", "seed": 3, "width": 32, "height": 32, "steps": 1}
+    facts |= {"guidance": 1.5, "sampler": "euler", "shift": 2.0, "dtype": "float32", "threads": 1, "frames": 1}
+    facts |= {"model": "a", "fingerprint": "", "loras": rng.choice(([], [{"file": "a", "strength": 1}]))}
+    facts = mutate_json(facts, rng, rng.choice((0, 1, 1, 2, 4)))
+    for name in ("width", "height", "steps", "threads", "frames"):  # valid ones that take minutes or gigabytes
+        if isinstance(facts, dict) and isinstance(facts.get(name), int) and facts[name] > 64:
+            facts[name] = rng.choice((0, 7, 32))
+    chunks = PngInfo()
+    text = json.dumps(facts, ensure_ascii=rng.random() < 0.8).encode("utf-8", "replace").decode()
+    add = rng.choice((chunks.add_text, chunks.add_itxt))
+    add("sd3_light", text, zip=rng.random() < 0.2)
+    image = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(image, "PNG", pnginfo=chunks)
+    data = image.getvalue()
+    (folder / "image.png").write_bytes(mutate_bytes(data, rng) if rng.random() < 0.2 else data)
+    return ["sample", world.model, "--from", folder / "image.png", "--out", folder / "out", "--no-grid"]
+
+
 TARGETS: dict[str, Target] = {
     "train_config": train_config,
     "dataset_config": dataset_config,
@@ -307,4 +329,5 @@ TARGETS: dict[str, Target] = {
     "manifest": manifest,
     "checkpoint_index": checkpoint_index,
     "log": log,
+    "drawn_image": drawn_image,
 }

@@ -56,7 +56,7 @@ def test_attention_is_that_of_the_stock_processor(
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gradients_of_flux_with_cudnn_are_those_with_flash(compiled: bool) -> None:
-    """Single blocks give attention a part of a wider gradient, double blocks one of their own."""
+    """Single blocks give attention a part of a wider gradient, double blocks a separate one."""
     torch.manual_seed(0)
     config = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 128, "num_attention_heads": 4}
     sizes = {"joint_attention_dim": 64, "pooled_projection_dim": 32, "axes_dims_rope": (16, 56, 56)}

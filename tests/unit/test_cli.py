@@ -53,6 +53,7 @@ VERBS = (
     "cache",
     "train",
     "caption",
+    "mask",
     "parts",
     "export",
     "sample",

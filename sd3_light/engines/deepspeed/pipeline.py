@@ -202,8 +202,8 @@ class PipelineEngine(DeepSpeedBase):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Tensor:
-        """Return [sum of flow losses, number of samples] on the last stage, zeros elsewhere; padding has weight 0."""
-        self._sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        """Return the `loss_sums` on the last stage, zeros elsewhere."""
+        self._sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         self._run(batch.split(self.eval_pieces if batch.size % self.eval_pieces == 0 else 1), self._eval_loss)
         return self._sums
 

@@ -89,7 +89,7 @@ class ZeroEngine(DeepSpeedBase):
 
     @torch.no_grad()
     def evaluate(self, batch: MicroBatch) -> Tensor:
-        """Return [sum of the flow losses, number of samples] of this process's micro-batch; padding has weight 0."""
+        """Return the `loss_sums` of this process's micro-batch."""
         batch = batch.to(self.device)
         each = self.module.evaluate(batch)
         self._free_gathered_weights()

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sd3_light.config import ModelConfig
-from sd3_light.core.columns import CAPTION, MASK, Bucket, Column
+from sd3_light.core.columns import CAPTION, Bucket, Column, mask_column
+from sd3_light.core.columns import prepared_columns as image_columns
 from sd3_light.model.folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS, text_shape, vae_shape
 from sd3_light.model.part_configs import read_config
 
@@ -27,7 +28,7 @@ def _image_columns(model: ModelConfig, folder: Path, bucket: Bucket) -> tuple[Co
     # the precisions that "auto" chooses differ by less than the latents' own noise; scale and shift are applied on read
     settings = {} if model.vae_dtype == "auto" else {"vae_dtype": model.vae_dtype}
     moments = Column("moments", "image", "float16", (2 * channels, *latent), ("vae",), settings=settings)
-    return moments, Column("mask", MASK, "uint8", latent, ())
+    return moments, mask_column(latent, step)
 
 
 def _text_columns(model: ModelConfig, folder: Path) -> list[Column]:
@@ -51,12 +52,11 @@ def _text_columns(model: ModelConfig, folder: Path) -> list[Column]:
 def prepared_columns(model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
     """Return noisy latents and targets, masks, and the joined text: CLIP's rows, then T5's, in T5's width."""
     shapes = {column.name: column.shape for column in columns}
-    channels, *latent = shapes["moments"]
     rows = max(shapes["clip_l"][0], shapes["clip_g"][0]) + shapes["t5"][0]
     pooled = shapes["clip_l.pooled"][0] + shapes["clip_g.pooled"][0]
+    moments = next(column for column in columns if column.name == "moments")
     return (
-        *(Column(name, "image", "float32", (channels // 2, *latent), ()) for name in ("noisy", "target")),
-        Column("mask", MASK, "float32", tuple(latent), ()),
+        *image_columns(moments, moments.shape[0] // 2),
         Column("prompt", CAPTION, "bfloat16", (rows, shapes["t5"][1]), (), ragged=model.text_tokens == "real"),
         Column("pooled", CAPTION, "bfloat16", (pooled,), ()),
     )

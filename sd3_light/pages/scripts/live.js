@@ -35,7 +35,7 @@ const showFresh = fresh => {
 const update = async () => {
   const started = performance.now();
   try {
-    if (!document.hidden && !document.querySelector('main textarea:focus')) {  // an open editor is not replaced
+    if (!document.hidden && !document.querySelector('main textarea:focus, main .dragged')) {  // an open editor is not replaced
       const reply = await fetch(location.href, { cache: 'no-store', headers: tag ? { 'If-None-Match': tag } : {} });
       if (reply.status !== 304) {
         tag = reply.headers.get('ETag') ?? '';

@@ -88,7 +88,9 @@ def test_the_duration_is_known_for_measured_gpus(concluded: Callable[..., dict[s
     text = concluded(Target(Gpu("NVIDIA H200")), top="max_steps = 100000\ncuda_graphs = false")["time"]
     # 9 ms each: by their launches
     assert text == f"about 1 h of training steps on 1 x NVIDIA H200 ({speed}, measured)"
-    assert concluded(Target(Gpu("a GPU")))["time"].startswith("unknown: no speed was measured on this kind")
+    unknown = concluded(Target(Gpu("a GPU")))["time"]
+    assert unknown.startswith("unknown: no speed was measured on this kind")
+    assert "`sd3-light check TOML --gpu H200`" in unknown
     others = concluded(Target(Gpu("NVIDIA A100")), top="max_steps = 100000")["time"]
     shares = r"\(10% to 50% of its peak: no speed was measured on this kind of GPU\)"
     assert re.fullmatch(rf".* s to 1 h of training steps on 1 x NVIDIA A100 {shares}", others)

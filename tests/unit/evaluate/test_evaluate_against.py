@@ -102,6 +102,8 @@ def test_all_images_of_all_rows_are_saved(folder: Path, tmp_path: Path) -> None:
     options, save = AgainstOptions(count=9, training=folder / "train.toml"), tmp_path / "images"
     measured = against.run([folder / "good"], folder / "data.toml", folder, options, save=save)
     listed = json.loads((save / IMAGES_FILE).read_text())
+    assert listed["true"] == TRUE
+    assert listed["each"] == {name: against._each(measured.scores[name]) for name in listed["rows"]}
     assert listed["captions"] == [truth.caption for truth in measured.truths]
     assert list(listed["rows"]) == [TRUE, BY_CAPTION, ORACLE, str(folder / "good")]
     for row, truth in enumerate(measured.truths):

@@ -1,5 +1,7 @@
 """The validation loss: every batch at every quantile, read once, independent of the number of workers."""
 
+import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ from torch.utils.data import Dataset
 
 from sd3_light.core.batch import Batch
 from sd3_light.data.loader import PipelineDataLoader
+from sd3_light.engines.protocol import loss_sums
 from sd3_light.evaluate.validation import FIXED_TIMES, QUANTILES, EvalPreparer, QuantileBatches, validate
 
 
@@ -43,7 +46,7 @@ class InPlace(Model):
 
 def loss(prepared: Any) -> torch.Tensor:
     number, weight = prepared["number"], prepared["weight"]
-    return torch.stack([((number + 10 * prepared["quantile"]) * weight).sum(), weight.sum()])
+    return loss_sums(number + 10 * prepared["quantile"], weight)
 
 
 @pytest.mark.parametrize(("workers", "in_place"), [(0, False), (2, False), (2, True)])
@@ -53,10 +56,11 @@ def test_every_quantile_is_the_mean_over_all_samples(workers: int, in_place: boo
     keys: dict[str, Any] = {"prepare_into": preparer.prepare_into} if in_place else {}
     loader = PipelineDataLoader(batches, None, 1, preparer, num_dataloader_workers=workers, **keys)
     losses = validate(loader, loss)
-    assert set(losses) == {"flow", *(f"flow@{quantile}" for quantile in QUANTILES)}
+    assert set(losses) == {"flow", "flow_se", *(f"flow@{quantile}" for quantile in QUANTILES)}
     for quantile in QUANTILES:
         assert losses[f"flow@{quantile}"] == pytest.approx((0 + 0 + 1 + 1 + 2) / 5 + 10 * quantile)
     assert losses["flow"] == pytest.approx(5.8)
+    assert losses["flow_se"] == pytest.approx(statistics.stdev([0, 0, 1, 1, 2]) / 5**0.5)
 
 
 def test_fixed_times_have_their_own_names_and_mean() -> None:
@@ -65,7 +69,11 @@ def test_fixed_times_have_their_own_names_and_mean() -> None:
     losses = validate(PipelineDataLoader(batches, None, 1, EvalPreparer(InPlace())), loss, points=points)
     quantiles = validate(PipelineDataLoader(QuantileBatches(Numbered(), 3), None, 1, EvalPreparer(InPlace())), loss)
     assert {name: value for name, value in losses.items() if name.startswith("flow")} == quantiles
-    assert {name for name in losses if name not in quantiles} == {"fixed", *(f"fixed@{time}" for time in QUANTILES)}
+    assert {name for name in losses if name not in quantiles} == {
+        "fixed",
+        "fixed_se",
+        *(f"fixed@{time}" for time in QUANTILES),
+    }
     assert losses["fixed@0.3"] == losses["flow@0.3"], "this model does not tell them apart"
     assert losses["fixed"] == losses["flow"]
 
@@ -84,6 +92,12 @@ def test_an_empty_evaluation_is_an_error() -> None:
 def test_ranks_are_summed_before_the_mean() -> None:
     values = {"number": torch.zeros(1), "quantile": torch.zeros(1), "weight": torch.ones(1)}
     items = [Batch(1, values)] * len(QUANTILES)
-    other_rank = torch.tensor([6.0, 2.0])
+    other_rank = torch.tensor([6.0, 2.0, 18.0])
     losses = validate(items, loss, lambda sums: sums + other_rank)
     assert losses["flow"] == pytest.approx(2.0), "6 over 3 samples, not the mean of 0 and 3"
+    assert losses["flow_se"] == pytest.approx(statistics.stdev([0, 3, 3]) / 3**0.5)
+
+
+def test_the_mean_of_one_sample_has_no_standard_error() -> None:
+    values = {"number": torch.ones(1), "quantile": torch.zeros(1), "weight": torch.ones(1)}
+    assert math.isnan(validate([Batch(1, values)] * len(QUANTILES), loss)["flow_se"])

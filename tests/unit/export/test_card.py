@@ -11,8 +11,9 @@ from huggingface_hub import ModelCard
 
 from sd3_light.config import SIZES
 from sd3_light.core.registry import family_named
-from sd3_light.export.card import licence_file, model_card
+from sd3_light.export.card import model_card
 from sd3_light.export.export_spec import ExportSpec
+from sd3_light.export.licence import licence_file
 
 CONFIG = SIZES["tiny2"].transformer_config()
 TEXT = {"text_tokens": "padded", "uncond_text": "empty", "t5_max_length": 16}

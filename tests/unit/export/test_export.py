@@ -14,13 +14,16 @@ from torch import Tensor
 from sd3_light.config import load_config, resolved_toml
 from sd3_light.config.faults import UserError
 from sd3_light.core.registry import family_named, starting_weights
+from sd3_light.export import hub
 from sd3_light.export import verb as export
+from sd3_light.export.hub import Target
 from sd3_light.export.model_facts import ModelFacts
 from sd3_light.families.sd3.single_file import transformer_from_single_file
 from sd3_light.optim.ema import Averages
 from sd3_light.optim.post_hoc_ema import power_tracks, snapshot_metadata
 from sd3_light.optim.power_function import gamma_from_sigma_rel
 from tests.checkpoints import write_checkpoint
+from tests.hostile import run_cli
 from tests.project import Project
 
 TRACKS = [{"name": "short", "power_width": 0.05}, {"name": "long", "power_width": 0.1}]
@@ -190,24 +193,44 @@ def test_an_export_contains_the_config_of_the_run(trained: Trained, tmp_path: Pa
     assert (out / "config.toml").read_text() == (trained.run / "config.toml").read_text()
 
 
-def test_a_finished_export_is_pushed(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(export, "check_push", lambda repo: calls.append(f"check {repo}"))
-
-    def push(folder: Path, repo: str) -> str:
-        assert (folder / "model_index.json").is_file()
-        calls.append(f"{folder.name} to {repo}")
-        return "https://huggingface.co/me/model"
-
-    monkeypatch.setattr(export, "push", push)
-    export.run(trained.run, tmp_path / "out", push_to_hub="me/model")
-    assert calls == ["check me/model", "out to me/model"]
-
-
 def test_an_invalid_push_is_reported_before_the_work(trained: Trained, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--push-to-hub no/such/name: not a valid repository name"):
-        export.run(trained.run, tmp_path / "out", push_to_hub="no/such/name")
+        export.run(trained.run, tmp_path / "out", push_to_hub=Target("no/such/name"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_is_exported_and_pushed(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(hub, "check_push", lambda target: calls.append(f"check {target.repo}"))
+    monkeypatch.setattr(export, "check_push", hub.check_push)
+
+    def push(plan: hub.UploadPlan) -> str:
+        calls.append(f"{plan.source.name} to {plan.target.repo}")
+        return "address"
+
+    monkeypatch.setattr(hub, "push", push)
+    out = tmp_path / "out"
+    assert run_cli("export", trained.run, out, "--push-to-hub", "me/model", "--dry-run").code == 0
+    assert calls == [], "nothing is uploaded"
+    assert (out / "model_index.json").is_file()
+    outcome = run_cli("export", out, "--push-to-hub", "me/model", "--dry-run", "--license", "mit")
+    assert outcome.code == 0
+    for text in ("transformer/", "me/model: not compared with the hub: ", "not uploaded: config.toml", "license: mit"):
+        assert text in outcome.out
+    assert calls == []
+    assert run_cli("export", out, "--push-to-hub", "me/model", "--license", "mit").out.startswith("pushed to address")
+    assert calls == ["check me/model", "out to me/model"]
+    assert run_cli("export", trained.run, tmp_path / "more", "--push-to-hub", "me/model").code == 0
+    assert calls[2:] == ["check me/model", "more to me/model"]
+
+
+@pytest.mark.parametrize("options", [["--dry-run"], ["--public"], ["--license", "mit"], []])
+def test_options_of_an_upload_need_one(tmp_path: Path, options: list[str]) -> None:
+    outcome = run_cli("export", tmp_path, *options)
+    assert outcome.code == 2
+    assert ("belong to --push-to-hub" if options else "OUT is missing") in outcome.err
 
 
 # --- refusals ---------------------------------------------------------------------------------
@@ -261,7 +284,7 @@ def test_single_file_options_need_a_single_file(trained: Trained, tmp_path: Path
     with pytest.raises(UserError, match=r"ends in \.safetensors"):
         export.run(trained.run, tmp_path / "folder", contents=export.Contents(pad_blocks=False))
     with pytest.raises(UserError, match="--push-to-hub uploads a folder"):
-        export.run(trained.run, tmp_path / "m.safetensors", push_to_hub="me/model")
+        export.run(trained.run, tmp_path / "m.safetensors", push_to_hub=Target("me/model"))
     assert not (tmp_path / "folder").exists()
 
 

@@ -40,6 +40,9 @@ class Tiny:
 
     def data(self, folder: Path) -> CachedDataset:
         write_cache(folder, self.family, self.config.model, {BUCKET: 4})
+        return self.opened(folder)
+
+    def opened(self, folder: Path) -> CachedDataset:
         model = self.config.model
         return CachedDataset(LocalStore(folder), columns=lambda bucket: self.family.columns(model, self.folder, bucket))
 

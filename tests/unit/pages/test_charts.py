@@ -95,13 +95,16 @@ def test_a_chart_describes_itself_for_screen_readers() -> None:
     assert text_of(root.find(".//div[@class='legend']")) == "<raw> 12.5%"
 
 
-def test_the_plot_carries_the_scale_that_the_tooltip_reads() -> None:
-    plot = draw(Chart("Loss", [ChartLine("raw", [(0, 1.0), (4, 1.0), (8, 100.0)])], percent=True)).find(
-        ".//div[@class='plot']"
-    )
+def test_the_plot_carries_the_values_and_the_scale_that_the_script_reads() -> None:
+    points = [(0, 1.0), (4, 1.0), (12345678, 100.123456)]
+    root = draw(Chart("Loss", [ChartLine("raw", points, source=("run", "loss", "mean"))], percent=True))
+    plot, line = root.find(".//div[@class='plot']"), root.find(".//polyline")
     assert plot is not None
-    assert (plot.attrib["data-x"], plot.attrib["data-name"]) == ("0 8", "step")
-    assert [float(value) for value in plot.attrib["data-y"].split()] == pytest.approx([1 / 1.1, 110])
+    assert line is not None
+    assert line.attrib["data-values"] == "0,1 4,1 12345678,100.12346"
+    assert [line.attrib[f"data-{name}"] for name in ("run", "curve", "part")] == ["run", "loss", "mean"]
+    assert (plot.attrib["data-x"], plot.attrib["data-title"]) == ("0 12345678", "Loss")
+    assert [float(value) for value in plot.attrib["data-y"].split()] == pytest.approx([1 / 1.1, 110.1358016])
     assert (plot.attrib["data-log"], plot.attrib["data-percent"]) == ("1", "1")
 
 
@@ -131,3 +134,15 @@ def test_a_chart_without_points_says_so(marks: list[ChartMark], text: str) -> No
     root = draw(Chart("Loss", [ChartLine("raw", [])], marks=marks))
     assert text in text_of(root)
     assert root.find(".//svg") is None
+
+
+def test_an_interval_is_a_band_inside_the_axis() -> None:
+    line = ChartLine("loss", [(0, 1.0), (1, 2.0)], interval=[(0, 0.5, 1.5), (1, 1.0, 5.0)])
+    chart = Chart("Loss", [line])
+    assert chart.y_axis.low < 0.5
+    assert chart.y_axis.high > 5
+    band = draw(chart).find(".//polygon")
+    assert band is not None
+    assert band.attrib["data-values"] == "0,0.5,1.5 1,1,5"
+    ys = [float(pair.split(",")[1]) for pair in band.attrib["points"].split()]
+    assert ys == [pytest.approx(1000 * (1 - chart.y_axis.position(y)), abs=0.1) for y in (0.5, 1.0, 5.0, 1.5)]

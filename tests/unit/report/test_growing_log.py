@@ -59,13 +59,13 @@ def content(report: RunReport) -> dict[str, Any]:
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of the lines that are parsed."""
     numbers: list[int] = []
-    parse = run_log._parse
+    parse = run_log.parse_line
 
     def counting(path: Path, number: int, line: bytes) -> Event:
         numbers.append(number)
         return parse(path, number, line)
 
-    monkeypatch.setattr(run_log, "_parse", counting)
+    monkeypatch.setattr(run_log, "parse_line", counting)
     return numbers
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from sd3_light.config.faults import UserError
 from sd3_light.report import verb as stage
 from sd3_light.report.curves import NUM_BINS, CurveBuilder
-from sd3_light.report.run_charts import validation_charts
+from sd3_light.report.run_charts import validation_charts, x_table
 from sd3_light.report.run_log import MOST_EVENTS, MOST_PARSED, EvenSample
 
 Event = dict[str, Any]
@@ -263,11 +263,42 @@ def test_a_missing_log_is_a_user_error(tmp_path: Path) -> None:
         stage.run(tmp_path)
 
 
+def test_a_validation_loss_has_the_interval_of_its_standard_error(write: Write) -> None:
+    errors: list[dict[str, Any]] = [{"flow_se": 0.1}, {}, {"flow_se": "nan"}, {"flow_se": 0.2}]
+    evals = [
+        event("eval", 1, step=10 * x, set="held", weights="ema", flow=1.0, **each)
+        for x, each in enumerate(errors, start=1)
+    ]
+    chart = validation_charts(stage.run(write(evals)))[0]
+    assert "95% interval" in chart.hint
+    assert [line.name for line in chart.lines] == ["ema"]
+    assert chart.lines[0].interval == [
+        (x, *(pytest.approx(1 + end * 1.96 * error) for end in (-1, 1))) for x, error in ((10, 0.1), (40, 0.2))
+    ]
+
+
+def test_x_values_follow_samples_and_time_also_across_a_pause(write: Write) -> None:
+    start = event("start", 100, step=0, samples=0)
+    steps = [event("step", 100 + 3600 * x, step=x, samples=8 * x, loss=1.0) for x in (1, 2)]
+    later = [event("step", 100 + 3600 * 9 + x, step=x, samples=8 * x, loss=1.0) for x in (3, 4)]
+    table = x_table(stage.run(write([start, *steps, *later])), "id")
+    assert table["rows"] == [
+        (0, 0, 0),
+        (1, 8, 1),
+        (2, 16, 2),
+        (3, 24, pytest.approx(9, abs=0.01)),
+        (4, 32, pytest.approx(9, abs=0.01)),
+    ]
+    assert (table["id"], table["reduced"]) == ("id", False)
+    without = x_table(stage.run(write([event("step", 5, step=7, loss=1.0)])))
+    assert without["rows"] == [(0, 0, 0), (7, 7, 0)]
+
+
 def test_measurements_are_curves_with_intervals(write: Write) -> None:
     value = {"value": 2.0, "low": 1.0, "high": 3.0}
     events = [event("metrics", 1, step=x, set="held", weights="ema", kid=value, retrieval=None) for x in (10, 20)]
     report = stage.run(write(events))
     assert report.metrics["held", "ema"]["kid/low"].points == [(10, 1.0), (20, 1.0)]
     (chart,) = (chart for chart in validation_charts(report) if "KID" in chart.title)
-    assert [line.name for line in chart.lines] == ["95% interval", "95% interval", "KID"]
+    assert [(line.name, line.interval) for line in chart.lines] == [("KID", [(10, 1.0, 3.0), (20, 1.0, 3.0)])]
     assert "metrics" not in report.events

@@ -127,7 +127,7 @@ def test_grids_have_a_slider_per_kind_of_weights(written: Written, tmp_path: Pat
     drawn = [grid(tmp_path, step, weights=kind) for step in (10, 20, 30) for kind in ("raw", "ema")]
     page, notes = written([*run(), *drawn, drawn[-1]])
     assert notes == []
-    assert [slider["max"] for slider in page.attributes("input")] == ["2", "2"]
+    assert [slider["max"] for slider in page.attributes("input") if "name" not in slider] == ["2", "2"]
     assert [image["alt"] for image in page.attributes("img")] == [
         f"samples at step {step}" for step in (10, 20, 30)
     ] * 2
@@ -144,7 +144,7 @@ def test_grids_that_cannot_be_shown_are_named(written: Written, tmp_path: Path) 
     assert "samples/step-00000010-ema.png is missing, and 2 more" in note
     assert note in page.text
     assert len(page.attributes("img")) == 1
-    assert page.attributes("input") == []
+    assert all("name" in each for each in page.attributes("input")), "there is no slider of grids"
 
 
 def test_many_large_grids_stay_within_the_limit(

@@ -12,6 +12,7 @@ from PIL import Image
 from sd3_light.config.faults import UserError
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import Cancelled, ImageRequest, generate, save_png, stream_images
+from sd3_light.sample.watch import Watch
 
 POLICY = TextPolicy(t5_max_length=12, uncond_text="empty", text_tokens="padded")
 ZERO = TextPolicy(t5_max_length=12, uncond_text="zero", text_tokens="padded")
@@ -188,7 +189,7 @@ def test_images_are_cancelled_between_two_steps(pipe: Any, monkeypatch: pytest.M
 
     monkeypatch.setattr(pipe.transformer, "forward", counting)
     requests = [ImageRequest("a", seed, 32, 32) for seed in range(6)]
-    drawn = stream_images(pipe, requests, POLICY, 500, 1.0, 2, exact, is_cancelled=lambda: len(calls) >= 5)
+    drawn = stream_images(pipe, requests, POLICY, 500, 1.0, 2, exact, watch=Watch(lambda: len(calls) >= 5))
     with pytest.raises(Cancelled):
         list(drawn)
     assert 5 <= len(calls) < 10

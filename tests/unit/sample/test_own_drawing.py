@@ -28,7 +28,7 @@ from sd3_light.sample.generate import stream_images
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.png import read_png_facts
 from sd3_light.sample.verb import SampleOptions
-from sd3_light.ui.playground import parse_request
+from sd3_light.ui.draw_request import parse_request
 from tests.families import make_pipeline
 
 SIZE = {"width": 64, "height": 64}
@@ -88,8 +88,8 @@ def test_grids_metrics_and_the_playground_draw_as_sample_does(family: str, tmp_p
         assert (config.sampling.steps, config.sampling.guidance) == policy.drawing(steps, guidance)
         assert (config.metrics.steps, config.metrics.guidance) == policy.drawing(steps, guidance, against.USUAL_STEPS)
         form = {"models": ["a"], "prompt": "a star", **{name: str(value) for name, value in keys.items()}}
-        options = parse_request(form, {"a": ("a", folder)}).options()
-        assert (options.steps, options.guidance) == (steps, guidance), "`OpenModel.request` completes them"
+        row = parse_request(form, {"a": ("a", folder)}, {}).row()
+        assert (row.steps, row.guidance) == (steps, guidance), "`OpenModel.request` completes them"
 
 
 def test_models_with_different_defaults_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

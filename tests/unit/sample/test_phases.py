@@ -37,6 +37,7 @@ from sd3_light.sample.generate import Cancelled, generate, stream_images
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.phases import Phases
 from sd3_light.sample.verb import OpenModel, SampleOptions, open_model
+from sd3_light.sample.watch import Watch
 from tests.stock import save_stock
 from tests.unit.sample.test_sample import lokr_file
 
@@ -209,17 +210,21 @@ def test_evaluation_works_in_phases(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_drawing_in_phases_is_cancelled_in_every_phase(monkeypatch: pytest.MonkeyPatch, exact: bool) -> None:
     model = opened(DEMO, OPTIONS, monkeypatch, FEW)
     requests = [model.request(PromptRow("a star"), seed) for seed in range(2)]
-    for calls_before in (0, 1, 2):
-        calls: list[None] = []
+    calls: list[None] = []
 
-        def is_cancelled(calls: list[None] = calls, calls_before: int = calls_before) -> bool:
-            calls.append(None)
-            return len(calls) > calls_before
+    def is_cancelled() -> bool:
+        calls.append(None)
+        return len(calls) > last
 
-        images = stream_images(model.pipe, requests, model.policy, exact=exact, is_cancelled=is_cancelled)
+    last = sys.maxsize
+    list(stream_images(model.pipe, requests, model.policy, exact=exact, watch=Watch(is_cancelled)))
+    all_calls = len(calls)
+    for last in (0, all_calls // 4, all_calls // 2, all_calls - 20):
+        calls.clear()
+        images = stream_images(model.pipe, requests, model.policy, exact=exact, watch=Watch(is_cancelled))
         with closing(images), pytest.raises(Cancelled):
             list(images)
-        assert calls_before < len(calls) <= calls_before + 3, "it stops soon"
+        assert last < len(calls) <= last + 3, "it stops soon"
 
 
 def test_all_parts_stay_loaded_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from sd3_light.config.faults import UserError
 from sd3_light.engines import Launch
 from sd3_light.export.lora_stack import Lora
 from sd3_light.export.lycoris_file import write_lycoris
+from sd3_light.export.weights_fingerprint import file_fingerprint, model_fingerprint
 from sd3_light.model.adapter_layers import LycorisModule
 from sd3_light.sample import verb as sample
 from sd3_light.sample.image_requests import PromptRow, read_prompt_rows
@@ -93,7 +94,9 @@ def test_images_contain_their_parameters(model: Path, tmp_path: Path) -> None:
     )
     facts = json.loads(texts(tmp_path / "00002.png")["sd3_light"])
     assert facts.pop("made_by").startswith("sd3-light ")
+    assert facts.pop("fingerprint") == model_fingerprint(model)
     assert facts == {
+        "threads": 1,
         "prompt": ROWS[2].prompt,
         "negative_prompt": "blue",
         "seed": 5,
@@ -263,7 +266,7 @@ def test_an_adapter_folder_is_sampled_on_its_base(
     (adapter / "config.toml").write_text(f"[model]\ndiffusers_path = {json.dumps(str(model))}\n", encoding="utf-8")
     sample.run(tmp_path / "run", ROWS[:1], [0], tmp_path / "out", FAST)
     facts = json.loads(texts(tmp_path / "out" / "00000.png")["sd3_light"])
-    assert facts["loras"] == [{"file": "pytorch_lora_weights.safetensors", "strength": 1.0}]
+    assert [(lora["file"], lora["strength"]) for lora in facts["loras"]] == [("pytorch_lora_weights.safetensors", 1.0)]
     assert (facts["uncond_text"], facts["t5_max_length"]) == ("zero", 9)
     named = replace(FAST, loras=(Lora.parse(f"{tmp_path / 'run'}:0.5"), Lora.parse(str(adapter))))
     sample.run(model, ROWS[:1], [0], tmp_path / "named", named)
@@ -322,6 +325,24 @@ def lokr_file(path: Path, layer: str, seed: int) -> tuple[Path, torch.Tensor]:
     return write_lycoris(path, {layer: LycorisModule({"lokr_w1": first, "lokr_w2": second})}), torch.kron(first, second)
 
 
+def test_strengths_of_a_loaded_model_change_as_if_it_were_loaded_with_them(model: Path, tmp_path: Path) -> None:
+    layer = "transformer_blocks.1.attn.to_v"
+    files = [lora_file(tmp_path / f"{number}.safetensors", layer, number)[0] for number in (1, 2)]
+    stacks = [tuple(map(Lora, files, strengths)) for strengths in ((0.8, -0.4), (0.3, 2.0))]
+    first, second = (SampleOptions(2, loras=loras) for loras in stacks)
+    opened = sample.open_model(model, first, Launch())
+    chosen = opened.chosen
+    assert sample.weights_key(chosen, first) == sample.weights_key(chosen, second)
+    drawn = []
+    for number, each in enumerate((opened, opened.adjusted(second), sample.open_model(model, second, Launch()))):
+        (files_of,) = each.draw({0: each.request(ROWS[0], 0)}, tmp_path / str(number))
+        drawn.append(files_of[0].read_bytes())
+    assert drawn[1] == drawn[2] != drawn[0]
+    lokr, _ = lokr_file(tmp_path / "3.safetensors", layer, 3)
+    keys = [sample.weights_key(chosen, SampleOptions(loras=(Lora(lokr, strength),))) for strength in (1.0, 0.5)]
+    assert keys[0] != keys[1], "it is merged into the weights"
+
+
 @pytest.mark.filterwarnings("error:Already found a `peft_config`")
 @pytest.mark.parametrize("make_second", [lora_file, lokr_file], ids=["lora", "lokr"])
 def test_a_stack_of_loras_equals_the_merged_model(
@@ -334,8 +355,8 @@ def test_a_stack_of_loras_equals_the_merged_model(
     sample.run(model, ROWS[:1], [0], tmp_path / "stack", options)
     text = texts(tmp_path / "stack" / "00000.png")
     assert json.loads(text["sd3_light"])["loras"] == [
-        {"file": "1.safetensors", "strength": 0.8},
-        {"file": "2.safetensors", "strength": -0.4},
+        {"file": "1.safetensors", "strength": 0.8, "fingerprint": file_fingerprint(file_1)},
+        {"file": "2.safetensors", "strength": -0.4, "fingerprint": file_fingerprint(file_2)},
     ]
     assert 'LoRA: "1.safetensors:0.8, 2.safetensors:-0.4"' in text["parameters"]
 

@@ -14,8 +14,11 @@ from sd3_light.config import DatasetConfig, DirectoryConfig
 from sd3_light.core.clips import clip_faults, with_clip_lengths
 from sd3_light.core.columns import Bucket, named_bucket
 from sd3_light.data.cache_plan import decode_task
+from sd3_light.data.split import split_images
+from sd3_light.randomness import sample_id
 from sd3_light.sources.buckets import clip_length, fits, misfit
 from sd3_light.sources.decode import decode_images
+from sd3_light.sources.groups import group_images
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.records import FileBytes
 from sd3_light.sources.signature import signature
@@ -192,6 +195,19 @@ def test_the_still_of_a_video(clips: Path) -> None:
         assert open_still(FileBytes(str(clips / name))).mode == "RGB"
     with pytest.raises(Reject):
         open_still(FileBytes(str(clips / "g.mp4")))
+
+
+def test_clips_are_held_out_with_their_copies_alone(tmp_path: Path, cache: Path) -> None:
+    """Clips of one start are not similar; a second copy of a file is."""
+    clips = {f"{name}_gif": encode_gif(numbered(number, (64, 32)), 50) for number, name in enumerate("abcdefgh", 5)}
+    folder = write(tmp_path / "clips", **clips, copy_gif=clips["c_gif"])
+    rows = list_and_probe(cache, directory(folder, frames=17, validation=True))
+    split = split_images(lambda: [(row, True) for row in rows.values()], tmp_path / "sides.arrow")
+    held = {name for name, row in rows.items() if sample_id(row.key) in split.validation}
+    assert len(held) == 2
+    assert {"c.gif", "copy.gif"} <= held or not {"c.gif", "copy.gif"} & held
+    groups = group_images([([row.digest], row.thumbnail) for row in rows.values()])
+    assert len(np.unique(groups)) == len(rows) - 1
 
 
 def test_lengths_that_a_family_does_not_allow(tmp_path: Path) -> None:

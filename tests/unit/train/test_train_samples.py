@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from sd3_light.export.of_run import _samples
+from sd3_light.export.card_facts import newest_samples
 from sd3_light.train import verb as train
 from tests.project import Project
 
@@ -46,13 +46,13 @@ def test_a_card_shows_the_newest_samples_up_to_its_step_as_a_small_image(tmp_pat
     (tmp_path / "samples").mkdir()
     for step, side in ((2, 40), (4, 4000), (6, 60)):
         Image.new("RGB", (side, side // 2)).save(tmp_path / "samples" / f"step-{step:08d}.png")
-    assert _samples(tmp_path, 1) == {}
-    assert Image.open(BytesIO(_samples(tmp_path, 3)["samples.jpg"])).size == (40, 20)
-    assert Image.open(BytesIO(_samples(tmp_path, 5)["samples.jpg"])).size == (2048, 1024)
+    assert newest_samples(tmp_path, 1) == {}
+    assert Image.open(BytesIO(newest_samples(tmp_path, 3)["samples.jpg"])).size == (40, 20)
+    assert Image.open(BytesIO(newest_samples(tmp_path, 5)["samples.jpg"])).size == (2048, 1024)
 
 
 def test_a_broken_image_leaves_the_card_without_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "step-00000002.png").write_bytes(b"not a PNG")
-    assert _samples(tmp_path, 2) == {}
+    assert newest_samples(tmp_path, 2) == {}
     assert "the card has no samples: " in capsys.readouterr().err

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -16,13 +17,15 @@ from PIL import Image
 from sd3_light.checkpoint.lock import is_locked, locked_folder
 from sd3_light.config.faults import UserError
 from sd3_light.report import run_log
+from sd3_light.sample.grid import make_grid
+from sd3_light.sample.png import save_png
 from sd3_light.ui import folders as folders_module
 from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
 from sd3_light.ui.run_pages import compare_page, comparison_charts, run_page, run_row, runs_page
 from sd3_light.ui.sample_pages import sample_image, samples_page
 from tests.unit.pages.parsed_page import ParsedPage
-from tests.unit.ui.conftest import PROMPTS, write_grid, write_run
+from tests.unit.ui.conftest import PROMPTS, SEEDS, write_grid, write_run
 
 HOLD = "import sys, time; from pathlib import Path; from sd3_light.checkpoint.lock import locked_folder\n"
 HOLD += "with locked_folder(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
@@ -106,16 +109,16 @@ def test_only_the_new_lines_of_a_log_are_read(runs: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(run_log, "parse_event", counting)
     folders, log = Folders([runs]), runs / "first" / "log.jsonl"
-    runs_page(folders)
+    run_page(folders, folder_id(runs / "first"))
     for step in (41, 42):
         num_lines = len(log.read_text().splitlines())
         record = {"event": "step", "step": step, "samples": 4 * step, "loss": 0.5, "time": 1.8e9 + step}
         with log.open("a") as file:
             file.write(json.dumps(record) + "\n")
         numbers.clear()
-        assert f"at step {step}" in ParsedPage(runs_page(folders)).text
         run_page(folders, folder_id(runs / "first"))
         assert set(numbers) == {num_lines + 1}
+        assert f"at step {step}" in ParsedPage(runs_page(folders)).text
 
 
 def test_equal_names_have_different_ids(tmp_path: Path) -> None:
@@ -174,22 +177,28 @@ def test_a_run_has_the_sections_of_its_report_and_links_instead_of_data(runs: Pa
 def test_runs_are_compared_line_by_line(runs: Path) -> None:
     folders = Folders([runs])
     reports = {name: folders.report(runs / path) for name, path in (("a", "first"), ("b", "deep/second"))}
-    charts = {chart.title: chart for chart in comparison_charts(reports, "step")}
+    charts = {chart.title: chart for chart in comparison_charts(reports)}
     loss, validation = charts["Loss, smoothed"], charts["held_out, ema weights: mean over all t"]
     for chart in (loss, validation):
-        assert [(line.name, line.color) for line in chart.lines] == [("a", "c0"), ("b", "c1")]
+        assert [(line.name, line.color) for line in chart.lines] == [("a", "c0 d0"), ("b", "c1 d0")]
     for first, second in zip(validation.lines[0].points, validation.lines[1].points, strict=True):
         assert second == (first[0], pytest.approx(first[1] + 0.1))
-    by_samples = comparison_charts(reports, "samples")[0]
-    assert [x for x, _ in by_samples.lines[0].points] == [4 * x for x, _ in loss.lines[0].points]
+    assert [line.source for line in loss.lines] == [("a", "loss", "mean"), ("b", "loss", "mean")]
+
+
+def test_thirty_runs_have_different_lines(runs: Path) -> None:
+    report = Folders([runs]).report(runs / "first")
+    charts = comparison_charts({str(number): report for number in range(30)})
+    assert len({line.color for line in charts[0].lines}) == 30
+    assert not any(chart.has_legend for chart in charts)
 
 
 def test_a_run_without_a_quantity_keeps_its_color_elsewhere(runs: Path) -> None:
     folders = Folders([runs])
     first, second = folders.report(runs / "first"), folders.report(runs / "deep" / "second")
     del first.steps["lr"]
-    charts = {chart.title: chart for chart in comparison_charts({"a": first, "b": second}, "step")}
-    assert [(line.name, line.color) for line in charts["Learning rate"].lines] == [("b", "c1")]
+    charts = {chart.title: chart for chart in comparison_charts({"a": first, "b": second})}
+    assert [(line.name, line.color) for line in charts["Learning rate"].lines] == [("b", "c1 d0")]
 
 
 def test_compared_runs_of_one_name_show_their_parents(tmp_path: Path) -> None:
@@ -200,28 +209,58 @@ def test_compared_runs_of_one_name_show_their_parents(tmp_path: Path) -> None:
 
 
 def test_faults_of_requests_are_user_errors(runs: Path) -> None:
-    folders, run_id = Folders([runs]), folder_id(runs / "first")
+    folders = Folders([runs])
     for page in (compare_page, samples_page):
         with pytest.raises(UserError, match="no run is chosen"):
             page(folders, [])
         with pytest.raises(UserError, match="no run nothing"):
             page(folders, ["nothing"])
-    with pytest.raises(UserError, match="unknown x axis 'y'; use one of step, samples"):
-        compare_page(folders, [run_id], "y")
+    with pytest.raises(UserError, match="unknown order 'y'; use one of newest, name"):
+        runs_page(folders, (), "", "y")
 
 
-def test_samples_of_a_prompt_and_seed_are_one_row_per_run(runs: Path) -> None:
+def matrix_of(page: ParsedPage) -> dict[str, Any]:
+    """Return what the page's script shows."""
+    (section,) = [attributes for _, attributes in page.elements if attributes.get("id") == "matrix"]
+    matrix: dict[str, Any] = json.loads(section["data-matrix"])
+    return matrix
+
+
+def test_samples_are_a_matrix_of_prompts_steps_and_runs(runs: Path) -> None:
     folders = Folders([runs])
     ids = [folder_id(runs / path) for path in ("first", "deep/second")]
-    page = ParsedPage(samples_page(folders, ids))
-    images = [attributes for tag, attributes in page.elements if tag == "img"]
-    assert len(images) == 2 * 4 * 4  # runs, steps, prompts with seeds
-    assert [image["alt"] for image in images[:4]] == [f"step {step}" for step in (10, 20, 30, 40)]
-    assert all(ids[0] in image["src"] for image in images[:4])
-    assert all(ids[1] in image["src"] for image in images[4:8])
-    filtered = ParsedPage(samples_page(folders, ids[:1], "RED"))
-    assert PROMPTS[0] in filtered.text
-    assert PROMPTS[1] not in filtered.text
+    matrix = matrix_of(ParsedPage(samples_page(folders, ids)))
+    assert matrix["keys"] == [[prompt, seed] for prompt in PROMPTS for seed in SEEDS]
+    assert [(series["id"], series["weights"]) for series in matrix["series"]] == [(run_id, "ema") for run_id in ids]
+    for series in matrix["series"]:
+        assert [grid[0] for grid in series["grids"]] == [10, 20, 30, 40]
+    assert matrix["layouts"] == [[0, 1, 2, 3]]
+    filtered = matrix_of(ParsedPage(samples_page(folders, ids[:1], "RED")))
+    assert filtered["keys"] == [[PROMPTS[0], seed] for seed in SEEDS]
+    assert filtered["layouts"] == [[0, 1, -1, -1]]
+
+
+def test_many_prompts_and_steps_are_an_index_without_images(tmp_path: Path) -> None:
+    """50 prompts, 100 steps and 5 runs: the page has no image, and less than 40 bytes per grid's image."""
+    prompts = [f"prompt {number}" for number in range(50)]
+    for name in "abcde":
+        folder = tmp_path / name
+        (folder / "samples").mkdir(parents=True)
+        grid = make_grid([Image.new("RGB", (8, 8))] * 50, prompts, columns=8, scale=1)
+        events = [{"event": "start", "step": 0, "total": 100, "time": 1.8e9}]
+        for step in range(1, 101):
+            file = f"samples/step-{step}.png"
+            facts = {"prompts": prompts, "seeds": [0], "cells": grid.info["cells"]}
+            if step == 1:
+                save_png(grid, folder / file, facts)
+            else:
+                os.link(folder / "samples/step-1.png", folder / file)
+            events.append({"event": "sample", "step": step, "weights": "ema", "file": file, "time": 1.8e9 + step})
+        (folder / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    page = samples_page(Folders([tmp_path]), [folder_id(tmp_path / name) for name in "abcde"])
+    assert sum(len(series["grids"]) for series in matrix_of(ParsedPage(page))["series"]) == 500
+    assert len([tag for tag, attributes in ParsedPage(page).elements if tag == "img" and "src" in attributes]) == 0
+    assert len(page) < 150_000
 
 
 def test_a_cell_is_the_image_of_its_prompt_and_seed(runs: Path) -> None:
@@ -237,7 +276,7 @@ def test_grids_of_earlier_versions_are_noted(tmp_path: Path) -> None:
     write_grid(run / "samples" / "step-00000040.png", 40)
     page = ParsedPage(samples_page(Folders([tmp_path]), [folder_id(run)]))
     assert "old: 3 grids are missing, or an earlier version wrote them" in page.text
-    assert len([tag for tag, _ in page.elements if tag == "img"]) == 4
+    assert [len(series["grids"]) for series in matrix_of(page)["series"]] == [1]
 
 
 @pytest.mark.parametrize("file", ["../secret.png", "/etc/passwd", "log.jsonl", "", "samples/none.png", "samples"])

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from sd3_light.assets import DEMO
 from sd3_light.checkpoint.requests import SAVE_QUIT
@@ -295,13 +298,20 @@ def test_a_run_folder_as_model_is_loaded_again_after_a_new_export(
         return sample.OpenModel(None, None, None, options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sample, "open_model", open_model)
-    playground = Site.of_folders([tmp_path], [tmp_path / "run"], tmp_path, pytest.fail).playground
+    monkeypatch.setattr(sample.OpenModel, "adjusted", lambda opened, _: opened)
+    playground = Site.of_folders([tmp_path], [tmp_path / "run"], tmp_path, lambda: None).playground  # type: ignore[arg-type, return-value]
     for name in ("step-1", "step-1", "step-2"):
         export = tmp_path / "run" / "exports" / name
         export.mkdir(parents=True, exist_ok=True)
         (export / "model_index.json").touch()
-        playground._load(tmp_path / "run", sample.SampleOptions(), None)  # type: ignore[arg-type]
+        playground._load(tmp_path / "run", sample.SampleOptions(), Event())
     assert len(loaded) == 2
+
+
+def write_lora_keys(path: Path, keys: list[str]) -> Path:
+    """Write a safetensors file with small tensors of these names."""
+    save_file({key: torch.zeros(1) for key in keys}, path)
+    return path
 
 
 class Drawings:
@@ -316,6 +326,9 @@ class Drawings:
         drawings = self
 
         class Model(sample.OpenModel):
+            def adjusted(self, options: sample.SampleOptions) -> sample.OpenModel:
+                return replace(self, pipe=loaded_with(options) | {"folder": self.pipe["folder"]}, options=options)
+
             def request(self, row: Any, seed: int) -> Any:
                 if drawings.failure is not None:
                     raise drawings.failure
@@ -328,12 +341,15 @@ class Drawings:
                 drawings.drawn_with.append(self.pipe)  # type: ignore[arg-type]
                 yield {number: out / f"{number}.png" for number in requests}
 
-        def open_model(folder: Path, options: sample.SampleOptions, launch: Any) -> sample.OpenModel:
+        def loaded_with(options: sample.SampleOptions) -> dict[str, Any]:
             loras = [(lora.file.name, lora.strength) for lora in options.loras]
-            loaded = {"folder": folder, "loras": loras, "sampler": options.sampler, "dtype": options.dtype}
+            return {"loras": loras, "sampler": options.sampler, "dtype": options.dtype}
+
+        def open_model(folder: Path, options: sample.SampleOptions, launch: Any) -> sample.OpenModel:
+            loaded = loaded_with(options) | {"folder": folder}
             self.loads.append(loaded)
             policy = SimpleNamespace(own_drawing=OwnDrawing())
-            return Model(loaded, policy, None, options)  # type: ignore[arg-type]
+            return Model(loaded, policy, SimpleNamespace(folder=folder), options)  # type: ignore[arg-type]
 
         monkeypatch.setattr(sample, "open_model", open_model)
         monkeypatch.setattr(playground_module, "set_main_process", lambda _: None, raising=False)
@@ -356,16 +372,14 @@ def test_a_model_is_loaded_again_with_other_adapters_or_precision(
 ) -> None:
     """Everything that is built into a loaded model: a drawing never uses one with other settings than its own."""
     drawings = Drawings(tmp_path, monkeypatch)
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.safetensors").touch()
+    for name in ("a", "b", "c"):
+        write_lora_keys(tmp_path / f"{name}.safetensors", ["transformer.x.lora_A.weight"])
     plain = {"loras": [], "sampler": "euler", "dtype": "float32"}
     forms: list[tuple[dict[str, str], dict[str, Any]]] = [
         ({}, plain),
         ({"loras": f"{tmp_path}/a.safetensors:0.5"}, {**plain, "loras": [("a.safetensors", 0.5)]}),
-        ({"loras": f"{tmp_path}/a.safetensors:0.7"}, {**plain, "loras": [("a.safetensors", 0.7)]}),
+        ({"loras": f"{tmp_path}/c.safetensors:0.7"}, {**plain, "loras": [("c.safetensors", 0.7)]}),
         ({"loras": f"{tmp_path}/b.safetensors:0.7"}, {**plain, "loras": [("b.safetensors", 0.7)]}),
-        ({}, plain),
-        ({"sampler": "heun"}, {**plain, "sampler": "heun"}),
         ({}, plain),
         ({"dtype": "bfloat16"}, {**plain, "dtype": "bfloat16"}),
     ]
@@ -376,6 +390,18 @@ def test_a_model_is_loaded_again_with_other_adapters_or_precision(
     assert len(drawings.loads) == len(forms), "the second drawing of each uses the loaded model"
     assert drawings.draw(steps="7", guidance="2", dtype="bfloat16") == ""
     assert len(drawings.loads) == len(forms), "no weight depends on steps and guidance"
+    file = f"{tmp_path}/a.safetensors"
+    assert drawings.draw(loras=f"{file}:0.5") == ""
+    loads = len(drawings.loads)
+    adjusted: list[tuple[dict[str, str], dict[str, Any]]] = [
+        ({"loras": f"{file}:0.7"}, {**plain, "loras": [("a.safetensors", 0.7)]}),
+        ({"loras": f"{file}:0.7", "sampler": "heun"}, {**plain, "loras": [("a.safetensors", 0.7)], "sampler": "heun"}),
+        ({"loras": file}, {**plain, "loras": [("a.safetensors", 1.0)]}),
+    ]
+    for form, expected in adjusted:
+        assert drawings.draw(**form) == ""
+        assert {name: drawings.drawn_with[-1][name] for name in plain} == expected
+    assert len(drawings.loads) == loads, "strengths and samplers change in the loaded model"
 
 
 def test_a_model_is_dropped_after_a_crash_and_kept_after_a_users_error(
@@ -430,7 +456,8 @@ def test_images_of_two_models_are_drawn_with_their_settings(
     values = {"models": ids, "prompt": "a red circle", "seeds": f"3 {large}", "steps": 2, "guidance": "1.5"}
     drawing = wait_for(painter, painter.post("/playground/drawings", json=values).json())
     assert (drawing["error"], drawing["status"], drawing["total"]) == ("", "done", 4)
-    assert drawing["seeds"] == ["3", large]
+    assert drawing["rows"] == ["seed 3", f"seed {large}"]
+    assert drawing["columns"] == list(map(str, models))
     content = {}
     for image in drawing["images"]:
         content[image["model"], image["seed"]] = painter.get(f"/playground/images/{image['name']}").content
@@ -470,7 +497,7 @@ def test_a_drawing_can_be_cancelled_while_it_waits(painter: TestClient, models: 
     assert (cancelled["status"], cancelled["images"]) == ("stopped", [])
 
 
-def test_a_drawing_can_be_cancelled_between_two_steps(painter: TestClient, models: list[Path]) -> None:
+def test_a_drawing_can_be_cancelled_at_any_time(painter: TestClient, models: list[Path]) -> None:
     values = {"models": [folder_id(models[0])], "prompt": "a", "seeds": "0-3", "steps": 1000}
     path = f"/playground/drawings/{painter.post('/playground/drawings', json=values).json()['id']}"
     wait_until(lambda: painter.get(path).json()["status"].startswith("drawing"))
@@ -544,8 +571,9 @@ def test_two_servers_share_a_folder(models: list[Path], tmp_path: Path, monkeypa
     images = {image["name"]: int(image["seed"]) for image in drawing["images"]}
     assert sorted(images.values()) == [0, 1, 2, 3]
     assert {name: read_png_facts(out / name)["seed"] for name in images} == images
-    assert {path.read_bytes() for path in out.iterdir() if path.name not in images} == {b"first", b"second"}
-    assert len(list(out.iterdir())) == 6
+    numbered = {path for path in out.iterdir() if path.name != drawing["grid"]}
+    assert {path.read_bytes() for path in numbered if path.name not in images} == {b"first", b"second"}
+    assert len(numbered) == 6
 
 
 @pytest.mark.parametrize("name", ["prompt", "negative_prompt", "loras", "seeds"])

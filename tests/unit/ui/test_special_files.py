@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from sd3_light.ui.folders import folder_id
+from sd3_light.ui.folders import Folders, folder_id
 from tests.special_files import SPECIAL, replace
 
 pytest.importorskip("starlette", reason="needs starlette and uvicorn, the extra ui")
@@ -18,6 +18,7 @@ pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui
 
 from sd3_light.ui.job_process import start_process
 from sd3_light.ui.run_queue import RunQueue
+from tests.unit.ui.conftest import write_run
 from tests.unit.ui.test_server import make_client
 
 SAMPLE = "samples/step-00000010.png"
@@ -93,3 +94,35 @@ def test_the_server_ends_while_a_page_hangs(tmp_path: Path, number: signal.Signa
     finally:
         server.kill()
         server.wait()
+
+
+def test_links_below_a_served_folder_lead_to_no_run_and_no_cache(tmp_path: Path) -> None:
+    private, served = tmp_path / "private", tmp_path / "served"
+    write_run(private / "run", steps=1)
+    (private / "cache" / "shards").mkdir(parents=True)
+    (private / "cache" / "manifest.json").write_text("{}")
+    served.mkdir()
+    for name in ("run", "cache"):
+        (served / name).symlink_to(private / name)
+    (served / "half").mkdir()
+    (served / "half" / "log.jsonl").symlink_to(private / "run" / "log.jsonl")
+    write_run(served / "own", steps=1)
+    folders = Folders([served])
+    assert list(folders.runs().values()) == [served / "own"]
+    assert folders.caches() == {}
+    assert Folders([served / "run"]).runs(), "the user named it"
+
+
+def test_a_link_in_the_place_of_a_config_is_neither_shown_nor_started(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    (tmp_path / "private.toml").write_text('password = "secret"\n')
+    (run / "config.toml").unlink()
+    (run / "config.toml").symlink_to(tmp_path / "private.toml")
+    client = make_client(tmp_path)
+    page = client.get(f"/runs/{folder_id(run)}").text
+    assert "secret" not in page
+    assert "config.toml is a link" in page
+    reply = client.post(f"/runs/{folder_id(run)}/resume")
+    assert reply.status_code == 400
+    assert "is a link, or is reached through one" in reply.text
+    assert Folders([tmp_path]).caches() == {}

@@ -1,0 +1,43 @@
+"""The verb `mask`: masks for images by a segmentation model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from sd3_light.cli.app import Command, app
+from sd3_light.cli.process import command_line, continued_by, echo, given_options, init_process
+
+
+@app.command(cls=Command)
+def mask(
+    context: typer.Context,
+    data: Annotated[Path, typer.Argument(metavar="DATA", help="Folder of images, or a dataset TOML.")],
+    model: Annotated[
+        str, typer.Option(metavar="FOLDER_OR_ID", help="A segmentation model: a folder, or OWNER/NAME on the hub.")
+    ],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(help="What to train on: a text, or a class of the model; several are added. [all but background]"),
+    ] = None,
+    threshold: Annotated[float, typer.Option(min=0, max=1, help="Probability from which a text is found.")] = 0.5,
+    invert: Annotated[bool, typer.Option("--invert", help="Train on everything else.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Images per batch.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where masks are written. [mask_path, or DATA-masks]")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace masks that exist.")] = False,
+) -> None:
+    """Write masks for the images of a dataset with a segmentation model of transformers: white is trained on."""
+    init_process()
+    from sd3_light.cache import mask as stage
+
+    options = stage.MaskOptions(tuple(prompt or ()), threshold, invert, batch)
+    with continued_by(command_line("mask", data, *given_options(context, "overwrite"))):
+        for folder in stage.run(data, model, options, out, overwrite):
+            echo(f"{folder.masks}: wrote {folder.written:,} masks, kept {folder.kept:,}")
+            if folder.rejects:
+                path = folder.masks / stage.REJECTS
+                echo(f"{len(folder.rejects):,} images without a mask are listed in {path}; they train on all pixels")
+            if not folder.is_named:
+                echo(f'write mask_path = "{folder.masks}" in the [[directory]] of the images to train with them')

@@ -1,0 +1,115 @@
+"""Lines of a long log without reading all of it: where steps are, a choice of lines, its last lines."""
+
+import math
+import os
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from sd3_light.runlog.log import open_log
+
+LogEvent = dict[str, Any]
+
+STEP_PREFIX = b'{"event": "step",'
+"""How `RunLog` starts a step's line."""
+
+_SCANNED = {name: f'"{name}": '.encode() for name in ("step", "loss", "grad_norm")}
+_MOST_MARKS = 20_000
+_CHOSEN = 500  # lines of a preview: each may be a read of the disk
+_HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 18
+_CHOSEN_BYTES = 1 << 14  # in which such a line is looked for
+
+
+def scan_step(line: bytes) -> LogEvent | None:
+    """Return the fields of a step that may spike, without parsing JSON, which is slow; None for an unusual line."""
+    event: LogEvent = {"event": "step"}
+    for name, prefix in _SCANNED.items():
+        start = line.find(prefix) + len(prefix)
+        try:
+            event[name] = float(line[start : line.find(b",", start)].strip(b'"'))
+        except ValueError:
+            return None
+    return event if float(event["step"]).is_integer() else None
+
+
+def chosen_lines(path: Path) -> list[bytes]:
+    """Return the lines at the start and the end of a log and evenly spaced ones; repeated steps as last logged."""
+    with open_log(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        head, tail = min(size, _HEAD_BYTES), max(0, size - _TAIL_BYTES)
+        os.posix_fadvise(file.fileno(), head, tail - head, os.POSIX_FADV_RANDOM)  # reads no more than the lines
+        lines = _lines_between(file, 0, head)
+        for index in range(1, _CHOSEN):
+            start = head + (tail - head) * index // _CHOSEN
+            lines += _lines_between(file, start, min(tail, start + _CHOSEN_BYTES))[:1]
+        lines += _lines_between(file, max(head, tail), size)
+    return _without_repeats(lines)
+
+
+def ends_of(path: Path) -> tuple[list[bytes], list[bytes]]:
+    """Return the first line of a log, and the complete ones at its end; repeated steps as last logged."""
+    with open_log(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        first = _lines_between(file, 0, min(size, _HEAD_BYTES))[:1]
+        return first, _without_repeats(_lines_between(file, max(sum(map(len, first)), size - _TAIL_BYTES), size))
+
+
+def _without_repeats(lines: Sequence[bytes]) -> list[bytes]:
+    """Return the lines without those of steps that later lines repeat."""
+    kept: list[bytes] = []
+    limit = math.inf
+    for line in reversed(lines):
+        scanned = scan_step(line) if line.startswith(STEP_PREFIX) else None
+        if scanned is None or scanned["step"] < limit:
+            kept.append(line)
+            limit = scanned["step"] if scanned else limit
+    return kept[::-1]
+
+
+def _lines_between(file: BinaryIO, start: int, end: int) -> list[bytes]:
+    """Return the complete lines between two offsets."""
+    file.seek(max(0, start - 1))  # with the line break before a line that begins at the start
+    lines = file.read(max(0, end - file.tell())).split(b"\n")
+    return [line + b"\n" for line in lines[1 if start > 0 else 0 : -1]]
+
+
+class LineMark(NamedTuple):
+    """Where the line of a step is: its offset, its number, and that of its segment."""
+
+    step: float
+    offset: int
+    number: int
+    segment: int
+
+
+class LineMarks:
+    """Where steps are in a log: every 64th of them, of very many fewer."""
+
+    def __init__(self) -> None:
+        self._every, self._seen = 64, 0
+        self._marks: list[LineMark] = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is marked."""
+        return self._seen % self._every == 0
+
+    def add(self, mark: LineMark) -> None:
+        """Add a step."""
+        if self.is_due:
+            self._marks.append(mark)
+        self._seen += 1
+        if len(self._marks) > _MOST_MARKS:
+            self._marks = self._marks[::2]
+            self._every *= 2
+
+    def range_of(self, first: float, last: float) -> tuple[LineMark, int | None, int]:
+        """Return the mark before the first step, the offset after the last one (None: the end), and their number."""
+        if not self._marks:
+            return LineMark(0, 0, 1, 0), None, 0
+        start = max(0, bisect_left(self._marks, first, key=attrgetter("step")) - 1)
+        stop = bisect_right(self._marks, last, key=attrgetter("step"))
+        end = self._marks[stop].offset if stop < len(self._marks) else None
+        return self._marks[start], end, (stop - start) * self._every

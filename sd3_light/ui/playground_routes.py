@@ -1,0 +1,62 @@
+"""The routes of the playground."""
+
+import re
+
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Route
+
+from sd3_light.config.faults import UserError
+from sd3_light.ui.playground import Playground
+from sd3_light.ui.replies import integer, json_reply, object_of, page_reply, text_in
+
+
+def playground_routes(playground: Playground) -> list[Route]:
+    """Return the routes."""
+    routes = _PlaygroundRoutes(playground)
+    return [
+        Route("/playground", routes.page),
+        Route("/playground/settings", routes.settings, methods=["POST"]),
+        Route("/playground/drawings", routes.draw, methods=["POST"]),
+        Route("/playground/drawings/{number}", routes.drawing),
+        Route("/playground/drawings/{number}/cancel", routes.cancel, methods=["POST"]),
+        Route("/playground/images/{name}", routes.image),
+    ]
+
+
+class _PlaygroundRoutes:
+    """One method per route. Starlette calls those that are not async in threads."""
+
+    def __init__(self, playground: Playground) -> None:
+        self.playground = playground
+
+    def page(self, request: Request) -> Response:
+        return page_reply(request, self.playground.page(request.query_params.get("run", "")))
+
+    async def settings(self, request: Request) -> Response:
+        text = text_in(await object_of(request), "settings")
+        return json_reply(await run_in_threadpool(self.playground.settings_of, text))
+
+    async def draw(self, request: Request) -> Response:
+        values = await object_of(request)
+        drawing = await run_in_threadpool(self.playground.submit, values)  # it may search the disk
+        return json_reply(drawing.as_json())
+
+    def drawing(self, request: Request) -> Response:
+        return json_reply(self.playground.drawing(_number(request)).as_json())
+
+    def cancel(self, request: Request) -> Response:
+        return json_reply(self.playground.cancel(_number(request)).as_json())
+
+    def image(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        path = self.playground.out / name
+        if not re.fullmatch(r"(grid-)?\d{5,20}\.png", name) or not path.is_file():
+            raise UserError(f"there is no image {name}")
+        return FileResponse(path)
+
+
+def _number(request: Request) -> int:
+    """Return the number of the drawing in the address; 0, which none has, for other texts."""
+    return integer(request.path_params["number"]) or 0
