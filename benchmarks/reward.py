@@ -301,6 +301,8 @@ def main() -> None:
     parser.add_argument("--world", type=Path, help="a folder of world_prepare.py")
     parser.add_argument("--join", action="store_true")
     options = parser.parse_args()
+    if options.world is not None and options.base is None and not options.join:
+        parser.error("--world needs --base, an export of a model of that world")
     out = options.out.absolute()
     if not options.join:
         out.mkdir(parents=True, exist_ok=True)
