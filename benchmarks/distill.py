@@ -141,7 +141,7 @@ class Bench:
         return draw_prompts(self.args.prompts, PROMPT_SEED, held_out=True, language="mixed")
 
     def affordable(self, name: str, keys: Sequence[str], minutes: float) -> int:
-        """Return the steps of a run that take so many minutes, by the speed of the last of 30."""
+        """Return the steps of a run that fit into the minutes, by the speed of the last of 30."""
         loaded = self.load(f"{name}-speed", _SPEED_STEPS, "logging_steps=10", *keys)
         build_caches(loaded, Launch())
         train.run(loaded, resume=train.Resume(restart=True), on_sample=lambda *_: None)

@@ -173,7 +173,7 @@ class Bench:
             keys += ["objective.dpo.beta=500.0", 'objective.dpo.teacher="start"']
         reward = {"reward": self.reward, "shuffled": self.shuffled}.get(row)
         if self.world is not None:
-            loaded = load_world(self.world, [*keys, "sampling.prompts=[]"])
+            loaded = load_world(self.world, [*keys, "sampling.every_n_steps=1000000", "sampling.after_last_step=false"])
         else:
             path = self.base / f"{name}-{self.seed}.toml"  # without the size, which is that of the weights
             text = (self.base / "pretrain.toml").read_text(encoding="utf-8")
@@ -301,6 +301,8 @@ def main() -> None:
     parser.add_argument("--world", type=Path, help="a folder of world_prepare.py")
     parser.add_argument("--join", action="store_true")
     options = parser.parse_args()
+    if options.world is not None and options.base is None and not options.join:
+        parser.error("--world needs --base, an export of a model of that world")
     out = options.out.absolute()
     if not options.join:
         out.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ def test_every_layout_distils_alike(trained: Project, run: str) -> None:
 
 
 def test_another_teacher_is_another_loss(trained: Project) -> None:
-    """So that equal losses say something: the average teaches otherwise than the start."""
+    """So that equal losses say something: the average teaches differently from the start."""
     losses = [[event["distill"] for event in trained.events("step", f"{kind}-one")] for kind in ("steps", "average")]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-4), "at first both are the start"
     assert losses[0][3] != pytest.approx(losses[1][3], rel=1e-3)
