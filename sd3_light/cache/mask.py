@@ -206,13 +206,16 @@ class _TextFinder:
 
     def __call__(self, images: Sequence[Image.Image]) -> Foreground:
         """Return where each image shows what a prompt names."""
-        logits = torch.stack([self._logits(images, prompt) for prompt in self._options.prompts]).amax(0)
-        sides = ((image.height, image.width) for image in images)
-        likely = (
-            functional.interpolate(plane[None, None].sigmoid(), size=size, mode="bilinear")[0, 0]
-            for plane, size in zip(logits, sides, strict=True)
-        )
-        return [plane >= self._options.threshold for plane in likely]
+        found = [self._found(images, prompt) for prompt in self._options.prompts]
+        return [torch.stack(planes).any(0) for planes in zip(*found, strict=True)]
+
+    def _found(self, images: Sequence[Image.Image], prompt: str) -> Foreground:
+        planes = []
+        for image, logits in zip(images, self._logits(images, prompt), strict=True):
+            size = (image.height, image.width)
+            likely = functional.interpolate(logits[None, None].sigmoid(), size=size, mode="bilinear")[0, 0]
+            planes.append(likely >= self._options.threshold)
+        return planes
 
     def _logits(self, images: Sequence[Image.Image], prompt: str) -> Tensor:
         """Return [images, height, width] of the model's own size."""
