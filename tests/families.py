@@ -15,13 +15,15 @@ from torch import nn
 
 from sd3_light.assets import DEMO
 
+_FLUX: tuple[str, dict[str, Any]] = (
+    "FluxTransformer2DModel",
+    {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "guidance_embeds": True}
+    | {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32}
+    | {"axes_dims_rope": (4, 4, 8)},
+)
 DENOISERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "flux": (
-        "FluxTransformer2DModel",
-        {"in_channels": 16, "num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "guidance_embeds": True}
-        | {"num_attention_heads": 2, "joint_attention_dim": 32, "pooled_projection_dim": 32}
-        | {"axes_dims_rope": (4, 4, 8)},
-    ),
+    "flux": _FLUX,
+    "flux_kontext": _FLUX,
     "qwen_image": (
         "QwenImageTransformer2DModel",
         {"in_channels": 16, "out_channels": 4, "num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 2}
@@ -224,6 +226,9 @@ def _multistep(kind: Any) -> Callable[[], Any]:
 _QWEN_LINE = {"max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02, "shift": 1.0}
 PIPELINES = {  # with the published settings of schedulers
     "flux": TinyPipeline("FluxPipeline", _flux_parts, _kl_vae, lambda: Euler(shift=3.0, use_dynamic_shifting=True)),
+    "flux_kontext": TinyPipeline(
+        "FluxKontextPipeline", _flux_parts, _kl_vae, lambda: Euler(shift=3.0, use_dynamic_shifting=True)
+    ),
     "flux2": TinyPipeline(
         "Flux2KleinPipeline", _flux2_parts, _flux2_vae, lambda: Euler(shift=3.0, use_dynamic_shifting=True)
     ),

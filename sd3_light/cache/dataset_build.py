@@ -37,7 +37,7 @@ from sd3_light.cache.unit_builder import empty_content
 from sd3_light.config import DatasetConfig, TrainConfig
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import IMAGE, beside_captions
+from sd3_light.core.columns import IMAGE, beside_captions, entries_of
 from sd3_light.core.registry import family_of
 from sd3_light.data.cache_plan import CachePlan, Unit, make_cache_plan, reuse_files
 from sd3_light.data.manifest import MANIFEST, SHARDS, Manifest, ShardEntry, damaged_mark, read_entry
@@ -221,7 +221,7 @@ class DatasetBuild:
         copied = CopiedColumns.of(columns, recipe["columns"], old if isinstance(old, dict) else {})
         if not copied:
             return None
-        update = Update(plan, state.todo, manifest, digest, copied, place.folder / SHARDS)
+        update = Update(plan, state.todo, manifest, digest, copied, place.folder / SHARDS, entries_of(columns))
         reuse = open_reuse(update, claims, place.fetch_tables)
         place.push_catalogue()
         return reuse

@@ -215,7 +215,8 @@ def _count_causes(state: CacheState, shards: Path, replaced: Sequence[ShardEntry
 
 def _hashes_of(origin: Origin, bucket: str) -> list[int]:
     """Return hashes of a sample's key in its bucket, of key and captions, and of key and image."""
-    images = [origin.image_fingerprint + origin.mask_fingerprint + origin.rejected_fingerprint]
+    own = origin.image_fingerprint, origin.mask_fingerprint, origin.rejected_fingerprint
+    images = ["".join((*own, *origin.reference_fingerprints))]
     return _hashes(f"{bucket}/{origin.key}", origin.captions, images)
 
 

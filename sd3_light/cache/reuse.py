@@ -23,10 +23,11 @@ import pyarrow.feather as feather
 from numpy.typing import NDArray
 
 from sd3_light.cache.sorted_array import SortedArray
-from sd3_light.core.columns import IMAGE, OPTIONAL, REJECTED, Column, beside_captions, entry_of
+from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REFERENCE, Column, beside_captions, entry_of
 from sd3_light.data.cache_plan import CachePlan, Member, Text, Unit, reuse_name, texts_of
 from sd3_light.data.manifest import Manifest, ShardEntry, damaged_mark
 from sd3_light.data.shard_table import ShardTable
+from sd3_light.data.shards import REFERENCES, stored_names
 from sd3_light.files import atomic_file, file_sha256, write_atomically
 from sd3_light.inputs import lines_of, open_regular, parse_json, read_json_file, require_regular
 from sd3_light.runlog import progress
@@ -39,7 +40,7 @@ Place = tuple[int, int]
 PIXELS = "pixels_fingerprint"
 """A field of the rejects of a shard: the hash of what was decoded."""
 
-_ENTRIES, _CAPTIONS = (IMAGE, *OPTIONAL), "captions"
+_CAPTIONS = "captions"
 _FINGERPRINT = 16  # bytes
 _RECORD = np.dtype(f"S{_FINGERPRINT + 8}")
 _MANY_SHARDS = 500  # to compare fewer takes seconds
@@ -108,6 +109,8 @@ class UnitCopies:
 class Update:
     """A build on an old manifest: ``units`` are to be built in the folder ``shards``, and ``columns`` can be copied.
 
+    ``entries`` are those that samples may have.
+
     ``old`` is the manifest, ``digest`` a hash of its bytes.
     """
 
@@ -117,6 +120,7 @@ class Update:
     digest: str
     columns: CopiedColumns
     shards: Path
+    entries: tuple[str, ...] = (IMAGE, *OPTIONAL)
 
     @property
     def path(self) -> Path:
@@ -224,14 +228,16 @@ def _known_rejects(shards: Path) -> set[str]:
 def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> None:
     columns = update.columns
     with ExitStack() as stack:
-        wanted = {name: stack.enter_context(SortedArray(f"S{_FINGERPRINT}")) for name in (*_ENTRIES, _CAPTIONS)}
+        names = (*update.entries, _CAPTIONS)
+        wanted = {name: stack.enter_context(SortedArray(f"S{_FINGERPRINT}")) for name in names}
         _add_wanted(update, wanted)
         copied = {*columns.entries, *([_CAPTIONS] if columns.captions else [])}
         cells = stack.enter_context(SortedArray(_RECORD))
         searched = {name: array for name, array in wanted.items() if name in copied and len(array.values)}
         used = list(_add_cells(update, searched, cells, fetch_tables))
-        totals = [len(wanted[IMAGE].values) + len(wanted[REJECTED].values), len(wanted[_CAPTIONS].values)]
-        found = [_count_found(wanted[IMAGE], cells) + _count_found(wanted[REJECTED], cells), 0]
+        images = [wanted[entry] for entry in update.entries if entry != MASK]
+        totals = [sum(len(array.values) for array in images), len(wanted[_CAPTIONS].values)]
+        found = [sum(_count_found(array, cells) for array in images), 0]
         if not columns.encoded:  # else every caption lacks some value
             found[1] = _count_found(wanted[_CAPTIONS], cells)
         counts = ValueCounts(totals[0] - found[0], found[0], totals[1] - found[1], found[1])
@@ -250,7 +256,7 @@ def _add_wanted(update: Update, wanted: Mapping[str, SortedArray]) -> None:
             if rejects:
                 members = [member for member in members if member.pixels_fingerprint not in rejects]
             fingerprints = [member.fingerprints for member in members]
-            for entry in _ENTRIES:
+            for entry in update.entries:
                 wanted[entry].add(_as_bytes(each[entry] for each in fingerprints if entry in each))
             texts = distinct_texts(members, update.columns.with_images)
             wanted[_CAPTIONS].add(_as_bytes(text.fingerprint for text in texts))
@@ -269,7 +275,7 @@ def _add_cells(
     fetch_tables(entry.file for entry in sources)
     for entry in sources:
         read = dict.fromkeys([*wanted, *([IMAGE] if update.columns.with_images else [])])
-        names = [name if name == _CAPTIONS else f"{name}_fingerprint" for name in read]
+        names = list(dict.fromkeys(map(_stored_name, read)))
         table = _read_table((update.shards / entry.file).with_suffix(".arrow"), names, entry)
         if table is None:
             continue
@@ -286,7 +292,7 @@ def _read_table(path: Path, names: list[str], entry: ShardEntry) -> Any:
     """Return columns of the Arrow file of exactly this shard; None if it is damaged or of another build."""
     try:
         require_regular(path)
-        table = feather.read_table(path, names, memory_map=True)
+        table = feather.read_table(path, stored_names(path, names), memory_map=True)
         table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, LookupError):
         return None
@@ -294,8 +300,18 @@ def _read_table(path: Path, names: list[str], entry: ShardEntry) -> Any:
     return table if is_same and table.num_rows == entry.count else None
 
 
+def _stored_name(name: str) -> str:
+    """Return the column of a shard's Arrow file that has the fingerprints of an entry, or captions."""
+    return REFERENCES if name.startswith(REFERENCE) else name if name == _CAPTIONS else f"{name}_fingerprint"
+
+
 def _fingerprints(table: Any, name: str, with_images: bool) -> NDArray[np.bytes_]:
     """Return the fingerprints of a shard's rows, or of its distinct captions in their order."""
+    if name.startswith(REFERENCE):
+        if REFERENCES not in table.column_names:
+            return _as_bytes([""] * table.num_rows)
+        number = int(name.removeprefix(REFERENCE))
+        return _as_bytes((own[number : number + 1] or [""])[0] for own in table[REFERENCES].to_pylist())
     if name != _CAPTIONS:
         return _as_bytes(table[f"{name}_fingerprint"].to_pylist())
     captions = table[_CAPTIONS].to_pylist()

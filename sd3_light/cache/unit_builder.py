@@ -19,7 +19,7 @@ from sd3_light.cache.reuse import PIXELS, ValueCounts, distinct_texts
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REJECTED, Column, entry_of, mask_factor
+from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REFERENCE, Column, entry_of, mask_factor
 from sd3_light.core.encoding import Encoders, PairEncoders, Tokens
 from sd3_light.data.cache_plan import Member, Text, Unit, decode_task, texts_of
 from sd3_light.data.manifest import damaged_mark, read_entry
@@ -65,7 +65,7 @@ class UnitInProgress:
     tokens: Future[list[Tokens]]
     copies: Copies = field(default_factory=Copies)
     num_decoded: int = 0
-    encoded: dict[str, list[int]] = field(default_factory=lambda: {IMAGE: [], REJECTED: []})
+    encoded: dict[str, list[int]] = field(default_factory=dict)
     images: dict[str, list[Tensor]] = field(default_factory=dict)
     masks: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
     texts: list[tuple[TextGroup, dict[str, Tensor]]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class UnitInProgress:
         """Encode the next decoded images; record the rejected ones."""
         numbers = self._to_decode[self.num_decoded : self.num_decoded + len(images)]
         self.num_decoded += len(images)
-        pixels: dict[str, list[Pixels]] = {entry: [] for entry in self.encoded}
+        pixels: dict[str, list[Pixels]] = {}
         seen: dict[int, Pixels] = {}
         for number, image in zip(numbers, images, strict=True):
             if image.reason:
@@ -92,15 +92,14 @@ class UnitInProgress:
                 self.masks[number] = image.mask.copy()
             if image.pixels is not None:
                 seen[number] = image.pixels
-            for entry, decoded in ((IMAGE, image.pixels), (REJECTED, image.worse)):
-                if decoded is not None and entry not in self.copies.of_sample(number):
-                    self.encoded[entry].append(number)
-                    pixels[entry].append(decoded)
-        for entry, batch in pixels.items():
-            if batch:
-                for name, values in parts.encode_images(np.stack(batch), self.unit.flip).items():
-                    self.images.setdefault(name if entry == IMAGE else f"{name}.{entry}", []).append(values)
-                self.vae_dtypes.add(str(parts.vae_dtype).removeprefix("torch."))
+            for entry, decoded in image.entries().items():
+                if entry not in self.copies.of_sample(number):
+                    self.encoded.setdefault(entry, []).append(number)
+                    pixels.setdefault(entry, []).append(decoded)
+        for entry, batch in sorted(pixels.items()):  # the image's own before others
+            for name, values in parts.encode_images(np.stack(batch), self.unit.flip).items():
+                self.images.setdefault(name if entry == IMAGE else f"{name}.{entry}", []).append(values)
+            self.vae_dtypes.add(str(parts.vae_dtype).removeprefix("torch."))
         if self.copies.with_images:
             self._encode_with_images(seen, cast(PairEncoders, parts))
 
@@ -140,7 +139,7 @@ class UnitInProgress:
         """The images and distinct captions that were encoded and copied."""
         accepted = list(self.accepted.values())
         images = sum(map(len, self.encoded.values()))
-        total = sum(1 + bool(member.row.rejected) for member in accepted)
+        total = sum(len(member.fingerprints) - (MASK in member.fingerprints) for member in accepted)
         captions = sum(len(group.texts) for group, _ in self.texts)
         distinct = distinct_texts(accepted, self.copies.with_images)
         return ValueCounts(images, total - images, captions, len(distinct) - captions)
@@ -172,7 +171,8 @@ class UnitInProgress:
     def _image_tensor(self, column: Column) -> dict[str, Tensor]:
         """Return the values of images; nothing if no sample has such an image."""
         accepted, batches = self.accepted, self.images.get(column.name, [])
-        numbers, copied = self.encoded[entry_of(column)], self.copies.entries.get(entry_of(column), {})
+        numbers = self.encoded.get(entry_of(column), [])
+        copied = self.copies.entries.get(entry_of(column), {})
         if not numbers and not copied:
             return {}
         if len(numbers) == len(accepted):
@@ -231,7 +231,8 @@ class UnitInProgress:
 
 def _origin(member: Member) -> Origin:
     row = member.row
-    fingerprints = {f"{entry}_fingerprint": fingerprint for entry, fingerprint in member.fingerprints.items()}
+    own = member.fingerprints
+    fingerprints = {f"{entry}_fingerprint": own[entry] for entry in (IMAGE, *OPTIONAL) if entry in own}
     return Origin(
         row.key,
         width=row.width,
@@ -239,6 +240,7 @@ def _origin(member: Member) -> Origin:
         captions=member.captions,
         image=row.image,
         mask=row.mask,
+        reference_fingerprints=tuple(own[entry] for entry in own if entry.startswith(REFERENCE)),
         **fingerprints,
     )
 
@@ -256,8 +258,7 @@ def to_decode(members: Sequence[Member], copies: Copies) -> list[int]:
     """Return the numbers of the samples that have an image or a mask to read."""
     numbers = []
     for number, member in enumerate(members):
-        entries = {IMAGE, *([MASK] if member.row.mask else []), *([REJECTED] if member.row.rejected else [])}
-        if not entries <= set(_unread(member, number, copies)):
+        if not set(member.fingerprints) <= set(_unread(member, number, copies)):
             numbers.append(number)
     return numbers
 

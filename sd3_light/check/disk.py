@@ -66,6 +66,7 @@ def check_disk(
             checks.sources(dataset)
         checks.buckets(dataset)
         checks.clips(dataset)
+        checks.references(dataset)
     checks.outputs()
     checks.memory()
     return start, list(dict.fromkeys(checks.faults))
@@ -331,6 +332,22 @@ class _DiskChecks:
             problem = f"clips of {family.title} have {step}·n + 1 frames"
             self.add("sampling.frames", problem, frames, f"write {below} or {below + step}")
 
+    def references(self, dataset: DatasetConfig) -> None:
+        """Check that every directory has as many reference images as the family sees."""
+        if self.family is None:
+            return
+        needed = self.family.references
+        for index, directory in enumerate(dataset.directories):
+            count = len(directory.references)
+            if count == needed:
+                continue
+            key, file = f"directory[{index}].references", str(dataset.path)
+            if not needed:
+                self.add(key, f"{self.family.title} sees no image beside the text", count, "remove it", file=file)
+            else:
+                problem = f"{self.family.title} sees {needed} image(s) beside the text, and this names {count}"
+                self.add(key, problem, hint='write references = ["FOLDER"], with the names of the images', file=file)
+
     def clips(self, dataset: DatasetConfig) -> None:
         """Check that the family allows the lengths of clips, and that videos can be decoded."""
         with_clips = [directory for directory in dataset.directories if directory.clip_lengths]
@@ -435,6 +452,12 @@ def _path_problems(directory: DirectoryConfig) -> Iterator[tuple[str, str, DataL
         yield "default_mask_file", "not a file", mask
     if rejected is not None and rejected.exists() and not rejected.is_dir():
         yield "rejected", "not a folder", rejected
+    for folder in directory.references:
+        if isinstance(folder, str):
+            if problem := _url_problem(folder):
+                yield "references", problem, folder
+        elif not folder.is_dir():
+            yield "references", "not a folder", folder
     if directory.exclude is not None and directory.exclude.exists():
         try:
             read_exclusions(directory.exclude)

@@ -168,6 +168,9 @@ def sample(
     frames: Annotated[
         int, typer.Option(min=0, help="Frames of a clip; 0: the default of the model. Clips are written as 00000.mp4.")
     ] = 0,
+    reference: Annotated[
+        list[Path] | None, typer.Option(metavar="IMAGE", help="An image that the model sees beside the prompts.")
+    ] = None,
     shift: Annotated[
         float | None, typer.Option(help="Constant shift of the times, above 0; default: that of the model's scheduler.")
     ] = None,
@@ -221,6 +224,10 @@ def sample(
         drawn = read_drawn_image(again)
         rows = [drawn.row]
         options = replace(options_again(drawn, choose_model(model, best), loras), grid=grid, best=best)
+    if len(options.references) > len(reference or []):
+        names = ", ".join(map(str, options.references))
+        raise UserError(f"--from {again}: it was drawn with {names}; pass it with --reference")
+    options = replace(options, references=tuple(reference or []))
     path = stage.run(model, rows, seed or [0], out, options, launch)
     if launch.is_main:
         echo(f"wrote {path}")

@@ -24,7 +24,7 @@ def new(
         str | None,
         typer.Argument(
             metavar="KIND",
-            help="`lora`, `finetune`, `reward`, `pretrain`, `icons` or `distill`.",
+            help="`lora`, `edit`, `finetune`, `reward`, `pretrain`, `icons` or `distill`.",
             show_default=False,
         ),
     ] = None,

@@ -244,6 +244,9 @@ class DirectoryConfig(DatasetDefaults):
     rejected: TomlLocation | None = None
     """Folder of worse images of the same captions, for `[objective.dpo]`; each has the name of its image. An image
     without one is left out. All directories have them, or none."""
+    references: tuple[TomlLocation, ...] = ()
+    """Folders of images that the model sees beside the caption, such as the image that an edit starts from, in the
+    order in which the model gets them; each has the name of its image. An image without one is left out."""
 
 
 class DatasetFile(DatasetDefaults):

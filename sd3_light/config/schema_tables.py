@@ -133,6 +133,10 @@ class ModelConfig(Table):
         json_schema_extra={"default": "0.464; 0.1 with `joint` and in other families"},
     )
     """Probability of each draw. By default 10% of the samples lose all text: 0.464 cubed, or 0.1 in one draw."""
+    reference_dropout_prob: Annotated[
+        Fraction, KnownTo("it sees no image beside the text", only=("flux_kontext",), harmless=(0.0,))
+    ] = 0.0
+    """Probability that a sample sees zeros in place of its reference images, drawn apart from that of the text."""
     uncond_text: Annotated[
         Literal["zero", "empty"] | None,
         KnownTo("its unconditional text is that of its pipeline", only=_SD3, harmless=("empty",)),

@@ -40,7 +40,6 @@ _ITS_INIT = "give its folder or file as model.init"
 _OF_SD3 = (_FILE, _INIT, _ITS_INIT)  # other families start from folders only
 _CLIP_START = "a clip is the start of its video"
 _ONE_BATCH = "images and clips have the same key"
-_CONTROL = "training on image pairs is not supported"
 _ADAMW = 'write type = "adamw"'
 _FP32 = (
     "master weights are float32, or bfloat16 with stochastic rounding, so compensation for bf16 rounding is not needed"
@@ -167,7 +166,7 @@ UNSUPPORTED_KEYS: tuple[UnsupportedKey, ...] = (
     *_in_table("dataset", "",
         ("frame_buckets", "the lengths of clips have another name", "write frames: a number, or a list without the 1 of images"),
         ("video_clip_mode", _CLIP_START, "remove the key"),
-        ("control_path", _CONTROL, "remove the key"),
+        ("control_path", "reference images have another key", 'write references = ["FOLDER"]'),
         ("online_captions", "a changed caption updates the cache", "remove the key"),
         ("shuffle_metadata", "the order of samples depends on the seed alone", "remove the key"),
         ("captions_file", "the caption file is recognized by its name", "name it captions.json and put it in the directory"),

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from sd3_light.core.columns import REFERENCE, reference_entry
+
 LENGTH = ".length"
 """`NAME.length` in ``host`` is the number of rows of ``values[NAME]`` that are each sample's own."""
 
@@ -93,6 +95,12 @@ class Batch(BatchRecord):
     def to(self, device: torch.device) -> "Batch":
         """Return the batch with its values on the device, copied on the current stream."""
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def references(batch: Batch) -> list[Tensor]:
+    """Return the latents of the reference images, in their order."""
+    count = sum(name.startswith(REFERENCE) for name in batch.values)
+    return [batch[reference_entry(number)] for number in range(count)]
 
 
 def _at(chunks: Mapping[str, Sequence[Tensor]], piece: int) -> dict[str, Tensor]:

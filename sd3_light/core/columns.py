@@ -23,6 +23,8 @@ from typing import Any
 CAPTION, IMAGE, MASK, REJECTED = "caption", "image", "mask", "rejected"
 OPTIONAL = (MASK, REJECTED)
 """What some shards of a cache may lack."""
+REFERENCE = "reference."
+"""Begins the names of entries that are reference images: ``reference.0`` is the first."""
 MASK_FACTOR = 8
 """The side in pixels of what a value of a mask stands for, unless its column says otherwise: a VAE's usual factor."""
 ROWS, START = ".tokens", ".start"
@@ -161,8 +163,30 @@ def prepared_columns(moments: Column, channels: int) -> tuple[Column, ...]:
 
 
 def entry_of(column: Column) -> str:
-    """Return which entry of a sample a column is made of that is not one of captions: `IMAGE`, `MASK` or `REJECTED`."""
-    return column.reads if column.reads in OPTIONAL else IMAGE
+    """Return which entry of a sample a column is made of that is not one of captions: `IMAGE`, `MASK` and so on."""
+    return column.reads if column.reads in OPTIONAL or column.reads.startswith(REFERENCE) else IMAGE
+
+
+def entries_of(columns: Sequence[Column]) -> tuple[str, ...]:
+    """Return the entries that samples may have besides their captions."""
+    own = (entry_of(column) for column in columns if not column.per_caption)
+    return tuple(dict.fromkeys((IMAGE, *OPTIONAL, *own)))
+
+
+def reference_entry(number: int) -> str:
+    """Return the entry of the reference with this number."""
+    return f"{REFERENCE}{number}"
+
+
+def with_references(columns: Sequence[Column], count: int) -> tuple[Column, ...]:
+    """Return columns with those of references: one for each of an image, named ``NAME.reference.0`` and so on."""
+    images = [column for column in columns if column.reads == IMAGE]
+    added = [
+        replace(column, name=f"{column.name}.{reference_entry(number)}", reads=reference_entry(number))
+        for number in range(count)
+        for column in images
+    ]
+    return (*columns, *added)
 
 
 def with_pairs(columns: Sequence[Column]) -> tuple[Column, ...]:

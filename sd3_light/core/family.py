@@ -65,7 +65,8 @@ class Family(ABC):
     whether there is a single file of the model. ``media`` is what it draws. ``comfyui``: ComfyUI reads a LoRA with the
     names of its files. ``packages`` are those that its text needs beside transformers. ``text_tokens`` says whether a
     denoiser gets texts that are padded to one length, or their real tokens alone; ``guidance`` by what it is guided:
-    a negative prompt, or a number that a distilled denoiser takes.
+    a negative prompt, or a number that a distilled denoiser takes. ``references`` is how many images it sees beside the
+    text.
     """
 
     name: ClassVar[str]
@@ -81,6 +82,7 @@ class Family(ABC):
     packages: ClassVar[tuple[str, ...]] = ()
     text_tokens: ClassVar[tuple[Literal["padded", "real"], ...]] = ("real",)
     guidance: ClassVar[tuple[Literal["negative prompt", "number"], ...]] = ("negative prompt",)
+    references: ClassVar[int] = 0
 
     @property
     @abstractmethod

@@ -23,7 +23,6 @@ _REASONS: dict[str, tuple[str, str]] = {
     "FluxControlImg2ImgPipeline": (_EDIT, "FluxPipeline"),
     "FluxControlInpaintPipeline": (_EDIT, "FluxPipeline"),
     "FluxFillPipeline": (_EDIT, "FluxPipeline"),
-    "FluxKontextPipeline": (_EDIT, "FluxPipeline"),
     "FluxKontextInpaintPipeline": (_EDIT, "FluxPipeline"),
     "FluxPriorReduxPipeline": ("it has no denoiser", "FluxPipeline"),
     "Flux2Pipeline": (

@@ -17,6 +17,7 @@ from sd3_light.inputs import read_json_file
 _FAMILIES = {
     "sd3": "sd3_light.families.sd3:SD3",
     "flux": "sd3_light.families.flux:Flux",
+    "flux_kontext": "sd3_light.families.flux:FluxKontext",
     "flux2": "sd3_light.families.flux2:Flux2",
     "krea2": "sd3_light.families.krea2:Krea2",
     "prx": "sd3_light.families.prx:PRX",
@@ -31,6 +32,7 @@ _CLASSES = {
     "SD3Transformer2DModel": "sd3",
     "FluxPipeline": "flux",
     "FluxTransformer2DModel": "flux",
+    "FluxKontextPipeline": "flux_kontext",
     "Flux2KleinPipeline": "flux2",
     "Flux2Transformer2DModel": "flux2",
     "Krea2Pipeline": "krea2",

@@ -25,6 +25,7 @@ class ImageRequest:
     """One image to generate; sides in pixels. The negative prompt is used only where the model takes one.
 
     None for `steps` or `guidance` means the value passed to the generating function. A clip has several frames.
+    ``references`` are the files of images that the model sees beside the prompt.
     """
 
     prompt: str
@@ -35,6 +36,7 @@ class ImageRequest:
     steps: int | None = None
     guidance: float | None = None
     frames: int = 1
+    references: tuple[Path, ...] = ()
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -182,6 +184,10 @@ class PipelineInputs(ABC):
     def frames_fault(self, frames: int) -> str | None:
         """Return why the model cannot generate a clip of this many frames; None if it can."""
         return None if frames == 1 else f"{frames} frames: this model generates images, not clips; leave them out"
+
+    def references_fault(self, count: int) -> str | None:
+        """Return why the model cannot generate an image with this many references; None if it can."""
+        return "this model sees no image beside the prompt; leave --reference out" if count else None
 
     @property
     def default_frames(self) -> int:

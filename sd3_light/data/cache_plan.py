@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from sd3_light.config import DirectoryConfig
 from sd3_light.config.base import DataLocation
-from sd3_light.core.columns import IMAGE, MASK, MASK_FACTOR, REJECTED
+from sd3_light.core.columns import IMAGE, MASK, MASK_FACTOR, REJECTED, reference_entry
 from sd3_light.data.manifest import DUPLICATES, ShardEntry
 from sd3_light.files import atomic_file, write_atomically
 from sd3_light.inputs import read_json_file, require_regular
@@ -56,7 +56,8 @@ _MAX_PLANS = 8
 _DUPLICATES = ".jsonl"
 _TAGS_SEED = 0  # the cached caption shuffles serve every training seed
 IGNORED_SETTINGS = {
-    *("path", "mask_path", "default_mask_file", "rejected", "exclude", "num_repeats", "caption_weights", "validation"),
+    *("path", "mask_path", "default_mask_file", "rejected", "references"),
+    *("exclude", "num_repeats", "caption_weights", "validation"),
 }
 """Keys of a directory that a plan does not depend on, besides what the rows of its catalogue contain."""
 
@@ -90,7 +91,7 @@ class Member:
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """Hashes of everything that decides the pixels of each entry that the sample has: image, mask, rejected image.
+        """Hashes of everything that decides the pixels of each entry that the sample has: image, mask and so on.
 
         Equal images of other samples have the same.
         """
@@ -101,6 +102,8 @@ class Member:
             MASK: (row.mask_digest, bucket, size, version),
             REJECTED: (row.rejected_digest, bucket, str(self.flip), version),
         }
+        for number, digest in enumerate(row.reference_digests):
+            contents[reference_entry(number)] = digest, bucket, str(self.flip), version
         return {entry: digest_of(entry, *content) for entry, content in contents.items() if content[0]}
 
     @property
@@ -425,7 +428,7 @@ def cached_captions(row: InputRow, directory: DirectoryConfig) -> tuple[str, ...
 
 def sample_fingerprint(row: InputRow, captions: tuple[str, ...]) -> str:
     """Return a hash of a sample's key, images, mask and captions, and of how its images are read."""
-    digests = (row.digest, row.mask_digest, row.rejected_digest)
+    digests = (row.digest, row.mask_digest, row.rejected_digest, *row.reference_digests)
     return digest_of(row.key, *digests, repr(captions), str(PREPROCESS_VERSION))
 
 
@@ -440,7 +443,7 @@ def decode_task(
 ) -> DecodeTask:
     """Return the task of decoding a sample without entries that are ``copied``; ``root`` is its source's folder."""
     row = member.row
-    names = ("width", "height", "digest", "mask_digest", "rejected_digest", "frames", "fps")
+    names = ("width", "height", "digest", "mask_digest", "rejected_digest", "frames", "fps", "reference_digests")
     probe = Probe(**{name: getattr(row, name) for name in names})
     return DecodeTask(sample_location(row, root), probe, member.bucket, copied, mask_factor)
 

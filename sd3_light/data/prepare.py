@@ -26,10 +26,12 @@ from sd3_light.flow.noise import DeviceNoise
 from sd3_light.flow.objective import interpolate, velocity
 from sd3_light.flow.timesteps import drawn_quantiles, times_from_quantiles
 from sd3_light.model.base_values import FLUX_LINE, ShiftLine
-from sd3_light.randomness import fill_rows, occurrence_words
+from sd3_light.randomness import fill_rows, first_words, occurrence_words, uniforms
 
 Occurrences = NDArray[np.int64]
 """The `randomness.occurrence_words` of a batch's samples."""
+KEPT = "references.kept"
+"""1 for samples that see their references, 0 for those that see zeros instead."""
 _OTHERS = "moments."
 """Begins the names of columns with the latents of other images of a sample."""
 Draw = Callable[[tuple[int, ...]], Tensor]
@@ -48,7 +50,8 @@ class FlowPreparer(Preparer, ABC):
     """Turns cached rows into batches. Small: workers get a copy.
 
     ``patch`` are the latent pixels of a token's side, ``line`` the numbers of `flux_shift`. ``reads`` are the columns
-    and draws that an objective reads beside those of the family: see `Objective`.
+    and draws that an objective reads beside those of the family: see `Objective`. ``references`` are the columns of the
+    images that the denoiser sees.
     """
 
     seed: int
@@ -57,6 +60,7 @@ class FlowPreparer(Preparer, ABC):
     patch: int = field(default=2, kw_only=True)
     line: ShiftLine = field(default=FLUX_LINE, kw_only=True)
     reads: tuple[str, ...] = field(default=(), kw_only=True)
+    references: tuple[str, ...] = field(default=(), kw_only=True)
 
     @abstractmethod
     def condition(
@@ -138,6 +142,8 @@ class FlowPreparer(Preparer, ABC):
         values |= conditioning.values
         if not is_evaluation:
             values |= self.image_draws(occurrences, moments.shape)
+        values |= self.reference_draws(occurrences, is_evaluation)
+        values |= {name: batch[name] for name in self.references}
         values["words"] = torch.from_numpy(occurrences).view(torch.int32)
         # an evaluation set may lack them
         values |= {name: batch[name] for name in self.columns if name in batch or not is_evaluation}
@@ -152,14 +158,28 @@ class FlowPreparer(Preparer, ABC):
         deviation = None if sample is None else sample(shape)
         latent = self.scale.draw(moments, deviation)
         others = [name for name in self.columns if name.startswith(_OTHERS) and name in clean.values]
+        kept = clean.get(KEPT)
         unread = () if "words" in self.reads else ("words",)
-        rest = clean.with_values({}, without=("moments", "mask", *unread, *others))
+        rest = clean.with_values({}, without=("moments", "mask", KEPT, *unread, *others, *self.references))
         values = {"noisy": interpolate(latent, drawn, clean["t"]), **rest.values, "target": velocity(latent, drawn)}
+        for name in self.references:
+            reference = self.scale.draw(clean[name], None)
+            if kept is not None:
+                reference = reference * kept.view(-1, *[1] * (reference.dim() - 1))
+            values[name.removeprefix(_OTHERS)] = reference
         for name in others:  # with the draws of the sample's own latents
             other = self.scale.draw(clean[name], deviation)
             values[name.replace("moments", "noisy")] = interpolate(other, drawn, clean["t"])
             values[name.replace("moments", "target")] = velocity(other, drawn)
         return replace(clean, values=values).with_values({"mask": None if mask is None else _mask_weights(mask)})
+
+    def reference_draws(self, occurrences: Occurrences, evaluation: bool = False) -> dict[str, Tensor]:
+        """Return which samples keep their references, as 1 or 0 [B]; nothing if all do."""
+        probability = self.model.reference_dropout_prob
+        if evaluation or not self.references or not probability:
+            return {}
+        drawn = uniforms(first_words(self.seed, "reference-dropout", occurrences)[0])
+        return {KEPT: torch.from_numpy((drawn >= probability).astype(np.float32))}
 
     @property
     def columns(self) -> tuple[str, ...]:

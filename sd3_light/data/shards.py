@@ -13,7 +13,7 @@ the data. Files are written atomically: a file that exists is complete.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,10 @@ class ShardContent:
             assert longest <= column.shape[0], (column, longest)
 
 
+REFERENCES = "reference_fingerprints"
+_LISTS = ("captions", REFERENCES)
+
+
 @dataclass(frozen=True)
 class Origin:
     """The source of a sample, a row of the Arrow file; ``image`` and ``mask`` are written by `sources.locations`.
@@ -94,6 +98,7 @@ class Origin:
     mask: str = ""
     mask_fingerprint: str = ""
     rejected_fingerprint: str = ""
+    reference_fingerprints: tuple[str, ...] = ()
 
 
 def write_shard(
@@ -106,7 +111,10 @@ def write_shard(
     declared = content.declared()
     about = {"bucket": entry.bucket, "fingerprint": entry.fingerprint, "columns": declared, **precision}
     columns = {name: [getattr(origin, name) for origin in origins] for name in Origin.__dataclass_fields__}
-    rows = {**columns, "sample_id": content.sample_id.tolist(), "captions": list(map(list, columns["captions"]))}
+    lists = {name: list(map(list, columns[name])) for name in _LISTS}
+    if not any(lists[REFERENCES]):  # as in shards of earlier versions
+        del columns[REFERENCES], lists[REFERENCES]
+    rows = {**columns, "sample_id": content.sample_id.tolist(), **lists}
     complete = asdict(replace(entry, count=len(origins)))
     metadata = {"shard": json.dumps(about)}
     return ShardEntry(**write_files(folder / entry.file, content.tensors(), metadata, rows, complete))
@@ -191,9 +199,18 @@ def write_files(
     return entry
 
 
+def stored_names(path: Path, names: Iterable[str]) -> list[str]:
+    """Return the columns of an Arrow file among ``names``: without those of references, if no sample has one."""
+    with pa.OSFile(str(path)) as file:
+        known = pa.ipc.open_file(file).schema.names
+    return [name for name in names if name in known or name != REFERENCES]
+
+
 def read_origins(path: Path) -> list[Origin]:
     """Read the Arrow file next to a shard."""
     require_regular(path.with_suffix(".arrow"))
-    table = feather.read_table(path.with_suffix(".arrow"), list(Origin.__dataclass_fields__), memory_map=False)
+    path = path.with_suffix(".arrow")
+    table = feather.read_table(path, stored_names(path, Origin.__dataclass_fields__), memory_map=False)
     table.validate(full=True)  # pyarrow would read outside the file where offsets are damaged
-    return [Origin(**{**row, "captions": tuple(row["captions"])}) for row in table.to_pylist()]
+    lists = [name for name in _LISTS if name in table.column_names]
+    return [Origin(**{**row, **{name: tuple(row[name]) for name in lists}}) for row in table.to_pylist()]

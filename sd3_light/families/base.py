@@ -3,12 +3,22 @@
 import json
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from sd3_light.config import ModelConfig, TrainConfig
-from sd3_light.core.columns import CAPTION, SMALLEST, Bucket, Column, mask_column, prepared_columns
+from sd3_light.core.columns import (
+    CAPTION,
+    SMALLEST,
+    Bucket,
+    Column,
+    mask_column,
+    prepared_columns,
+    reference_entry,
+    with_references,
+)
 from sd3_light.core.family import Family
 from sd3_light.core.sampling import OwnDrawing
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
@@ -168,6 +178,13 @@ class StockFamily(Family):
         arguments = {"prompt_embeds": texts["text"], "guidance_scale": guidance}
         return arguments if negative is None else {**arguments, "negative_prompt_embeds": negative["text"]}
 
+    def reference_arguments(self, images: Any, size: tuple[int, int]) -> dict[str, Any]:
+        """Return the arguments of the stock pipeline's call for references of a width and height.
+
+        They are images, or latents [B, C, h, w]; there may be none.
+        """
+        raise NotImplementedError
+
     def image_part(self, output: Any, batch: "Batch") -> "Tensor":
         """Return the image tokens of a block's output."""
         tokens: Tensor = output[-1] if isinstance(output, tuple) else output
@@ -326,13 +343,17 @@ class StockFamily(Family):
         moments = Column(
             "moments", "image", "float16", shape.moments(bucket, self.media == "video"), ("vae",), settings=settings
         )
-        return (moments, mask_column(shape.size(bucket), shape.factor), *self.text_columns(model, folder))
+        images = with_references((moments, mask_column(shape.size(bucket), shape.factor)), self.references)
+        return (*images, *self.text_columns(model, folder))
 
     def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
         """See `Family.prepared_columns`: latents in float32, texts as they are stored."""
         moments = next(column for column in columns if column.name == "moments")
+        images = prepared_columns(moments, LatentShape.of_folder(model.diffusers_path).channels)
+        entries = map(reference_entry, range(self.references))
         return (
-            *prepared_columns(moments, LatentShape.of_folder(model.diffusers_path).channels),
+            *images,
+            *(replace(images[0], name=entry, reads=entry) for entry in entries),
             *(column for column in columns if column.reads == CAPTION),
         )
 

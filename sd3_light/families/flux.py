@@ -1,5 +1,6 @@
 """Flux.1: dev, which takes guidance as a number, and schnell."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -48,24 +49,32 @@ class Flux(StockFamily):
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`."""
+        import torch
+
+        from sd3_light.core.batch import references
         from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
 
         noisy = batch["noisy"]
         text = batch["text"]
         height, width = noisy.shape[-2:]
         config: Any = denoiser.config
+        own = (height // 2) * (width // 2)
+        images = [noisy, *references(batch)]
+        positions = [grid_positions((1, *(side // 2 for side in image.shape[-2:])), noisy.device) for image in images]
+        for place in positions[1:]:
+            place[:, 0] = 1  # distinguishes a reference from the image
         number = self.guidance_number(batch, guidance) if config.guidance_embeds else None
         tokens = denoiser(
-            hidden_states=pack_latents(noisy),
+            hidden_states=torch.cat([pack_latents(image) for image in images], 1),
             encoder_hidden_states=text,
             pooled_projections=batch["pooled"],
             timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
             guidance=number,
-            img_ids=grid_positions((1, height // 2, width // 2), noisy.device).to(noisy.dtype),
+            img_ids=torch.cat(positions).to(noisy.dtype),
             txt_ids=text.new_zeros(text.shape[1], 3),
             return_dict=False,
         )[0]
-        return unpack_latents(tokens, height, width)
+        return unpack_latents(tokens[:, :own], height, width)
 
     def speed_up(self, denoiser: "nn.Module") -> None:
         """See `StockFamily.speed_up`: attention of single blocks gets a part of a larger gradient.
@@ -116,6 +125,21 @@ class Flux(StockFamily):
         if negative is None:
             return arguments
         return {**arguments, **_embeds("negative_", negative), "true_cfg_scale": guidance}
+
+
+class FluxKontext(Flux):
+    """Flux that sees an image beside the text: its tokens follow those of the image that is drawn."""
+
+    name = "flux_kontext"
+    title = "Flux Kontext"
+    pipeline = "FluxKontextPipeline"
+    references = 1
+    usual_guidance = 2.5
+
+    def reference_arguments(self, images: Any, size: tuple[int, int]) -> dict[str, Any]:
+        """See `StockFamily.reference_arguments`: at the size of the image, as in training, not at the reference's."""
+        own = {"max_area": math.prod(size), "_auto_resize": False}
+        return {**own, "image": images} if len(images) else own
 
 
 def _embeds(prefix: str, texts: "Batch") -> dict[str, Any]:

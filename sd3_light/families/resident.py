@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sd3_light.core.batch import Batch
 from sd3_light.data.order import Picks
-from sd3_light.data.prepare import Conditioning, FlowPreparer, Occurrences
+from sd3_light.data.prepare import KEPT, Conditioning, FlowPreparer, Occurrences
 from sd3_light.data.resident import ResidentCache, ResidentText, index_rows, select_masks, select_rows
 from sd3_light.data.slots import AllocateTensor
 from sd3_light.randomness import choices, occurrence_words
@@ -56,6 +56,7 @@ class ResidentBatches(ABC):
         shape = bucket.images["moments"].shape
         values = {"image_rows": index_rows(first_image + variant), "t": self.preparer.times(occurrences, shape)}
         values |= {**texts.values, **self.preparer.image_draws(occurrences, shape)}
+        values |= self.preparer.reference_draws(occurrences)
         values["words"] = torch.from_numpy(occurrences).view(torch.int32)
         if bucket.masked[sample].any():
             values["mask_rows"] = index_rows(np.stack([sample, variant]))
@@ -66,8 +67,10 @@ class ResidentBatches(ABC):
         bucket = self.cache.buckets[int(batch.host["bucket"])]
         values = {"moments": select_rows(bucket.images["moments"], batch["image_rows"], empty), "t": batch["t"]}
         values |= self.gather_texts(bucket.text, batch, empty)
-        values |= batch.select(("kept", "corners", "words")).values
-        values |= {name: select_rows(bucket.images[name], batch["image_rows"]) for name in self.preparer.columns}
+        values |= batch.select(("kept", "corners", KEPT)).values
+        for names in (self.preparer.references, ("words",), self.preparer.columns):
+            rows = {name: select_rows(bucket.images[name], batch["image_rows"]) for name in names if name != "words"}
+            values |= rows or batch.select(names).values
         mask_rows = batch.get("mask_rows")
         if mask_rows is not None:
             values["mask"] = select_masks(bucket, *mask_rows)

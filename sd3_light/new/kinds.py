@@ -47,6 +47,8 @@ class Kind:
     pads_for_others: bool = False
     """Whether text is padded if the model has encoders that other programs know, so that they draw the same images."""
 
+    references: bool = False
+    """Whether the model sees an image beside the text: that of the same name in the folder DATA-before."""
     draws: bool = False
     """Whether the run draws images of prompts, which are the captions, in place of training on images."""
 
@@ -85,6 +87,18 @@ KINDS = {
         epochs=10,
         shortest=400,
         continues=True,
+    ),
+    "edit": Kind(
+        "a LoRA on Flux Kontext: edits, from pairs of images with instructions",
+        recipe="lora",
+        model="black-forest-labs/FLUX.1-Kontext-dev",
+        resolution=1024,
+        batch=4,
+        largest_micro_batch=4,
+        epochs=10,
+        shortest=400,
+        continues=True,
+        references=True,
     ),
     "finetune": Kind(
         "all weights of SD3 or SD3.5, on thousands of images",

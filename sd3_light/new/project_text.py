@@ -102,7 +102,10 @@ def data_toml(kind: Kind, values: TextValues) -> str:
             text = _set(text, key, values.keys[key], comment)
     if values.validation:
         text = _set(text, "validation", True, "hold out 2% of the images, in groups of similar ones")
-    return f"{text.rstrip()}\n\n[[directory]]\npath = {_toml(values.data)}\n"
+    references = ""
+    if kind.references:
+        references = f"references = [{_toml(values.data + '-before')}]  # before the edit, of the same names\n"
+    return f"{text.rstrip()}\n\n[[directory]]\npath = {_toml(values.data)}\n{references}"
 
 
 def train_toml(kind: Kind, values: TextValues) -> str:

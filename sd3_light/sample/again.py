@@ -48,13 +48,15 @@ def drawn_image(text: str, where: str) -> DrawnImage:
         facts = None
     if not isinstance(facts, dict) or "prompt" not in facts:
         raise UserError(f"{where}: it has no settings of `sd3-light sample`; use an image that it wrote")
-    values: dict[str, Any] = {"negative_prompt": "", "frames": 1, "threads": 1, "fingerprint": "", "loras": []} | facts
+    values: dict[str, Any] = {"negative_prompt": "", "frames": 1, "threads": 1, "fingerprint": "", "loras": []}
+    values |= {"references": []} | facts
     for name, is_valid in _VALID.items():
         if not is_valid(values.get(name)):
             raise UserError(f"{where}: {name} is {values.get(name)!r:.80}; the file is damaged")
     row = PromptRow(**{name: values[name] for name in _OF_ROW})
     shift = None if isinstance(values["shift"], str) else values["shift"]
-    options = SampleOptions(**{name: values[name] for name in _OF_OPTIONS}, shift=shift)
+    references = tuple(map(Path, values["references"]))
+    options = SampleOptions(**{name: values[name] for name in _OF_OPTIONS}, shift=shift, references=references)
     loras = tuple((lora["file"], float(lora["strength"]), str(lora.get("fingerprint", ""))) for lora in values["loras"])
     return DrawnImage(row, options, values["model"], values["fingerprint"], loras)
 
@@ -114,6 +116,7 @@ _VALID: dict[str, Callable[[Any], bool]] = {
     "dtype": _is_text,
     "threads": _whole(1, 1024),
     "frames": _whole(1, 10_000),
+    "references": lambda value: isinstance(value, list) and all(map(_is_text, value)),
     "model": _is_text,
     "fingerprint": _is_text,
     "loras": lambda value: isinstance(value, list) and all(map(_is_lora, value)),

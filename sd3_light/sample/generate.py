@@ -133,6 +133,9 @@ def stream_images(
         fault = policy.size_fault(settings, request.width, request.height) or policy.frames_fault(request.frames)
         if request.steps == 1 and settings.scheduler.config.get("shift_terminal"):
             fault = fault or "this model's scheduler has a last time, and needs at least 2 steps"
+        fault = fault or policy.references_fault(len(request.references))
+        if request.references and isinstance(pipe, Phases):
+            fault = "references need the whole model on the device, and it does not fit; sample on a larger one"
         if fault:
             raise UserError(fault)
     batches = [[index] for index in range(len(full))]
@@ -154,7 +157,7 @@ def _batches(requests: Sequence[ImageRequest], batch_size: int) -> Iterator[list
     """Yield the requests' indices in batches of equal image size, steps and guidance, in order of first occurrence."""
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, request in enumerate(requests):
-        groups.setdefault((*request.size, request.steps, request.guidance), []).append(index)
+        groups.setdefault((*request.size, request.steps, request.guidance, len(request.references)), []).append(index)
     for indices in groups.values():
         for start in range(0, len(indices), batch_size):
             yield indices[start : start + batch_size]

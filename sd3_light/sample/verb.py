@@ -73,6 +73,7 @@ class SampleOptions:
     best: bool = False
     frames: int = 0
     shift: float | None = None
+    references: tuple[Path, ...] = ()
 
 
 def run(
@@ -200,13 +201,14 @@ class OpenModel:
         negative = options.negative_prompt if row.negative_prompt is None else row.negative_prompt
         frames = options.frames or self.policy.default_frames
         fault = self.policy.size_fault(pipe, width, height) or self.policy.frames_fault(frames)
+        fault = fault or self.policy.references_fault(len(options.references))
         if negative:
             fault = self.policy.negative_fault() or fault
         if fault:
             raise UserError(f"{row.where}: {fault}" if row.where else fault)
         guidance = options.guidance if row.guidance is None else row.guidance
         drawing = self.policy.drawing(row.steps or options.steps, guidance)
-        return ImageRequest(row.prompt, seed, width, height, negative, *drawing, frames)
+        return ImageRequest(row.prompt, seed, width, height, negative, *drawing, frames, options.references)
 
     def cut_prompts(self, requests: Iterable[ImageRequest]) -> list[str]:
         """Return one line per prompt or negative prompt that the text encoders cut."""
@@ -242,6 +244,8 @@ class OpenModel:
                 files = {}
                 for index, image in batch:
                     facts = {name: getattr(images[index], name) for name in _REQUEST_FACTS} | common
+                    if references := [path.name for path in images[index].references]:
+                        facts["references"] = references
                     facts |= {"frames": images[index].frames} if images[index].frames > 1 else {}
                     title = sampler_title(self.pipe.scheduler, options.sampler)
                     metadata = {"parameters": parameters(facts, title), PNG_FACTS: facts}

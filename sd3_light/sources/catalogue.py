@@ -75,6 +75,8 @@ class InputRow:
     rejected_digest: str = ""
     frames: int = 0
     fps: float = 0.0
+    references: tuple[str, ...] = ()
+    reference_digests: tuple[str, ...] = ()
 
 
 def size_text(row: InputRow) -> str:
@@ -376,7 +378,9 @@ def sample_location(row: InputRow, root: DataLocation) -> SampleLocation:
     """Return the locations of a row's images and mask."""
     image = location_from_text(row.image, root)
     assert image is not None, row.key
-    return SampleLocation(image, location_from_text(row.mask, root), rejected=location_from_text(row.rejected, root))
+    mask, rejected = (location_from_text(text, root) for text in (row.mask, row.rejected))
+    references = tuple(filter(None, (location_from_text(text, root) for text in row.references)))
+    return SampleLocation(image, mask, rejected=rejected, references=references)
 
 
 def to_probe(location: SampleLocation, source: Source) -> SampleLocation:
@@ -392,22 +396,32 @@ def _as_row(entry: Record | Rejected, root: DataLocation) -> InputRow:
         return InputRow(entry.key, image, reason=entry.reason, detail=entry.detail)
     try:
         version = location_version(entry.image)
-        for other in filter(None, (entry.mask, entry.rejected)):
+        for other in filter(None, (entry.mask, entry.rejected, *entry.references)):
             version += f"+{location_version(other)}"
     except Reject as reject:
         return InputRow(entry.key, image, reason=reject.reason, detail=reject.detail)
     mask, rejected = (location_text(other, root) for other in (entry.mask, entry.rejected))
-    return InputRow(entry.key, image, mask, version, entry.captions, attributes=entry.attributes, rejected=rejected)
+    return InputRow(
+        entry.key,
+        image,
+        mask,
+        version,
+        entry.captions,
+        attributes=entry.attributes,
+        rejected=rejected,
+        references=tuple(location_text(reference, root) for reference in entry.references),
+    )
 
 
 def _digest_of(rows: Sequence[InputRow], source: Source) -> str:
     digest = blake2b(_probed_version(source).encode(), digest_size=16)
     for row in rows:
         digest.update(repr((row.key, row.image, row.mask, row.version, row.captions, row.reason, row.detail)).encode())
-        digest.update(f"{row.attributes}{row.rejected}".encode())
+        digest.update(f"{row.attributes}{row.rejected}{''.join(row.references)}".encode())
     return digest.hexdigest()
 
 
+_LISTS = ("captions", "references", "reference_digests")
 _ROW_SCHEMA = pa.schema(
     [
         *(
@@ -417,7 +431,7 @@ _ROW_SCHEMA = pa.schema(
                 *("digest", "mask_digest", "rejected_digest"),
             )
         ),
-        ("captions", pa.list_(pa.string())),
+        *((name, pa.list_(pa.string())) for name in _LISTS),
         ("thumbnail", pa.binary()),
         ("width", pa.int32()),
         ("height", pa.int32()),
@@ -435,7 +449,8 @@ def write_part(path: Path, rows: Sequence[InputRow]) -> None:
 
 
 def _from_table(table: Any) -> list[InputRow]:
-    return [InputRow(**{**values, "captions": tuple(values["captions"])}) for values in table.to_pylist()]
+    lists = [name for name in _LISTS if name in table.column_names]  # a part of an earlier version has no references
+    return [InputRow(**{**values, **{name: tuple(values[name]) for name in lists}}) for values in table.to_pylist()]
 
 
 def _num_rows(path: Path) -> int:

@@ -7,15 +7,18 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, BinaryIO
+
+from PIL import Image
 
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import MASK, MASK_FACTOR
+from sd3_light.core.columns import IMAGE, MASK, MASK_FACTOR, REJECTED, reference_entry
 from sd3_light.sources.access import exists
 from sd3_light.sources.buckets import Bucket, ResizePlan, plan
 from sd3_light.sources.preprocess import Pixels, Reject, decode, decode_mask, fit, fit_mask, make_thumbnail, probe
-from sd3_light.sources.records import Location, open_location
+from sd3_light.sources.records import FileBytes, Location, open_location
 from sd3_light.sources.video import count_frames, decode_video, is_video
 
 _PIECE = 1 << 20
@@ -34,6 +37,7 @@ class SampleLocation:
     with_thumbnail: bool = False
     rejected: Location | None = None
     fps: float | None = None
+    references: tuple[Location, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,7 @@ class Probe:
     rejected_digest: str = ""
     frames: int = 0
     fps: float = 0.0
+    reference_digests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,8 @@ class DecodeTask:
 class Decoded:
     """Pixels [height, width, 3] and the mask at latent resolution, or the reason why they were rejected.
 
-    ``worse`` are the pixels of the other image of a pair. A clip of several frames has pixels [frames, height, width,
-    3].
+    ``worse`` are the pixels of the other image of a pair, ``references`` those of each reference, None if it is copied.
+    A clip of several frames has pixels [frames, height, width, 3].
     """
 
     pixels: Pixels | None = None
@@ -83,6 +88,13 @@ class Decoded:
     reason: str = ""
     detail: str = ""
     worse: Pixels | None = None
+    references: tuple[Pixels | None, ...] = ()
+
+    def entries(self) -> dict[str, Pixels]:
+        """Return the pixels of all images that were read, by their entries."""
+        references = {reference_entry(number): pixels for number, pixels in enumerate(self.references)}
+        images = {IMAGE: self.pixels, REJECTED: self.worse, **references}
+        return {entry: pixels for entry, pixels in images.items() if pixels is not None}
 
 
 CRASHED_PROBE = Probe(reason="decoder_crashed", detail="while its header was read")
@@ -102,14 +114,22 @@ def _probe(location: SampleLocation) -> Probe:
         image = location.image.read()
         mask = _read(location.mask)
         worse = _read(location.rejected)
+        references = tuple(content_digest(reference.read()) for reference in location.references)
         width, height = probe(image)
         thumbnail = make_thumbnail(image, mask) if location.with_thumbnail else b""
     except Reject as reject:
         return Probe(reason=reject.reason, detail=reject.detail)
     except OSError as error:
         return Probe(reason="unreadable", detail=str(error))
-    others = _digest_or_none(mask), _digest_or_none(worse)
-    return Probe(width, height, content_digest(image), thumbnail, mask_digest=others[0], rejected_digest=others[1])
+    return Probe(
+        width,
+        height,
+        content_digest(image),
+        thumbnail,
+        mask_digest=_digest_or_none(mask),
+        rejected_digest=_digest_or_none(worse),
+        reference_digests=references,
+    )
 
 
 def _probe_video(location: SampleLocation, fps: float) -> Probe | None:
@@ -147,13 +167,34 @@ def _decode(task: DecodeTask) -> Decoded:
         weights = _mask_weights(task, resize)
         worse = None if "rejected" in task.copied else _read_unchanged(location.rejected, probed.rejected_digest)
         pixels = None if image is None else fit(decode(image), resize)
-        if worse is None:
-            return Decoded(pixels, weights)
-        return Decoded(pixels, weights, worse=fit(decode(worse), plan(*probe(worse), task.bucket)))
+        references = tuple(_decode_reference(task, number) for number in range(len(location.references)))
+        return Decoded(pixels, weights, worse=_fit_other(worse, task.bucket), references=references)
     except Reject as reject:
         return Decoded(reason=reject.reason, detail=reject.detail)
     except OSError as error:
         return Decoded(reason="unreadable", detail=str(error))
+
+
+def _decode_reference(task: DecodeTask, number: int) -> Pixels | None:
+    """Return the pixels of a reference, which has the bucket of its image; None if it is copied."""
+    if reference_entry(number) in task.copied:
+        return None
+    data = _read_unchanged(task.location.references[number], task.probe.reference_digests[number])
+    return _fit_other(data, task.bucket)
+
+
+def _fit_other(data: bytes | None, bucket: Bucket) -> Pixels | None:
+    """Return the pixels of another image of a sample, cropped on its own to the bucket."""
+    return None if data is None else fit(decode(data), plan(*probe(data), bucket))
+
+
+def read_fitted(path: Path, bucket: Bucket) -> Image.Image:
+    """Return an image file as the cache stage resizes and crops it. Raises UserError if it cannot be read."""
+    try:
+        data = FileBytes(str(path)).read()
+        return Image.fromarray(fit(decode(data), plan(*probe(data), bucket)))
+    except (Reject, OSError) as error:
+        raise UserError(f"{path} cannot be read as an image: {error}") from error
 
 
 def _decode_video(task: DecodeTask, resize: ResizePlan) -> Decoded:

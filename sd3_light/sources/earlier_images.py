@@ -53,7 +53,7 @@ class EarlierImages:
 
     def add(self, row: InputRow, directory: DirectoryConfig) -> Duplicate | None:
         """Return what an image duplicates. Add it if that is nothing."""
-        digest = f"{row.digest}/{row.mask_digest}/{row.rejected_digest}"
+        digest = "/".join((row.digest, row.mask_digest, row.rejected_digest, *row.reference_digests))
         if equal := self._images("digest = ?", digest):
             return Duplicate("keep" if directory.duplicates == "keep" else "drop", *equal)
         thumbnail = row.thumbnail if directory.duplicates == "drop_similar" else b""

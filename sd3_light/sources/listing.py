@@ -89,8 +89,8 @@ def is_image_name(name: str) -> bool:
 
 
 def mask_paths(directory: DirectoryConfig) -> frozenset[str]:
-    """Return the paths of masks and rejected images, which are no samples even if they are below the directory."""
-    paths = (directory.mask_path, directory.default_mask_file, directory.rejected)
+    """Return the paths of masks, rejected images and references: they are no samples, even below the directory."""
+    paths = (directory.mask_path, directory.default_mask_file, directory.rejected, *directory.references)
     return frozenset(str(path) for path in paths if path)
 
 

@@ -48,6 +48,7 @@ REASONS = {
     "would_be_enlarged": "no_upscale is on and the image is smaller than its bucket at every resolution",
     "empty_mask": "the mask is zero everywhere inside the crop, so the sample has no effect on training",
     "no_rejected": "the folder `rejected` has no image of this name",
+    "no_reference": "a folder of `references` has no image of this name",
     # files
     "unreadable": "the file or folder could not be read",
     "changed_meanwhile": "the file changed while it was being cached; the next run uses the new version",

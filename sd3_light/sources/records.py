@@ -100,7 +100,8 @@ class Record:
 
     ``key`` is its stable source key, unique in the dataset: ``NAME#N/path/in/the/directory.jpg``. ``captions`` is never
     empty (an empty caption is ``""``) and includes the caption prefix; tags are not shuffled yet. ``attributes`` is the
-    JSON of the values that `where` combines with the image's size. ``rejected`` is a worse image of the same caption.
+    JSON of the values that `where` combines with the image's size. ``rejected`` is a worse image of the same caption,
+    ``references`` are images that the model sees beside it, in their order.
     """
 
     key: str
@@ -109,6 +110,7 @@ class Record:
     mask: Location | None = None
     attributes: str = ""
     rejected: Location | None = None
+    references: tuple[Location, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,9 @@ def scan(
         raise UserError(f"mask_path: {directory.mask_path} is not a folder; for one common mask set default_mask_file")
     if directory.rejected is not None and not is_folder(directory.rejected):
         raise UserError(f"rejected: {directory.rejected} is not a folder; give the folder of the rejected images")
+    for folder in directory.references:
+        if not is_folder(folder):
+            raise UserError(f"references: {folder} is not a folder; give the folder of the reference images")
     path = directory.path
     if suffix_of(path) not in CONTAINERS and not is_folder(path):
         raise UserError(f"path: {path} is not a folder, .tar or .parquet file; give the folder that contains it")

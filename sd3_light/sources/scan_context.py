@@ -42,6 +42,7 @@ class ScanContext:
         self._prefix = f"{directory.name}#{index}"
         self._masks = _Companions(directory.mask_path, name_store, _default_mask(directory.default_mask_file))
         self._rejected = _Companions(directory.rejected, name_store)
+        self._references = [_Companions(folder, name_store) for folder in directory.references]
         self._limit = round(directory.subsample_ratio * 2**63)
 
     def _key(self, name: str) -> str:
@@ -58,7 +59,7 @@ class ScanContext:
         """Yield the record of an image, or its reject; nothing if subsampling, ``where`` or ``exclude`` leaves it out.
 
         Captions and columns are fetched only if needed. ``mask_name``, without its suffix, is looked up in
-        ``mask_path`` and ``rejected``.
+        ``mask_path``, ``rejected`` and ``references``.
         """
         key = self._key(name)
         if self._exclusions.leaves_out(_printable(key)):
@@ -79,11 +80,19 @@ class ScanContext:
                 rejected = self._rejected.find(mask_name or name)
                 if rejected is None and self._directory.rejected is not None:
                     raise Reject("no_rejected", f"{self._directory.rejected}")
-                self._require_size(None if self._is_read_in_pieces(image) else image, mask, rejected)
+                references = self._find_references(mask_name or name)
+                self._require_size(None if self._is_read_in_pieces(image) else image, mask, rejected, *references)
                 kept = self.selection.kept(values) if self.selection else ""
-                yield Record(key, captions, image, mask, kept, rejected)
+                yield Record(key, captions, image, mask, kept, rejected, references)
             except Reject as reject:
                 yield Rejected(key, reject.reason, _printable(reject.detail), image)
+
+    def _find_references(self, name: str) -> tuple[Location, ...]:
+        references = tuple(companions.find(name) for companions in self._references)
+        for folder, reference in zip(self._directory.references, references, strict=True):
+            if reference is None:
+                raise Reject("no_reference", f"{folder}")
+        return tuple(filter(None, references))
 
     def _caption_length(self, captions: Sequence[str]) -> int:
         """Return the number of characters of the longest caption, without the prefix."""

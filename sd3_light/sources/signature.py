@@ -85,6 +85,9 @@ def signature(directory: DirectoryConfig, index: int) -> str:
     for key in ("mask_path", "default_mask_file", "rejected"):
         path: DataLocation | None = getattr(directory, key)
         total += 0 if path is None else _hash_path(key, path, _all_entries, is_image_name)
+    for number, folder in enumerate(directory.references):
+        total += _hash(f"setting reference {number}\0{folder!r}")
+        total += _hash_path(f"reference {number}", folder, _all_entries, is_image_name)
     return f"{total % _MODULUS:032x}"
 
 

@@ -39,7 +39,7 @@ from sd3_light.tasks.sides import Sides
 _SHOWN_REJECTS = 5
 _UNIT = 4096  # samples that are planned together
 _BATCH = 16  # images that a process checks at a time
-_UNUSED = {"flip": False, "num_repeats": 1, "caption_weights": ()}
+_UNUSED = {"flip": False, "num_repeats": 1, "caption_weights": (), "references": ()}
 """Keys of a directory that have no effect in scripts, and their defaults."""
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sd3_light.check.counted_cost import FLOPS_DTYPE, DenoiserCost
 from sd3_light.check.denoiser_count import Counts
 from sd3_light.core.batch import Batch
-from sd3_light.core.columns import Column
+from sd3_light.core.columns import REFERENCE, Column
 from sd3_light.core.cost import BlockBytes, TextTokens, Tokens
 from sd3_light.families.stock.latents import LatentShape
 
@@ -154,7 +154,8 @@ class StockCost(CountedCost):
         values = {"t": torch.zeros(1)}
         for column in self._prepared:
             shape = (text, *column.shape[1:]) if column.name == TEXT else column.shape
-            shape = (*column.shape[:-2], *sides) if column.name == "noisy" else shape
+            is_latent = column.name == "noisy" or column.name.startswith(REFERENCE)
+            shape = (*column.shape[:-2], *sides) if is_latent else shape
             values[column.name] = torch.zeros(1, *shape, dtype=getattr(torch, column.dtype))
         return Batch(1, values)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import ModelConfig, UserError
 from sd3_light.core.batch import LENGTH, Batch
-from sd3_light.core.columns import Bucket
+from sd3_light.core.columns import Bucket, reference_entry
 from sd3_light.core.files import AdapterNames, CardTexts, Files
 from sd3_light.export.proof_process import sample_image
 from sd3_light.families.stock.inputs import StockInputs
@@ -78,8 +78,10 @@ class StockFiles(Files):
         shape = LatentShape.of_folder(folder)
         latents = shape.latents(self._size(folder), self._family.media == "video")
         noisy = torch.randn(2, *latents, generator=torch.Generator().manual_seed(1))
+        others = {reference_entry(number): noisy.flip(0) * 0.5 for number in range(self._family.references)}
+        values = {"noisy": noisy, "t": torch.tensor([0.25, 0.5]), **others}
         try:
-            self._family.denoise(stand_in, batch.with_values({"noisy": noisy, "t": torch.tensor([0.25, 0.5])}), 1.0)
+            self._family.denoise(stand_in, batch.with_values(values), 1.0)
         except _Called as call:
             kind = getattr(diffusers, self._family.denoiser)
             bound = inspect.signature(kind.forward).bind(None, *call.args, **call.kwargs)
@@ -94,6 +96,10 @@ class StockFiles(Files):
         arguments = self._family.pipeline_arguments(texts, negative if is_guided else None, _GUIDANCE)
         size = self._size(folder)
         arguments |= {"num_frames": size.frames} if self._family.media == "video" else {}
+        if self._family.references:
+            latents = LatentShape.of_folder(folder).latents(size)
+            reference = torch.randn(1, *latents, generator=torch.Generator().manual_seed(2))
+            arguments |= self._family.reference_arguments(reference, (size.width, size.height))
         return {**arguments, "width": size.width, "height": size.height, "num_inference_steps": _STEPS}
 
     def _size(self, folder: Path) -> Bucket:

@@ -11,10 +11,12 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.caption_lengths import TextLimit
+from sd3_light.core.columns import Bucket
 from sd3_light.core.sampling import UNSTATED, EncodedText, ImageRequest, OwnDrawing, PipelineInputs
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.families.stock.sampling import batch_texts
 from sd3_light.model.part_configs import read_json
+from sd3_light.sources.decode import read_fitted
 
 if TYPE_CHECKING:
     from sd3_light.families.base import StockFamily
@@ -86,6 +88,13 @@ class StockInputs(PipelineInputs):
         below = frames - (frames - 1) % step
         return f"{frames} frames: this model needs {step}·n + 1, such as {below} or {below + step}"
 
+    def references_fault(self, count: int) -> str | None:
+        """See `PipelineInputs.references_fault`."""
+        most = self.family.references
+        if not most:
+            return super().references_fault(count)
+        return None if count <= most else f"{count} references: this model sees {most}"
+
     @property
     def default_frames(self) -> int:
         """See `PipelineInputs.default_frames`."""
@@ -136,6 +145,10 @@ class StockInputs(PipelineInputs):
         if self.family.is_guided(guidance) and not self.family.takes_guidance(pipe.transformer.config):
             negative = self._batch(pipe, encode([_NEGATIVE + request.negative_prompt for request in batch]))
         arguments = self.family.pipeline_arguments(texts, negative, guidance)
+        if self.family.references:
+            size = batch[0].width, batch[0].height
+            files = [path for request in batch for path in request.references]
+            arguments |= self.family.reference_arguments([read_fitted(path, Bucket(*size)) for path in files], size)
         return arguments if self.family.media == "image" else {**arguments, "num_frames": batch[0].frames}
 
     def _batch(self, pipe: Any, texts: Sequence[EncodedText]) -> Batch:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import Checkpointing, recomputed_blocks
 from sd3_light.core.batch import Batch
+from sd3_light.core.columns import reference_entry
 from sd3_light.core.model import TrainedModel, denoiser_blocks, save_products, tapped
 from sd3_light.core.objective import Objective, Prediction
 from sd3_light.core.start import WeightsStart
@@ -123,6 +124,7 @@ class StockTraining(TrainingParts):
             empty_text=empty_text or {},
             patch=self.family.patch,
             line=shift_line(model),
+            references=tuple(f"moments.{reference_entry(number)}" for number in range(self.family.references)),
         )
 
     def model(self, denoiser: nn.Module, config: TrainConfig, fast: bool) -> StockModel:

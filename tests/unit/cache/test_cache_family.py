@@ -187,6 +187,7 @@ def test_a_unit_collects_what_the_encoders_return(encoding: WordEncoding) -> Non
             identity=number,
             captions=captions,
             row=SimpleNamespace(key=str(number), image="image", mask="", rejected=""),
+            fingerprints={"image": str(number)},
         )
         for number, captions in enumerate([("a star",), ("a star", "two stars")])
     ]

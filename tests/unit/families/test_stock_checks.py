@@ -357,10 +357,10 @@ def test_single_files_are_refused_with_the_remedy(
 
 
 def test_a_named_family_has_its_own_pipeline(flux: Path, faults: Callable[..., list[tuple[str, str]]]) -> None:
-    """Kontext has the denoiser of Flux, and takes images."""
-    set_json(flux / "model_index.json", _class_name="FluxKontextPipeline")
+    """Fill has nearly the denoiser of Flux, and takes images."""
+    set_json(flux / "model_index.json", _class_name="FluxFillPipeline")
     assert faults(flux, "", 'type = "flux"') == [
-        ("model.diffusers_path", "it is a 'FluxKontextPipeline', and Flux a FluxPipeline")
+        ("model.diffusers_path", "it is a 'FluxFillPipeline', and Flux a FluxPipeline")
     ]
 
 

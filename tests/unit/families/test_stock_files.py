@@ -25,7 +25,7 @@ from sd3_light.model.folder import pipeline_settings
 from sd3_light.model.loading import load_diffusers_model
 from tests.stock import save_stock
 
-FAMILIES = ("flux", "flux2", "krea2", "prx", "qwen_image", "sana", "wan", "z_image")
+FAMILIES = ("flux", "flux_kontext", "flux2", "krea2", "prx", "qwen_image", "sana", "wan", "z_image")
 LOADS = tuple(name for name in FAMILIES if name != "prx")  # its stock pipeline loads no LoRA
 
 

@@ -79,7 +79,8 @@ def test_every_kind_keeps_the_values_of_its_recipe(name: str) -> None:
     assert {key: ours[key] for key in ("optimizer", "ema")} == {key: recipe[key] for key in ("optimizer", "ema")}
     assert not any(line.rstrip() == "#" for line in text.splitlines()[6:])
     data = tomllib.loads(data_toml(kind, values))
-    assert (data["resolutions"], data["directory"]) == ([256], [{"path": "images"}])
+    references = {"references": ["images-before"]} if kind.references else {}
+    assert (data["resolutions"], data["directory"]) == ([256], [{"path": "images", **references}])
 
 
 def test_a_recipe_keeps_its_keys_and_comments(tmp_path: Path, images: str) -> None:
@@ -357,7 +358,7 @@ def test_the_command_prints_the_next_three(tmp_path: Path, images: str, capfd: p
         (["new", "lora"], "--data FOLDER is missing"),
         (
             ["new", "lorra", "--data", "x"],
-            "unknown kind 'lorra'; the kinds are lora, finetune, reward, pretrain, icons, distill",
+            "unknown kind 'lorra'; the kinds are lora, edit, finetune, reward, pretrain, icons, distill",
         ),
     ],
 )
@@ -380,7 +381,7 @@ def test_a_wrong_answer_is_asked_again(tmp_path: Path, images: str, monkeypatch:
     answers = ("icon", "icons", "nowhere", images, str(DEMO))
     result = CliRunner().invoke(app, ["new", "--out", str(tmp_path)], input="\n".join(answers) + "\n")
     assert result.exit_code == 0, result.output
-    assert "unknown kind 'icon'; the kinds are lora, finetune, reward, pretrain, icons, distill" in result.output
+    assert "unknown kind 'icon'; the kinds are lora, edit, finetune, reward, pretrain, icons, distill" in result.output
     assert "no such file or folder: nowhere" in result.output
 
 
