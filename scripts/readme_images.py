@@ -10,16 +10,21 @@ The run on the page of a run continues the shipped base with sample images, a mi
 import argparse
 import base64
 import os
+import re
 import shutil
 import subprocess
 import sys
 from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from sd3_light.world.dataset import draw_prompts
+
+if TYPE_CHECKING:
+    from tests.e2e.browser import Browser
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
@@ -32,6 +37,8 @@ document.documentElement.style.overflow = "hidden";
 const lastTwo = path => path.split("/").slice(-2).join("/");
 document.querySelectorAll(".key.soft").forEach(node => { node.textContent = lastTwo(node.textContent) });
 """
+LISTED = "document.querySelectorAll('.sample').length > 0 && !document.querySelector('#job p')"
+LIST_IMAGES = "document.querySelector('.sample') ?? document.querySelector('form[action$=\"/list\"] button')?.click()"
 SAMPLED = (
     f"sampling.prompts={PROMPTS}",
     "sampling.every_n_steps=20",
@@ -72,36 +79,69 @@ def grid(demo: Path) -> None:
         save_small(image.convert("RGB"), IMAGES / "grid.png")
 
 
-def page(name: str, address: str) -> None:
-    """Save the top of a page, in light and dark colours."""
-    sys.path.insert(0, str(ROOT))
-    from tests.e2e.browser import start_browser
+def page(browser: "Browser", name: str, address: str, ready: str = "true", first: str = "") -> None:
+    """Save the top of a page, in light and dark colours, when a condition is true in it."""
+    from tests.waiting import wait_until
 
-    with TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # the browser may still write
-        browser = start_browser(Path(profile))
-        for scheme in ("light", "dark"):
-            browser.open_address(address, width=WIDTH, scheme=scheme)
-            browser.evaluate(PLAIN_PAGE)
-            clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
-            png = browser.call("Page.captureScreenshot", format="png", clip=clip)["data"]
-            image = Image.open(BytesIO(base64.b64decode(png))).convert("RGB")
-            size = SHOWN_WIDTH, round(SHOWN_WIDTH * HEIGHT / WIDTH)
-            save_small(image.resize(size, Image.Resampling.LANCZOS), IMAGES / f"{name}-{scheme}.png")
-        browser.close()
+    for scheme in ("light", "dark"):
+        browser.open_address(address, width=WIDTH, scheme=scheme)
+        browser.evaluate(first)
+        wait_until(lambda: browser.evaluate(f"Boolean({ready})"), lambda: f"{name}: {ready}", pause=0.2)
+        browser.evaluate(PLAIN_PAGE)
+        clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
+        png = browser.call("Page.captureScreenshot", format="png", clip=clip)["data"]
+        image = Image.open(BytesIO(base64.b64decode(png))).convert("RGB")
+        size = SHOWN_WIDTH, round(SHOWN_WIDTH * HEIGHT / WIDTH)
+        save_small(image.resize(size, Image.Resampling.LANCZOS), IMAGES / f"{name}-{scheme}.png")
 
 
-def live_page(demo: Path) -> None:
-    """Save the page of `sd3-light ui` with the samples of the demo's cache."""
-    sys.path.insert(0, str(ROOT))
+def live_pages(browser: "Browser", demo: Path, run: Path) -> None:
+    """Save pages of `sd3-light ui`: a cache, a dataset, a project, and the queue while one run trains and one waits."""
     from sd3_light.ui.folders import folder_id
+    from sd3_light.ui.job import DONE, Job, write_jobs
+    from sd3_light.ui.run_queue import RunQueue
 
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    arguments = [sys.executable, "-P", "-m", "sd3_light", "ui", str(demo), "--port", "0"]
-    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        address = server.stdout.readline().split()[1]  # open ADDRESS (...)
-        page("ui", f"{address}data/{folder_id(demo / 'cache')}")
-        server.terminate()
+    config = demo / "sampled.toml"
+    shutil.copy(run / "config.toml", config)
+    with TemporaryDirectory() as state:
+        queue = RunQueue(Path(state, "sd3_light"), [demo])
+        queue.slots = list  # the server starts what waits
+        waiting = [_longer(config, name) for name in ("first_try", "second_try")]
+        for each in waiting:
+            queue.add(each)
+        finished = Job("done", str(config), str(run), state=DONE, added=1.0, begun=1.0, ended=2.0)
+        write_jobs(queue.file, [*queue.jobs(), finished])
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": state}
+        arguments = [sys.executable, "-P", "-m", "sd3_light", "ui", str(demo), "--port", "0"]
+        with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as server:
+            assert server.stdout is not None
+            address = server.stdout.readline().split()[1]  # open ADDRESS (...)
+            dataset = f"{address}datasets/{folder_id(demo / 'data.toml')}"
+            try:
+                page(browser, "ui", f"{address}data/{folder_id(demo / 'cache')}")
+                page(
+                    browser,
+                    "ui-queue",
+                    f"{address}queue",
+                    "document.querySelector('main section:nth-of-type(1) .track') !== null",
+                )
+                for each in waiting:
+                    queue.stop(demo / each.stem)
+                faults = "document.querySelector('#faults')?.innerText === 'None.'"
+                page(browser, "ui-project", f"{address}projects/{folder_id(config)}", faults)
+                page(browser, "ui-dataset", dataset, LISTED, LIST_IMAGES)
+            finally:
+                server.terminate()
+
+
+def _longer(config: Path, name: str) -> Path:
+    """Write a copy of a config for another run."""
+    text = config.read_text(encoding="utf-8")
+    path = config.with_name(f"{name}.toml")
+    path.write_text(
+        re.sub(r"(?m)^output_dir = .*$", f"output_dir = '{config.with_name(name)}'", text), encoding="utf-8"
+    )
+    return path
 
 
 def main() -> None:
@@ -116,9 +156,15 @@ def main() -> None:
     command("report", run, "--out", demo / "report.html")
     command("inspect", demo / "cache", "--out", demo / "cache.html")
     grid(demo)
-    page("report", (demo / "report.html").as_uri())
-    page("dataset", (demo / "cache.html").as_uri())
-    live_page(demo)
+    sys.path.insert(0, str(ROOT))
+    from tests.e2e.browser import start_browser
+
+    with TemporaryDirectory(ignore_cleanup_errors=True) as profile:  # the browser may still write
+        browser = start_browser(Path(profile))
+        page(browser, "report", (demo / "report.html").as_uri())
+        page(browser, "dataset", (demo / "cache.html").as_uri())
+        live_pages(browser, demo, run)
+        browser.close()
 
 
 if __name__ == "__main__":

@@ -64,7 +64,8 @@ class Guard:
             # move the token from the address, which ends up in histories, to a cookie
             rest = [(name, value) for name, value in request.query_params.multi_items() if name != "token"]
             response = RedirectResponse(request.url.path + (f"?{urlencode(rest)}" if rest else ""), 303)
-            response.set_cookie(cookie, token, httponly=True, samesite="strict")
+            is_tls = request.url.scheme == "https"  # uvicorn takes it from a proxy on this machine
+            response.set_cookie(cookie, token, httponly=True, samesite="strict", secure=is_tls)
             return response
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if _equal(request.cookies.get(cookie, ""), token) or _equal(bearer, token):

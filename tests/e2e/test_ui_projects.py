@@ -216,7 +216,7 @@ def draw_and_share(browser: Browser, server: str, project: Path) -> None:
     follow(browser, "lora")
     wait_for(browser, "document.querySelector('h1')?.textContent === 'Run lora'")
     follow(browser, "Samples over steps")
-    wait_for(browser, "[...document.querySelectorAll('.strip img')].some(image => image.naturalWidth > 0)")
+    wait_for(browser, "[...document.querySelectorAll('.matrix img')].some(image => image.naturalWidth > 0)")
     browser.open_address(f"{server}/runs/{folder_id(run)}")
     follow(browser, "Draw")
     wait_for(browser, "document.querySelector('#draw') !== null")

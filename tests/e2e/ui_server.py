@@ -9,8 +9,10 @@ from tests.waiting import HANG_SECONDS, wait_until
 
 
 @contextmanager
-def served(folder: Path, models: Sequence[Path] = (), state: Path | None = None) -> Iterator[str]:
-    """Serve a folder, with the queue in a state folder; yields the address."""
+def served(
+    folder: Path, models: Sequence[Path] = (), state: Path | None = None, token: str | None = None
+) -> Iterator[str]:
+    """Serve a folder, with the queue in a state folder, to those with the token; yields the address."""
     import uvicorn
 
     from sd3_light.engines import Launch
@@ -19,7 +21,9 @@ def served(folder: Path, models: Sequence[Path] = (), state: Path | None = None)
     site = Site.of_folders([folder], models, folder / "playground", Launch)
     if state is not None:
         site.queue.state = state
-    server = uvicorn.Server(uvicorn.Config(make_app(site), port=0, log_level="warning", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(
+        uvicorn.Config(make_app(site, token), port=0, log_level="warning", timeout_graceful_shutdown=1)
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started)

@@ -279,6 +279,19 @@ def test_the_card_of_an_adapter_links_its_base_on_the_hub(tmp_path: Path) -> Non
     assert "base_model" not in adapter_card(spec_of(tmp_path / "sd3" / "transformer"), {})
 
 
+def test_the_card_of_an_adapter_has_the_licence_of_its_base_and_the_scores(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path / "sd3" / "transformer")
+    spec = replace(spec, about={"losses": {"held": 0.25}, "images": "20", "captions": "1 per image"})
+    (tmp_path / "sd3").mkdir()
+    (tmp_path / "sd3" / "README.md").write_text("---\nlicense: openrail++\n---\n# SD3\n")
+    card = adapter_card(spec, {})
+    data = ModelCard(card).data.to_dict()
+    assert data["license"] == "openrail++"
+    assert data["model-index"][0]["results"][0]["metrics"][0]["value"] == 0.25
+    assert "copied from the model that training started from" in card
+    assert "| images | 20 |" in card
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=name_of)
 def test_the_card_of_an_adapter_names_the_library_that_loads_it(tmp_path: Path, kind: dict[str, Any]) -> None:
     """The hub shows how to load a file by this field, and diffusers does not load LoKr and LoHa."""

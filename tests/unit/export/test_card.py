@@ -1,5 +1,6 @@
 """The model card: metadata for the hub, text for people, and code that runs."""
 
+import json
 import os
 import re
 from pathlib import Path
@@ -12,8 +13,10 @@ from huggingface_hub import ModelCard
 from sd3_light.config import SIZES
 from sd3_light.core.registry import family_named
 from sd3_light.export.card import model_card
+from sd3_light.export.card_facts import _cache_facts, _caption_summary, _metrics
 from sd3_light.export.export_spec import ExportSpec
 from sd3_light.export.licence import licence_file
+from tests.project import Project
 
 CONFIG = SIZES["tiny2"].transformer_config()
 TEXT = {"text_tokens": "padded", "uncond_text": "empty", "t5_max_length": 16}
@@ -131,3 +134,37 @@ def test_each_kind_of_text_has_its_own_call(tmp_path: Path) -> None:
 def test_the_unconditional_input_is_named(tmp_path: Path, uncond: str) -> None:
     text = " ".join(card(tmp_path, text_tokens="real", uncond_text=uncond).split())
     assert f"unconditional input of guidance was {'zeros' if uncond == 'zero' else 'the empty prompt'}" in text
+
+
+def test_a_card_has_the_size_of_the_data_and_not_its_captions(cached_project: Project) -> None:
+    facts = _cache_facts(cached_project.cache)
+    assert facts["images"] == "40"
+    assert re.fullmatch(r"\d( to \d)? per image, \d+ to \d+ characters, median [\d.]+", facts["captions"])
+    text = card(cached_project.model, {"data set": "data", **facts})
+    assert "| images | 40 |" in text.splitlines()
+    assert f"| captions | {facts['captions']} |" in text.splitlines()
+
+
+def test_a_cache_that_cannot_be_read_leaves_the_card_without_it(tmp_path: Path) -> None:
+    assert _cache_facts(tmp_path) == {}
+    (tmp_path / "manifest.json").write_text("{")
+    assert _cache_facts(tmp_path) == {}
+    assert _caption_summary([("",), ()]) == "none"
+    assert _caption_summary([("ab", "abcd"), ("abc",)]) == "1 to 2 per image, 2 to 4 characters, median 3"
+
+
+def test_a_card_has_the_last_metrics_of_its_weights_up_to_its_step(tmp_path: Path) -> None:
+    events = [
+        {"event": "metrics", "step": step, "weights": weights, "kid": {"value": value, "low": 0, "high": 1}}
+        for step, weights, value in ((1, "ema", 0.3), (2, "ema", 0.2), (2, "raw", 0.9), (3, "ema", 0.1))
+    ]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert _metrics(tmp_path / "log.jsonl", "ema", 2) == {"kid": 0.2}
+    data = read(card(tmp_path, {"metrics": {"kid": 0.2}}), tmp_path)
+    (entry,) = data["model-index"]
+    assert entry["results"][0]["metrics"][0]["value"] == 0.2
+
+
+def test_a_card_links_the_model_that_training_started_from(tmp_path: Path) -> None:
+    assert read(card(tmp_path, {"base model": "owner/sd3"}), tmp_path)["base_model"] == "owner/sd3"
+    assert "base_model" not in read(card(tmp_path, {"base model": ""}), tmp_path)
