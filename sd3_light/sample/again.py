@@ -1,6 +1,5 @@
 """Draw an image again from the settings in its PNG: the same bits on the same kind of machine."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,8 +47,16 @@ def drawn_image(text: str, where: str) -> DrawnImage:
         facts = None
     if not isinstance(facts, dict) or "prompt" not in facts:
         raise UserError(f"{where}: it has no settings of `sd3-light sample`; use an image that it wrote")
-    values: dict[str, Any] = {"negative_prompt": "", "frames": 1, "threads": 1, "fingerprint": "", "loras": []}
-    values |= {"references": []} | facts
+    absent: dict[str, Any] = {
+        "negative_prompt": "",
+        "frames": 1,
+        "threads": 1,
+        "shift": None,
+        "fingerprint": "",
+        "loras": [],
+        "references": [],
+    }
+    values = absent | facts
     for name, is_valid in _VALID.items():
         if not is_valid(values.get(name)):
             raise UserError(f"{where}: {name} is {values.get(name)!r:.80}; the file is damaged")
@@ -90,7 +97,7 @@ def _whole(least: int, most: int) -> Callable[[Any], bool]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST
 
 
 def _is_text(value: Any) -> bool:
@@ -101,6 +108,7 @@ def _is_lora(value: Any) -> bool:
     return isinstance(value, Mapping) and _is_text(value.get("file")) and _is_number(value.get("strength"))
 
 
+_LARGEST = 1e6  # of guidance, shift and strengths; whole numbers of JSON have no limit
 _OF_ROW = ("prompt", "seed", "negative_prompt", "width", "height", "steps", "guidance")
 _OF_OPTIONS = ("sampler", "dtype", "threads", "frames")
 _VALID: dict[str, Callable[[Any], bool]] = {

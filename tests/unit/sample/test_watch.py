@@ -19,7 +19,9 @@ from sd3_light.assets import DEMO
 from sd3_light.config.faults import UserError
 from sd3_light.core.registry import family_named
 from sd3_light.engines import Launch
+from sd3_light.export.chosen import choose_model
 from sd3_light.sample import phases
+from sd3_light.sample.again import drawn_image, options_again, read_drawn_image
 from sd3_light.sample.generate import Cancelled
 from sd3_light.sample.image_requests import PromptRow
 from sd3_light.sample.png import PNG_FACTS, read_png_facts, save_png
@@ -232,6 +234,7 @@ def test_an_image_is_drawn_again_from_its_png(command: Command, tmp_path: Path) 
         ({"steps": 10**9}, "steps is 1000000000; the file is damaged"),
         ({"seed": "0"}, "seed is '0'"),
         ({"guidance": float("nan")}, "guidance is nan"),
+        ({"guidance": 10**400}, "guidance is 1000"),
         ({"sampler": ["euler"]}, "sampler is \\['euler'\\]"),
         ({"loras": [{"file": 1}]}, "loras is"),
         ({"prompt": None}, "prompt is None"),
@@ -239,9 +242,6 @@ def test_an_image_is_drawn_again_from_its_png(command: Command, tmp_path: Path) 
     ],
 )
 def test_a_damaged_png_is_refused(change: dict[str, Any], text: str, tmp_path: Path) -> None:
-    from sd3_light.export.chosen import choose_model
-    from sd3_light.sample.again import options_again, read_drawn_image
-
     facts = {"prompt": "a", "negative_prompt": "", "seed": 0, "width": 32, "height": 32, "steps": 2, "guidance": 1}
     facts |= {"sampler": "euler", "dtype": "float32", "shift": 3.0, "model": "demo", "fingerprint": "", "loras": []}
     save_png(Image.new("RGB", (8, 8)), tmp_path / "a.png", {PNG_FACTS: json.dumps(facts | change)})
@@ -250,6 +250,13 @@ def test_a_damaged_png_is_refused(change: dict[str, Any], text: str, tmp_path: P
     Image.new("RGB", (8, 8)).save(tmp_path / "plain.png")
     with pytest.raises(UserError, match="it has no settings"):
         read_drawn_image(tmp_path / "plain.png")
+
+
+def test_what_an_earlier_version_did_not_write_is_the_models_own(tmp_path: Path) -> None:
+    facts = {"prompt": "a", "seed": 0, "width": 32, "height": 32, "steps": 2, "guidance": 1}
+    text = json.dumps(facts | {"sampler": "euler", "dtype": "float32", "model": "demo"})
+    drawn = drawn_image(text, "it")
+    assert (drawn.options.shift, drawn.options.threads, drawn.options.frames, drawn.loras) == (None, 1, 1, ())
 
 
 def test_settings_beside_from_are_refused(command: Command) -> None:
