@@ -123,10 +123,12 @@ class _Work:
                 images = {name: image for name, image in decoded.items() if isinstance(image, Image.Image)}
                 rejects |= {name: str(image) for name, image in decoded.items() if isinstance(image, Reject)}
                 for name, mask in zip(images, segmenter.masks(list(images.values())) if images else [], strict=True):
+                    path = self.masks / PurePosixPath(name).with_suffix(".png")
                     if mask.getbbox() is None:
                         rejects[name] = "empty_mask: the mask would be black, and the image would not be used"
+                        path.unlink(missing_ok=True)  # with --overwrite
                     else:
-                        _write(self.masks / PurePosixPath(name).with_suffix(".png"), mask)
+                        _write(path, mask)
                 bar.advance(len(decoded))
         self._list_rejects(rejects)
         kept = self.total - len(self.missing)

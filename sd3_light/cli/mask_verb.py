@@ -7,6 +7,7 @@ import typer
 
 from sd3_light.cli.app import Command, app
 from sd3_light.cli.process import command_line, continued_by, echo, given_options, init_process
+from sd3_light.formats import plural
 
 
 @app.command(cls=Command)
@@ -35,9 +36,8 @@ def mask(
     options = stage.MaskOptions(tuple(prompt or ()), threshold, invert, batch)
     with continued_by(command_line("mask", data, *given_options(context, "overwrite"))):
         for folder in stage.run(data, model, options, out, overwrite):
-            echo(f"{folder.masks}: wrote {folder.written:,} masks, kept {folder.kept:,}")
+            echo(f"{folder.masks}: wrote {plural(folder.written, 'mask')}, kept {folder.kept:,}")
             if folder.rejects:
-                path = folder.masks / stage.REJECTS
-                echo(f"{len(folder.rejects):,} images without a mask are listed in {path}; they train on all pixels")
+                echo(f"{plural(len(folder.rejects), 'image')} without a mask: see {folder.masks / stage.REJECTS}")
             if not folder.is_named:
                 echo(f'write mask_path = "{folder.masks}" in the [[directory]] of the images to train with them')

@@ -65,8 +65,8 @@ def _layer(setup: TrainingSetup) -> int:
 def train_host(setup: TrainingSetup, loaders: Amount, workers: int, export: Amount) -> Amount:
     """Return the host memory of a process that trains on a GPU, with its workers and while an export is proven.
 
-    ``loaders`` are batches, copies for checkpoints and blocks in host memory. All weights are loaded in float32 before
-    they go to the GPU; those that stay in host memory, or in bfloat16, are read one by one.
+    ``loaders`` are batches, copies for checkpoints and blocks in host memory. Random weights are drawn in float32
+    before they go to the GPU; stored ones are read one by one.
     """
     one_by_one = setup.adapter is not None or setup.hosted_parameters or setup.weight_bytes == 2
     loading = 0 if one_by_one else 4 * setup.cost.parameters

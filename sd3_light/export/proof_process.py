@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 SEED = 0
+LARGE_TABLE = 1 << 24
 _TENSOR = "tensor:"
 
 Update = Callable[[Tensor], Tensor]
@@ -66,7 +67,8 @@ def _of_layer(layer: str, read: Read | None) -> Read | None:
 
 
 def _cast_around(module: Any, update: Update | None, read: Read | None) -> list[Any]:
-    named = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    tables = dict(module.named_buffers(recurse=False))
+    named = [*module.named_parameters(recurse=False), *tables.items()]
     tensors = [tensor for _, tensor in named]
     stored = [tensor.data for tensor in tensors]
     if update is None and (not tensors or (read is None and all(tensor.dtype == torch.float32 for tensor in tensors))):
@@ -75,7 +77,10 @@ def _cast_around(module: Any, update: Update | None, read: Read | None) -> list[
     def widen(_: object, args: Any, kwargs: Any) -> tuple[Any, Any]:
         for name, tensor in named:
             values = None if read is None else read(name)
-            tensor.data = (tensor.data if values is None else values).float()
+            tensor.data = tensor.data if values is None else values
+            # a large table is cropped before it is added to float32: SD3.5's would take a gigabyte
+            if name not in tables or tensor.numel() < LARGE_TABLE:
+                tensor.data = tensor.data.float()
         if update is not None:
             module.weight.data = update(module.weight.data)
         # a pipeline may have cast them to the dtype of the weights

@@ -3,7 +3,7 @@
 import math
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -17,8 +17,8 @@ STEP_PREFIX = b'{"event": "step",'
 
 _SCANNED = {name: f'"{name}": '.encode() for name in ("step", "loss", "grad_norm")}
 _MOST_MARKS = 20_000
-_CHOSEN = 500  # lines of a preview: each may be a read of the disk
 _HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 18
+_PREVIEW_BYTES = 1 << 15  # at each end
 _CHOSEN_BYTES = 1 << 14  # in which such a line is looked for
 
 
@@ -34,26 +34,34 @@ def scan_step(line: bytes) -> LogEvent | None:
     return event if float(event["step"]).is_integer() else None
 
 
-def chosen_lines(path: Path) -> list[bytes]:
-    """Return the lines at the start and the end of a log and evenly spaced ones; repeated steps as last logged."""
+def chosen_lines(path: Path, most: int) -> list[bytes]:
+    """Return the lines at both ends of a log, and ``most`` evenly spaced ones; repeated steps as last logged."""
     with open_log(path) as file:
         size = os.fstat(file.fileno()).st_size
-        head, tail = min(size, _HEAD_BYTES), max(0, size - _TAIL_BYTES)
+        head = min(size, _PREVIEW_BYTES)
+        tail = max(head, size - _PREVIEW_BYTES)
         os.posix_fadvise(file.fileno(), head, tail - head, os.POSIX_FADV_RANDOM)  # reads no more than the lines
         lines = _lines_between(file, 0, head)
-        for index in range(1, _CHOSEN):
-            start = head + (tail - head) * index // _CHOSEN
+        for index in range(1, most if tail > head else 0):
+            start = head + (tail - head) * index // most
             lines += _lines_between(file, start, min(tail, start + _CHOSEN_BYTES))[:1]
-        lines += _lines_between(file, max(head, tail), size)
+        lines += _lines_between(file, tail, size)
     return _without_repeats(lines)
 
 
-def ends_of(path: Path) -> tuple[list[bytes], list[bytes]]:
-    """Return the first line of a log, and the complete ones at its end; repeated steps as last logged."""
+def ends_of(path: Path, most: int, kinds: Iterable[str]) -> tuple[bytes, list[bytes]]:
+    """Return the first line of a log, and its last ``most`` lines after the last ones of some kinds further up.
+
+    Only the ends of the file are read. Repeated steps are as last logged.
+    """
     with open_log(path) as file:
+        first = file.readline(_HEAD_BYTES)
         size = os.fstat(file.fileno()).st_size
-        first = _lines_between(file, 0, min(size, _HEAD_BYTES))[:1]
-        return first, _without_repeats(_lines_between(file, max(sum(map(len, first)), size - _TAIL_BYTES), size))
+        file.seek(max(0, len(first) - 1, size - _TAIL_BYTES))
+        rest, *last = file.read().rsplit(b"\n", most + 1)
+    starts = [rest.rfind(f'\n{{"event": "{kind}"'.encode()) + 1 for kind in kinds]
+    rare = [rest[start:].partition(b"\n")[0] for start in sorted(starts) if start]
+    return first, rare + _without_repeats(last[:-1])
 
 
 def _without_repeats(lines: Sequence[bytes]) -> list[bytes]:

@@ -163,6 +163,7 @@ def x_table(report: RunReport, run_id: str = "") -> dict[str, Any]:
     for step, time in _even(times, _MOST_ROWS):
         seen = samples.get(step, rows[-1][1]) if samples else step
         rows.append((max(step, rows[-1][0]), max(seen, rows[-1][1]), max(round((time - start) / 3600, 6), rows[-1][2])))
+    rows = rows[1:] or rows  # the axis begins where the curves do
     reduced = any(curve.bin_size > 1 for curve in report.steps.values())
     return {"id": run_id, "reduced": reduced, "rows": rows}
 

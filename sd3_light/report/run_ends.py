@@ -1,6 +1,5 @@
 """What the ends of a log say about a run, for lists of many runs."""
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sd3_light.config.faults import UserError
@@ -8,9 +7,8 @@ from sd3_light.report.curves import Curve, make_bin
 from sd3_light.report.log_lines import STEP_PREFIX, LogEvent, ends_of, scan_step
 from sd3_light.report.run_log import QUICK_BYTES, RunReport, RunSegment, parse_line, read_run
 
-LAST_LOSSES = 50
+LAST_LOSSES = 20
 """The loss of a run is the mean of this many logged losses at the end."""
-_RARE = [f'{{"event": "{kind}"'.encode() for kind in ("start", "resume", "eval")]
 
 
 def read_ends(folder: Path) -> RunReport:
@@ -19,15 +17,14 @@ def read_ends(folder: Path) -> RunReport:
     Raises UserError.
     """
     path = folder / "log.jsonl"
-    first, lines = ends_of(path)
+    first, lines = ends_of(path, LAST_LOSSES, ("start", "resume", "eval"))
     report = RunReport(folder)
-    for line in first:
-        _add(report, parse_line(path, 1, line))
+    if first.endswith(b"\n"):
+        _add(report, parse_line(path, 1, first))
     losses: dict[float, float] = {}
     try:
-        for line in _chosen(lines):
-            scanned = scan_step(line) if line.startswith(STEP_PREFIX) and line is not lines[-1] else None
-            event = scanned or parse_line(path, 0, line)
+        for line in lines:
+            event = (scan_step(line) if line.startswith(STEP_PREFIX) else None) or parse_line(path, 0, line)
             _add(report, event)
             if "loss" in event:
                 losses[event["step"]] = event["loss"]
@@ -43,19 +40,14 @@ def read_ends(folder: Path) -> RunReport:
     return report
 
 
-def _chosen(lines: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the last line of each rare kind, then the last lines."""
-    others = [line for line in lines[:-LAST_LOSSES] if not line.startswith(STEP_PREFIX)]
-    for prefix in _RARE:
-        yield from [line for line in others if line.startswith(prefix)][-1:]
-    yield from lines[-LAST_LOSSES:]
-
-
 def _add(report: RunReport, event: LogEvent) -> None:
     kind = event["event"]
     report.last[kind] = event
     if kind in ("start", "resume"):
         report.segments.append(RunSegment(event, event["time"]))
+        if report.last.get("eval", event).get("step", 0) > event.get("step", 0):  # it is repeated
+            report.evals.clear()
+            del report.last["eval"]
     elif kind == "eval" and "flow" in event:
         key = str(event.get("set", "")), str(event.get("weights", ""))
         report.evals.pop(key, None)

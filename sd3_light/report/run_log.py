@@ -8,6 +8,7 @@ resumed run repeated, and how many records there are. The second pass builds the
 import math
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -55,12 +56,16 @@ scanned for the fields that may spike."""
 QUICK_BYTES = 1 << 23
 """Up to this many new bytes are read while a page waits; more in the background."""
 
+PREVIEW_LINES = 500
+"""Lines of a preview; each may be a read of the disk."""
+
 MOST_FINE_BYTES = 1 << 28
 """Longest part of a log that is read for finer curves."""
 
 MOST_FINE_PARSED = 4000
 """Of such a part about this many lines are parsed; the others are only scanned."""
 
+_PAUSE_SECONDS = 0.5
 _ONE_READS = threading.Lock()
 _SEGMENT_STARTS = ("start", "resume")
 _COMPARED_BYTES = 1000  # of the first and the last line of a log that has changed
@@ -197,9 +202,9 @@ class RunReport:
         return f"at step {step['step']:,}; {state}"
 
 
-def read_preview(folder: Path) -> RunReport:
+def read_preview(folder: Path, most_lines: int = PREVIEW_LINES) -> RunReport:
     """Return what a choice of lines of a long log says: spikes, evaluations and resumes between them are missing."""
-    lines = chosen_lines(folder / "log.jsonl")
+    lines = chosen_lines(folder / "log.jsonl", most_lines)
     try:
         return replace(_ReadLog(folder, BytesIO(b"".join(lines))).report(), is_preview=True)
     except UserError as error:  # its line number is not that of the log
@@ -229,8 +234,7 @@ class RunReader:
     def read(self) -> RunReport:
         """Return what the log says now; the same object while the log is the same. Raises UserError."""
         with self._lock, open_log(self.folder / "log.jsonl") as file:
-            status = os.fstat(file.fileno())
-            version = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+            version = _version(file)
             if version != self._version:
                 self._result = self._read(file)
                 self._version = version
@@ -240,11 +244,14 @@ class RunReader:
 
     def look(self, quick_bytes: int = QUICK_BYTES) -> RunReport:
         """Return what the log says now; a preview while a thread reads very many new bytes. Raises UserError."""
-        if self._thread is None or not self._thread.is_alive():
+        if self._thread is not None and not self._thread.is_alive():
+            self._thread = None
+            self._preview = None
+            return self.read()
+        if self._thread is None:
             if self._num_new_bytes() <= quick_bytes:
-                self._preview = None
                 return self.read()
-            self._preview = read_preview(self.folder)
+            self._preview = read_preview(self.folder, max(50, PREVIEW_LINES * quick_bytes // QUICK_BYTES))
             self._thread = threading.Thread(target=self._read_alone, daemon=True)
             self._thread.start()
         return self._preview or self.read()
@@ -259,12 +266,20 @@ class RunReader:
         finally:
             self._lock.release()
 
+    def wait(self) -> None:
+        """Wait for the thread that reads the log, if there is one."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _num_new_bytes(self) -> int:
         with self._lock, open_log(self.folder / "log.jsonl") as file:
+            if _version(file) == self._version:
+                return 0
             return self._log.num_new_bytes(file) if self._log is not None else os.fstat(file.fileno()).st_size
 
     def _read_alone(self) -> None:
         """Read the log while no other thread does: several would only slow the pages down."""
+        time.sleep(_PAUSE_SECONDS)  # the page is sent first
         with _ONE_READS, suppress(UserError, OSError):  # the next look raises it
             self.read()
 
@@ -279,6 +294,11 @@ class RunReader:
             return str(error)
         self._log = log
         return log.report()
+
+
+def _version(file: BinaryIO) -> tuple[int, ...]:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _ReadLog:

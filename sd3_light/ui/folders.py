@@ -179,6 +179,10 @@ class Folders:
         """Return finer curves of a run between two steps; none where its log was not read or the part is too long."""
         return self._reader(folder).window(*steps, names)
 
+    def wait_for(self, folder: Path) -> None:
+        """Wait until the log of a run is read that is being read in the background, if it is."""
+        self._reader(folder).wait()
+
     def _reader(self, folder: Path) -> RunReader:
         with self._readers_lock:
             reader = self._readers.pop(folder, None) or RunReader(folder)

@@ -29,7 +29,8 @@ MOST_WAITING = 100
 _MOST_RECENT = 48
 _KEPT_DRAWINGS = 100  # of those that are done
 _FROM_ROW = ("prompt", "negative_prompt", "steps", "guidance", "width", "height")
-_GRID_SIDE = 384  # pixels of an image in a grid
+_GRID_SIDE = 384  # pixels of a large image in a grid
+_SMALL_SIDE = 128  # to about which smaller images are enlarged
 _GRID_FACTS = "sd3_light_grid"
 
 
@@ -324,6 +325,7 @@ def _save_grid(drawing: Drawing, out: Path) -> str:
     name = f"grid-{min(names.values())}"
     settings = {field.name: getattr(request, field.name) for field in fields(request) if field.name != "folders"}
     settings |= {"columns": vars(request.columns), "rows": vars(request.rows), "images": sorted(names.values())}
-    grid = make_grid(images, captions, len(request.columns.values), scale=1, title=request.prompt)
+    scale = max(1, _SMALL_SIDE // max(max(image.size) for image in images))
+    grid = make_grid(images, captions, len(request.columns.values), scale, title=request.prompt)
     save_png(grid, out / name, {_GRID_FACTS: settings})
     return name

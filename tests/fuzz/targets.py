@@ -26,6 +26,9 @@ from sd3_light import recipes
 from sd3_light.config.base import walk_tables
 from sd3_light.config.schema_dataset import DatasetDefaults, DirectoryConfig
 from sd3_light.config.schema_train import TrainConfig
+from sd3_light.report.run_charts import x_table
+from sd3_light.ui.folders import Folders
+from sd3_light.ui.run_pages import compare_page, comparison_charts, run_page, runs_page
 from tests.fuzz.mutation import mutate_bytes, mutate_json, odd, set_keys
 from tests.fuzz.pages import write_pages
 from tests.fuzz.world import World, rewrite
@@ -298,6 +301,38 @@ def log(world: World, folder: Path, rng: random.Random) -> Command:
     return ["report", folder / "run", *(["--out", folder / "out" / "page.html"] if rng.random() < 0.3 else [])]
 
 
+def log_pages(world: World, folder: Path, rng: random.Random) -> Command:
+    """The log and the config of a run on the pages of `sd3-light ui`, also where the log counts as a long one."""
+    log(world, folder, rng)
+    config = (world.run.run / "config.toml").read_bytes()
+    (folder / "run" / "config.toml").write_bytes(mutate_bytes(config, rng) if rng.random() < 0.5 else config)
+    steps = rng.choice(((0.0, 3.0), (-1e300, 1e300), (2.0, 1.0), (odd_number(rng), odd_number(rng))))
+    return [open_pages, folder, steps, rng.choice((1, 1 << 23))]
+
+
+def odd_number(rng: random.Random) -> float:
+    """Return a step that no run has."""
+    return rng.choice((0.0, -1.0, 1e-320, 1e308, 2.0**53, 0.5))
+
+
+def open_pages(folder: Path, steps: tuple[float, float], quick_bytes: int) -> None:
+    """Open the pages of the runs in a folder, and its finer curves. Raises UserError."""
+    folders = Folders([folder])
+    runs_page(folders)
+    (run_id,) = folders.runs()
+    for look in range(2):
+        run = folders.run(run_id)
+        report = folders.report(run, quick_bytes)
+        x_table(report, run_id)
+        comparison_charts({"run": report})
+        if look == 0:
+            folders.wait_for(run)
+    run_page(folders, run_id)
+    compare_page(folders, [run_id])
+    for curve in folders.fine_curves(run, steps, ["loss", "band/0.0-0.1", "no/such", "time"]).values():
+        json.dumps([curve.points, curve.extremes], allow_nan=False)
+
+
 def drawn_image(world: World, folder: Path, rng: random.Random) -> Command:
     """The settings in a PNG that is drawn again: changed values, in one of the layouts of text chunks, or damaged."""
     facts = {"prompt": "a star", "negative_prompt": "", "seed": 3, "width": 32, "height": 32, "steps": 1}
@@ -330,6 +365,7 @@ TARGETS: dict[str, Target] = {
     "manifest": manifest,
     "checkpoint_index": checkpoint_index,
     "log": log,
+    "log_pages": log_pages,
     "drawn_image": drawn_image,
     "pages": write_pages,
 }

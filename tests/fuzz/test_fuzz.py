@@ -11,7 +11,7 @@ from tests.fuzz.world import World
 from tests.hostile import Outcome, changes, run_cli, snapshot
 from tests.project import Project
 
-NEED_A_RUN = ("checkpoint_index", "log")
+NEED_A_RUN = ("checkpoint_index", "log", "log_pages")
 CASES = 6
 
 

@@ -97,3 +97,32 @@ def test_the_quota_of_a_cgroup_limits_the_cores(host: Path, cgroup: str, files: 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content + "\n")
     assert usable_cores() == cores
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of GNU's C library")
+def test_freed_memory_goes_back_to_the_system() -> None:
+    """Pieces of four mebibytes, which are freed while a smaller one behind them stays."""
+    script = """
+import ctypes, sys
+from sd3_light.system import release_freed_memory
+if not hasattr(ctypes.CDLL(None), "mallopt"):
+    sys.exit("skip")
+if sys.argv[1] == "yes":
+    release_freed_memory()
+large = bytearray(8 << 20)  # the threshold of the C library rises to what is freed
+del large
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+start = resident()
+pieces = [bytearray(4 << 20) for _ in range(40)]
+marks = [bytearray(100 << 10) for _ in range(40)]
+del pieces
+print((resident() - start) >> 20)
+"""
+    grown = {}
+    for called in ("yes", "no"):
+        done = subprocess.run([sys.executable, "-c", script, called], capture_output=True, text=True, check=False)
+        if done.stderr.strip() == "skip":
+            pytest.skip("another C library")
+        grown[called] = int(done.stdout)
+    assert grown["yes"] < 60 < 150 < grown["no"]

@@ -144,7 +144,7 @@
       for (const field of ['x', 'y', 's']) bar.querySelector(`[name=${field}]`).value = state[field];
       bar.querySelector('[name=lx]').checked = state.lx;
       bar.querySelector('[name=reset]').disabled = !state.z;
-      bar.querySelector('output').textContent = `${state.s}% of the range`;
+      bar.querySelector('.value').textContent = `${state.s}% of the range`;
     }
     for (const node of all('[data-line]')) node.setAttribute('aria-pressed', !state.off.has(node.dataset.line));
   };

@@ -96,7 +96,7 @@ form.addEventListener('submit', async event => {
 });
 cancel.addEventListener('click', () => request(`/playground/drawings/${current}/cancel`, { method: 'POST' }));
 
-// Only axes other than models and seeds, which have fields of their own, take values.
+// Only axes other than models and seeds, which have separate fields, take values.
 const showValues = () => {
   for (const name of ['columns', 'rows']) {
     const values = form.elements[`${name}_values`];

@@ -19,7 +19,7 @@ const arrange = () => {
   mine.hidden = false;
   other.hidden = !compares || mode === 'toggle';
   edge.hidden = !compares || mode !== 'swipe';
-  for (const button of viewer.querySelectorAll('[data-mode]')) button.ariaPressed = String(button.dataset.mode === mode);
+  for (const button of viewer.querySelectorAll('button[data-mode]')) button.ariaPressed = String(button.dataset.mode === mode);
 };
 const flip = () => {
   if (stage.dataset.mode === 'toggle') mine.hidden = !(other.hidden = !other.hidden);

@@ -177,6 +177,8 @@ def test_an_image_without_the_object_gets_no_mask(text_model: Path, data: Path) 
     assert set(rejects_of(report.masks).values()) == {"empty_mask", "not_an_image"}
     (report,) = mask.run(data, str(text_model), replace(TEXT, threshold=0.0))
     assert (report.written, rejects_of(report.masks)) == (6, {"broken.png": "not_an_image"})
+    (report,) = mask.run(data, str(text_model), replace(TEXT, threshold=1.0), overwrite=True)
+    assert (report.written, masks_of(report.masks)) == (0, {})
 
 
 def test_a_folder_needs_no_dataset_toml(text_model: Path, data: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from sd3_light.assets import DEMO
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.core.registry import family_named
-from sd3_light.export import proof_process
+from sd3_light.export import diffusers_folder, proof_process
 from sd3_light.export.diffusers_folder import WeightsOnDemand, checked_copy, host_copy
 from sd3_light.export.export_spec import ExportError, ExportSpec
 from sd3_light.export.lora_merge import denoiser_state, merge_loras, merged_on_demand
@@ -66,6 +66,20 @@ def test_a_base_that_is_read_layer_by_layer_computes_the_same_bits(base: Path) -
             assert torch.equal(proof_process.denoise(model, inputs, more, read), expected)
 
 
+def test_a_large_table_computes_in_its_own_dtype(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows are cropped, then added to float32: the same bits, without a copy of all rows."""
+    inputs = SD3.files.denoiser_inputs(TINY, base)
+    model = load_diffusers_model(KIND, base, torch.bfloat16)
+    stand_in, read = stand_in_model(KIND, base, torch.bfloat16)
+    expected = proof_process.denoise(model, inputs)
+    monkeypatch.setattr(proof_process, "LARGE_TABLE", 1)
+    seen: list[torch.dtype] = []
+    model.pos_embed.proj.register_forward_hook(lambda *_: seen.append(model.pos_embed.pos_embed.dtype))
+    assert torch.equal(proof_process.denoise(model, inputs), expected)
+    assert torch.equal(proof_process.denoise(stand_in, inputs, None, read), expected)
+    assert seen == [torch.bfloat16]
+
+
 def test_only_the_layer_that_computes_has_its_weights_in_memory(base: Path) -> None:
     model, read = stand_in_model(KIND, base, torch.bfloat16)
     parameters = dict(model.named_parameters())
@@ -103,6 +117,25 @@ def test_weights_on_demand_are_asked_for_once_and_not_kept() -> None:
     assert asked == list(state)
     assert len(lazy) == len(state)
     assert all(torch.equal(copies[name], state[name].bfloat16()) for name in state)
+
+
+def test_weights_are_freed_before_the_clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = denoiser_state(DEMO)
+    config = json.loads((DEMO / "transformer" / "config.json").read_text(encoding="utf-8"))
+    copies: list[weakref.ref[Tensor]] = []
+
+    def copied(*arguments: Any) -> dict[str, Tensor]:
+        tensors = checked_copy(*arguments)
+        copies.extend(weakref.ref(tensor) for tensor in tensors.values())
+        return tensors
+
+    monkeypatch.setattr(diffusers_folder, "checked_copy", copied)
+    monkeypatch.setattr(diffusers_folder, "prove", lambda *_: {"alive": sum(copy() is not None for copy in copies)})
+    arguments = {name: value for name, value in config.items() if not name.startswith("_")}
+    lazy = WeightsOnDemand({name: lambda name=name: state[name].clone() for name in state})
+    out = diffusers_folder.write_folder(tmp_path / "out", lazy, spec(transformer_config=arguments), owned=True)
+    assert json.loads((out / "proof.json").read_text(encoding="utf-8")) == {"alive": 0}
+    assert copies
 
 
 def test_owned_weights_in_the_saved_dtype_are_not_copied() -> None:

@@ -283,7 +283,6 @@ def test_x_values_follow_samples_and_time_also_across_a_pause(write: Write) -> N
     later = [event("step", 100 + 3600 * 9 + x, step=x, samples=8 * x, loss=1.0) for x in (3, 4)]
     table = x_table(stage.run(write([start, *steps, *later])), "id")
     assert table["rows"] == [
-        (0, 0, 0),
         (1, 8, 1),
         (2, 16, 2),
         (3, 24, pytest.approx(9, abs=0.01)),
@@ -291,7 +290,7 @@ def test_x_values_follow_samples_and_time_also_across_a_pause(write: Write) -> N
     ]
     assert (table["id"], table["reduced"]) == ("id", False)
     without = x_table(stage.run(write([event("step", 5, step=7, loss=1.0)])))
-    assert without["rows"] == [(0, 0, 0), (7, 7, 0)]
+    assert without["rows"] == [(7, 7, 0)]
 
 
 def test_measurements_are_curves_with_intervals(write: Write) -> None:

@@ -38,6 +38,7 @@ def test_files_and_exports_of_runs_are_listed(tmp_path: Path) -> None:
     write_adapter(tmp_path / "model" / "lora.safetensors")
     (tmp_path / "link.safetensors").symlink_to(files[1])
     (tmp_path / "linked").symlink_to(tmp_path / "deep")
+    (run / "exports" / "step-20").symlink_to(tmp_path / "deep")
     (tmp_path / "huge.safetensors").write_bytes((1 << 40).to_bytes(8, "little") + b"{}")
     (tmp_path / "odd.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0[]")
     os.mkfifo(tmp_path / "pipe.safetensors")

@@ -110,7 +110,7 @@ def test_scores_that_are_not_valid_are_left_out(tmp_path: Path, each: Any) -> No
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"captions": 1, "rows": {}}', "[" * 2000])
-def test_a_file_that_is_no_list_is_a_users_error(tmp_path: Path, text: str) -> None:
+def test_a_file_without_a_list_is_a_users_error(tmp_path: Path, text: str) -> None:
     folder = write_evaluation(tmp_path / "eval", count=2)
     (folder / "images.json").write_text(text)
     with pytest.raises(UserError, match=r"images\.json"):

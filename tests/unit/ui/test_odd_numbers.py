@@ -80,7 +80,7 @@ def show(folder: Path, run_id: str) -> None:
         assert "remove that line" in runs_page(folders)
         return
     stage.render(report)
-    for page in (runs_page(folders), run_page(folders, run_id), compare_page(folders, [run_id], "samples")):
+    for page in (runs_page(folders), run_page(folders, run_id), compare_page(folders, [run_id])):
         charts = page.partition("<main")[2].partition('id="events"')[0].partition("<script")[0]
         assert not [text for text in NOT_DRAWN if text in charts]
 

@@ -702,6 +702,43 @@ def test_other_websites_can_link_to_pages_and_load_nothing(client: TestClient, r
         assert client.get("/data/any-id/inspect", headers=headers).status_code == 404, "the guard lets it pass"
 
 
+# --- finer curves -------------------------------------------------------------------------------------
+
+
+def test_finer_curves_are_those_of_the_visible_steps(client: TestClient, runs: Path) -> None:
+    path = f"/runs/{folder_id(runs / 'first')}"
+    query = "/curves?from=3&to=5&name=loss&name=lr&name=<b>"
+    assert client.get(path + query).json() == {"curves": {}}, "the log was not read yet"
+    client.get(path)
+    curves = client.get(path + query).json()["curves"]
+    assert curves.keys() == {"loss", "lr"}
+    assert [x for x, _ in curves["loss"]["mean"]] == [3, 4, 5]
+    assert curves["lr"]["extremes"] == [[x, 1e-4] for x in (3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    "steps", ["", "from=1", "from=nan&to=2", "from=1&to=inf", f"from={DIGITS}&to=1", "from=<b>&to=1"]
+)
+def test_finer_curves_between_no_steps_are_refused(client: TestClient, runs: Path, steps: str) -> None:
+    reply = client.get(f"/runs/{folder_id(runs / 'first')}/curves?{steps}")
+    assert reply.status_code == 404
+    assert "is not a step; use a number" in reply.text
+    assert "<b>&" not in reply.text
+
+
+def test_the_list_of_runs_is_filtered_and_sorted(client: TestClient) -> None:
+    def names(query: str) -> list[str]:
+        text = client.get(f"/?{query}").text
+        return sorted(("first", "second"), key=lambda name: text.find(f">{name}</a>")) if ">first</a>" in text else []
+
+    assert names("sort=name") == ["first", "second"]
+    assert names("sort=loss") == ["first", "second"]
+    assert names("text=DEEP") == []
+    assert ">second</a>" in client.get("/?text=DEEP").text
+    assert "No run has this text" in client.get("/?text=<b>").text
+    assert client.get("/?sort=<b>").status_code == 404
+
+
 # --- the queue and read-only servers ------------------------------------------------------------------
 
 
