@@ -5,11 +5,10 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from unittest.mock import patch
 
 from sd3_light import cli
 
@@ -35,21 +34,18 @@ class Outcome:
 
 def run_cli(*arguments: object, seconds: float = SECONDS, memory: int = MEMORY_BYTES) -> Outcome:
     """Run `sd3-light ARGUMENTS` in this process."""
-    with patch.object(sys, "argv", ["sd3-light", *map(str, arguments)]):
-        return run_limited(cli.main, seconds, memory)
-
-
-def run_limited(work: Callable[[], object], seconds: float = SECONDS, memory: int = MEMORY_BYTES) -> Outcome:
-    """Call a function as `run_cli` calls a command."""
+    argv, sys.argv = sys.argv, ["sd3-light", *map(str, arguments)]
     out, err = io.StringIO(), io.StringIO()
     try:
         with _limits(seconds, memory), redirect_stdout(out), redirect_stderr(err):
-            work()
+            cli.main()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except Hang:
         code = 124
+    finally:
+        sys.argv = argv
     return Outcome(code, out.getvalue(), err.getvalue())
 
 

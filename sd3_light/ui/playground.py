@@ -95,7 +95,7 @@ class Playground:
         self._waiting: deque[Drawing] = deque()
         self._changed = threading.Condition()  # of the drawings
         self._launch: Launch | None = None
-        self._lock = threading.Lock()
+        self.imports = threading.Lock()  # held while libraries are imported: two threads at once fail in peft
         self._open: tuple[object, OpenModel] | None = None
         self._preview: Preview | None = None
         self._thread: threading.Thread | None = None
@@ -196,7 +196,7 @@ class Playground:
 
     def prepare(self) -> "Launch":
         """Import the libraries, once, and return the device to use."""
-        with self._lock:
+        with self.imports:
             if self._launch is None:
                 self._launch = self._prepare()
                 set_main_process(False)  # hides the stages' progress bars on the server's terminal

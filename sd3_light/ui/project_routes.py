@@ -81,6 +81,9 @@ class _ProjectRoutes:
         return self._review(config_id, with_value(text, key, value))
 
     def _review(self, config_id: str, text: str) -> Response:
+        if self.found.config(config_id)[1] == "train":
+            with self.playground.imports:
+                import sd3_light.check.verb  # noqa: F401
         return json_reply({"text": text, **review_text(self.found, config_id, text)})
 
     def _save(self, config_id: str, text: str, version: str) -> Response:

@@ -16,8 +16,6 @@ from PIL import Image
 from tests.fuzz.mutation import mutate_bytes, mutate_json, odd
 from tests.fuzz.world import World
 
-COMMAND = "ui"
-"""In the place of a verb: the pages are asked in this process."""
 _HERE = "http://127.0.0.1:7860"
 _NAMES = ("a", "<b>x", "a b", "%2e%2e", "x'y\"", "\u202e\U0001f600", "-o", "a\nb", "$(touch x)", "n" * 200, "{{7*7}}")
 _TEXTS = (
@@ -42,7 +40,7 @@ _EVENTS: tuple[dict[str, Any], ...] = (
 
 
 def write_pages(world: World, folder: Path, rng: random.Random) -> list[object]:
-    """Write a served folder of runs, exports, configs and images with odd names and contents; return the command."""
+    """Write a served folder with odd names and contents; return the function that asks its pages, and its arguments."""
     served = folder / "served"
     served.mkdir()
     (folder / "private").write_text("PRIVATE")
@@ -53,7 +51,8 @@ def write_pages(world: World, folder: Path, rng: random.Random) -> list[object]:
         if not target.is_dir():
             target.unlink()
             target.symlink_to(rng.choice((folder / "private", Path("/dev/zero"), target)))
-    return [COMMAND, served]
+    (folder / "out").mkdir()
+    return [ask_pages, served, folder / "out", random.Random(rng.random())]
 
 
 def _name(rng: random.Random) -> str:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,10 +20,9 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.fuzz import pages
 from tests.fuzz.targets import TARGETS
 from tests.fuzz.world import World
-from tests.hostile import MEMORY_BYTES, Outcome, changes, run_cli, run_limited, snapshot
+from tests.hostile import MEMORY_BYTES, Outcome, changes, run_cli, snapshot
 
 FAILURES = Path("fuzz-failures")
 _PROCESS_SECONDS = 180  # a process starts by importing torch
@@ -57,9 +55,7 @@ def run_case(world: World, case: Case, folder: Path, in_process: bool = True) ->
     command = TARGETS[case.target](world, folder, random.Random(str(case)))
     outputs = [folder / name for name in _OUTPUTS]
     before = snapshot(world.root), snapshot(folder, outputs)
-    if command[0] == pages.COMMAND:
-        outcome = _ask(folder, case)
-    elif callable(command[0]):  # pages of one room, which no command writes
+    if callable(command[0]):  # pages, which no command writes
         with patch("sd3_light.cli.app", partial(*command)):
             outcome = run_cli()
     elif in_process:
@@ -69,21 +65,6 @@ def run_case(world: World, case: Case, folder: Path, in_process: bool = True) ->
         outcome = _run_process([str(item) for item in command])
     touched = [*changes(before[0], snapshot(world.root)), *changes(before[1], snapshot(folder, outputs))]
     return Result([str(item) for item in command], outcome, _violation(outcome, touched, folder))
-
-
-def _ask(folder: Path, case: Case) -> Outcome:
-    """Ask the pages of a served folder; an exception is a failure."""
-    out = folder / "out"
-    out.mkdir()
-
-    def work() -> None:
-        try:
-            pages.ask_pages(folder / "served", out, random.Random(f"{case} requests"))
-        except Exception:
-            traceback.print_exc()
-            sys.exit(1)
-
-    return run_limited(work)
 
 
 def _violation(outcome: Outcome, touched: list[str], folder: Path) -> str:

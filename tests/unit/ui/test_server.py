@@ -808,3 +808,18 @@ def test_a_read_only_server_starts_nothing_that_waits(failing: Path, monkeypatch
         time.sleep(1.5)
         assert "waiting, number 1" in client.get("/queue").text
     assert [job.state for job in queue.jobs()] == ["waiting"]
+
+
+def test_libraries_are_imported_by_one_thread_at_a_time(failing: Path) -> None:
+    """The editor asks for the faults of a config and for what applies on resume at once; both import peft."""
+    site = Site.of_folders([failing.parent], [], failing.parent, pytest.fail)
+    client = TestClient(make_app(site), base_url=HERE)
+    replies: list[int] = []
+    path = f"/projects/{folder_id(failing)}/review"
+    thread = Thread(target=lambda: replies.append(client.post(path, json={"text": failing.read_text()}).status_code))
+    with site.playground.imports:
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+    thread.join(HANG_SECONDS)
+    assert replies == [200]
