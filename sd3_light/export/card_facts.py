@@ -98,7 +98,7 @@ def _cache_facts(cache: Path) -> dict[str, str]:
 
 
 def _caption_summary(captions: Sequence[Sequence[str]]) -> str:
-    """Return how many captions an image has and how long they are, without their text."""
+    """Return the captions per image and their lengths, without any text of them."""
     lengths = sorted(len(caption) for each in captions for caption in each if caption)
     if not lengths:
         return "none"
