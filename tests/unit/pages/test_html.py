@@ -93,6 +93,7 @@ def components(text: str) -> dict[str, str]:
         "section.html": macro("section", "section")(text, text, caller=str),
         "table.html": macro("table", "facts_table")([(text, text, text)]),
         "tiles.html": macro("tiles", "tile_row")([(text, text, text)]),
+        "viewer.html": environment().get_template("components/viewer.html").render(),  # scripts fill it
     }
 
 

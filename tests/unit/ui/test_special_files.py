@@ -27,7 +27,7 @@ import sys, time
 from pathlib import Path
 from sd3_light.ui import server
 
-def hang(folders):
+def hang(*_):
     print("hangs", flush=True)
     while True:
         time.sleep(1)
