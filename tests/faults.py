@@ -159,7 +159,7 @@ def faulty_disk(
             disk.call("write_feather", target)
         real_feather(table, target, *args, **options)
 
-    def arrow_file(path: str, mode: str) -> Any:
+    def arrow_file(path: str, mode: str = "r") -> Any:
         disk.call("open", path)
         return real_arrow(path, mode)
 

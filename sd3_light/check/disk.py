@@ -22,11 +22,9 @@ from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.data.manifest import MANIFEST, Manifest
 from sd3_light.data.prompt_lists import read_prompts
 from sd3_light.evaluate.marked import require_marked
-from sd3_light.export.lycoris_file import read_any_adapter
 from sd3_light.model import folder as pipeline_folder
 from sd3_light.model.base_values import with_base_values
 from sd3_light.model.part_configs import read_config
-from sd3_light.model.training_adapter import require_fitting
 from sd3_light.runlog import missing_trackers
 from sd3_light.sources.access import CONTAINERS, exists
 from sd3_light.sources.buckets import buckets_for
@@ -269,6 +267,9 @@ class _DiskChecks:
         if start.source is None:
             self.add(key, "these weights start at random, and it is for a trained model", hint="remove it")
             return
+        from sd3_light.export.lycoris_file import read_any_adapter  # imports torch
+        from sd3_light.model.training_adapter import require_fitting
+
         with self.user_errors_of(key, file):
             modules = read_any_adapter(file, names=family.files.adapters).modules
             require_fitting(family.weights.unread(start)[0], modules)

@@ -12,7 +12,6 @@ from sd3_light.cost.graph_choice import MAX_GRAPHS, REAL_TEXT_GRAPHS, why_no_gra
 from sd3_light.cost.partition import stage_bounds
 from sd3_light.cost.training_flops import training_flops
 from sd3_light.cost.training_setup import TrainingSetup
-from sd3_light.export.lora_file import adapter_file_in
 from sd3_light.model.folder import JUDGE, stored_weights
 from sd3_light.tensor_file import open_tensors
 
@@ -90,6 +89,8 @@ def _training_adapter_bytes(train: TrainConfig) -> int:
     """Return the bytes of the training adapter, in the compute dtype."""
     if train.model.training_adapter is None:
         return 0
+    from sd3_light.export.lora_file import adapter_file_in  # imports torch
+
     tensors, _ = open_tensors(adapter_file_in(train.model.training_adapter))
     width = 4 if train.model.transformer_dtype == "float32" else 2
     return width * sum(prod(tensor.shape) for tensor in tensors.values())

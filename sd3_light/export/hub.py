@@ -244,7 +244,7 @@ def _change(source: Path, file: UploadFile, known: RepoFile | None) -> str:
     path = source / file.name if source.is_dir() else source
     if known.lfs is not None and file.content is None:
         return SAME if known.lfs.sha256 == file_sha256(path) else CHANGED
-    content = path.read_bytes() if file.content is None else file.content
+    content = read_limited(path, file.size) if file.content is None else file.content
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False)
     return SAME if known.blob_id == blob.hexdigest() else CHANGED
 

@@ -23,6 +23,8 @@ from sd3_light.encoding.vae import LatentScale, decode_raw, encode_pixels
 Show = Callable[[int, int, Image.Image | None], None]
 """Called with the index of a request, the steps that are done, and a preview."""
 
+_STATE = ("_set_", "set_", "_enter_", "_exit_")
+"""Begin the names of functions that change the state of a thread: what has changed it must be able to restore it."""
 _FITTED_SIDE = 128  # pixels of the image that the fit sees
 _RIDGE = 1e-3
 _FIRST = 0.1  # the weight of the colors of the first fit, against that of a finished image
@@ -67,7 +69,8 @@ class _Cancellable(TorchFunctionMode):
         self._is_cancelled = is_cancelled
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._is_cancelled():
+        is_state = getattr(func, "__name__", "").startswith(_STATE)
+        if not is_state and self._is_cancelled():
             raise Cancelled
         return func(*args, **(kwargs or {}))
 

@@ -23,7 +23,8 @@ from sd3_light.ui.run_pages import RunRow, run_row
 MOST_PROMPTS = 200
 """Pairs of prompt and seed on a page."""
 
-_LARGEST_FILE = 64_000_000  # bytes
+LARGEST_FILE = 64_000_000
+"""Bytes of an image that is shown."""
 _OPEN_GRIDS = 2  # decoded, in memory
 
 
@@ -88,7 +89,7 @@ def sample_image(folder: Path, file: str, cell: int | None) -> bytes:
     version = path.stat().st_mtime_ns
     boxes = _grid_facts(path, version)[2]
     if cell is None:
-        return read_limited(path, _LARGEST_FILE)
+        return read_limited(path, LARGEST_FILE)
     if not 0 <= cell < len(boxes):
         raise UserError(f"{file} has no image {cell}")
     buffer = io.BytesIO()
@@ -113,7 +114,7 @@ def _inside(folder: Path, file: str) -> Path:
     except ValueError as error:
         raise UserError(f"{shorten(file)}: {error}") from error
     # `os.path.isfile` is False for names that are too long, where `Path.is_file` fails
-    if path.suffix.lower() != ".png" or not os.path.isfile(path) or path.stat().st_size > _LARGEST_FILE:
+    if path.suffix.lower() != ".png" or not os.path.isfile(path) or path.stat().st_size > LARGEST_FILE:
         raise UserError(f"{shorten(file)} is not a sample grid of {folder}")
     return path
 

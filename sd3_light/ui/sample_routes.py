@@ -1,13 +1,14 @@
 """The routes of samples over steps, and of the images of evaluations."""
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
+from sd3_light.inputs import read_limited
 from sd3_light.ui.evaluation_pages import View, evaluated_image, evaluation_page, evaluations_page
 from sd3_light.ui.folders import Folders
 from sd3_light.ui.replies import integer, page_reply
-from sd3_light.ui.sample_pages import sample_image, samples_page
+from sd3_light.ui.sample_pages import LARGEST_FILE, sample_image, samples_page
 
 
 def sample_routes(folders: Folders) -> list[Route]:
@@ -59,4 +60,5 @@ class _SampleRoutes:
         caption = integer(query.get("caption", ""))
         evaluation_id = request.path_params["evaluation"]
         file = evaluated_image(self.folders, evaluation_id, query.get("row", ""), -1 if caption is None else caption)
-        return FileResponse(file, media_type="image/png", headers={"Cache-Control": "private, no-cache"})
+        image = read_limited(file, LARGEST_FILE)
+        return Response(image, media_type="image/png", headers={"Cache-Control": "private, no-cache"})

@@ -419,7 +419,7 @@ def test_two_evaluations_of_the_same_weights_are_identical(project: Project) -> 
     }
     assert len(results) == (2 + 1) * 2 * 2
     for (_, step, weights, _), losses in results.items():
-        assert len(losses) == 10
+        assert len(losses) == 11, "the mean, its standard error, and nine times"
         assert losses == results["run", step, weights, "one"]
     assert len({str(losses) for losses in results.values()}) == 3, "before the first step the EMA equals the weights"
     later = evaluate.validation_losses(project.load(*overrides), project.run / "exports" / "step-00000002")

@@ -15,12 +15,15 @@ from sd3_light import journeys
 from sd3_light.cache.freshness import CacheState, render_state
 from sd3_light.check import verb as check
 from sd3_light.check.conclusion import Target, conclude
+from sd3_light.cli import model_verbs
 from sd3_light.cli.families_verb import families
 from sd3_light.data.manifest import Manifest, ShardEntry
 from sd3_light.evaluate.against import COLUMNS, Measured
 from sd3_light.evaluate.comparison import Estimate, Scores
 from sd3_light.evaluate.composition import DEMANDS, CompositionScore
 from sd3_light.evaluate.distances import METRICS
+from sd3_light.export.hub import UploadFile
+from sd3_light.formats import byte_size
 from sd3_light.report import verb as report
 from sd3_light.report.inspect import verb as inspect
 from sd3_light.report.inspect.cache_stats import Inspection, ShardStats
@@ -111,7 +114,17 @@ def estimate(files: Any) -> RenderableType:
     return check.render(estimated, conclude(loaded.train, estimated, Target(on_cpu=False)), explain=True)
 
 
-TABLES = ("evaluation", "state", "composition", "validation", "report", "cache", "estimate")
+def upload() -> RenderableType:
+    files = [
+        UploadFile("transformer/diffusion_pytorch_model-00001-of-00002.safetensors", 12_345_678_901, change="new"),
+        UploadFile("README.md", 4321, change="changed"),
+        UploadFile("samples/step-00012345.png", 98_765, change="new"),
+    ]
+    rows = [(file.name, byte_size(file.size), file.change) for file in files]
+    return model_verbs._table("files", ("file", "size", "on the hub"), rows)
+
+
+TABLES = ("evaluation", "state", "composition", "validation", "report", "cache", "estimate", "upload")
 
 
 @pytest.fixture(params=TABLES)
@@ -124,6 +137,7 @@ def table(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         "report": lambda: run_report(tmp_path),
         "cache": cache_content,
         "estimate": lambda: estimate(request.getfixturevalue("files")),
+        "upload": upload,
     }
     return makers[request.param]()
 
@@ -190,4 +204,4 @@ def test_no_module_prints_a_table_of_rich() -> None:
     ]
     assert tables == [Path("runlog/tables.py")]
     makers = re.findall(r"ResultTable\(", "".join(file.read_text("utf-8") for file in PACKAGE.rglob("*.py")))
-    assert len(makers) == 10, "a new table: add it to TABLES"
+    assert len(makers) == 11, "a new table: add it to TABLES"

@@ -51,7 +51,7 @@ def test_every_reference_key_of_the_dataset_toml_exists() -> None:
     ours = {*limits, "keep_tokens", "tag_dropout", "where", "exclude", "duplicates", "caption_weights"}
     ours |= {"frames", "fps", "validation"}  # beyond the reference
     assert set(DatasetDefaults.model_fields) == set(SHARED_KEYS.split()) | ours
-    own = {"path", "mask_path", "default_mask_file", "rejected"}
+    own = {"path", "mask_path", "default_mask_file", "rejected", "references"}
     assert set(DirectoryConfig.model_fields) == set(SHARED_KEYS.split()) | ours | own
 
 

@@ -10,6 +10,7 @@ import torch
 
 from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
+from sd3_light.export import card_facts
 from sd3_light.export import of_run as module
 from sd3_light.export.best import mark_best
 from sd3_light.export.export_spec import ExportSpec
@@ -156,7 +157,9 @@ def test_the_card_has_the_facts_of_the_run(tmp_path: Path, written: list[dict[st
         "data set": "data",
         "resolutions": "64x64, 80x48",
         "losses": {"held_out": 0.7},
+        "metrics": {},
         "scores": {"whole": 0.5},
+        "base model": "",
     }
 
 
@@ -180,4 +183,4 @@ def test_the_card_has_only_losses_that_are_finite(tmp_path: Path) -> None:
         {"event": "eval", "step": 2, "set": name, "weights": "ema", "flow": loss} for name, loss in losses.items()
     ]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert module._losses(tmp_path / "log.jsonl", "ema", 2) == {"a": 0.5}
+    assert card_facts._losses(tmp_path / "log.jsonl", "ema", 2) == {"a": 0.5}

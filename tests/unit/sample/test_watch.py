@@ -57,6 +57,20 @@ def drawn(model: OpenModel, out: Path, watch: Watch | None = None, size: tuple[i
 # --- previews ------------------------------------------------------------------------------------
 
 
+def test_what_is_cancelled_restores_the_state_of_its_thread() -> None:
+    cancelled = threading.Event()
+    with (
+        pytest.raises(Cancelled),
+        cancellable(cancelled.is_set),
+        torch.no_grad(),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        cancelled.set()
+        torch.ones(2)
+    assert torch.is_grad_enabled()
+    assert not torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.parametrize("family", ["sd3", *PIPELINES])
 def test_previews_show_every_family_and_change_no_bit(family: str, tmp_path: Path) -> None:
     folder = DEMO if family == "sd3" else save_stock(family, tmp_path / "model")

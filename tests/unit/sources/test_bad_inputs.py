@@ -434,4 +434,5 @@ def test_every_reason_is_covered() -> None:
     covered = {reason for end in single if isinstance(end, str) for reason in end.split("|")}
     # these three need a running cache stage
     of_videos = {"not_a_video", "broken_video", "no_video_stream", "too_short"}  # test_video.py
-    assert set(REASONS) - covered - of_videos <= {"decoder_crashed", "changed_meanwhile", "shard_failed"}
+    of_others = of_videos | {"no_reference"}  # tests/unit/families/test_references.py
+    assert set(REASONS) - covered - of_others <= {"decoder_crashed", "changed_meanwhile", "shard_failed"}
