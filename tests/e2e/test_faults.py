@@ -85,6 +85,11 @@ def train_in(project: Project, resume: Resume | None = None) -> None:
     train.run(project.load(*KEYS), Launch(), resume)
 
 
+def without_cards(files: dict[str, str]) -> dict[str, str]:
+    """Leave out cards, which say how many images the cache contains when they are written."""
+    return {name: digest for name, digest in files.items() if not name.endswith("README.md")}
+
+
 def saved_files(project: Project) -> dict[str, str]:
     return {name: digest for name, digest in digests(project.run, project.folder).items() if FINAL in name}
 
@@ -312,4 +317,4 @@ def test_pruning_during_training(
     removed.write_bytes(content)
     build(project)
     train_in(project, Resume())
-    assert saved_files(project) == saved_files(training.reference)
+    assert without_cards(saved_files(project)) == without_cards(saved_files(training.reference))

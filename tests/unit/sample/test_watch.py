@@ -59,14 +59,14 @@ def drawn(model: OpenModel, out: Path, watch: Watch | None = None, size: tuple[i
 
 def test_what_is_cancelled_restores_the_state_of_its_thread() -> None:
     cancelled = threading.Event()
-    with (
-        pytest.raises(Cancelled),
-        cancellable(cancelled.is_set),
-        torch.no_grad(),
-        torch.autocast("cpu", torch.bfloat16),
-    ):
-        cancelled.set()
-        torch.ones(2)
+
+    def draw() -> None:
+        with cancellable(cancelled.is_set), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            cancelled.set()
+            torch.ones(2)
+
+    with pytest.raises(Cancelled):
+        draw()
     assert torch.is_grad_enabled()
     assert not torch.is_autocast_enabled("cpu")
 
