@@ -40,7 +40,7 @@ class WorkerPool(Generic[Task, Result]):
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Self:
-        # fork now, before the caller starts threads
+        # start now, before the caller starts threads
         if self._count:
             self._pool = _new_pool(self._count)
             self._pool.submit(os.getpid)
@@ -102,8 +102,10 @@ class WorkerPool(Generic[Task, Result]):
 
 
 def _new_pool(count: int) -> ProcessPoolExecutor:
-    # forked, so that a custom script without a main guard is not run again in every worker
-    context = multiprocessing.get_context("fork")
+    # forked, so that a custom script without a main guard is not run again in every worker; but a fork of a thread, as
+    # that of a page, copies what other threads have in use, and may crash
+    is_main = threading.current_thread() is threading.main_thread()
+    context = multiprocessing.get_context("fork" if is_main else "spawn")
     return ProcessPoolExecutor(count, mp_context=context, initializer=_follow_parent)
 
 

@@ -117,7 +117,7 @@ def ask_pages(served: Path, out: Path, rng: random.Random) -> None:
 def _requests(served: Path, rng: random.Random) -> Iterator[tuple[str, str, dict[str, Any]]]:
     from sd3_light.ui.folders import folder_id
 
-    for path in ("/", "/queue", "/projects", "/playground", "/data", "/share"):
+    for path in ("/", "/queue", "/projects", "/playground", "/evaluations", "/data", "/share"):
         yield "GET", path, {}
     for run in {path.parent for path in served.rglob("log.jsonl")}:
         run_id = folder_id(run)
@@ -126,6 +126,7 @@ def _requests(served: Path, rng: random.Random) -> Iterator[tuple[str, str, dict
             f"/runs/{run_id}",
             f"/runs/{run_id}/sample?file={file}&cell={quote(str(odd(rng))[:20])}",
             f"/share?run={run_id}",
+            f"/runs/{run_id}/curves?{urlencode({'from': str(odd(rng))[:20], 'to': '2', 'name': _name(rng)})}",
         ):
             yield "GET", path, {}
         for path in (f"/compare?run={run_id}", f"/samples?run={run_id}&text={quote(_name(rng))}"):

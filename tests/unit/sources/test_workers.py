@@ -4,6 +4,7 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -203,3 +204,19 @@ def test_workers_leave_ctrl_c_to_their_parent() -> None:
     """A terminal sends it to all processes; each worker would print a traceback."""
     with WorkerPool(2, ignores_interrupts, False) as pool:
         assert list(pool.map([[1], [2], [3]])) == [[True]] * 3
+
+
+def test_a_pool_of_a_thread_is_not_forked() -> None:
+    """Other threads of a server may hold what a fork would copy."""
+    results: list[Any] = []
+
+    def work() -> None:
+        with WorkerPool(1, sorted, None) as pool:
+            assert pool._pool is not None
+            results.append(pool._pool._mp_context.get_start_method())
+            results.extend(pool.map([[2, 1]]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results == ["spawn", [1, 2]]

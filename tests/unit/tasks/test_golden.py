@@ -72,7 +72,8 @@ def measure(make: Make, out: Path) -> list[Any]:
     events = list(read_log(out / "log.jsonl"))
     steps = [[event["loss"], event["grad_norm"], event["band"]] for event in events if event["event"] == "step"]
     evaluations = [event for event in events if event["event"] == "eval"]
-    losses = [{key: event[key] for key in event if key[:4] in ("flow", "fixe")} for event in evaluations]
+    names = [[key for key in event if key[:4] in ("flow", "fixe") and not key.endswith("_se")] for event in evaluations]
+    losses = [{key: event[key] for key in keys} for keys, event in zip(names, evaluations, strict=True)]
     return [*steps, *losses]
 
 
