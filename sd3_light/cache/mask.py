@@ -187,7 +187,7 @@ class Segmenter:
     @torch.no_grad()
     def masks(self, images: Sequence[Image.Image]) -> list[Image.Image]:
         """Return the mask of each image, of its size, black and white."""
-        return [Image.fromarray((found.cpu() ^ self._invert).numpy()).convert("L") for found in self._find(images)]
+        return [Image.fromarray((plane.cpu() ^ self._invert).numpy()).convert("L") for plane in self._find(images)]
 
 
 _WITH_CLASSES: dict[str, Any] = {
@@ -206,8 +206,8 @@ class _TextFinder:
 
     def __call__(self, images: Sequence[Image.Image]) -> Foreground:
         """Return where each image shows what a prompt names."""
-        found = [self._found(images, prompt) for prompt in self._options.prompts]
-        return [torch.stack(planes).any(0) for planes in zip(*found, strict=True)]
+        by_prompt = [self._found(images, prompt) for prompt in self._options.prompts]
+        return [torch.stack(planes).any(0) for planes in zip(*by_prompt, strict=True)]
 
     def _found(self, images: Sequence[Image.Image], prompt: str) -> Foreground:
         planes = []

@@ -125,13 +125,13 @@ class Folders:
         """
         exports = (file for run in self.runs().values() for file in sorted(run.glob("exports/step-*/*.safetensors")))
         files = (file for folder in project_folders(self.roots) if not folder.is_model for file in folder.files)
-        found: dict[str, tuple[str, Path]] = {}
+        named: dict[str, tuple[str, Path]] = {}
         for file in (*exports, *(file for file in files if file.suffix == ".safetensors")):
-            if len(found) == _MOST_ADAPTERS:
+            if len(named) == _MOST_ADAPTERS:
                 break
             if self._is_adapter(file):
-                found[folder_id(file)] = (self._label(file), file)
-        return found
+                named[folder_id(file)] = (self._label(file), file)
+        return named
 
     def _is_adapter(self, file: Path) -> bool:
         links = [path.is_symlink() for path in (file, file.parent, file.parent.parent)]

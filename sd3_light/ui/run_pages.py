@@ -120,8 +120,8 @@ def runs_page(folders: Folders, notes: Sequence[str] = (), text: str = "", sort:
     """Return the list of all runs whose path contains a text."""
     if sort not in SORTINGS:
         raise UserError(f"unknown order {sort!r}; use one of {', '.join(SORTINGS)}")
-    found = {run_id: folder for run_id, folder in folders.runs().items() if text.lower() in str(folder).lower()}
-    rows = [row_of(folders, run_id, folder) for run_id, folder in found.items()]
+    matching = {run_id: folder for run_id, folder in folders.runs().items() if text.lower() in str(folder).lower()}
+    rows = [row_of(folders, run_id, folder) for run_id, folder in matching.items()]
     return render_template(
         "runs.html",
         rows=sorted(rows, key=SORTINGS[sort][1]),  # type: ignore[arg-type]
