@@ -85,7 +85,7 @@ KINDS = {
         batch=4,
         largest_micro_batch=4,
         epochs=10,
-        shortest=400,
+        shortest=800,
         continues=True,
     ),
     "edit": Kind(

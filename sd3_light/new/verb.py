@@ -35,7 +35,7 @@ __all__ = ["KINDS", "NewProject", "conclude", "files", "plan", "run"]
 _STAND_IN = ("a prompt",)
 _FEWEST = 100  # steps on a CPU, however slow it is
 _MOST_EPOCHS = 200  # of pretraining
-_SMALLEST = 64  # a resolution that every model accepts
+_SMALLEST = 64  # a resolution, and a step of sides, that every model accepts
 _LENGTH = "model.t5_max_length"
 
 
@@ -120,6 +120,7 @@ def plan(
         _require_random_start(family_of_folder(Path(base)), base)
     first = TextValues(kind_name, source, base, _SMALLEST, MemoryPlan(1, 1, False, max(1, len(gpus))))
     first = replace(first, layers=None if gpus or kind.cpu is None else kind.cpu.layers, validation=validation)
+    first = replace(first, keys={"side_step": _SMALLEST})
     with TemporaryDirectory() as folder:
         project = _fit(kind, first, Path(folder), resolution, gpus)
     kind, values, family = project.kind, project.values, project.family
@@ -309,7 +310,7 @@ def _load_first(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:
     except ConfigFaults as error:
         if not kind.continues or all(fault.key != _LENGTH for fault in error.faults):
             raise
-    return _load(kind, replace(values, keys={_LENGTH: None}), folder)
+    return _load(kind, replace(values, keys={**values.keys, _LENGTH: None}), folder)
 
 
 def _about_options(error: ConfigFaults) -> ConfigFaults:

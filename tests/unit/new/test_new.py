@@ -31,6 +31,7 @@ from sd3_light.new.project_text import TextValues, data_toml, train_toml
 from sd3_light.new.verb import NewProject
 from sd3_light.recipes import FOLDER as RECIPES
 from sd3_light.system import Gpu
+from tests.families import deep_compression_vae, save_pipeline
 from tests.project import Project
 
 GIB = 2**30
@@ -346,7 +347,7 @@ def test_the_command_prints_the_next_three(tmp_path: Path, images: str, capfd: p
     arguments = ["new", "lora", "--data", images, "--model", str(DEMO), "--out", str(tmp_path), "--gpu-memory", "24"]
     assert run_guarded(lambda: app(arguments, standalone_mode=False)) == 0
     out, err = capfd.readouterr()
-    assert "40 images at 64 px, 400 steps of 4 samples" in " ".join(out.split())
+    assert "40 images at 64 px, 800 steps of 4 samples" in " ".join(out.split())
     assert re.search(r"fits: .* of 24 GiB of GPU memory, estimated, with micro-batches of 4", err)
     assert re.findall(r"^  sd3-light (\w+)", err, re.MULTILINE) == ["check", "train", "sample"]
 
@@ -448,9 +449,9 @@ def test_one_wide_image_of_twenty_is_seen_as_often_as_the_others(tmp_path: Path)
     project = new.run("lora", data, str(DEMO), tmp_path / "out", gpus=gpu(24))
     estimate = check.run(check.load(project.train_toml))
     assert [row.padding for row in estimate.data.rows] == [0, 0]
-    assert (project.plan.samples_per_step, project.steps) == (1, 1600)
+    assert (project.plan.samples_per_step, project.steps) == (1, 3200)
     train, _ = written(project)
-    assert (train["warmup_steps"], train["save_every_n_steps"], train["checkpoint_every_n_steps"]) == (80, 400, 400)
+    assert (train["warmup_steps"], train["save_every_n_steps"], train["checkpoint_every_n_steps"]) == (160, 800, 400)
     assert "more would repeat images of small buckets" in project.train_toml.read_text(encoding="utf-8")
     several = new.run("lora", data, str(DEMO), tmp_path / "several", gpus=gpu(24) * 2)
     assert any(note.startswith("2 GPUs train 2 samples per step, and images of small") for note in several.notes)
@@ -466,7 +467,7 @@ def test_a_lora_has_the_size_of_its_model_caption_dropout_and_early_samples(tmp_
     assert (model["enable_uncond_text_dropout"], model["uncond_text_dropout"]) == (True, "joint")
     assert model["uncond_text_dropout_prob"] == 0.05
     assert train["sampling"]["prompts"][0] == "sks dog on the surface of the moon"
-    assert (train["sampling"]["at_steps"], train["sampling"]["every_n_steps"]) == ([1, 8], 40)
+    assert (train["sampling"]["at_steps"], train["sampling"]["every_n_steps"]) == ([1, 16], 80)
 
 
 @pytest.mark.parametrize(("dual", "second"), [([], False), ([0, 1], True)])
@@ -505,15 +506,15 @@ def test_the_first_samples_are_drawn_early(steps: int, early: list[int] | None, 
     assert (sampling.get("at_steps"), sampling["every_n_steps"]) == (early, interval)
 
 
-@pytest.mark.parametrize(("epoch_steps", "decay"), [(1, 0.978), (1000, 0.98)])
-def test_an_average_has_a_decay_that_its_run_reaches(epoch_steps: int, decay: float) -> None:
-    values = TextValues("lora", "images", "m", 64, MemoryPlan(4, 1, False), epoch_steps=epoch_steps)
+@pytest.mark.parametrize(("affordable", "decay"), [(400, 0.978), (None, 0.98)])
+def test_an_average_has_a_decay_that_its_run_reaches(affordable: int | None, decay: float) -> None:
+    values = TextValues("lora", "images", "m", 64, MemoryPlan(4, 1, False), affordable=affordable)
     text = train_toml(KINDS["lora"], values)
     assert tomllib.loads(text)["ema"]["decay"] == decay
     assert ("# the average covers about the last 45 steps" in text) == (decay < 0.98)
     smaller = KINDS["lora"].with_fair_batch([19, 1])
     assert smaller.shrunk == 4
-    values = replace(values, plan=MemoryPlan(1, 1, False))
+    values = replace(values, plan=MemoryPlan(1, 1, False), affordable=None)
     assert tomllib.loads(train_toml(smaller, values))["ema"]["decay"] == pytest.approx(0.98 ** (1 / 4), abs=6e-4)
     one_by_one = replace(values, epoch_steps=40_000)
     decay = tomllib.loads(train_toml(KINDS["finetune"], one_by_one))["ema"]["decay"]
@@ -601,3 +602,12 @@ def test_new_says_what_a_family_offers(tmp_path: Path, images: str) -> None:
     assert warning.startswith(
         "warning: 40 of 40 images are smaller than 128 px and are enlarged; a smaller --resolution"
     )
+
+
+def test_new_fits_a_model_whose_sides_are_multiples_of_32(tmp_path: Path, images: str) -> None:
+    model = save_pipeline("sana", tmp_path / "model")
+    deep_compression_vae(levels=6).save_pretrained(model / "vae")
+    project = new.run("lora", images, str(model), tmp_path / "out", resolution=128, gpus=gpu(24))
+    train, data = written(project)
+    assert (data["side_step"], train["max_steps"], project.steps) == (32, 800, 800)
+    check.run(check.load(project.train_toml))

@@ -40,7 +40,7 @@ def test_every_kind_has_validation(name: str, images: int) -> None:
 @pytest.mark.parametrize(
     ("name", "samples", "images", "saves", "evaluations"),
     [
-        ("lora", 4, 20, 100, 50),
+        ("lora", 4, 20, 200, 100),
         ("lora", 4, 5000, 1000, 1000),
         ("finetune", 32, 3000, 232, 116),
         ("finetune", 32, 20_000, 1000, 500),
