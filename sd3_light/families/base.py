@@ -59,8 +59,8 @@ class StockFamily(Family):
     square with as many pixels as the images that its models were trained on. A family of videos has latents with
     frames, those of an image one; ``usual_clip`` are the frames of a clip, and their rate per second. ``samplers`` are
     those that the stock pipeline can draw with in place of Euler, ``dynamic_samplers`` if the shift is by resolution,
-    which it computes if it ``sets_dynamic_shift``. ``cudnn_attention`` may be used for training: its backward pass
-    fails on Flux (an illegal address on an H200, torch 2.11), and is known to work where this is true.
+    which it computes if it ``sets_dynamic_shift``. ``cudnn_attention`` may be used for training: its backward pass ends
+    the process where gradients have other strides than the first (H200, torch 2.11), and is tested where this is true.
     """
 
     text_parts: ClassVar[Mapping[str, tuple[str, ...]]]

@@ -134,7 +134,7 @@ def test_activation_checkpointing_gives_the_same_gradients(make: Callable[..., S
         torch.testing.assert_close(saved[name], gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("flux", False), ("z_image", True)])
+@pytest.mark.parametrize(("name", "expected"), [("qwen_image", False), ("flux", True), ("z_image", True)])
 def test_cudnn_attends_only_where_its_backward_pass_is_known_to_work(name: str, expected: bool) -> None:
     before = torch.backends.cuda.cudnn_sdp_enabled()
     family: Any = family_named(name)
