@@ -1,8 +1,11 @@
 """Compares float32 master weights with weights in bfloat16, 8-bit moments and released gradients, over several seeds.
 
+The row `stock` has float32 weights without fast or compiled blocks and CUDA graphs.
+
     python benchmarks/world_prepare.py FOLDER --scenes simple --side 256 --images 16384 --caches padded
     python benchmarks/weight_storage.py FOLDER [--blocks 24] [--heads 24] [--steps 500] [--seeds 1 2 3] [--batch 16]
-                                        [--rows float32 8bit bfloat16 adafactor] [--set KEY=VALUE ...] [--out FILE]
+                                        [--rows float32 stock 8bit bfloat16 adafactor] [--set KEY=VALUE ...]
+                                        [--out FILE]
     python benchmarks/weight_storage.py TRAIN.toml ...
 
 Every row is the train stage on the same images, with the same initial weights, order, noise and timesteps per seed.
@@ -31,6 +34,7 @@ RELEASE = ("gradient_release=true", "gradient_clipping=0.0")
 NARROW = ('optimizer.weight_dtype="bfloat16"',)
 ROWS: dict[str, tuple[str, ...]] = {
     "float32": (),
+    "stock": ("fast=false", "compile=false", "cuda_graphs=false"),
     "8bit": ('optimizer.type="adamw8bit"', *RELEASE),
     "bfloat16": ('optimizer.type="adamw8bit"', *RELEASE, *NARROW),
     "bfloat16-moments32": (*RELEASE, *NARROW),
