@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from sd3_light.cost.device_peaks import kinds_with_memory, peak_flops
 from sd3_light.cost.throughput import CPU_CORE_RANGE, PEAK_RANGE, measured_speed, time_range, training_seconds
-from sd3_light.formats import duration
+from sd3_light.formats import duration, plural
 from sd3_light.system import Gpu, usable_cores
 
 _SHORT = "less than a second"
@@ -45,11 +46,21 @@ class Work:
             recorded = " in CUDA graphs" if self.graphs else ""
             share = f"{speed.share_of_peak:.0%} of its peak with {self.blocks} blocks{recorded}"
             return f"{self._about(seconds)} {where} ({share}, measured{several})"
-        limits = time_range(name, self.flops / self.gpus, self.micro_batches, self.num_blocks)
-        if limits is None:
+        peak = peak_flops(name, "bfloat16")
+        share = f"{PEAK_RANGE[0]:.0%} to {PEAK_RANGE[1]:.0%}"
+        if peak is not None:
+            shares = f"{share} of its peak: no speed was measured on this kind of GPU"
+            return f"{self._limits(peak, peak)} {where} ({shares})"
+        kinds = [] if gpu is None or gpu.total_bytes is None else kinds_with_memory(gpu.total_bytes)
+        if not kinds:
             return f"unknown: no speed was measured on this kind of GPU; {_REMEDY}"
-        shares = f"{PEAK_RANGE[0]:.0%} to {PEAK_RANGE[1]:.0%} of its peak: no speed was measured on this kind of GPU"
-        return f"{self._range(*limits)} {where} ({shares})"
+        slowest = kinds[0]
+        fastest = kinds[-1]
+        assert slowest.bfloat16 is not None and fastest.bfloat16 is not None
+        limits = self._limits(slowest.bfloat16 * 1e12, fastest.bfloat16 * 1e12)
+        names = " to ".join(dict.fromkeys((slowest.words.upper(), fastest.words.upper())))
+        peaks = f"{share} of the peaks of GPUs with this memory, {names}"
+        return f"{limits} of training steps on {plural(self.gpus, 'GPU')} ({peaks}; {_REMEDY})"
 
     def time_on_cpu(self, speed: float | None) -> str:
         """Return the time on this machine's CPU with the FLOP/s that were measured, or a range."""
@@ -63,6 +74,9 @@ class Work:
 
     def _about(self, seconds: float) -> str:
         return _SHORT if seconds < 1 else f"{self.at_most or 'about '}{duration(seconds)}"
+
+    def _limits(self, slowest: float, fastest: float) -> str:
+        return self._range(*time_range(self.flops / self.gpus, self.micro_batches, self.num_blocks, (slowest, fastest)))
 
     def _range(self, low: float, high: float) -> str:
         return _SHORT if high < 1 else f"{self.at_most}{duration(low)} to {duration(high)}"

@@ -11,47 +11,55 @@ from sd3_light.config.faults import UserError
 
 
 class DevicePeak(NamedTuple):
-    """Words that a GPU's name contains, and its TFLOP/s per dtype; None if it has no such unit."""
+    """Words that a GPU's name contains, its TFLOP/s per dtype (None without such a unit), and GiB of its versions."""
 
     words: str
     bfloat16: float | None
     float16: float
     tf32: float | None
     float32: float
+    gib: tuple[int, ...]
 
 
 # If several lines match a name, the one with most words wins.
 # fmt: off
 _PEAKS = (
-    #          words in the name   bf16     fp16     tf32     fp32
-    DevicePeak("b200",             2250.0,  2250.0,  1125.0,  75.0),
-    DevicePeak("gb200",            2500.0,  2500.0,  1250.0,  80.0),
-    DevicePeak("h200",              989.4,   989.4,   494.7,  67.0),
-    DevicePeak("h200 nvl",          835.5,   835.5,   417.5,  60.0),
-    DevicePeak("gh200",             989.4,   989.4,   494.7,  67.0),
-    DevicePeak("h100",              989.4,   989.4,   494.7,  67.0),
-    DevicePeak("h100 pcie",         756.0,   756.0,   378.0,  51.0),
-    DevicePeak("h100 nvl",          835.5,   835.5,   417.5,  60.0),
-    DevicePeak("h800",              989.4,   989.4,   494.7,  67.0),
-    DevicePeak("h800 pcie",         756.0,   756.0,   378.0,  51.0),
-    DevicePeak("h20",               148.0,   148.0,    74.0,  44.0),
-    DevicePeak("a100",              312.0,   312.0,   156.0,  19.5),
-    DevicePeak("a800",              312.0,   312.0,   156.0,  19.5),
-    DevicePeak("l40s",              362.0,   362.0,   183.0,  91.6),
-    DevicePeak("l40",               181.0,   181.0,    90.5,  90.5),
-    DevicePeak("l4",                121.0,   121.0,    60.0,  30.3),
-    DevicePeak("a10",               125.0,   125.0,    62.5,  31.2),
-    DevicePeak("a10g",               70.0,    70.0,    35.0,  31.2),
-    DevicePeak("a6000",             154.8,   154.8,    77.4,  38.7),
-    DevicePeak("6000 ada",          364.2,   364.2,   182.1,  91.1),
-    DevicePeak("3090",               71.0,    71.0,    35.6,  35.6),
-    DevicePeak("4090",              165.2,   165.2,    82.6,  82.6),
-    DevicePeak("5090",              209.5,   209.5,   104.8, 104.8),
-    DevicePeak("v100",               None,   125.0,    None,  15.7),
-    DevicePeak("v100 pcie",          None,   112.0,    None,  14.0),
-    DevicePeak("mi300x",           1307.4,  1307.4,   653.7, 163.4),
+    #          words in the name   bf16     fp16     tf32     fp32   GiB
+    DevicePeak("b200",            2250.0,  2250.0,  1125.0,  75.0,  (180,)),
+    DevicePeak("gb200",           2500.0,  2500.0,  1250.0,  80.0,  (186,)),
+    DevicePeak("h200",            989.4,   989.4,   494.7,   67.0,  (141,)),
+    DevicePeak("h200 nvl",        835.5,   835.5,   417.5,   60.0,  (141,)),
+    DevicePeak("gh200",           989.4,   989.4,   494.7,   67.0,  (96, 144)),
+    DevicePeak("h100",            989.4,   989.4,   494.7,   67.0,  (80,)),
+    DevicePeak("h100 pcie",       756.0,   756.0,   378.0,   51.0,  (80,)),
+    DevicePeak("h100 nvl",        835.5,   835.5,   417.5,   60.0,  (94,)),
+    DevicePeak("h800",            989.4,   989.4,   494.7,   67.0,  (80,)),
+    DevicePeak("h800 pcie",       756.0,   756.0,   378.0,   51.0,  (80,)),
+    DevicePeak("h20",             148.0,   148.0,   74.0,    44.0,  (96,)),
+    DevicePeak("a100",            312.0,   312.0,   156.0,   19.5,  (40, 80)),
+    DevicePeak("a800",            312.0,   312.0,   156.0,   19.5,  (40, 80)),
+    DevicePeak("l40s",            362.0,   362.0,   183.0,   91.6,  (48,)),
+    DevicePeak("l40",             181.0,   181.0,   90.5,    90.5,  (48,)),
+    DevicePeak("l4",              121.0,   121.0,   60.0,    30.3,  (24,)),
+    DevicePeak("a10",             125.0,   125.0,   62.5,    31.2,  (24,)),
+    DevicePeak("a10g",            70.0,    70.0,    35.0,    31.2,  (24,)),
+    DevicePeak("a6000",           154.8,   154.8,   77.4,    38.7,  (48,)),
+    DevicePeak("6000 ada",        364.2,   364.2,   182.1,   91.1,  (48,)),
+    DevicePeak("3060",            25.5,    25.5,    12.7,    12.7,  (12,)),
+    DevicePeak("4070",            58.3,    58.3,    29.1,    29.1,  (12,)),
+    DevicePeak("4080",            97.5,    97.5,    48.7,    48.7,  (16,)),
+    DevicePeak("5070",            61.7,    61.7,    30.9,    30.9,  (12,)),
+    DevicePeak("5080",            112.6,   112.6,   56.3,    56.3,  (16,)),
+    DevicePeak("3090",            71.0,    71.0,    35.6,    35.6,  (24,)),
+    DevicePeak("4090",            165.2,   165.2,   82.6,    82.6,  (24,)),
+    DevicePeak("5090",            209.5,   209.5,   104.8,   104.8, (32,)),
+    DevicePeak("v100",            None,    125.0,   None,    15.7,  (16, 32)),
+    DevicePeak("v100 pcie",       None,    112.0,   None,    14.0,  (16, 32)),
+    DevicePeak("mi300x",          1307.4,  1307.4,  653.7,   163.4, (192,)),
 )
 # fmt: on
+_NEAR = 0.1
+"""Share by which the memory that a user names may differ from that of a kind."""
 _OTHER_CHIPS = frozenset({"laptop", "ti", "d", "super", "mobile", "mig"})
 """Words that turn a known name into another chip, or into a slice of one."""
 
@@ -70,6 +78,13 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
         return None
     tera: float | None = getattr(max(matching, key=lambda peak: len(peak.words.split())), dtype)
     return None if tera is None else tera * 1e12
+
+
+def kinds_with_memory(total_bytes: int) -> list[DevicePeak]:
+    """Return the kinds of GPUs with about this memory and units for bfloat16, the slowest first."""
+    gib = total_bytes / 2**30
+    kinds = [peak for peak in _PEAKS if any(abs(size - gib) <= _NEAR * size for size in peak.gib) and peak.bfloat16]
+    return sorted(kinds, key=lambda peak: peak.bfloat16 or 0.0)
 
 
 def require_known_gpu(name: str) -> None:

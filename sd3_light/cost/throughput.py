@@ -55,15 +55,15 @@ def measured_speed(device_name: str, blocks: str) -> MeasuredSpeed | None:
     return next((row for row in _MEASURED if row.blocks == blocks and words.issuperset(row.words.split())), None)
 
 
-def time_range(device_name: str, flops: float, micro_batches: int, num_layers: int) -> tuple[float, float] | None:
-    """Return the least and the most seconds of ``flops`` on one GPU by `PEAK_RANGE`; None if its peak is unknown.
+def time_range(flops: float, micro_batches: int, num_layers: int, peaks: tuple[float, float]) -> tuple[float, float]:
+    """Return the least and the most seconds of ``flops`` on one GPU by `PEAK_RANGE` of the lower and the higher peak.
 
     The most are at least those of the launches on the GPUs that were measured.
     """
-    peak = peak_flops(device_name, "bfloat16")
     low, high = PEAK_RANGE
+    slowest, fastest = peaks
     launches = micro_batches * num_layers * max(row.block_seconds for row in _MEASURED)
-    return None if peak is None else (flops / (high * peak), max(flops / (low * peak), launches))
+    return flops / (high * fastest), max(flops / (low * slowest), launches)
 
 
 def training_seconds(

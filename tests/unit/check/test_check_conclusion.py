@@ -91,6 +91,9 @@ def test_the_duration_is_known_for_measured_gpus(concluded: Callable[..., dict[s
     unknown = concluded(Target(Gpu("a GPU")))["time"]
     assert unknown.startswith("unknown: no speed was measured on this kind")
     assert "`sd3-light check TOML --gpu H200`" in unknown
+    by_memory = concluded(Target(Gpu("the GPU", 24 * GIB)), top="max_steps = 100000\ncuda_graphs = false")["time"]
+    peaks = r"10% to 50% of the peaks of GPUs with this memory, A10G to 4090; `sd3-light check TOML --gpu H200`"
+    assert re.match(rf"[\d.]+ s to 1 h of training steps on 1 GPU \({peaks}", by_memory), by_memory
     others = concluded(Target(Gpu("NVIDIA A100")), top="max_steps = 100000")["time"]
     shares = r"\(10% to 50% of its peak: no speed was measured on this kind of GPU\)"
     assert re.fullmatch(rf".* s to 1 h of training steps on 1 x NVIDIA A100 {shares}", others)

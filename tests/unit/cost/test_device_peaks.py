@@ -2,7 +2,7 @@
 
 import pytest
 
-from sd3_light.cost.device_peaks import peak_flops
+from sd3_light.cost.device_peaks import kinds_with_memory, peak_flops
 
 TERA = 10**12
 
@@ -67,3 +67,26 @@ def test_v100_has_fp16_but_not_bf16() -> None:
 def test_float32_has_peaks_with_and_without_tf32() -> None:
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float32") == 19.5 * TERA
     assert peak_flops("NVIDIA A100-SXM4-80GB", "tf32") == 156 * TERA
+
+
+@pytest.mark.parametrize(
+    ("gib", "slowest", "fastest"),
+    [
+        (12, "3060", "5070"),
+        (15.7, "4080", "5080"),
+        (24, "a10g", "4090"),
+        (80, "a100", "h100"),
+        (141, "h200 nvl", "h200"),
+    ],
+)
+def test_kinds_by_memory(gib: float, slowest: str, fastest: str) -> None:
+    kinds = kinds_with_memory(int(gib * 2**30))
+    assert (kinds[0].words, kinds[0].bfloat16, kinds[-1].bfloat16) == (
+        slowest,
+        min(kind.bfloat16 or 0.0 for kind in kinds),
+        peak_flops(fastest, "bfloat16") / TERA,  # type: ignore[operator]
+    )
+
+
+def test_no_kind_has_this_memory() -> None:
+    assert kinds_with_memory(2 * 2**30) == []
