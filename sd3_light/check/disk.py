@@ -337,14 +337,15 @@ class _DiskChecks:
         """Check that every directory has as many reference images as the family sees."""
         if self.family is None:
             return
-        needed = self.family.references
+        needed = self.family.reference_count(self.model)
         for index, directory in enumerate(dataset.directories):
             count = len(directory.references)
             if count == needed:
                 continue
             key, file = f"directory[{index}].references", str(dataset.path)
             if not needed:
-                self.add(key, f"{self.family.title} sees no image beside the text", count, "remove it", file=file)
+                remedy = "write model.references, or remove it" if self.family.sets_references else "remove it"
+                self.add(key, f"{self.family.title} sees no image beside the text", count, remedy, file=file)
             else:
                 problem = f"{self.family.title} sees {needed} image(s) beside the text, and this names {count}"
                 self.add(key, problem, hint='write references = ["FOLDER"], with the names of the images', file=file)

@@ -91,6 +91,9 @@ def token_problems(train: TrainConfig, num_blocks: int | None, num_positions: in
     problems: dict[str, dict[str, str] | None] = {}
     if model.routing is not None and num_blocks is not None:
         problems["model.routing"] = routing_problem(model.routing, num_blocks)
+    if model.routing is not None and model.references:
+        problem = "references would skip the routed blocks"
+        problems["model.references"] = {"problem": problem, "hint": "remove model.routing or model.references"}
     if sync is not None and num_blocks is not None:
         problems[train.spelled("model.layer_sync")] = layer_sync_problem(sync, num_blocks)
     side = model.position_crop_side

@@ -189,6 +189,12 @@ def with_references(columns: Sequence[Column], count: int) -> tuple[Column, ...]
     return (*columns, *added)
 
 
+def with_prepared_references(columns: Sequence[Column], count: int) -> tuple[Column, ...]:
+    """Return `prepared_columns` with the latents of references."""
+    entries = map(reference_entry, range(count))
+    return (*columns, *(replace(columns[0], name=entry, reads=entry) for entry in entries))
+
+
 def with_pairs(columns: Sequence[Column]) -> tuple[Column, ...]:
     """Return columns with those of rejected images: one for each of an image."""
     images = [column for column in columns if column.reads == IMAGE]

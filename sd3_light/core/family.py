@@ -66,7 +66,7 @@ class Family(ABC):
     names of its files. ``packages`` are those that its text needs beside transformers. ``text_tokens`` says whether a
     denoiser gets texts that are padded to one length, or their real tokens alone; ``guidance`` by what it is guided:
     a negative prompt, or a number that a distilled denoiser takes. ``references`` is how many images it sees beside the
-    text.
+    text, and ``sets_references`` whether the config says it instead.
     """
 
     name: ClassVar[str]
@@ -83,6 +83,7 @@ class Family(ABC):
     text_tokens: ClassVar[tuple[Literal["padded", "real"], ...]] = ("real",)
     guidance: ClassVar[tuple[Literal["negative prompt", "number"], ...]] = ("negative prompt",)
     references: ClassVar[int] = 0
+    sets_references: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -126,6 +127,10 @@ class Family(ABC):
     def completed(self, config: TrainConfig) -> TrainConfig:
         """Return a config with the family's own values in place of absent keys; those of the schema are SD3's."""
         return config
+
+    def reference_count(self, model: ModelConfig) -> int:
+        """Return how many images the denoiser sees beside the text."""
+        return model.references if self.sets_references else self.references
 
     def refusal(self, folder: Path) -> str | None:
         """Return why a model folder of this pipeline's class cannot be trained, and what to do; None if it can.

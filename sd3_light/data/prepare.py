@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
+from sd3_light.core.columns import reference_entry
 from sd3_light.core.training import Preparer, ResidentPreparer
 from sd3_light.data.resident import ResidentCache
 from sd3_light.data.slots import AllocateTensor
@@ -190,6 +191,11 @@ class FlowPreparer(Preparer, ABC):
         values = np.empty((len(occurrences), *shape), dtype=np.float32)
         fill_rows(self.seed, purpose, occurrences, values)
         return torch.from_numpy(values)
+
+
+def reference_columns(count: int) -> tuple[str, ...]:
+    """Return the names of the columns with the latents of references."""
+    return tuple(_OTHERS + reference_entry(number) for number in range(count))
 
 
 def with_columns(preparer: Preparer, reads: tuple[str, ...]) -> Preparer:

@@ -1,6 +1,7 @@
 """Which images of a dataset are held out for the validation loss: whole groups, by the hash of the group.
 
-Images with the same bytes or similar thumbnails are a group. A group is held out if its hash falls into the lowest 2%,
+Images with the same bytes or similar thumbnails are a group, and so are those with a reference in common, or with an
+image that is the reference of another. A group is held out if its hash falls into the lowest 2%,
 within a limit, and at least two images are. Every decision is recorded beside the catalogue, by the content and by the
 key of the image, and never changes: an image that is added later joins the side of its group. If its group has both
 sides, because it resembles an image of each, it is on neither, and so are images that no longer fit the limit.
@@ -105,7 +106,7 @@ def _groups(rows: ReadRows, is_new: NDArray[np.bool_]) -> NDArray[np.int64]:
                 if is_new[image] == joins:
                     continue
                 unite = groups.join if joins else groups.add
-                unite(image, [row.digest], colours(row.thumbnail) if row.thumbnail else b"")
+                unite(image, [row.digest, *row.reference_digests], colours(row.thumbnail) if row.thumbnail else b"")
         return groups.roots(len(is_new))
 
 

@@ -3,7 +3,6 @@
 import json
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +15,7 @@ from sd3_light.core.columns import (
     Column,
     mask_column,
     prepared_columns,
-    reference_entry,
+    with_prepared_references,
     with_references,
 )
 from sd3_light.core.family import Family
@@ -350,10 +349,8 @@ class StockFamily(Family):
         """See `Family.prepared_columns`: latents in float32, texts as they are stored."""
         moments = next(column for column in columns if column.name == "moments")
         images = prepared_columns(moments, LatentShape.of_folder(model.diffusers_path).channels)
-        entries = map(reference_entry, range(self.references))
         return (
-            *images,
-            *(replace(images[0], name=entry, reads=entry) for entry in entries),
+            *with_prepared_references(images, self.references),
             *(column for column in columns if column.reads == CAPTION),
         )
 

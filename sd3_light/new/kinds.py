@@ -89,7 +89,7 @@ KINDS = {
         continues=True,
     ),
     "edit": Kind(
-        "a LoRA on Flux Kontext: edits, from pairs of images with instructions",
+        "a LoRA for edits, on Flux Kontext or SD3: pairs of images, with instructions as captions",
         recipe="lora",
         model="black-forest-labs/FLUX.1-Kontext-dev",
         resolution=1024,

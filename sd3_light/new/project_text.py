@@ -31,6 +31,7 @@ _COMMENTS = {
     "model.text_max_length": "tokens",
     "model.text_tokens": 'as other programs pad prompts; "real" trains faster, and they then draw other images',
     "model.dtype": "of the encoders",
+    "model.references": "images that the model sees beside the text",
     "model.guidance": "of the distilled denoiser, as is usual; not measured",
 }
 _REASONED = ("model.text_tokens",)  # the recipe's comments explain its value

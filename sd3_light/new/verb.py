@@ -32,6 +32,7 @@ from sd3_light.system import Gpu, usable_cores
 
 __all__ = ["KINDS", "NewProject", "conclude", "files", "plan", "run"]
 
+_SEEN = {"model.references": 1}  # of edits, for a family whose config says how many images it sees
 _STAND_IN = ("a prompt",)
 _FEWEST = 100  # steps on a CPU, however slow it is
 _MOST_EPOCHS = 200  # of pretraining
@@ -195,12 +196,14 @@ class _Fitted:
 
 def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gpus: tuple[Gpu, ...]) -> _Fitted:
     """Return the project with values that fit its data, its model and the GPUs; ``folder`` is temporary."""
-    loaded = _load_first(kind, first, folder)
+    loaded = _load_first(kind, replace(first, keys=_SEEN if kind.references else {}), folder)
     model = loaded.train.model.diffusers_path
     family = family_of_folder(model)
     keys = dict(family.recipe(model))
     if kind.pads_for_others and not (model / JUDGE).is_dir():
         keys |= {"model.text_tokens": "padded", "model.dtype": "bfloat16"}
+    if kind.references and family.sets_references:
+        keys |= _SEEN
     values = replace(first, keys=keys, family=family.title, prompts=_STAND_IN)  # sampling takes memory too
     values = _fitted(values, model, kind, resolution)
     loaded, estimate = _estimated(kind, values, folder)

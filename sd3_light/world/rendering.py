@@ -1,6 +1,7 @@
 """Scene -> image: flat, antialiased shapes in slots that keep them apart and inside despite the jitter."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,12 +39,17 @@ def scale_of(width: int, height: int) -> float:
 
 def render_scene(scene: Scene, width: int, height: int, rng: np.random.Generator) -> Image.Image:
     """Render a scene as an RGB image; the rng jitters the position and scale of its objects."""
-    background = BACKGROUNDS[scene.background]
-    canvas = Image.new("RGB", (width * SUPERSAMPLE, height * SUPERSAMPLE), background)
+    return render_objects(scene.background, place_objects(scene, width, height, rng), width, height)
+
+
+def render_objects(background: str, objects: Iterable[PlacedObject], width: int, height: int) -> Image.Image:
+    """Render objects on a background as an RGB image."""
+    ground = BACKGROUNDS[background]
+    canvas = Image.new("RGB", (width * SUPERSAMPLE, height * SUPERSAMPLE), ground)
     draw = ImageDraw.Draw(canvas)
-    for placed in place_objects(scene, width, height, rng):
+    for placed in objects:
         colour = COLOURS[placed.item.colour]
-        draw_shape(draw, placed.item.shape, placed.x, placed.y, placed.diameter, colour, background)
+        draw_shape(draw, placed.item.shape, placed.x, placed.y, placed.diameter, colour, ground)
     return canvas.reduce(SUPERSAMPLE)
 
 

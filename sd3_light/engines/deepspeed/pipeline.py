@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.core.batch import Batch
+from sd3_light.core.batch import Batch, references
 from sd3_light.core.model import TrainedModel
 from sd3_light.engines.deepspeed.engine_base import DeepSpeedBase
 from sd3_light.engines.deepspeed.instructions import instructions
@@ -148,7 +148,7 @@ class PipelineEngine(DeepSpeedBase):
         lengths = batch.lengths("prompt")
         counts = () if lengths is None else (lengths.to(self.device, non_blocking=True),)
         corners = batch.select(("corners",)).tensors()
-        return (batch["noisy"], times, batch["prompt"], batch["pooled"], *counts, *corners)
+        return (batch["noisy"], times, batch["prompt"], batch["pooled"], *counts, *corners, *references(batch))
 
     def _run_all_layers(self) -> Any:
         """Run all layers on the next queued micro-batch."""

@@ -42,6 +42,7 @@ class SD3(Family):
     has_single_file = True
     comfyui = True
     text_tokens = ("padded", "real")
+    sets_references = True
 
     @cached_property
     def weights(self) -> "SD3Weights":

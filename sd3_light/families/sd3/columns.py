@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sd3_light.config import ModelConfig
-from sd3_light.core.columns import CAPTION, Bucket, Column, mask_column
+from sd3_light.core.columns import CAPTION, Bucket, Column, mask_column, with_prepared_references, with_references
 from sd3_light.core.columns import prepared_columns as image_columns
 from sd3_light.model.folder import TEXT_ENCODER_FOLDERS, TOKENIZER_FOLDERS, text_shape, vae_shape
 from sd3_light.model.part_configs import read_config
@@ -19,7 +19,8 @@ _PARTS = {
 
 def sd3_columns(model: ModelConfig, folder: Path, bucket: Bucket) -> tuple[Column, ...]:
     """Return the columns of a bucket; see `Family.columns`."""
-    return (*_image_columns(model, folder, bucket), *_text_columns(model, folder))
+    images = with_references(_image_columns(model, folder, bucket), model.references)
+    return (*images, *_text_columns(model, folder))
 
 
 def _image_columns(model: ModelConfig, folder: Path, bucket: Bucket) -> tuple[Column, Column]:
@@ -56,7 +57,7 @@ def prepared_columns(model: ModelConfig, columns: Sequence[Column]) -> tuple[Col
     pooled = shapes["clip_l.pooled"][0] + shapes["clip_g.pooled"][0]
     moments = next(column for column in columns if column.name == "moments")
     return (
-        *image_columns(moments, moments.shape[0] // 2),
+        *with_prepared_references(image_columns(moments, moments.shape[0] // 2), model.references),
         Column("prompt", CAPTION, "bfloat16", (rows, shapes["t5"][1]), (), ragged=model.text_tokens == "real"),
         Column("pooled", CAPTION, "bfloat16", (pooled,), ()),
     )

@@ -101,19 +101,25 @@ class SD3Cost(Cost):
         counts = {batch["prompt"].shape[1]: batch.size} if lengths is None else Counter(lengths.tolist())
         return {Tokens(image, text): count for text, count in counts.items()}
 
+    def _seen(self, tokens: Tokens) -> Tokens:
+        """Return the tokens with those of references."""
+        count = 0 if self.model is None else self.model.references
+        return Tokens((1 + count) * tokens.image, tokens.text)
+
     def forward_flops(self, tokens: Tokens) -> int:
         """See `Cost.forward_flops`."""
-        return forward_flops(self.size, tokens, self.route)
+        return forward_flops(self.size, self._seen(tokens), self.route)
 
     def input_flops(self, tokens: Tokens) -> int:
         """See `Cost.input_flops`: gradients of images, text, time and pooled text."""
         size = self.size
+        tokens = self._seen(tokens)
         weights = _patch(size) * tokens.image + size.text_width * tokens.text + 256 + size.pooled_width
         return 2 * weights * size.width
 
     def sample_bytes(self, tokens: Tokens, compute: Compute) -> SampleBytes:
         """See `Cost.sample_bytes`."""
-        return _sample_bytes(self.size, self.route, tokens, compute)
+        return _sample_bytes(self.size, self.route, self._seen(tokens), compute)
 
     def adapter_parameters(self, adapter: AdapterConfig) -> tuple[int, ...]:
         """See `Cost.adapter_parameters`."""

@@ -15,7 +15,7 @@ from sd3_light.export.card import SEED, SETTINGS
 from sd3_light.export.proof_process import sample_image
 from sd3_light.families.sd3.lora_names import SD3AdapterNames
 from sd3_light.families.sd3.masked_attention import real_text_mask, use_masked_attention
-from sd3_light.families.sd3.real_pipeline import RealTextPipeline
+from sd3_light.families.sd3.real_pipeline import RealTextPipeline, seeing
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.families.sd3.single_file import SD3SingleFiles
 from sd3_light.model.folder import missing_parts, tokenizer_length, vae_shape
@@ -27,6 +27,7 @@ _MAX_SIDE = 16  # latent pixels of the denoiser's input; the image has half of t
 _TEXT_ROWS = 8
 _REAL_ROWS = [3, 8]  # of the negative prompt and the prompt
 _T5_LENGTH = 256  # of diffusers
+_MOST_REFERENCES = 8  # of the config
 _CHOICES: dict[str, tuple[str, ...]] = {"uncond_text": ("zero", "empty"), "text_tokens": ("padded", "real")}
 _STOCK = """import torch
 from diffusers import StableDiffusion3Pipeline
@@ -60,11 +61,22 @@ also loads this folder, but it pads the prompt and lets every token attend to th
 """
 
 
+_REFERENCE_CALL = f"""from PIL import Image
+
+reference = Image.open("before.png")
+image = pipe("an instruction", image=reference, {SETTINGS}).images[0]"""
+_REFERENCE_NOTE = """
+The model was trained to see {count} reference image(s) beside the text, at the size of the image that is drawn; `image`
+takes a list of several. Only `pipeline.py` and `sd3-light sample --reference` pass them: the stock class also loads
+this folder and draws from the text alone. The unconditional input of guidance was {uncond}, as in `pipeline.py`.
+"""
+
+
 class SD3Files(Files):
     """See `Files`. A model of real text tokens has a custom pipeline."""
 
     writes_scheduler = True
-    pipeline_settings = ("t5_max_length", "uncond_text")
+    pipeline_settings = ("t5_max_length", "uncond_text", "text_tokens", "references")
 
     @cached_property
     def adapters(self) -> AdapterNames:
@@ -83,27 +95,31 @@ class SD3Files(Files):
     def text_facts(self, model: ModelConfig) -> dict[str, Any]:
         """See `Files.text_facts`."""
         uncond_text = model.uncond_text or "zero"
-        return {"text_tokens": model.text_tokens, "uncond_text": uncond_text, "t5_max_length": model.t5_max_length}
+        return TextPolicy(model.t5_max_length, uncond_text, model.text_tokens, references=model.references).facts()
 
     def text_policy(self, folder: Path, text: Mapping[str, Any]) -> TextPolicy:
         """See `Files.text_policy`. By default there are no more T5 tokens than the folder's tokenizer accepts."""
         length = min(_T5_LENGTH, tokenizer_length(folder / "tokenizer_3") or _T5_LENGTH)
-        values = {"t5_max_length": length, "uncond_text": "empty", "text_tokens": "padded", **text}
+        usual = {"t5_max_length": length, "uncond_text": "empty", "text_tokens": "padded", "references": 0}
+        values: dict[str, Any] = {**usual, **text}
         invalid = [key for key, choices in _CHOICES.items() if values[key] not in choices]
         if type(values["t5_max_length"]) is not int or values["t5_max_length"] < 1:
             invalid.append("t5_max_length")
+        if type(values["references"]) is not int or not 0 <= values["references"] <= _MOST_REFERENCES:
+            invalid.append("references")
         if invalid:
             value = values[invalid[0]]
             raise UserError(
                 f"{folder / FACTS_FILE}: {invalid[0]} has the invalid value {value!r}; export the folder again"
             )
-        return TextPolicy(values["t5_max_length"], values["uncond_text"], values["text_tokens"])
+        return TextPolicy(**{key: values[key] for key in usual})
 
     def custom_pipeline(self, text: Mapping[str, Any]) -> CustomPipeline | None:
         """See `Files.custom_pipeline`."""
-        if text.get("text_tokens") != "real":
+        if text.get("text_tokens") != "real" and not text.get("references"):
             return None
-        return CustomPipeline(RealTextPipeline, {key: text[key] for key in self.pipeline_settings})
+        names = self.pipeline_settings if text.get("references") else self.pipeline_settings[:2]
+        return CustomPipeline(RealTextPipeline, {key: text[key] for key in names})
 
     def denoiser_inputs(self, config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         """See `Files.denoiser_inputs`."""
@@ -118,8 +134,9 @@ class SD3Files(Files):
     def pipeline_inputs(self, folder: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
         """See `Files.pipeline_inputs`. With real text tokens the two texts have different lengths."""
         latent, rows, pooled, negative_rows, negative_pooled = _draws(config)
-        _, pixels = vae_shape(folder)
-        side = max(2, latent.shape[-1] // 4 * 2) * pixels  # of whole patches
+        channels, pixels = vae_shape(folder)
+        small = max(2, latent.shape[-1] // 4 * 2)  # of whole patches
+        side = small * pixels
         inputs = {
             "prompt_embeds": rows,
             "pooled_prompt_embeds": pooled,
@@ -130,17 +147,27 @@ class SD3Files(Files):
             "num_inference_steps": _STEPS,
             "guidance_scale": _GUIDANCE,
         }
-        if self.custom_pipeline(text) is not None:
+        if count := text.get("references"):
+            generator = torch.Generator().manual_seed(1)
+            inputs["image"] = [torch.randn(1, channels, small, small, generator=generator) for _ in range(count)]
+        if text.get("text_tokens") == "real":
             inputs["joint_attention_kwargs"] = {"text_lengths": torch.tensor(_REAL_ROWS)}
         return inputs
 
     def reference_image(self, pipe: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """See `Files.reference_image`. Real text tokens are masked as in training, without `pipeline.py`."""
+        """See `Files.reference_image`. References and real text are as in training, without `pipeline.py`."""
+        references = inputs.get("image", [])
+        inputs = {name: value for name, value in inputs.items() if name != "image"}
+        with seeing(pipe.transformer, references):
+            return self._image(pipe, inputs, 1 + len(references))
+
+    def _image(self, pipe: Any, inputs: Mapping[str, Any], images: int) -> Tensor:
+        """Return the image of a stock pipeline, whose denoiser sees this many images."""
         if "joint_attention_kwargs" not in inputs:
             return sample_image(pipe, inputs)
         lengths = inputs["joint_attention_kwargs"]["text_lengths"]
         patch = pipe.vae_scale_factor * pipe.transformer.config.patch_size
-        num_image = (inputs["width"] // patch) * (inputs["height"] // patch)
+        num_image = (inputs["width"] // patch) * (inputs["height"] // patch) * images
         mask = real_text_mask(lengths, inputs["prompt_embeds"].shape[1], num_image)
         with use_masked_attention(pipe.transformer):
             return sample_image(pipe, {**inputs, "joint_attention_kwargs": {"attention_mask": mask}})
@@ -152,6 +179,10 @@ class SD3Files(Files):
         tokens, t5 = text.get("text_tokens", "padded"), text.get("t5_max_length", 256)
         uncond = text.get("uncond_text", "empty")
         policy = f"{tokens} tokens, T5 length {t5}, unconditional input: {uncond}"
+        if count := text.get("references"):
+            note = _REFERENCE_NOTE.format(count=count, uncond="zeros" if uncond == "zero" else "the empty prompt")
+            code = _CUSTOM.replace(_ADAPTER_CALL, _REFERENCE_CALL)
+            return CardTexts(denoiser, policy, code, note, "diffusers with `pipeline.py`", _REFERENCE_CALL)
         if tokens == "real":
             note = _REAL_NOTE.format(uncond="zeros" if uncond == "zero" else "the empty prompt")
             return CardTexts(denoiser, policy, _CUSTOM, note, "diffusers with `pipeline.py`", _ADAPTER_CALL)

@@ -18,6 +18,7 @@ from sd3_light.config.base import Checkpointing, recomputed_blocks
 from sd3_light.core.model import save_products
 from sd3_light.families.sd3.between_blocks import BetweenBlocks
 from sd3_light.families.sd3.masked_attention import MaskedJointAttention, mask_attention, real_text_mask
+from sd3_light.families.sd3.real_pipeline import marked
 from sd3_light.model.host_inputs import checkpoint_on_host
 
 LayerState = tuple[Tensor, ...]
@@ -26,9 +27,10 @@ reconstruct. Only the first three have gradients."""
 
 
 class Embed(nn.Module):
-    """Maps (noisy_BCHW, timestep_B, prompt_BTE, pooled_BP[, lengths_B][, corners_B2]) to a LayerState.
+    """Maps (noisy_BCHW, timestep_B, prompt_BTE, pooled_BP[, lengths_B][, corners_B2], *references) to a LayerState.
 
-    ``corners_B2`` are the rows and columns where each sample's crop of the position table begins.
+    ``corners_B2`` are the rows and columns where each sample's crop of the position table begins. References are
+    latents [B, C, H, W], whose tokens follow those of the image.
     """
 
     def __init__(self, transformer: SD3Transformer2DModel, keep_text: bool = False, real_text: bool = False) -> None:
@@ -41,8 +43,11 @@ class Embed(nn.Module):
     def forward(self, inputs: LayerState) -> LayerState:
         """Embed patches with positions, text, and time with pooled text."""
         noisy_BCHW, timestep_B, prompt_BTE, pooled_BP, *rest = inputs
-        lengths, corners = rest[: self.real_text], rest[self.real_text :]
-        image_BND = embed_patches(self.pos_embed, noisy_BCHW, *corners)
+        lengths, others = rest[: self.real_text], rest[self.real_text :]
+        corners = [other for other in others if other.dim() == 2]
+        images = [noisy_BCHW, *(other for other in others if other.dim() == 4)]
+        tokens = [embed_patches(self.pos_embed, image, *corners) for image in images]
+        image_BND = torch.cat(marked(tokens), dim=1) if len(tokens) > 1 else tokens[0]
         time_BD = self.time_text_embed(timestep_B, pooled_BP)
         text_BTD = self.context_embedder(prompt_BTE)
         target = (text_BTD.detach(),) if self.keep_text else ()

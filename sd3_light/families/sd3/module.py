@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import recomputed_blocks
-from sd3_light.core.batch import LENGTH, Batch
+from sd3_light.core.batch import LENGTH, Batch, references
 from sd3_light.core.model import Losses, TrainedModel
 from sd3_light.core.objective import Prediction
 from sd3_light.core.start import WeightsStart
@@ -82,7 +82,8 @@ class SD3TrainingModule(TrainedModel):
             extras |= {"text": text, "text_target": rest[-1]}
             if self.real_text:
                 extras["lengths"] = rest[0]
-        return Prediction(unpatchify(patches, height, width), extras=extras)
+        own = (height // 2) * (width // 2)  # the tokens of references follow
+        return Prediction(unpatchify(patches[:, :own], height, width), extras=extras)
 
     def pipeline_layers(self) -> list[nn.Module]:
         """Return the layers as modules that run one after another, in several processes, as in `forward`."""
@@ -119,7 +120,7 @@ class SD3TrainingModule(TrainedModel):
         counts = () if lengths is None else (lengths.to(noisy.device, non_blocking=True),)
         times = (1000 * batch["t"]).float()
         features = (noisy.float(), times, batch["prompt"].float(), batch["pooled"].float())
-        return (*features, *counts, *batch.select(("corners",)).tensors())
+        return (*features, *counts, *batch.select(("corners",)).tensors(), *references(batch))
 
     def _run_fast(self, batch: Batch, between: BetweenBlocks | None) -> LayerState:
         """Return the last layer's outputs; the text stream is empty where no loss reads it."""

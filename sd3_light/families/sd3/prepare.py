@@ -15,7 +15,7 @@ from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.registry import family_of, starting_weights
 from sd3_light.core.start import WeightsStart
-from sd3_light.data.prepare import Conditioning, FlowPreparer, Occurrences, token_grid
+from sd3_light.data.prepare import Conditioning, FlowPreparer, Occurrences, reference_columns, token_grid
 from sd3_light.data.resident import ResidentCache, ResidentText, index_rows, select_rows
 from sd3_light.data.shards import CaptionFeatures
 from sd3_light.data.slots import AllocateTensor
@@ -55,7 +55,8 @@ class InputPreparer(FlowPreparer):
         """Return the preparer of a [model] table."""
         used = empty_text if model.uncond_text == "empty" else None
         scale = LatentScale.of_folder(model.diffusers_path)
-        return InputPreparer(seed, model, scale, used, num_positions, line=shift_line(model))
+        references = reference_columns(model.references)
+        return InputPreparer(seed, model, scale, used, num_positions, line=shift_line(model), references=references)
 
     def condition(
         self, rows: CachedBatch, occurrences: Occurrences, evaluation: bool, allocate: AllocateTensor | None

@@ -1,14 +1,17 @@
-"""Stable Diffusion 3 on real text tokens, matching how the model in this folder was trained.
+"""Stable Diffusion 3 as the model in this folder was trained: on real text tokens, on reference images, or on both.
 
-Each encoder contributes the prompt's real tokens, without padding; T5's tokens directly follow CLIP's. Texts of
-different lengths share a batch: attention masks the rows after a text's end. Needs torch and diffusers (with
-transformers):
+With real text each encoder contributes the prompt's real tokens, without padding; T5's tokens directly follow CLIP's.
+Texts of different lengths share a batch: attention masks the rows after a text's end. The tokens of reference images
+follow those of the image, at the same positions with a mark. Needs torch and diffusers (with transformers):
 
     DiffusionPipeline.from_pretrained(FOLDER, custom_pipeline="pipeline", trust_remote_code=True)
 
 Shapes: B texts, T text rows, W width of a row, P width of a pooled vector, N image tokens.
 """
 
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from diffusers import StableDiffusion3Pipeline
 from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor, nn
 
+_ZERO = "negative_prompt is not supported: this model was trained with zeros as its unconditional text"
 TextRows = tuple[Tensor, Tensor]
 """Rows [T, W] and the pooled vector [P] of one text."""
 
@@ -60,11 +64,50 @@ def _heads(attn: Any, stream: Tensor, projections: tuple[Any, ...], norms: tuple
     return parts
 
 
-class RealTextPipeline(StableDiffusion3Pipeline):
-    """The stock pipeline with the text input of training: real tokens, and its unconditional input for guidance.
+def marked(tokens: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tokens [B, N, D] of an image and its references, with a mark on those of each reference."""
+    return [tokens[0], *(each + _mark(number, each) for number, each in enumerate(tokens[1:], start=1))]
 
-    T5 is truncated at ``t5_max_length``; `max_sequence_length` is ignored. With ``uncond_text`` "zero", guidance uses
-    zeros and a negative prompt is an error. All rows of custom `prompt_embeds` count as real unless
+
+def _mark(number: int, like: Tensor) -> Tensor:
+    """Return the sines and cosines of a third axis, on which the image is at 0, less those of the image."""
+    half = like.shape[-1] // 2
+    angles = number * 10000 ** (-torch.arange(half, device=like.device, dtype=torch.float32) / half)
+    return torch.cat([angles.sin(), angles.cos() - 1]).to(like.dtype)
+
+
+@contextmanager
+def seeing(transformer: Any, references: Sequence[Tensor]) -> Iterator[None]:
+    """Let a stock denoiser see the latents [B, C, H, W] of references, inside the block and in this thread."""
+    own_thread = threading.get_ident()
+    count = 0
+
+    def add(module: Any, inputs: tuple[Tensor, ...], tokens: Tensor) -> Tensor:
+        nonlocal count
+        if threading.get_ident() != own_thread:
+            return tokens
+        count = tokens.shape[1]
+        images = (each.to(inputs[0]).repeat(len(tokens) // len(each), 1, 1, 1) for each in references)
+        return torch.cat(marked([tokens, *(module.forward(image) for image in images)]), dim=1)
+
+    def cut(_module: Any, _inputs: tuple[Tensor, ...], patches: Tensor) -> Tensor:
+        return patches[:, :count] if threading.get_ident() == own_thread else patches
+
+    hooks = [transformer.pos_embed.register_forward_hook(add), transformer.proj_out.register_forward_hook(cut)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class RealTextPipeline(StableDiffusion3Pipeline):
+    """The stock pipeline with the inputs of training: text, its unconditional input for guidance, and references.
+
+    ``image`` is the reference, or a list with one for each of several; each is an image, a list with one per prompt, or
+    latents. Without it the model sees the text alone. With ``text_tokens`` "padded" text is that of the stock pipeline;
+    with "real" T5 is truncated at ``t5_max_length``, and `max_sequence_length` is ignored. With ``uncond_text`` "zero",
+    guidance uses zeros and a negative prompt is an error. All rows of custom `prompt_embeds` count as real unless
     `joint_attention_kwargs={"text_lengths": ...}` gives the number of real rows, negative ones first.
     """
 
@@ -83,6 +126,8 @@ class RealTextPipeline(StableDiffusion3Pipeline):
         feature_extractor: Any = None,
         t5_max_length: int = 256,
         uncond_text: str = "empty",
+        text_tokens: str = "real",
+        references: int = 0,
     ) -> None:
         super().__init__(
             transformer=transformer,
@@ -97,16 +142,41 @@ class RealTextPipeline(StableDiffusion3Pipeline):
             image_encoder=image_encoder,
             feature_extractor=feature_extractor,
         )
-        self.register_to_config(t5_max_length=t5_max_length, uncond_text=uncond_text)
+        self.register_to_config(
+            t5_max_length=t5_max_length, uncond_text=uncond_text, text_tokens=text_tokens, references=references
+        )
         self._text_lengths: Tensor | None = None
 
     @torch.no_grad()
-    def __call__(self, *args: Any, joint_attention_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    def __call__(
+        self, *args: Any, image: Any = None, joint_attention_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Any:
         """Call the stock pipeline."""
         options = dict(joint_attention_kwargs or {})
-        if "attention_mask" not in options:  # a caller that passes a mask also sets the matching processor
+        # a caller that passes a mask also sets the matching processor
+        if self.config.text_tokens == "real" and "attention_mask" not in options:
             self.transformer.set_attn_processor(RealTextAttention())
-        return super().__call__(*args, joint_attention_kwargs=options, **kwargs)
+        if image is None:
+            return super().__call__(*args, joint_attention_kwargs=options, **kwargs)
+        side = self.default_sample_size * self.vae_scale_factor
+        references = self.encode_references(image, kwargs.get("width") or side, kwargs.get("height") or side)
+        with seeing(self.transformer, references):
+            return super().__call__(*args, joint_attention_kwargs=options, **kwargs)
+
+    def encode_references(self, image: Any, width: int, height: int) -> list[Tensor]:
+        """Return the latents of references at the size of the image."""
+        images = image if isinstance(image, list) else [image]
+        if len(images) != self.config.references:
+            raise ValueError(f"this model sees {self.config.references} reference image(s), not {len(images)}")
+        return [self._latents(each, width, height) for each in images]
+
+    def _latents(self, image: Any, width: int, height: int) -> Tensor:
+        if isinstance(image, Tensor) and image.shape[1] == self.vae.config.latent_channels:
+            return image
+        pixels = self.image_processor.preprocess(image, height=height, width=width)
+        mean = self.vae.encode(pixels.to(self.vae.device, self.vae.dtype)).latent_dist.mode()
+        latents: Tensor = (mean - (self.vae.config.shift_factor or 0.0)) * self.vae.config.scaling_factor
+        return latents
 
     @property
     def joint_attention_kwargs(self) -> dict[str, Any]:
@@ -116,7 +186,18 @@ class RealTextPipeline(StableDiffusion3Pipeline):
             return options
         return {"text_lengths": self._text_lengths, **options}
 
-    def encode_prompt(
+    def encode_prompt(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Return rows and pooled vectors of prompts and negatives, as the stock method."""
+        if self.config.text_tokens == "real":
+            return self._encode_real(*args, **kwargs)
+        rows, negative, pooled, negative_pooled = super().encode_prompt(*args, **kwargs)
+        if negative is None or self.config.uncond_text != "zero" or kwargs.get("negative_prompt_embeds") is not None:
+            return rows, negative, pooled, negative_pooled
+        if kwargs.get("negative_prompt"):
+            raise ValueError(_ZERO)
+        return rows, torch.zeros_like(negative), pooled, torch.zeros_like(negative_pooled)
+
+    def _encode_real(
         self,
         prompt: Any,
         prompt_2: Any = None,
@@ -135,7 +216,7 @@ class RealTextPipeline(StableDiffusion3Pipeline):
         max_sequence_length: int = 256,
         lora_scale: float | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Return rows and pooled vectors of prompts and negatives, as the stock method; shorter texts end in zeros."""
+        """Return real rows and pooled vectors; shorter texts end in zeros."""
         if clip_skip is not None:
             raise ValueError("clip_skip is not supported: this model was trained on CLIP's second-to-last layer")
         device = device or self._execution_device
@@ -161,9 +242,7 @@ class RealTextPipeline(StableDiffusion3Pipeline):
         if self.config.uncond_text != "zero":
             return self._encode(tuple(prompt or None for prompt in prompts), len(texts), device)
         if any(any(prompt) for prompt in prompts if prompt):  # a text or a list of texts
-            raise ValueError(
-                "negative_prompt is not supported: this model was trained with zeros as its unconditional text"
-            )
+            raise ValueError(_ZERO)
         return [(torch.zeros_like(rows[:1]), torch.zeros_like(pooled)) for rows, pooled in texts]
 
     def _encode(self, prompts: tuple[Any, ...], count: int, device: torch.device) -> list[TextRows]:

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 from sd3_light.core.batch import LENGTH, Batch
 from sd3_light.core.caption_lengths import TextLimit
+from sd3_light.core.columns import Bucket
 from sd3_light.core.sampling import UNSTATED, EncodedText, ImageRequest, OwnDrawing, PipelineInputs
 from sd3_light.families.sd3.encoding import text_limits
 from sd3_light.families.sd3.masked_attention import real_text_mask, use_masked_attention
 from sd3_light.families.sd3.text import Tokenizer, encode_clip, encode_t5, join_text
+from sd3_light.sources.decode import read_fitted
 
 if TYPE_CHECKING:
     from diffusers import StableDiffusion3Pipeline
@@ -28,16 +30,19 @@ class TextPolicy(PipelineInputs):
     """How text was encoded in training, and must be in sampling.
 
     `uncond_text` is the unconditional input of guidance: zeros, or the encoded negative prompt (as in stock SD3).
+    `references` is how many images the model sees beside the text.
     """
 
     t5_max_length: int
     uncond_text: Literal["zero", "empty"]
     text_tokens: Literal["padded", "real"]
+    references: int = 0
     stated: OwnDrawing = UNSTATED
 
     def facts(self) -> dict[str, Any]:
         """See `PipelineInputs.facts`."""
-        return {name: getattr(self, name) for name in ("t5_max_length", "uncond_text", "text_tokens")}
+        facts = {name: getattr(self, name) for name in ("t5_max_length", "uncond_text", "text_tokens")}
+        return {**facts, "references": self.references} if self.references else facts
 
     @property
     def own_drawing(self) -> OwnDrawing:
@@ -62,6 +67,12 @@ class TextPolicy(PipelineInputs):
             return None
         needed = f"multiples of {step} from {step} to {largest}"
         return f"image size {width}x{height}: this model needs sides that are {needed}"
+
+    def references_fault(self, count: int) -> str | None:
+        """See `PipelineInputs.references_fault`."""
+        if not self.references:
+            return super().references_fault(count)
+        return None if count in (0, self.references) else f"{count} references: this model sees {self.references}"
 
     def text_limits(self, folder: Path) -> list[TextLimit]:
         """See `PipelineInputs.text_limits`."""
@@ -95,11 +106,17 @@ class TextPolicy(PipelineInputs):
         if guidance > 1:
             embeds |= {f"negative_{name}": tensor[: len(batch)] for name, tensor in rows.items()}
         attention = None
+        images = list(zip(*(request.references for request in batch), strict=True))
         if self.text_tokens == "real":
             num_image = (batch[0].width // _token_side(pipe)) * (batch[0].height // _token_side(pipe))
+            num_image *= 1 + len(images)
             lengths = text.host["prompt" + LENGTH].to(text["prompt"].device)
             attention = {"attention_mask": real_text_mask(lengths, text["prompt"].shape[1], num_image)}
-        return {**embeds, "guidance_scale": guidance, "joint_attention_kwargs": attention}
+        arguments = {**embeds, "guidance_scale": guidance, "joint_attention_kwargs": attention}
+        if not images:
+            return arguments
+        size = Bucket(batch[0].width, batch[0].height)
+        return {**arguments, "image": [[read_fitted(path, size) for path in paths] for paths in images]}
 
     def prepared(self, pipe: "StableDiffusion3Pipeline") -> AbstractContextManager[None]:
         """Return a context in which the denoiser applies the mask of real text."""

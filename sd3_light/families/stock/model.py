@@ -11,11 +11,11 @@ from torch.utils.checkpoint import checkpoint
 from sd3_light.config import TrainConfig
 from sd3_light.config.base import Checkpointing, recomputed_blocks
 from sd3_light.core.batch import Batch
-from sd3_light.core.columns import reference_entry
 from sd3_light.core.model import TrainedModel, denoiser_blocks, save_products, tapped
 from sd3_light.core.objective import Objective, Prediction
 from sd3_light.core.start import WeightsStart
 from sd3_light.core.training import TrainingParts
+from sd3_light.data.prepare import reference_columns
 from sd3_light.encoding.vae import LatentScale
 from sd3_light.families.stock.prepare import StockPreparer
 from sd3_light.flow.objectives import configured_objective
@@ -124,7 +124,7 @@ class StockTraining(TrainingParts):
             empty_text=empty_text or {},
             patch=self.family.patch,
             line=shift_line(model),
-            references=tuple(f"moments.{reference_entry(number)}" for number in range(self.family.references)),
+            references=reference_columns(self.family.references),
         )
 
     def model(self, denoiser: nn.Module, config: TrainConfig, fast: bool) -> StockModel:

@@ -71,6 +71,22 @@ def test_groups_stay_together(tmp_path: Path) -> None:
     assert 0 < len(held(sides)) <= largest_split(1200)
 
 
+def test_images_of_one_reference_stay_together(tmp_path: Path) -> None:
+    """Two edits of each of 200 images, and a third that starts from the result of the first."""
+    rows = []
+    for number in range(200):
+        source, first = f"source {number}", f"first {number}"
+        rows.append(replace(row(f"{number}/a", digest=first), reference_digests=(source,)))
+        rows.append(replace(row(f"{number}/b"), reference_digests=(source,)))
+        rows.append(replace(row(f"{number}/c"), reference_digests=(first,)))
+    sides = divide(rows, tmp_path / RECORD)
+    by_group: dict[str, set[str]] = {}
+    for name, side in sides.items():
+        by_group.setdefault(name.split("/")[0], set()).add(side)
+    assert all(len(group) == 1 for group in by_group.values())
+    assert 0 < len(held(sides)) <= largest_split(600)
+
+
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), sizes=st.lists(st.integers(1, 120), min_size=2, max_size=5))
 def test_no_image_changes_sides_when_others_are_added(

@@ -20,6 +20,8 @@ def why_stock_by_config(config: TrainConfig, size: ModelSize, world: int = 1, by
         return "an adapter is trained"
     if config.model.training_adapter is not None:
         return "the fast blocks do not run a training adapter"
+    if config.model.references:
+        return "the fast blocks see no references"
     if config.gradient_release:
         return "gradient_release = true"
     if config.optimizer.weight_dtype == "bfloat16":
