@@ -95,6 +95,7 @@ def _check_model(checks: "_DiskChecks", family: Family, caching: bool, with_size
         checks.sampling()
         with checks.model_errors_of("model.diffusers_path"):
             checks.sampled_frames(family)
+        checks.sampled_references(family)
         checks.continued_values()
     return start
 
@@ -332,6 +333,19 @@ class _DiskChecks:
             below = frames - (frames - 1) % step
             problem = f"clips of {family.title} have {step}·n + 1 frames"
             self.add("sampling.frames", problem, frames, f"write {below} or {below + step}")
+
+    def sampled_references(self, family: Family) -> None:
+        """Check that sample images name files, as many as the family sees."""
+        needed = family.reference_count(self.model)
+        for index, image in enumerate(self.train.sampling.image):
+            key = f"sampling.image[{index}].references"
+            count = len(image.references)
+            if count not in (0, needed):
+                problem = f"{family.title} sees {needed} image(s) beside the text"
+                self.add(key, problem, count, f"name {needed} file(s)" if needed else "remove it")
+            for path in image.references:
+                if not path.is_file():
+                    self.add(key, "no such file", str(path), PATH_HINT)
 
     def references(self, dataset: DatasetConfig) -> None:
         """Check that every directory has as many reference images as the family sees."""

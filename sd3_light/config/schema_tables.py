@@ -308,6 +308,8 @@ class SampleImage(Table):
     """Sampler steps."""
     guidance: NotNegative | None = None
     """Guidance scale."""
+    references: tuple[TomlPath, ...] = ()
+    """Files of the images that the model sees beside the prompt, in their order. Absent: it sees the prompt alone."""
 
 
 class SamplingConfig(Table):

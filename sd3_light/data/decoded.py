@@ -26,11 +26,15 @@ _MIN_FOR_WORKERS = 500  # images; fewer are read sooner than processes start
 
 @dataclass(frozen=True)
 class DecodedSample:
-    """A sample at one of its sizes: ``path`` is the file that contains it, ``pixels`` are [height, width, 3]."""
+    """A sample at one of its sizes: ``path`` is the file that contains it, ``pixels`` are [height, width, 3].
+
+    ``references`` are the files of the images that a model sees beside its caption.
+    """
 
     member: Member
     path: Path
     pixels: Pixels
+    references: tuple[Path, ...] = ()
 
     @property
     def group(self) -> str:
@@ -133,7 +137,8 @@ def _decode(
                     rejected.append(reject_line(member.row.key, image.reason, image.detail, member.row.image))
                 else:
                     location = sample_location(member.row, plan.source(unit).root)
-                    yield DecodedSample(member, Path(location.image.path), image.pixels)
+                    references = tuple(Path(reference.path) for reference in location.references)
+                    yield DecodedSample(member, Path(location.image.path), image.pixels, references)
             bar.advance(len(batch))
 
 

@@ -189,7 +189,10 @@ def _measure(
 def draw(chosen: ChosenModel, truths: Sequence[Truth], device: torch.device, options: AgainstOptions) -> list[Pixels]:
     """Return one image per truth: its caption at its size, image i with the seed `seed + i`."""
     pipe, policy = open_with_adapters(chosen, options.loras, device)
-    requests = [ImageRequest(truth.caption, options.seed + row, *truth.size) for row, truth in enumerate(truths)]
+    requests = [
+        ImageRequest(truth.caption, options.seed + row, *truth.size, references=truth.references)
+        for row, truth in enumerate(truths)
+    ]
     drawing = policy.drawing(options.steps, options.guidance, USUAL_STEPS)
     info(f"drawing {len(requests):,} captions with {chosen.text_facts}")
     with progress("draw", len(requests), "images") as bar:

@@ -12,12 +12,16 @@ from sd3_light.sources.preprocess import Pixels
 
 @dataclass(frozen=True)
 class Truth:
-    """A true image [H, W, 3], one of its captions, the file that contains it, and its group (see `nearest`)."""
+    """A true image [H, W, 3], one of its captions, the file that contains it, and its group (see `nearest`).
+
+    ``references`` are the files of the images that a model sees beside the caption.
+    """
 
     caption: str
     pixels: Pixels
     path: Path
     group: str
+    references: tuple[Path, ...] = ()
 
     @property
     def size(self) -> tuple[int, int]:
@@ -38,7 +42,9 @@ def load_truths(toml: Path, count: int) -> list[Truth]:
     for sample in sorted(decoded, key=lambda sample: sample.pixels.size):
         largest[sample.member.identity] = sample
     samples = [largest[identity] for identity in sorted(largest)][:count]
-    return [
-        Truth(sample.member.captions[row % len(sample.member.captions)], sample.pixels, sample.path, sample.group)
-        for row, sample in enumerate(samples)
-    ]
+    return [_truth(row, sample) for row, sample in enumerate(samples)]
+
+
+def _truth(row: int, sample: DecodedSample) -> Truth:
+    captions = sample.member.captions
+    return Truth(captions[row % len(captions)], sample.pixels, sample.path, sample.group, sample.references)

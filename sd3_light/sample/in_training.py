@@ -20,13 +20,15 @@ from torch import Tensor
 from sd3_light.config import ModelConfig, TrainConfig, batch_size_for
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.schema_tables import SampleImage, SamplingConfig
+from sd3_light.core.batch import Batch
 from sd3_light.core.caption_lengths import cut_prompts
-from sd3_light.core.columns import Bucket, named_bucket
+from sd3_light.core.columns import Bucket, named_bucket, reference_entry
 from sd3_light.core.registry import family_of
 from sd3_light.core.sampling import Decoder, EncodedText, ImageRequest, Sampling
 from sd3_light.data.prompt_features import encode_prompts_one_by_one, read_prompt
 from sd3_light.data.shard_table import BucketShards
 from sd3_light.data.stream import CachedDataset
+from sd3_light.encoding.vae import LatentScale
 from sd3_light.engines import Launch
 from sd3_light.formats import plural
 from sd3_light.runlog import info
@@ -34,6 +36,7 @@ from sd3_light.sample.generate import as_image, frames_of, not_finite, to_images
 from sd3_light.sample.grid import make_grid
 from sd3_light.sample.loop import Denoise, draw_latents, starting_noise
 from sd3_light.sample.png import save_png
+from sd3_light.sources.decode import read_fitted
 from sd3_light.sources.video import write_video
 
 _MAX_BATCH = 16
@@ -47,7 +50,7 @@ class Sampler:
     ``requests`` are the images of the whole grid in order: all seeds of the first prompt, then of the next. An image
     depends on its own request alone, except for rounding: up to 1/255 with another number of ranks. ``negative`` is the
     text of requests without a negative prompt, None if guidance needs none. A batch has at most ``batch_size`` images
-    of ``batch_pixels`` pixels.
+    of ``batch_pixels`` pixels. ``references`` are the latents of all reference images, by file and size.
     """
 
     config: TrainConfig
@@ -59,6 +62,7 @@ class Sampler:
     launch: Launch
     device: torch.device
     stages: int = 1
+    references: Mapping[tuple[Path, Bucket], Tensor] = field(default_factory=dict, repr=False)
     _decoder: Decoder | None = field(default=None, repr=False)
     _fault: str | None = None
 
@@ -110,7 +114,9 @@ class Sampler:
         own = [requests[index] for indices in sampler._share(launch.rank) for index in indices]
         negatives = (request.negative_prompt for request in own if request.negative_prompt)
         texts = list(dict.fromkeys([*(request.prompt for request in own), *negatives]))
-        return replace(sampler, texts=_texts(config.model, texts, cache_dir, data.manifest.recipe, device))
+        references = _reference_latents(config.model, own, device)
+        encoded = _texts(config.model, texts, cache_dir, data.manifest.recipe, device)
+        return replace(sampler, texts=encoded, references=references)
 
     def sample(
         self, denoise: Denoise, path: Path, facts: Mapping[str, Any], group: dist.ProcessGroup | None = None
@@ -187,11 +193,20 @@ class Sampler:
         size = first.size
         noise = starting_noise([request.seed for request in batch], family.latent_shape(model, size), self.device)
         scheduler = family.scheduler(model, size, first.steps, self.device)
-        inputs = [family.batch(part, model, first.guidance).to(self.device) for part in texts]
+        inputs = [self._seen(batch, family.batch(part, model, first.guidance)).to(self.device) for part in texts]
         latents = draw_latents(denoise, scheduler, noise, inputs, guide)
         encoded = [tensor for part in inputs for tensor in part.tensors()]
         self._fault = self._fault or not_finite({"text encoder": encoded, "denoiser": [latents]})
         return latents
+
+    def _seen(self, requests: Sequence[ImageRequest], batch: Batch) -> Batch:
+        """Return a batch of texts, once or twice as many as the requests, with the latents of their references."""
+        sizes = [Bucket(request.width, request.height) for request in requests]
+        values = {}
+        for number, paths in enumerate(zip(*(request.references for request in requests), strict=True)):
+            latents = torch.stack([self.references[key] for key in zip(paths, sizes, strict=True)])
+            values[reference_entry(number)] = torch.cat([latents] * (batch.size // len(requests)))
+        return batch.with_values(values)
 
     def _decode(self, latents: Sequence[tuple[list[int], Tensor]]) -> list[tuple[int, Image.Image]]:
         """Return the images of batches of latents, with the numbers of their requests."""
@@ -226,7 +241,7 @@ class Sampler:
         data_launch = replace(self.launch, rank=rank).data_launch(self.stages)
         groups: dict[tuple[object, ...], list[int]] = {}
         for number, request in enumerate(self.requests):
-            key = (*request.size, request.steps, request.guidance)
+            key = (*request.size, request.steps, request.guidance, len(request.references))
             groups.setdefault(key, []).append(number)
         return [
             [numbers[turn] for turn in assigned(len(numbers), data_launch.rank, data_launch.world)]
@@ -272,12 +287,29 @@ def _request(image: SampleImage, seed: int, settings: SamplingConfig, size: Buck
 
     values = {name: chosen(name) for name in ("negative_prompt", "steps", "guidance")}
     sides = image.size or (size.width, size.height)
-    return ImageRequest(image.prompt, seed, *sides, **values, frames=size.frames)
+    return ImageRequest(image.prompt, seed, *sides, **values, frames=size.frames, references=image.references)
 
 
 def assigned(count: int, rank: int, world: int) -> list[int]:
     """Return the numbers of a rank's requests among ``count``: equally many for all, so some may be drawn twice."""
     return [(rank + turn * world) % count for turn in range(math.ceil(count / world))]
+
+
+def _reference_latents(
+    model: ModelConfig, requests: Sequence[ImageRequest], device: torch.device
+) -> dict[tuple[Path, Bucket], Tensor]:
+    """Return the latents of references, as the cache has those of training; the VAE is freed afterwards."""
+    wanted = {(path, Bucket(each.width, each.height)): None for each in requests for path in each.references}
+    if not wanted:
+        return {}
+    family = family_of(model)
+    with family.encoding.encoders(model, device, 1) as encoders:
+        moments = {
+            key: encoders.encode_images(np.array(read_fitted(*key))[None], flip=False)["moments"] for key in wanted
+        }
+        encoders.synchronize()
+    scale = LatentScale.of_folder(model.diffusers_path)
+    return {key: scale.draw(each[:, 0], None)[0] for key, each in moments.items()}
 
 
 def _texts(

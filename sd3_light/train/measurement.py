@@ -98,7 +98,8 @@ class Measurer:
 
 def caption_requests(config: MetricsConfig, truths: list[Truth]) -> tuple[ImageRequest, ...]:
     """Return the requests of the captions, as `sd3-light evaluate --against` draws them with seed 0."""
+    drawing: dict[str, Any] = {"steps": config.steps, "guidance": config.guidance}
     return tuple(
-        ImageRequest(truth.caption, row, *truth.size, steps=config.steps, guidance=config.guidance)
+        ImageRequest(truth.caption, row, *truth.size, references=truth.references, **drawing)
         for row, truth in enumerate(truths)
     )

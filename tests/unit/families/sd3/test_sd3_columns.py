@@ -58,7 +58,7 @@ def test_a_key_changes_the_columns_that_it_decides(raw_project: Project, key: st
 
 DECIDED = {"dtype": TEXT, "vae_dtype": IMAGES, "t5_max_length": {"t5"}, "text_tokens": TEXT}
 """Key of [model] -> the columns that it decides; all others decide none."""
-VALUES = {"dtype": "float16", "vae_dtype": "bfloat16", "t5_max_length": 7, "text_tokens": "real"}
+VALUES = {"dtype": "float16", "vae_dtype": "bfloat16", "t5_max_length": 7, "text_tokens": "real", "references": 1}
 
 
 @pytest.mark.parametrize("key", sorted(ModelConfig.model_fields.keys() - {"type", "diffusers_path"}))
@@ -68,6 +68,16 @@ def test_the_fingerprints_change_with_the_keys_that_decide_columns(raw_project: 
     changed = model.model_copy(update={key: VALUES.get(key, object())})
     before, after = (fingerprints(each) for each in (model, changed))
     assert {name for name in before if before[name] != after[name]} == DECIDED.get(key, set())
+
+
+def test_references_add_columns_and_change_none(raw_project: Project) -> None:
+    before, after = (declared(raw_project, Bucket(64, 64), *keys) for keys in ((), ("model.references=2",)))
+    added = [after[f"moments.reference.{number}"] for number in range(2)]
+    assert [(column.reads, column.shape) for column in added] == [
+        ("reference.0", before["moments"].shape),
+        ("reference.1", before["moments"].shape),
+    ]
+    assert {name: column for name, column in after.items() if column not in added} == before
 
 
 @pytest.mark.parametrize(

@@ -18,17 +18,24 @@ from sd3_light.check import verb as check
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config import SIZES, ConfigFaults, TrainConfig, UserError
+from sd3_light.config.schema_tables import MetricsConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.cost import Compute, Tokens
 from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.core.sampling import ImageRequest
+from sd3_light.data.store import LocalStore
+from sd3_light.data.stream import CachedDataset
 from sd3_light.encoding.vae import LatentScale, load_vae
+from sd3_light.engines import Launch
+from sd3_light.evaluate.truths import load_truths
 from sd3_light.export.open_pipeline import open_pipeline
 from sd3_light.families.sd3.fast.choice import why_stock_by_config
 from sd3_light.families.sd3.module import SD3TrainingModule
 from sd3_light.families.sd3.real_pipeline import RealTextPipeline, seeing
 from sd3_light.families.sd3.sample_texts import TextPolicy
 from sd3_light.sample.generate import generate
+from sd3_light.sample.in_training import Sampler
+from sd3_light.train.measurement import caption_requests
 from sd3_light.train.verb import Resume
 from sd3_light.world.edits import AFTER, BEFORE, draw_edits, write_edits
 from tests.project import Project
@@ -263,3 +270,61 @@ def test_held_out_pairs_are_evaluated_with_their_references(project: Project, mo
     evaluated = project.events("eval")
     assert {event["step"] for event in evaluated} == {2, 4}
     assert all(np.isfinite(event["flow"]) for event in evaluated)
+
+
+def test_sample_grids_see_the_reference_of_each_image(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The images of a run's weights are those of its export, also two sizes beside one without a reference."""
+    monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
+    before = project.folder / "pairs" / BEFORE
+    images = [
+        {"references": [str(before / "000000.png")]},
+        {"references": [str(before / "000001.png")]},
+        {"references": [str(before / "000001.png")], "size": [96, 64]},
+        {},
+    ]
+    text = project.train_toml.read_text(encoding="utf-8") + "[sampling]\nevery_n_steps = 4\nsteps = 2\nguidance = 2.0\n"
+    for image in images:
+        lines = "".join(f"{key} = {json.dumps(value)}\n" for key, value in image.items())
+        text += f'[[sampling.image]]\nprompt = "make red circle blue"\n{lines}'
+    project.train_toml.write_text(text, encoding="utf-8")
+    project.train("optimizer.lr=0.05")
+    config = project.load().train
+    data = CachedDataset(LocalStore(project.cache))
+    sampler = Sampler.of_config(config, project.cache, data, data.buckets[0], Launch(), CPU)
+    export = project.run / "exports" / checkpoint_name(4)
+    pipe, policy = open_pipeline(export, CPU)
+    module = SD3TrainingModule(pipe.transformer, config)
+    drawn = {number: np.asarray(image, int) for number, image in sampler.draw(module.denoise)}
+    expected = [np.asarray(image, int) for image in generate(pipe, sampler.requests, policy)]
+    without = [replace(request, references=()) for request in sampler.requests]
+    plain = [np.asarray(image, int) for image in generate(pipe, without, policy)]
+    for number in range(4):
+        # text is rounded to bfloat16 in the cache
+        distance = np.abs(drawn[number] - expected[number]).mean()
+        assert distance < 0.5
+        if number < 3:
+            assert np.abs(drawn[number] - plain[number]).mean() > 5 * distance
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ('["nowhere.png"]', r"sampling.image\[0\].references: no such file"),
+        ('["pairs/before/000000.png", "pairs/before/000001.png"]', r"SD3 sees 1 image\(s\) beside the text; got 2"),
+    ],
+)
+def test_faults_of_sample_images(project: Project, values: str, message: str) -> None:
+    text = project.train_toml.read_text(encoding="utf-8") + "[sampling]\nevery_n_steps = 4\n"
+    text += f'[[sampling.image]]\nprompt = "x"\nreferences = {values}\n'
+    project.train_toml.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigFaults, match=message):
+        check.load(project.train_toml)
+
+
+def test_true_images_know_their_references(project: Project) -> None:
+    """So `evaluate --against` and [metrics] draw each caption with the reference of its image."""
+    truths = load_truths(project.data_toml, 5)
+    before = project.folder / "pairs" / BEFORE
+    assert [truth.references for truth in truths] == [(before / truth.path.name,) for truth in truths]
+    table = MetricsConfig.model_construct(steps=3, guidance=1.0)
+    assert [request.references for request in caption_requests(table, truths)] == [each.references for each in truths]
