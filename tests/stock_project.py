@@ -45,11 +45,12 @@ dropout = 0.1
 """
 
 
-def write_project(folder: Path, model: Path, extra: str = "") -> Project:
-    """Write the files of a project and its caches; ``extra`` are keys of the directory."""
+def write_project(folder: Path, model: Path, extra: str = "", keys: str = "") -> Project:
+    """Write the files of a project and its caches; ``extra`` are keys of the directory, ``keys`` those of [model]."""
     project = Project(folder, model)
     write_dataset(folder / "images", 1, seed=1)
-    project.train_toml.write_text(TRAIN.format(model=model), encoding="utf-8")
+    text = TRAIN.format(model=model).replace("[model]\n", f"[model]\n{keys}")
+    project.train_toml.write_text(text, encoding="utf-8")
     for name, sizes in (("data", [[64, 64], [128, 64]]), ("eval", [[64, 64]])):
         text = f'size_buckets = {sizes}\n[[directory]]\npath = "images"\n{extra}'
         (folder / f"{name}.toml").write_text(text, encoding="utf-8")

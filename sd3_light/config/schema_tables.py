@@ -134,12 +134,16 @@ class ModelConfig(Table):
     )
     """Probability of each draw. By default 10% of the samples lose all text: 0.464 cubed, or 0.1 in one draw."""
     references: Annotated[
-        int, Strict(), Ge(0), Le(8), KnownTo("its pipeline says how many images it sees", only=_SD3, harmless=(0,))
+        int,
+        Strict(),
+        Ge(0),
+        Le(8),
+        KnownTo("its pipeline says how many images it sees", only=("sd3", "flux2"), harmless=(0,)),
     ] = 0
     """Number of images that the model sees beside the text; each `[[directory]]` names as many folders of `references`.
-    Their tokens follow those of the image, and the export's `pipeline.py` takes them."""
+    Their tokens follow those of the image. For SD3 the export's `pipeline.py` takes them."""
     reference_dropout_prob: Annotated[
-        Fraction, KnownTo("it sees no image beside the text", only=("sd3", "flux_kontext"), harmless=(0.0,))
+        Fraction, KnownTo("it sees no image beside the text", only=("sd3", "flux2", "flux_kontext"), harmless=(0.0,))
     ] = 0.0
     """Probability that a sample sees zeros in place of its reference images, drawn apart from that of the text."""
     uncond_text: Annotated[

@@ -25,6 +25,8 @@ OPTIONAL = (MASK, REJECTED)
 """What some shards of a cache may lack."""
 REFERENCE = "reference."
 """Begins the names of entries that are reference images: ``reference.0`` is the first."""
+MOST_REFERENCES = 8
+"""As in the config."""
 MASK_FACTOR = 8
 """The side in pixels of what a value of a mask stands for, unless its column says otherwise: a VAE's usual factor."""
 ROWS, START = ".tokens", ".start"

@@ -129,6 +129,11 @@ class PipelineInputs(ABC):
         return None
 
     @property
+    def shares_references(self) -> bool:
+        """Whether the pipeline shows the same references to all prompts of a call."""
+        return False
+
+    @property
     def own_drawing(self) -> OwnDrawing:
         """What the model's configs say about steps and guidance."""
         return UNSTATED

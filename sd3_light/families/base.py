@@ -342,7 +342,8 @@ class StockFamily(Family):
         moments = Column(
             "moments", "image", "float16", shape.moments(bucket, self.media == "video"), ("vae",), settings=settings
         )
-        images = with_references((moments, mask_column(shape.size(bucket), shape.factor)), self.references)
+        own = (moments, mask_column(shape.size(bucket), shape.factor))
+        images = with_references(own, self.reference_count(model))
         return (*images, *self.text_columns(model, folder))
 
     def prepared_columns(self, model: ModelConfig, columns: Sequence[Column]) -> tuple[Column, ...]:
@@ -350,7 +351,7 @@ class StockFamily(Family):
         moments = next(column for column in columns if column.name == "moments")
         images = prepared_columns(moments, LatentShape.of_folder(model.diffusers_path).channels)
         return (
-            *with_prepared_references(images, self.references),
+            *with_prepared_references(images, self.reference_count(model)),
             *(column for column in columns if column.reads == CAPTION),
         )
 

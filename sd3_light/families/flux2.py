@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _LAYERS = (9, 18, 27)  # of the text encoder, as in the pipeline's call
 _MANY_TOKENS = 4300
+_FRAMES = 10  # between an image and its references
 
 
 class Flux2(StockFamily):
@@ -34,6 +35,7 @@ class Flux2(StockFamily):
     samplers = ()  # the pipeline passes a shift by resolution
     comfyui = True
     text_tokens = ("padded",)
+    sets_references = True
 
     def refusal(self, folder: Path) -> str | None:
         """See `Family.refusal`."""
@@ -52,21 +54,32 @@ class Flux2(StockFamily):
 
     def denoise(self, denoiser: "nn.Module", batch: "Batch", guidance: float) -> "Tensor":
         """See `StockFamily.denoise`. Positions have a frame, a row, a column and a place in the text."""
+        import torch
+
+        from sd3_light.core.batch import references
         from sd3_light.flow.packing import grid_positions, pack_latents, unpack_latents
 
         noisy = batch["noisy"]
         text = batch["text"]
         height, width = noisy.shape[-2:]
+        images = [noisy, *references(batch)]
+        positions = [grid_positions((1, height // 2, width // 2, 1), noisy.device) for _ in images]
+        for number, place in enumerate(positions):
+            place[:, 0] = _FRAMES * number
         tokens = denoiser(
-            hidden_states=pack_latents(noisy),
+            hidden_states=torch.cat([pack_latents(image) for image in images], 1),
             encoder_hidden_states=text,
             timestep=(1000 * batch["t"]).to(noisy.dtype) / 1000,  # as the pipeline rounds it
             guidance=None,
-            img_ids=grid_positions((1, height // 2, width // 2, 1), noisy.device),
+            img_ids=torch.cat(positions),
             txt_ids=grid_positions((1, 1, 1, text.shape[1]), noisy.device),
             return_dict=False,
         )[0]
-        return unpack_latents(tokens, height, width)
+        return unpack_latents(tokens[:, : (height // 2) * (width // 2)], height, width)
+
+    def reference_arguments(self, images: Any, size: tuple[int, int]) -> dict[str, Any]:
+        """See `StockFamily.reference_arguments`: the pipeline shows all images to every prompt of a call."""
+        return {"image": images}
 
     def image_part(self, output: Any, batch: "Batch") -> "Tensor":
         """See `StockFamily.image_part`: single blocks return one tensor, the text first."""

@@ -140,7 +140,8 @@ def stream_images(
             raise UserError(fault)
     batches = [[index] for index in range(len(full))]
     if not exact:
-        batches = list(_batches(full, min(batch_size, policy.largest_batch or batch_size)))
+        largest = min(batch_size, policy.largest_batch or batch_size)
+        batches = list(_batches(full, largest, policy.shares_references))
     drawing = _Drawing(full, batches, batch_size if exact else None, threads, watch)
     yield from _in_phases(pipe, policy, drawing) if isinstance(pipe, Phases) else _all_loaded(pipe, policy, drawing)
 
@@ -153,11 +154,15 @@ def _with_defaults(request: ImageRequest, steps: int, guidance: float) -> ImageR
     )
 
 
-def _batches(requests: Sequence[ImageRequest], batch_size: int) -> Iterator[list[int]]:
-    """Yield the requests' indices in batches of equal image size, steps and guidance, in order of first occurrence."""
+def _batches(requests: Sequence[ImageRequest], batch_size: int, shares_references: bool = False) -> Iterator[list[int]]:
+    """Yield the requests' indices in batches of equal image size, steps, guidance and number of references.
+
+    They are in order of first occurrence. ``shares_references``: those of a batch have the same references.
+    """
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, request in enumerate(requests):
-        groups.setdefault((*request.size, request.steps, request.guidance, len(request.references)), []).append(index)
+        references = request.references if shares_references else len(request.references)
+        groups.setdefault((*request.size, request.steps, request.guidance, references), []).append(index)
     for indices in groups.values():
         for start in range(0, len(indices), batch_size):
             yield indices[start : start + batch_size]

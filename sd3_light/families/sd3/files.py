@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sd3_light.config import ModelConfig
 from sd3_light.config.faults import UserError
+from sd3_light.core.columns import MOST_REFERENCES
 from sd3_light.core.files import AdapterNames, CardTexts, CustomPipeline, Files, SingleFiles
 from sd3_light.export.card import SEED, SETTINGS
 from sd3_light.export.proof_process import sample_image
@@ -27,7 +28,6 @@ _MAX_SIDE = 16  # latent pixels of the denoiser's input; the image has half of t
 _TEXT_ROWS = 8
 _REAL_ROWS = [3, 8]  # of the negative prompt and the prompt
 _T5_LENGTH = 256  # of diffusers
-_MOST_REFERENCES = 8  # of the config
 _CHOICES: dict[str, tuple[str, ...]] = {"uncond_text": ("zero", "empty"), "text_tokens": ("padded", "real")}
 _STOCK = """import torch
 from diffusers import StableDiffusion3Pipeline
@@ -105,7 +105,7 @@ class SD3Files(Files):
         invalid = [key for key, choices in _CHOICES.items() if values[key] not in choices]
         if type(values["t5_max_length"]) is not int or values["t5_max_length"] < 1:
             invalid.append("t5_max_length")
-        if type(values["references"]) is not int or not 0 <= values["references"] <= _MOST_REFERENCES:
+        if type(values["references"]) is not int or not 0 <= values["references"] <= MOST_REFERENCES:
             invalid.append("references")
         if invalid:
             value = values[invalid[0]]

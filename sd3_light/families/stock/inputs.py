@@ -11,7 +11,7 @@ from torch import Tensor
 from sd3_light.config import ModelConfig
 from sd3_light.core.batch import Batch
 from sd3_light.core.caption_lengths import TextLimit
-from sd3_light.core.columns import Bucket
+from sd3_light.core.columns import MOST_REFERENCES, Bucket
 from sd3_light.core.sampling import UNSTATED, EncodedText, ImageRequest, OwnDrawing, PipelineInputs
 from sd3_light.families.stock.latents import LatentShape
 from sd3_light.families.stock.sampling import batch_texts
@@ -41,6 +41,11 @@ class StockInputs(PipelineInputs):
     def largest_batch(self) -> int | None:
         """See `PipelineInputs.largest_batch`."""
         return 1 if self.family.single_prompts else None
+
+    @property
+    def shares_references(self) -> bool:
+        """See `PipelineInputs.shares_references`."""
+        return self.family.sets_references
 
     @property
     def own_drawing(self) -> OwnDrawing:
@@ -90,7 +95,7 @@ class StockInputs(PipelineInputs):
 
     def references_fault(self, count: int) -> str | None:
         """See `PipelineInputs.references_fault`."""
-        most = self.family.references
+        most = MOST_REFERENCES if self.family.sets_references else self.family.references
         if not most:
             return super().references_fault(count)
         return None if count <= most else f"{count} references: this model sees {most}"
@@ -145,9 +150,10 @@ class StockInputs(PipelineInputs):
         if self.family.is_guided(guidance) and not self.family.takes_guidance(pipe.transformer.config):
             negative = self._batch(pipe, encode([_NEGATIVE + request.negative_prompt for request in batch]))
         arguments = self.family.pipeline_arguments(texts, negative, guidance)
-        if self.family.references:
+        seen = batch[:1] if self.shares_references else batch
+        files = [path for request in seen for path in request.references]
+        if files or self.family.references:
             size = batch[0].width, batch[0].height
-            files = [path for request in batch for path in request.references]
             arguments |= self.family.reference_arguments([read_fitted(path, Bucket(*size)) for path in files], size)
         return arguments if self.family.media == "image" else {**arguments, "num_frames": batch[0].frames}
 

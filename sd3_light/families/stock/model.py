@@ -124,7 +124,7 @@ class StockTraining(TrainingParts):
             empty_text=empty_text or {},
             patch=self.family.patch,
             line=shift_line(model),
-            references=reference_columns(self.family.references),
+            references=reference_columns(self.family.reference_count(model)),
         )
 
     def model(self, denoiser: nn.Module, config: TrainConfig, fast: bool) -> StockModel:

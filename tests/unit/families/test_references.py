@@ -26,7 +26,7 @@ from sd3_light.core.sampling import ImageRequest
 from sd3_light.data.manifest import REJECTS_FILE, SHARDS, Manifest
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.shards import read_origins
-from sd3_light.encoding.vae import load_vae
+from sd3_light.encoding.vae import LatentScale, load_vae
 from sd3_light.families.stock.inputs import StockInputs
 from sd3_light.flow.packing import pack_latents, unpack_latents
 from sd3_light.new import verb as new
@@ -110,6 +110,58 @@ def test_images_are_drawn_with_the_reference_as_it_is_cached(tiny: Tiny, tmp_pat
         generate(pipe, [replace(request, references=2 * request.references)], policy)
     with pytest.raises(UserError, match=r"none\.png cannot be read as an image"):
         generate(pipe, [replace(request, references=(tmp_path / "none.png",))], policy)
+
+
+def test_flux2_sees_several_references_in_their_order(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """One step of the stock pipeline, which has the frames 10 and 20 for them; the images of a grid are its own."""
+    flux2 = Tiny("flux2", tiny_folder("flux2"))
+    pipe: Any = diffusers.Flux2KleinPipeline.from_pretrained(flux2.folder, local_files_only=True)
+    pipe.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 64, 96, 3), dtype=np.uint8)
+    files = tuple(tmp_path / f"{number}.png" for number in range(2))
+    for file, image in zip(files, pixels, strict=True):
+        Image.fromarray(image).save(file)
+    scale = LatentScale.of_folder(flux2.folder)
+    with flux2.family.encoding.encoders(flux2.config.model, torch.device("cpu"), 1) as encoders:
+        moments = encoders.encode_images(pixels, flip=False)["moments"]
+        encoders.synchronize()
+    seen = scale.draw(moments[:, 0], None)
+    noise = torch.randn(1, 16, 4, 6, generator=generator)
+    text = torch.randn(1, 7, 48, generator=generator)
+    noisy = unpack_latents(noise.flatten(2).transpose(1, 2), 8, 12)
+    images = {f"reference.{number}": seen[number : number + 1] for number in range(2)}
+    batch = Batch(1, {"noisy": noisy, "t": torch.ones(1), "text": text, **images})
+    with torch.no_grad():
+        velocity = flux2.family.denoise(pipe.transformer, batch, 1.0)
+        turned = batch.with_values({"reference.0": seen[1:], "reference.1": seen[:1]})
+        swapped = flux2.family.denoise(pipe.transformer, turned, 1.0)
+        drawn = pipe(
+            image=[Image.open(file) for file in files],
+            prompt_embeds=text,
+            latents=noise,
+            height=64,
+            width=96,
+            num_inference_steps=1,
+            guidance_scale=1.0,
+            output_type="latent",
+        ).images
+    expected = scale.denormalise(noisy - velocity)
+    torch.testing.assert_close(drawn, expected, rtol=1e-3, atol=1e-3)
+    assert (velocity - swapped).abs().max() > 1e-4
+    policy = StockInputs(flux2.family, flux2.folder, {"text_max_length": 12})
+    request = ImageRequest("add a dog", 3, 96, 64, steps=2, guidance=1.0, references=files)
+    requests = [
+        request,
+        replace(request, references=files[::-1]),
+        replace(request, seed=4),
+        replace(request, references=()),
+    ]
+    together = generate(pipe, requests, policy)
+    for each, image in zip(requests, together, strict=True):
+        alone = np.asarray(generate(pipe, [each], policy)[0], int)
+        assert np.abs(alone - np.asarray(image, int)).max() <= 1
+    assert len({image.tobytes() for image in together}) == 4
 
 
 def test_the_cost_counts_the_tokens_of_references(tiny: Tiny, tiny_folder: Callable[[str], Path]) -> None:
@@ -260,14 +312,19 @@ def test_batches_have_the_reference_without_noise_and_drop_it_apart_from_the_tex
     assert "references.kept" not in batch.values
 
 
-@pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("family", "tables"), [(NAME, ""), (NAME, LORA), ("flux2", LORA)], ids=["full", "lora", "several"]
+)
 def test_a_run_resumes_exactly_from_shards_and_from_memory(
-    tmp_path: Path, tiny_folder: Callable[[str], Path], tables: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_folder: Callable[[str], Path], family: str, tables: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sd3_light.export.diffusers_folder.prove", lambda *_: {})
     monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
-    (tmp_path / "before").mkdir()
-    project = write_project(tmp_path, tiny_folder(NAME), 'references = ["before"]\n')
+    folders = ["before"] if family == NAME else ["before", "style"]
+    for folder in folders:
+        (tmp_path / folder).mkdir()
+    own = "" if family == NAME else f"references = {len(folders)}\n"
+    project = write_project(tmp_path, tiny_folder(family), f"references = {json.dumps(folders)}\n", own)
     project.train_toml.write_text(project.train_toml.read_text() + tables)
     last, keys = checkpoint_name(4), ("model.reference_dropout_prob=0.3",)
     whole = tensors(run(project, "whole", *keys) / last)
