@@ -196,14 +196,15 @@ class _Fitted:
 
 def _fit(kind: Kind, first: TextValues, folder: Path, resolution: int | None, gpus: tuple[Gpu, ...]) -> _Fitted:
     """Return the project with values that fit its data, its model and the GPUs; ``folder`` is temporary."""
-    loaded = _load_first(kind, replace(first, keys=_SEEN if kind.references else {}), folder)
+    seen = _SEEN if kind.references else {}
+    loaded = _load_first(kind, replace(first, keys={**first.keys, **seen}), folder)
     model = loaded.train.model.diffusers_path
     family = family_of_folder(model)
     keys = dict(family.recipe(model))
     if kind.pads_for_others and not (model / JUDGE).is_dir():
         keys |= {"model.text_tokens": "padded", "model.dtype": "bfloat16"}
-    if kind.references and family.sets_references:
-        keys |= _SEEN
+    if family.sets_references:
+        keys |= seen
     values = replace(first, keys=keys, family=family.title, prompts=_STAND_IN)  # sampling takes memory too
     values = _fitted(values, model, kind, resolution)
     loaded, estimate = _estimated(kind, values, folder)
@@ -313,7 +314,8 @@ def _load_first(kind: Kind, values: TextValues, folder: Path) -> LoadedConfig:
     except ConfigFaults as error:
         if not kind.continues or all(fault.key != _LENGTH for fault in error.faults):
             raise
-    return _load(kind, replace(values, keys={**values.keys, _LENGTH: None}), folder)
+        unknown = {fault.key for fault in error.faults} & {_LENGTH, *_SEEN}
+    return _load(kind, replace(values, keys={**values.keys, **dict.fromkeys(unknown)}), folder)
 
 
 def _about_options(error: ConfigFaults) -> ConfigFaults:

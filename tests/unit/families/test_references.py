@@ -363,8 +363,9 @@ def test_new_writes_a_project_of_edits(tmp_path: Path, tiny_folder: Callable[[st
     assert [directory.references for directory in loaded.dataset.directories] == [(tmp_path / "images-before",)]
     assert loaded.train.adapter is not None
     assert loaded.train.adapter.target_modules == family_named("flux").adapter_targets
-    of_sd3 = new.run("edit", str(tmp_path / "images"), str(DEMO), tmp_path / "sd3", resolution=64)
-    assert check.load(of_sd3.train_toml).train.model.references == 1
+    for name, model in (("sd3", DEMO), ("flux2", tiny_folder("flux2"))):
+        other = new.run("edit", str(tmp_path / "images"), str(model), tmp_path / name, resolution=64)
+        assert check.load(other.train_toml).train.model.references == 1
     shutil.rmtree(tmp_path / "images-before")
     with pytest.raises(ConfigFaults, match="not a folder"):
         new.run("edit", str(tmp_path / "images"), str(tiny_folder(NAME)), tmp_path / "other", resolution=64)
