@@ -28,18 +28,23 @@ def export_seconds(setup: TrainingSetup) -> float:
 
 
 def export_host(setup: TrainingSetup, save_bytes: int) -> Amount:
-    """Return the host memory that an export and its proof add to a process that trains."""
+    """Return the host memory that an export and its proof add to a process that trains, or that exports.
+
+    Copies of all weights are freed before the clean process loads them.
+    """
     copies = _copies(setup, save_bytes)
     clean = clean_process(setup)
+    if setup.adapter is None:
+        return Amount(
+            max(copies.value, clean.value), f"the larger of {copies.formula} and {clean.formula} clean process"
+        )
     return Amount(copies.value + clean.value, f"{copies.formula} + {clean.formula} clean process")
 
 
 def export_command_host(setup: TrainingSetup, save_bytes: int) -> Amount:
-    """Return the host memory of `export`, which frees the weights before the clean process loads them."""
-    copies = _copies(setup, save_bytes)
-    clean = clean_process(setup)
-    held = max(copies.value, clean.value) if setup.adapter is None else copies.value + clean.value
-    return Amount(INTERPRETER_BYTES + held, f"the larger of {copies.formula} and {clean.formula}")
+    """Return the host memory of `export`."""
+    added = export_host(setup, save_bytes)
+    return Amount(INTERPRETER_BYTES + added.value, f"{format_bytes(INTERPRETER_BYTES)} interpreter + {added.formula}")
 
 
 def clean_process(setup: TrainingSetup) -> Amount:

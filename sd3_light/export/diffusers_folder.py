@@ -25,6 +25,7 @@ from sd3_light.inputs import require_regular
 from sd3_light.model.folder import components
 from sd3_light.model.loading import kept_in_float32
 from sd3_light.model.part_configs import FACTS_FILE, read_json
+from sd3_light.system import release_freed_memory
 
 
 class WeightsOnDemand(Mapping[str, Tensor]):
@@ -51,10 +52,13 @@ def write_folder(
 ) -> Path:
     """Write and verify ``out``: it appears only after stock diffusers has loaded it with equal results.
 
-    Live weights are only read; those that are ``owned`` change no more and are not copied without need. An existing
-    ``out`` is replaced (an error without ``replace``), and kept on failure.
+    Live weights are only read; those that are ``owned`` change no more, are not copied without need, and leave a dict,
+    so that they are freed before the clean process starts. An existing ``out`` is replaced (an error without
+    ``replace``), and kept on failure.
     """
     weights = checked_copy(state, spec, owned)
+    if owned and isinstance(state, dict):
+        state.clear()
     missing = spec.family.files.missing(spec.base, denoiser=False)
     if spec.family.files.writes_scheduler:
         missing = tuple(name for name in missing if not name.startswith("scheduler/"))
@@ -66,6 +70,7 @@ def write_folder(
         _write_parts(temporary, out, weights, spec)
         expected = expectation(temporary, spec, weights)
         del weights  # the clean process needs memory, too
+        release_freed_memory()
         write_json(temporary / "proof.json", prove(temporary, spec, expected))
     return out
 

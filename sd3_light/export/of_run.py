@@ -191,7 +191,7 @@ class Saver:
 
     config: TrainConfig
     folder: Path
-    live: Callable[[], Mapping[str, Tensor] | None]
+    live: Callable[[], dict[str, Tensor] | None]
     transformer_config: Mapping[str, object]
     untrained: Mapping[str, Tensor]
     start: WeightsStart | None
@@ -226,23 +226,21 @@ class Saver:
     def save_full_model(
         self,
         name: str,
-        trained: Mapping[str, Tensor] | None = None,
+        trained: dict[str, Tensor] | None = None,
         weights: str = RAW,
         progress: Progress | None = None,
     ) -> Path:
         """Write the verified folder ``name`` with these trained weights; return its path.
 
-        Nothing else changes them. ``save_full_model(name)`` takes the live weights; all ranks call it, the main one
-        writes.
+        Those of all weights leave ``trained``, so that they are freed before the proof. ``save_full_model(name)`` takes
+        the live weights; all ranks call it, the main one writes.
         """
         owned = trained is not None
         trained = self.live() if trained is None else trained
         path = self.folder / name
         return path if trained is None else self._write(path, trained, weights, progress or Progress(), owned)
 
-    def save_model(
-        self, name: str | Mapping[str, Tensor], weights: str = RAW, progress: Progress | None = None
-    ) -> Path:
+    def save_model(self, name: str | dict[str, Tensor], weights: str = RAW, progress: Progress | None = None) -> Path:
         """Write an export. ``save_model(name)`` saves what trains as it is now (see `save_full_model`).
 
         ``save_model(trained, weights, progress)`` writes the export of this step, one of the series, and deletes the
@@ -267,14 +265,17 @@ class Saver:
         losses = validation_losses(list(read_log(log)), steps) if log.is_file() else {}
         return checkpoint_name(min(losses, key=lambda step: losses[step])) if losses else None
 
-    def _write(self, path: Path, trained: Mapping[str, Tensor], weights: str, progress: Progress, owned: bool) -> Path:
+    def _write(self, path: Path, trained: dict[str, Tensor], weights: str, progress: Progress, owned: bool) -> Path:
         run = self.folder.parent
         if self.config.adapter is not None:
             assert self.start is not None, "an adapter without a base"
             spec = adapter_spec(self.config, self.start, weights, progress, run, self.facts)
             return write_adapter(path, trained, spec)
         whole = export_spec(self.config, self.transformer_config, weights, progress, run, self.facts)
-        return write_folder(path, {**self.untrained, **trained}, whole, owned=owned)
+        state = {**self.untrained, **trained}
+        if owned:
+            trained.clear()
+        return write_folder(path, state, whole, owned=owned)
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class RunHooks:
     sample: Callable[[Progress, str], Path | None] | None = None
     measure: Callable[[int], "Measurement | None"] | None = None
     save: Callable[[Progress], None] | None = None
-    export: Callable[[Mapping[str, Tensor], str, Progress], Path] | None = None
+    export: Callable[[dict[str, Tensor], str, Progress], Path] | None = None
     to_host: ToHost = to_host
     finish: Callable[[Progress], None] = lambda progress: None
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext

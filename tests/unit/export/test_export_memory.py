@@ -15,17 +15,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sd3_light.assets import DEMO
+from sd3_light.checkpoint.progress import Progress
 from sd3_light.config import SIZES, TrainConfig
 from sd3_light.core.registry import family_named
 from sd3_light.export import diffusers_folder, proof_process
 from sd3_light.export.diffusers_folder import WeightsOnDemand, checked_copy, host_copy
 from sd3_light.export.export_spec import ExportError, ExportSpec
 from sd3_light.export.lora_merge import denoiser_state, merge_loras, merged_on_demand
-from sd3_light.export.of_run import Saver
+from sd3_light.export.of_run import RAW, Saver
 from sd3_light.families.sd3.random_weights import new_transformer
 from sd3_light.model.loading import load_diffusers_model, stand_in_model
 from sd3_light.model.lora_layers import LoraModule
-from tests.families import make_denoiser
+from tests.families import make_denoiser, save_pipeline
 
 SD3 = family_named("sd3")
 TINY = SIZES["tiny2"].transformer_config()
@@ -134,6 +135,20 @@ def test_weights_are_freed_before_the_clean_process(tmp_path: Path, monkeypatch:
     arguments = {name: value for name, value in config.items() if not name.startswith("_")}
     lazy = WeightsOnDemand({name: lambda name=name: state[name].clone() for name in state})
     out = diffusers_folder.write_folder(tmp_path / "out", lazy, spec(transformer_config=arguments), owned=True)
+    assert json.loads((out / "proof.json").read_text(encoding="utf-8")) == {"alive": 0}
+    assert copies
+
+
+def test_a_run_frees_its_copies_before_the_clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"type": "wan", "diffusers_path": str(save_pipeline("wan", tmp_path / "base"))}
+    table = {"output_dir": "out", "dataset": "data.toml", "max_steps": 1, "model": model, "save_dtype": "float32"}
+    config = TrainConfig.model_validate(table, context={"base": tmp_path})
+    denoiser = make_denoiser("wan")
+    saver = Saver.of(config, denoiser, tmp_path / "exports")
+    trained = {name: saver.to_host(name, weight) for name, weight in denoiser.named_parameters()}
+    copies = [weakref.ref(tensor) for tensor in trained.values()]
+    monkeypatch.setattr(diffusers_folder, "prove", lambda *_: {"alive": sum(copy() is not None for copy in copies)})
+    out = saver.save_model(trained, RAW, Progress(step=1))
     assert json.loads((out / "proof.json").read_text(encoding="utf-8")) == {"alive": 0}
     assert copies
 
