@@ -39,20 +39,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lanes import mps, run_lanes
 from paired import compare, differences, pooled_seed_variance
+from torch import Tensor, nn
 from world_runs import BASE, Bench, ScoredRun, judged, load, start_judges
 
-from sd3_light.config import UserError
+from sd3_light.config import TrainConfig, UserError
 from sd3_light.config.faults import Stopped
+from sd3_light.core.batch import Batch
+from sd3_light.core.columns import TEACHER
+from sd3_light.core.model import denoiser_blocks
+from sd3_light.core.objective import Objectives, Prediction
 from sd3_light.core.sampling import ImageRequest
 from sd3_light.engines import Launch
 from sd3_light.export import verb as export
 from sd3_light.export.open_pipeline import open_pipeline
+from sd3_light.flow.alignment import FeatureAlignment
+from sd3_light.flow.objectives import configured_objective
 from sd3_light.flow.scheduler import folder_scheduler
 from sd3_light.formats import plural
 from sd3_light.runlog import read_log
@@ -85,7 +93,7 @@ class Row:
     """One change to another row, as `--set` strings; ``overrides`` are all of them, ``against`` is that row.
 
     ``init`` is a row whose result is continued, ``side`` the pixels of its images if they are not FOLDER's, ``minutes``
-    an estimate for one seed in its lane.
+    an estimate for one seed in its lane. A ``control`` is aligned with features of other images.
     """
 
     name: str
@@ -96,6 +104,7 @@ class Row:
     init: str | None = None
     side: int | None = None
     minutes: float | None = None
+    control: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +160,7 @@ class Ablation:
     def recipe(self) -> str:
         """A hash of everything that determines the run."""
         facts = [BASE.read_text(encoding="utf-8"), self.changes, self.seed, [str(draw) for draw in self.row.draws]]
+        facts += [True] * self.row.control
         facts += [vars(Bench.read(self.folder)), self.init and self.init.recipe]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:8]
 
@@ -159,6 +169,8 @@ class Ablation:
         started = time.monotonic()
         bench = Bench.read(self.folder)
         run = ScoredRun(load(self.folder, self.overrides), bench.prompts)
+        if self.row.control:
+            run.objective = partial(of_other_images, run.loaded.train)
         end = run.run(deadline)
         if not run.is_finished:
             return None
@@ -172,6 +184,20 @@ class Ablation:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         }  # fmt: skip
+
+
+def of_other_images(config: TrainConfig, denoiser: nn.Module) -> Objectives:
+    """Return the objective of a config, with the features of the next image of the batch in place of a sample's own."""
+    objective = configured_objective(config, len(denoiser_blocks(denoiser)))
+    (aligned,) = (part for part in objective.parts if isinstance(part, FeatureAlignment))
+    losses = aligned.losses
+
+    def shifted(out: Prediction, batch: Batch) -> dict[str, Tensor]:
+        features = batch.get(TEACHER)
+        return losses(out, batch.with_values({TEACHER: None if features is None else features.roll(1, 0)}))
+
+    aligned.losses = shifted  # type: ignore[method-assign]
+    return objective
 
 
 def fixed_losses(run: Path) -> dict[str, float]:
@@ -251,6 +277,7 @@ def read_table(file: Path, tuned: str | None = None) -> Table:
             entry.get("init"),
             entry.get("side", None if parent is None else parent.side),
             entry.get("minutes"),
+            entry.get("control", False),
         )
 
     for name in entries:

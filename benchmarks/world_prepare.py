@@ -2,7 +2,7 @@
 
     python benchmarks/world_prepare.py FOLDER [--scenes hard|simple] [--side 64|128|256|512] [--images 49152]
                                        [--prompts 256] [--report 512] [--parts FOLDER] [--caches padded real]
-                                       [--vae-seconds 240] [--processes 8]
+                                       [--vae-seconds 240] [--tower-seconds 120] [--processes 8]
 
 `simple` scenes are those of the demo and use its encoders. `hard` scenes have up to six objects with sizes, textures
 and overlaps; their captions need other tokenizers and text encoders, which stay random, and their textures another VAE.
@@ -12,7 +12,9 @@ folder instead. At the end the judge checks images that the VAE reconstructed: a
 tuned and stopped, and those of the `--report` are different.
 
 Steps that are done are skipped, so that an interrupted command continues. `cache` holds padded text, `cache-real` real
-tokens, which only the row `real-text` needs.
+tokens, which only the row `real-text` needs. `cache-tower` and `cache-random` have features of an image tower beside
+padded text, for the rows `align-*`: one that learns from the training images and their captions, and the same with
+random weights. They are built if `--caches` names them.
 """
 
 import argparse
@@ -31,6 +33,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from transformers import AutoConfig, VisionTextDualEncoderModel
 from world_runs import BENCH_FILE, ENCODERS_FILE, REAL_CACHE, Bench, load
 
 from sd3_light.assets import DEMO
@@ -38,8 +41,9 @@ from sd3_light.cache import verb as cache
 from sd3_light.config import UserError
 from sd3_light.encoding.vae import load_vae
 from sd3_light.evaluate.composition import judge_images
-from sd3_light.model.folder import missing_parts
+from sd3_light.model.folder import JUDGE, missing_parts
 from sd3_light.parts import verb as parts
+from sd3_light.parts.contrastive import TextOptions
 from sd3_light.parts.fit import FitOptions
 from sd3_light.parts.vae import VaeOptions
 from sd3_light.world import Prompt, draw_square_image, write_dataset
@@ -54,8 +58,14 @@ VAE_PIXELS = 48_000 * 128**2  # of all images that the VAE is trained on
 VAE_BATCH_PIXELS = 128 * 256**2
 CACHING_PIXELS = 512 * 128**2  # of the images that are encoded at once
 
-CACHES = {"padded": (), "real": REAL_CACHE}
-"""Overrides by kind of text."""
+TOWERS = {"tower": "tower", "random": "tower-random"}
+"""Caches with features of a vision model -> its folder."""
+CACHES: dict[str, tuple[str, ...]] = {
+    "padded": (),
+    "real": REAL_CACHE,
+    **{name: (f'model.teacher_path="{folder}"', f'cache_dir="cache-{name}"') for name, folder in TOWERS.items()},
+}
+"""Overrides by kind of cache."""
 
 
 def prepare(args: argparse.Namespace, bench: Bench) -> None:
@@ -68,8 +78,25 @@ def prepare(args: argparse.Namespace, bench: Bench) -> None:
     make_parts(args.folder, bench, args.parts, args.vae_seconds)
     stated = json.dumps(describe_encoders(args.folder / "model"), indent=1)
     (args.folder / ENCODERS_FILE).write_text(stated + "\n", encoding="utf-8")
-    for text in args.caches:
-        build_cache(args.folder, CACHES[text], args.processes)
+    if TOWERS.keys() & set(args.caches):
+        make_towers(args.folder, bench, args.tower_seconds)
+    for name in args.caches:
+        build_cache(args.folder, CACHES[name], args.processes)
+
+
+def make_towers(folder: Path, bench: Bench, seconds: float) -> None:
+    """Write an image tower that learns to find the captions of images, and one with the same config and no training."""
+    trained, random = (folder / name for name in TOWERS.values())
+    options = parts.PartsOptions(
+        only="text", text_size="tiny", words=ZH_HARD_WORDS if bench.hard else (), text=TextOptions(seed=11),
+        text_fit=FitOptions(minutes=seconds / 60),
+    )  # fmt: skip
+    parts.run(folder / "data.toml", trained, options)
+    if (random / JUDGE).is_dir():
+        return
+    shutil.copytree(trained / JUDGE, random / JUDGE)
+    torch.manual_seed(12)
+    VisionTextDualEncoderModel(AutoConfig.from_pretrained(trained / JUDGE)).save_pretrained(random / JUDGE)
 
 
 def make_parts(folder: Path, bench: Bench, source: Path | None, vae_seconds: float) -> None:
@@ -181,8 +208,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=256, help="held-out prompts of the curves")
     parser.add_argument("--report", type=int, default=512, help="other held-out prompts, of the results")
     parser.add_argument("--parts", type=Path, help="folder with encoders and VAE of an earlier preparation")
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=[*CACHES], help="kinds of text to cache")
+    parser.add_argument("--caches", nargs="+", choices=CACHES, default=["padded", "real"], help="caches to build")
     parser.add_argument("--vae-seconds", type=float, default=240)
+    parser.add_argument("--tower-seconds", type=float, default=120)
     parser.add_argument(
         "--processes",
         type=int,

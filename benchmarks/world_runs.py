@@ -31,6 +31,7 @@ from sd3_light.sample.in_training import Sampler
 from sd3_light.sample.loop import Denoise
 from sd3_light.system import usable_cores
 from sd3_light.train import verb as train
+from sd3_light.train.state import MakeObjective
 from sd3_light.world import Prompt, draw_prompts
 from sd3_light.world.judge import Verdict
 
@@ -121,12 +122,14 @@ class ScoredRun:
     """One training run with its scores along the way; `run` starts or continues it.
 
     ``seconds`` is the time of training: building and loading everything, steps, evaluation and checkpoints, without
-    drawing and judging images. ``target`` ends the run at the first score that reaches it.
+    drawing and judging images. ``target`` ends the run at the first score that reaches it. ``objective`` replaces that
+    of the config.
     """
 
     loaded: LoadedConfig
     prompts: Sequence[Prompt]
     target: float | None = None
+    objective: MakeObjective | None = None
     scores: list[dict[str, Any]] = field(default_factory=list)
     seconds: float = 0.0
     is_finished: bool = False
@@ -147,7 +150,7 @@ class ScoredRun:
         resume = train.Resume() if checkpoint else None
         try:
             with self._stopping_at(deadline):
-                end = train.run(self.loaded, resume=resume, on_sample=self._score)
+                end = train.run(self.loaded, resume=resume, on_sample=self._score, objective=self.objective)
         except Stopped:
             saved = newest_usable(self.folder, "delete the folder")
             self._write_time(0 if saved is None else step_of(saved))

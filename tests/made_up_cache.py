@@ -11,6 +11,7 @@ from sd3_light.core.columns import EMPTY, SMALLEST, Bucket, Column, with_pairs
 from sd3_light.core.family import Family
 from sd3_light.data.manifest import SHARDS, Manifest, ShardEntry
 from sd3_light.data.shards import Origin, ShardContent, write_shard
+from sd3_light.model.vision import teacher_column
 
 LABEL = "images#0"
 
@@ -29,15 +30,21 @@ def write_cache(
     first = 1
     entries = []
     for bucket, count in samples.items():
-        columns = family.columns(model, model.diffusers_path, bucket)
+        columns = _columns(family, model, bucket)
         columns = with_pairs(columns) if paired else columns
         content = _content(columns, range(first, first + count), 2, generator, masked)
         entries.append(_write(folder, str(bucket), content))
         first += count
-    columns = family.columns(model, model.diffusers_path, SMALLEST)
+    columns = _columns(family, model, SMALLEST)
     empty = _write(folder, EMPTY, _content(columns, range(1), 1, generator, masked=False))
     Manifest({}, tuple(entries), empty, {"used": first - 1}, {}).save(folder)
     return folder
+
+
+def _columns(family: Family, model: ModelConfig, bucket: Bucket) -> tuple[Column, ...]:
+    columns = family.columns(model, model.diffusers_path, bucket)
+    teacher = teacher_column(model, columns)
+    return columns if teacher is None else (*columns, teacher)
 
 
 def _write(folder: Path, bucket: str, content: ShardContent) -> ShardEntry:
@@ -63,6 +70,9 @@ def _content(
             values[column.tensors[1]] = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)])
         elif column.per_caption:
             values[column.name] = _normals(column, (captions * count, *column.shape), generator)
+        elif column.dtype == "int8":
+            shape = (count, 1, *column.shape)
+            values[column.name] = torch.randint(-127, 128, shape, generator=generator).to(torch.int8)
         else:
             values[column.name] = 0.5 * _normals(column, (count, 1, *column.shape), generator)
     starts = captions * torch.arange(count + 1)

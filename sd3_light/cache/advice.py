@@ -24,6 +24,7 @@ from sd3_light.cost.disk_space import CACHE_REMEDY, DOES_NOT_FIT, compare_with_f
 from sd3_light.data.cache_plan import CachePlan, Member, Unit, decode_task
 from sd3_light.data.manifest import SHARDS
 from sd3_light.encoding.vae import LOW_PSNR, psnr
+from sd3_light.model.vision import cached_columns
 from sd3_light.runlog import info
 from sd3_light.sources.buckets import ExtremeFits
 from sd3_light.sources.buckets import plan as plan_resize
@@ -70,7 +71,7 @@ def warn_of_full_disk(title: str, folder: Path, plan: CachePlan, units: Sequence
     replaced = 0
     for unit in units:
         if unit.bucket not in columns:
-            declared = family.columns(model, model.diffusers_path, unit.bucket)
+            declared = cached_columns(model, unit.bucket)
             columns[unit.bucket] = with_pairs(declared) if paired else declared
         image = image_bytes(columns[unit.bucket], 2 if unit.flip else 1, masked)
         needed += unit.count * (image.value + captions / members * caption_bytes(columns[unit.bucket]).value)

@@ -11,7 +11,7 @@ from torch import Tensor
 from sd3_light.cache.reuse import Place, UnitCopies
 from sd3_light.config.base import CacheLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import MASK
+from sd3_light.core.columns import MASK, TEACHER
 from sd3_light.data.manifest import SHARDS, ShardEntry, damaged_mark
 from sd3_light.data.reader import ShardReader
 from sd3_light.data.store.disk_cache import DiskCache, private_temp_folder
@@ -125,7 +125,7 @@ class Copies:
 
     def vae_dtypes(self) -> set[str]:
         """Return the precisions in which the copied images were encoded."""
-        images = (places for entry, places in self.entries.items() if entry != MASK)
+        images = (places for entry, places in self.entries.items() if entry not in (MASK, TEACHER))
         return {self._reader(place).vae_dtype for places in images for place in places.values()}
 
     def _reader(self, place: Place) -> ShardReader:

@@ -30,6 +30,7 @@ _RECIPE_LABELS = {
     "format": "the cache format",
     "preprocess": "the image preprocessing",
     "vae": "the VAE",
+    "teacher": "the teacher",
     "text_encoder": "CLIP-L",
     "text_encoder_2": "CLIP-G",
     "text_encoder_3": "T5",

@@ -22,7 +22,7 @@ from sd3_light.cache.copies import Copies, OldShards
 from sd3_light.cache.recipe import make_recipe
 from sd3_light.cache.reuse import UnitCopies
 from sd3_light.cache.shard_builder import Built, tokenize_missing
-from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, write_unit
+from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, unit_teacher, write_unit
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import CacheLocation, DataLocation
 from sd3_light.config.faults import UserError
@@ -129,7 +129,8 @@ class ShardEncoder:
         encoders, scratch = self._prepare()
         copies = self._open_copies(task)
         tokens = self._tokenizer.submit(tokenize_missing, encoders, task.members, copies)
-        current = UnitInProgress(task.unit, list(task.members), tokens, copies)
+        teacher = unit_teacher(self._settings.model, task.unit)
+        current = UnitInProgress(task.unit, list(task.members), tokens, copies, teacher)
         batches = decode_batches(task.members, copies, task.root, self._settings.model, self._settings.batch_size)
         images = iter([[]]) if current.is_decoded else self._decoder(task).map(batches)
         first = next(images)  # decoding starts now, even if the device is busy

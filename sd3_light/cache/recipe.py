@@ -6,12 +6,13 @@ from typing import Any
 
 from sd3_light.config import DatasetConfig, ModelConfig, TrainConfig
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import SMALLEST, Bucket, Column, with_pairs
+from sd3_light.core.columns import SMALLEST, TEACHER, Bucket, Column, with_pairs
 from sd3_light.core.registry import family_of
 from sd3_light.data.manifest import CACHE_FORMAT, MANIFEST, Manifest
 from sd3_light.data.store import private_temp_folder
 from sd3_light.data.store.remote import load_remote_manifest
 from sd3_light.encoding.fingerprint import parts_fingerprint
+from sd3_light.model.vision import cached_columns, vision_settings
 from sd3_light.runlog import info
 from sd3_light.sources.preprocess import PREPROCESS_VERSION
 
@@ -25,6 +26,9 @@ def make_recipe(model: ModelConfig, memo: Path | None = None) -> dict[str, Any]:
     """
     family = family_of(model)
     parts = parts_fingerprint(model.diffusers_path, family.encoding.folders, memo)
+    if model.teacher_path is not None:
+        folder = vision_settings(model.teacher_path).folder
+        parts[TEACHER] = parts_fingerprint(folder.parent, [folder.name], memo)[folder.name]
     return {
         "format": CACHE_FORMAT,
         "preprocess": PREPROCESS_VERSION,
@@ -51,7 +55,7 @@ def column_fingerprints(model: ModelConfig, parts: Mapping[str, str]) -> dict[st
 
 def stored_columns(model: ModelConfig, bucket: Bucket = SMALLEST) -> tuple[Column, ...]:
     """Return the columns that a cache may store of the images of a bucket."""
-    return with_pairs(family_of(model).columns(model, model.diffusers_path, bucket))
+    return with_pairs(cached_columns(model, bucket))
 
 
 def decides_shards(recipe: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def is_trusted(dataset: DatasetConfig, train: TrainConfig) -> bool:
 def _require(location: str, manifest: Manifest, train: TrainConfig, memo: Path, hint: str) -> None:
     """Raise a UserError if a cache was built with settings or encoders other than the config's."""
     expected = make_recipe(train.model, memo)
-    hashes = {*family_of(train.model).encoding.folders, "columns"}
+    hashes = {*family_of(train.model).encoding.folders, TEACHER, "columns"}
     for key in dict.fromkeys((*expected, *manifest.recipe)):
         value, built = (recipe.get(key, _DEFAULTS.get(key)) for recipe in (expected, manifest.recipe))
         if built != value:

@@ -23,7 +23,7 @@ import pyarrow.feather as feather
 from numpy.typing import NDArray
 
 from sd3_light.cache.sorted_array import SortedArray
-from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REFERENCE, Column, beside_captions, entry_of
+from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REFERENCE, Column, beside_captions, entry_of, stored_entry
 from sd3_light.data.cache_plan import CachePlan, Member, Text, Unit, reuse_name, texts_of
 from sd3_light.data.manifest import Manifest, ShardEntry, damaged_mark
 from sd3_light.data.shard_table import ShardTable
@@ -64,13 +64,15 @@ class ValueCounts:
 class CopiedColumns:
     """Which columns can be copied: all of an entry of samples (image, mask, rejected), and those of captions by name.
 
-    ``encoded`` are the other columns of captions. ``fingerprints`` are those of the copied columns. ``with_images``
-    says that captions are encoded together with the images of their samples.
+    ``encoded`` are the other columns of captions, ``encoded_entries`` the other entries. ``fingerprints``
+    are those of the copied columns. ``with_images`` says that captions are encoded together with the images of their
+    samples.
     """
 
     entries: tuple[str, ...] = ()
     captions: tuple[str, ...] = ()
     encoded: tuple[str, ...] = ()
+    encoded_entries: tuple[str, ...] = ()
     fingerprints: Mapping[str, str] = field(default_factory=dict)
     with_images: bool = False
 
@@ -79,14 +81,13 @@ class CopiedColumns:
         """Compare the fingerprints of a cache's columns with those of the old manifest."""
         same = {name: fingerprint for name, fingerprint in new.items() if old.get(name) == fingerprint}
         captions = [column.name for column in columns if column.per_caption]
-        entries = dict.fromkeys(entry_of(column) for column in columns if not column.per_caption)
-        for column in columns:
-            if not column.per_caption and column.name not in same:
-                entries.pop(entry_of(column), None)
+        of_samples = [column for column in columns if not column.per_caption]
+        changed = dict.fromkeys(entry_of(column) for column in of_samples if column.name not in same)
+        entries = dict.fromkeys(entry for column in of_samples if (entry := entry_of(column)) not in changed)
         beside = beside_captions(columns)
         known = [name for name in captions if name in same and beside <= {IMAGE}]
         encoded = [name for name in captions if name not in known]
-        return CopiedColumns(tuple(entries), tuple(known), tuple(encoded), same, IMAGE in beside)
+        return CopiedColumns(tuple(entries), tuple(known), tuple(encoded), tuple(changed), same, IMAGE in beside)
 
     def __bool__(self) -> bool:
         return bool(self.entries or self.captions)
@@ -143,7 +144,7 @@ class ReuseIndex:
 
     def __init__(self, path: Path) -> None:
         facts = read_json_file(path.with_suffix(".json"))
-        names = {name: tuple(facts["columns"][name]) for name in ("entries", "captions", "encoded")}
+        names = {name: tuple(facts["columns"][name]) for name in ("entries", "captions", "encoded", "encoded_entries")}
         self.columns = CopiedColumns(**{**facts["columns"], **names})
         self.counts = ValueCounts(**facts["counts"])
         cells = path.with_suffix(".cells")
@@ -157,7 +158,10 @@ class ReuseIndex:
         """Return what the unit with these samples copies."""
         texts = list(distinct_texts(members, self.columns.with_images))
         fingerprints = [member.fingerprints for member in members]
-        entries = {entry: self._find(each.get(entry, "") for each in fingerprints) for entry in self.columns.entries}
+        entries = {
+            entry: self._find(each.get(stored_entry(entry), "") for each in fingerprints)
+            for entry in self.columns.entries
+        }
         captions = self._find(text.fingerprint for text in texts)
         used = {number for found in (*entries.values(), captions) for number, _ in found.values()}
         numbers = {number: index for index, number in enumerate(sorted(used))}
@@ -231,13 +235,14 @@ def _write(update: Update, fetch_tables: Callable[[Iterable[str]], None]) -> Non
         names = (*update.entries, _CAPTIONS)
         wanted = {name: stack.enter_context(SortedArray(f"S{_FINGERPRINT}")) for name in names}
         _add_wanted(update, wanted)
-        copied = {*columns.entries, *([_CAPTIONS] if columns.captions else [])}
+        copied = {*map(stored_entry, columns.entries), *([_CAPTIONS] if columns.captions else [])}
         cells = stack.enter_context(SortedArray(_RECORD))
         searched = {name: array for name, array in wanted.items() if name in copied and len(array.values)}
         used = list(_add_cells(update, searched, cells, fetch_tables))
-        images = [wanted[entry] for entry in update.entries if entry != MASK]
-        totals = [sum(len(array.values) for array in images), len(wanted[_CAPTIONS].values)]
-        found = [sum(_count_found(array, cells) for array in images), 0]
+        images = {entry: wanted[entry] for entry in update.entries if entry != MASK}
+        totals = [sum(len(array.values) for array in images.values()), len(wanted[_CAPTIONS].values)]
+        whole = [array for entry, array in images.items() if entry not in map(stored_entry, columns.encoded_entries)]
+        found = [sum(_count_found(array, cells) for array in whole), 0]
         if not columns.encoded:  # else every caption lacks some value
             found[1] = _count_found(wanted[_CAPTIONS], cells)
         counts = ValueCounts(totals[0] - found[0], found[0], totals[1] - found[1], found[1])

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from sd3_light.cache.build_folder import BuildFolder
 from sd3_light.cache.copies import Copies, OldShards
 from sd3_light.cache.reuse import CopiedColumns, ReuseIndex, UnitCopies, ValueCounts
-from sd3_light.cache.unit_builder import UnitInProgress, decode_batches, is_done, text_groups, write_unit
+from sd3_light.cache.unit_builder import (
+    UnitInProgress,
+    decode_batches,
+    is_done,
+    text_groups,
+    unit_teacher,
+    write_unit,
+)
 from sd3_light.config import TrainConfig
 from sd3_light.config.faults import UserError
 from sd3_light.core.encoding import Encoders, Tokens
@@ -131,7 +138,8 @@ class ShardBuilder:
                 members, root = self._plan.members(unit), self._plan.source(unit).root
                 copies = Copies(self._job.copies(members), self._old)
                 tokens = tokenizer.submit(tokenize_missing, self._encoders, members, copies)
-                queue.append(UnitInProgress(unit, members, tokens, copies))
+                teacher = unit_teacher(self._train.model, unit)
+                queue.append(UnitInProgress(unit, members, tokens, copies, teacher))
                 yield from decode_batches(members, copies, root, self._train.model, self._train.caching_batch_size)
 
     def _is_built(self, unit: Unit) -> bool:

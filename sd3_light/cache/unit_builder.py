@@ -19,7 +19,7 @@ from sd3_light.cache.reuse import PIXELS, ValueCounts, distinct_texts
 from sd3_light.config import ModelConfig
 from sd3_light.config.base import DataLocation
 from sd3_light.config.faults import UserError
-from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REFERENCE, Column, entry_of, mask_factor
+from sd3_light.core.columns import IMAGE, MASK, OPTIONAL, REFERENCE, TEACHER, Column, entry_of, mask_factor
 from sd3_light.core.encoding import Encoders, PairEncoders, Tokens
 from sd3_light.data.cache_plan import Member, Text, Unit, decode_task, texts_of
 from sd3_light.data.manifest import damaged_mark, read_entry
@@ -57,13 +57,14 @@ class UnitInProgress:
     """The copied, decoded and encoded samples of a unit so far. Samples have the numbers of their members.
 
     Batches are made of the samples that are not copied, in order. ``tokens`` are those of the `text_groups` of all
-    members.
+    members. ``teacher`` is the column of a teacher's features, None without one.
     """
 
     unit: Unit
     members: list[Member]
     tokens: Future[list[Tokens]]
     copies: Copies = field(default_factory=Copies)
+    teacher: Column | None = None
     num_decoded: int = 0
     encoded: dict[str, list[int]] = field(default_factory=dict)
     images: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class UnitInProgress:
     vae_dtypes: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._to_decode = to_decode(self.members, self.copies)
+        self._to_decode = to_decode(self.members, self.copies, self.teacher is not None)
 
     def add(self, images: Sequence[Decoded], parts: Encoders) -> None:
         """Encode the next decoded images; record the rejected ones."""
@@ -92,11 +93,18 @@ class UnitInProgress:
                 self.masks[number] = image.mask.copy()
             if image.pixels is not None:
                 seen[number] = image.pixels
-            for entry, decoded in image.entries().items():
+            decoded_entries = image.entries()
+            if self.teacher is not None and image.pixels is not None:
+                decoded_entries[TEACHER] = image.pixels
+            for entry, decoded in decoded_entries.items():
                 if entry not in self.copies.of_sample(number):
                     self.encoded.setdefault(entry, []).append(number)
                     pixels.setdefault(entry, []).append(decoded)
         for entry, batch in sorted(pixels.items()):  # the image's own before others
+            if self.teacher is not None and entry == TEACHER:
+                features = parts.encode_features(np.stack(batch), self.unit.flip, self.teacher)
+                self.images.setdefault(TEACHER, []).append(features)
+                continue
             for name, values in parts.encode_images(np.stack(batch), self.unit.flip).items():
                 self.images.setdefault(name if entry == IMAGE else f"{name}.{entry}", []).append(values)
             self.vae_dtypes.add(str(parts.vae_dtype).removeprefix("torch."))
@@ -138,7 +146,9 @@ class UnitInProgress:
     def counts(self) -> ValueCounts:
         """The images and distinct captions that were encoded and copied."""
         accepted = list(self.accepted.values())
-        images = sum(map(len, self.encoded.values()))
+        by_entry = {entry: set(numbers) for entry, numbers in self.encoded.items()}
+        seen = by_entry.pop(TEACHER, set()) | by_entry.pop(IMAGE, set())
+        images = len(seen) + sum(map(len, by_entry.values()))
         total = sum(len(member.fingerprints) - (MASK in member.fingerprints) for member in accepted)
         captions = sum(len(group.texts) for group, _ in self.texts)
         distinct = distinct_texts(accepted, self.copies.with_images)
@@ -254,19 +264,21 @@ def text_groups(members: Sequence[Member], copies: Copies) -> list[TextGroup]:
     return [group for group in groups if group.texts]
 
 
-def to_decode(members: Sequence[Member], copies: Copies) -> list[int]:
-    """Return the numbers of the samples that have an image or a mask to read."""
+def to_decode(members: Sequence[Member], copies: Copies, with_teacher: bool = False) -> list[int]:
+    """Return the numbers of the samples that have an image or a mask to read, with a teacher that sees images."""
     numbers = []
     for number, member in enumerate(members):
-        if not set(member.fingerprints) <= set(_unread(member, number, copies)):
+        if not set(member.fingerprints) <= set(_unread(member, number, copies, with_teacher)):
             numbers.append(number)
     return numbers
 
 
-def _unread(member: Member, number: int, copies: Copies) -> tuple[str, ...]:
-    """Return the entries of a sample that are copied and that no caption is encoded with."""
+def _unread(member: Member, number: int, copies: Copies, with_teacher: bool) -> tuple[str, ...]:
+    """Return the entries of a sample that are copied and that nothing else is encoded with."""
+    copied = copies.of_sample(number)
     sees_image = copies.with_images and bool(text_groups([member], copies))
-    return tuple(entry for entry in copies.of_sample(number) if entry != IMAGE or not sees_image)
+    sees_image = sees_image or (with_teacher and TEACHER not in copied)
+    return tuple(entry for entry in copied if entry != IMAGE or not sees_image)
 
 
 def decode_batches(
@@ -276,11 +288,13 @@ def decode_batches(
 
     If everything is copied, there is one batch without tasks.
     """
-    numbers, size = to_decode(members, copies), max(1, size // members[0].bucket.frames)
+    with_teacher = model.teacher_path is not None
+    numbers = to_decode(members, copies, with_teacher)
+    size = max(1, size // members[0].bucket.frames)
     factor = mask_factor(stored_columns(model))
     for start in range(0, max(1, len(numbers)), size):
         batch = numbers[start : start + size]
-        yield [decode_task(members[at], root, _unread(members[at], at, copies), factor) for at in batch]
+        yield [decode_task(members[at], root, _unread(members[at], at, copies, with_teacher), factor) for at in batch]
 
 
 def _values(column: Column, tensors: Mapping[str, Tensor]) -> list[Tensor]:
@@ -310,6 +324,11 @@ def write_unit(
         (shards / finished.unit.file).with_suffix(".none").unlink(missing_ok=True)
     else:
         write_empty_unit(shards, finished.unit)
+
+
+def unit_teacher(model: ModelConfig, unit: Unit) -> Column | None:
+    """Return the column of a teacher's features in a unit's shard; None without a teacher."""
+    return next((column for column in stored_columns(model, unit.bucket) if column.reads == TEACHER), None)
 
 
 def write_rejects(shards: Path, unit: Unit, rejected: Sequence[Mapping[str, str]]) -> None:

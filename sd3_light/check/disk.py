@@ -25,6 +25,7 @@ from sd3_light.evaluate.marked import require_marked
 from sd3_light.model import folder as pipeline_folder
 from sd3_light.model.base_values import with_base_values
 from sd3_light.model.part_configs import read_config
+from sd3_light.model.vision import require_images, teacher_width
 from sd3_light.runlog import missing_trackers
 from sd3_light.sources.access import CONTAINERS, exists
 from sd3_light.sources.buckets import buckets_for
@@ -160,7 +161,14 @@ class _DiskChecks:
     # --- the model ----------------------------------------------------------------------------
 
     def objective(self, family: Family) -> None:
-        """Check that the family has the terms of the objective, and a teacher's folder a denoiser of the family."""
+        """Check that the family has the terms of the objective, and a teacher's folder a denoiser of the family.
+
+        The folder of `model.teacher_path` has a vision model.
+        """
+        if self.model.teacher_path is not None:
+            with self.user_errors_of("model.teacher_path", self.model.teacher_path):
+                require_images(family)
+                teacher_width(self.model.teacher_path)
         if self.train.objective is not None:
             self.add_all(unknown_keys(self.train.objective, "objective.", family.name, family.title))
         folder = self.train.terms.teacher

@@ -23,7 +23,7 @@ from sd3_light.config import (
 )
 from sd3_light.core.caption_lengths import CutCaptions, count_cut_captions
 from sd3_light.core.checks import ModelFact
-from sd3_light.core.columns import Column, with_pairs
+from sd3_light.core.columns import TEACHER, Column, with_pairs
 from sd3_light.core.cost import Cost, Layout, Tokens
 from sd3_light.core.family import Family
 from sd3_light.core.registry import family_of, video_titles
@@ -47,6 +47,7 @@ from sd3_light.data.order import BucketOrder, Segment, open_shards
 from sd3_light.data.split import expected_split
 from sd3_light.data.store.remote import download_bytes
 from sd3_light.formats import plural
+from sd3_light.model.vision import cached_columns
 from sd3_light.sources.buckets import Bucket, ExtremeFits
 from sd3_light.sources.catalogue import InputRow
 from sd3_light.sources.leaks import EvaluationImages, Leak, open_evaluation_images
@@ -323,6 +324,8 @@ class Estimator:
         prepared = family_of(self.train.model).prepared_columns(self.train.model, columns)
         if self.paired and self.train.terms.dpo is not None:
             prepared = with_pairs(prepared)
+        if self.train.terms.reads_teacher:
+            prepared = (*prepared, *(column for column in columns if column.reads == TEACHER))
         return BucketEstimate(
             bucket=bucket,
             resolution=resolution,
@@ -358,7 +361,7 @@ class Estimator:
     def columns(self, bucket: Bucket) -> tuple[Column, ...]:
         """Return the columns of the cache."""
         model = self.train.model
-        columns = family_of(model).columns(model, model.diffusers_path, bucket)
+        columns = cached_columns(model, bucket)
         return with_pairs(columns) if self.paired else columns
 
     def cache(self, counts: SampleCounts, directories: tuple[DirectoryConfig, ...]) -> Amount:

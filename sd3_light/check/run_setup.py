@@ -15,6 +15,8 @@ from sd3_light.cost.training_setup import TrainingSetup
 from sd3_light.model.folder import JUDGE, stored_weights
 from sd3_light.tensor_file import open_tensors
 
+_HEAD_BYTES = 16  # a weight of a head, its gradient and its two moments
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -82,7 +84,9 @@ def teacher_bytes(train: TrainConfig, cost: Cost) -> int:
 
 def _other_bytes(train: TrainConfig, cost: Cost) -> int:
     """Return the bytes of what training has beside the denoiser on every GPU."""
-    return teacher_bytes(train, cost) + _score_bytes(train) + _training_adapter_bytes(train)
+    heads = 0 if train.terms.alignment is None else train.terms.alignment.projector_weights(cost.width)
+    own = _HEAD_BYTES * heads
+    return teacher_bytes(train, cost) + _score_bytes(train) + _training_adapter_bytes(train) + own
 
 
 def _training_adapter_bytes(train: TrainConfig) -> int:

@@ -10,7 +10,7 @@ from sd3_light.config.base import Table, walk_tables
 from sd3_light.config.faults import Fault
 from sd3_light.config.optimizers import OPTIMIZERS
 from sd3_light.config.schema_blocks import LayerSyncConfig, RoutingConfig, layer_sync_problem, routing_problem
-from sd3_light.config.schema_objective import SPELLINGS, ObjectiveConfig
+from sd3_light.config.schema_objective import SPELLINGS, ObjectiveConfig, alignment_problem
 from sd3_light.config.schema_reward import RewardConfig
 from sd3_light.config.schema_tables import AdapterConfig, ModelConfig
 from sd3_light.config.schema_train import TrainConfig
@@ -96,6 +96,8 @@ def token_problems(train: TrainConfig, num_blocks: int | None, num_positions: in
         problems["model.references"] = {"problem": problem, "hint": "remove model.routing or model.references"}
     if sync is not None and num_blocks is not None:
         problems[train.spelled("model.layer_sync")] = layer_sync_problem(sync, num_blocks)
+    if train.terms.alignment is not None and num_blocks is not None:
+        problems["objective.alignment"] = alignment_problem(train.terms.alignment, num_blocks)
     side = model.position_crop_side
     if side is not None and num_positions is not None and side > num_positions:
         problem = f"the position table has {num_positions} tokens per side"
@@ -134,6 +136,26 @@ def terms(train: TrainConfig) -> Iterator[Fault]:
         problem = "pipeline stages run one pass and no teacher"
         yield _fault(f"objective.{table.taught[0]}", problem, hint="write pipeline_stages = 1")
     yield from _distill_faults(table)
+    yield from _alignment_faults(train)
+
+
+def _alignment_faults(train: TrainConfig) -> Iterator[Fault]:
+    """An alignment has features to read, a block that exists, and whole models."""
+    term = train.terms.alignment
+    if term is None:
+        return
+    if term.teacher == "cache" and train.model.teacher_path is None:
+        problem = "no vision model is named whose features the cache stores"
+        yield _fault("objective.alignment", problem, hint='write model.teacher_path, or teacher = "average"')
+    if term.teacher == "average" and train.model.routing is not None:
+        problem = "the average would lack the tokens that skip its blocks"
+        yield _fault("objective.alignment.teacher", problem, hint='write "cache", or remove [model.routing]')
+    if term.teacher == "average" and train.terms.taught is not None:
+        problem = f"[objective.{train.terms.taught[0]}] has a teacher too, and a run has one"
+        yield _fault("objective.alignment.teacher", problem, hint='write "cache", or remove one of the two')
+    if train.pipeline_stages > 1:
+        problem = "pipeline stages train no network beside the denoiser"
+        yield _fault("objective.alignment", problem, hint="write pipeline_stages = 1")
 
 
 def _distill_faults(table: ObjectiveConfig) -> Iterator[Fault]:
@@ -542,7 +564,7 @@ CHECKS: dict[Callable[[TrainConfig], Iterator[Fault]], tuple[str, ...]] = {
     text_recon: (*_DEPTH_KEYS, *_RECON_KEYS, *_TERM_KEYS),
     token_keys: (*_DEPTH_KEYS, *_TOKEN_KEYS, *_TERM_KEYS, "pipeline_stages"),
     spellings: ("model", *SPELLINGS, *_TERM_KEYS),
-    terms: (*_TERM_KEYS, *_REWARD_KEYS, "ema", "ema.enable", "pipeline_stages"),
+    terms: (*_TERM_KEYS, *_REWARD_KEYS, "ema", "ema.enable", "pipeline_stages", "model.teacher_path"),
     training_adapter: ("model", "model.training_adapter", *_TERM_KEYS, *_REWARD_KEYS, "pipeline_stages"),
     reward: (
         *(*_TERM_KEYS, *_REWARD_KEYS, *_TOKEN_KEYS, *_RECON_KEYS, "model", "max_steps", "micro_batch_size_per_gpu"),

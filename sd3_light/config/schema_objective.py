@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Le
-from pydantic import BeforeValidator, Strict
+from annotated_types import Ge, Gt, Le
+from pydantic import BeforeValidator, Field, Strict
 
-from sd3_light.config.base import Allowed, CountOrZero, Positive, Table, word_or_path
+from sd3_light.config.base import Allowed, Count, CountOrZero, Positive, Table, word_or_path
 from sd3_light.config.family_keys import KnownTo
-from sd3_light.config.schema_blocks import LayerSyncConfig
+from sd3_light.config.schema_blocks import BlockPair, LayerSyncConfig
 
 SPELLINGS = {
     "pseudo_huber_c": "objective.flow.pseudo_huber_c",
@@ -18,6 +18,8 @@ SPELLINGS = {
 }
 """Keys outside of [objective], and the same settings in it."""
 _TEXT = KnownTo("only SD3's own blocks return text tokens", only=("sd3",))
+LARGEST_WIDTH = 256
+"""Features of a vision model that a cache holds per token. Wider ones are projected to as many."""
 PAIRED = ("dpo",)
 """Terms that need a rejected image beside every image."""
 
@@ -97,6 +99,41 @@ class TextReconTerm(Table):
     blocks minus 2."""
 
 
+class AlignmentTerm(Table):
+    """[objective.alignment]: align a block's image tokens with features of the clean image (REPA, arXiv 2410.06940).
+
+    A small network that is trained beside the denoiser maps the tokens to the features. It is part of checkpoints, and
+    of no average or export.
+    """
+
+    weight: Positive = 0.5
+    """Weight of the term."""
+    teacher: Literal["cache", "average"] = "cache"
+    """`cache`: features of the vision model `model.teacher_path`, normalised over each image (iREPA, arXiv 2512.10794).
+    `average`: tokens of a deeper block of the run's average ([ema]), which sees the image with less noise; a second
+    pass per step, without gradients."""
+    block: Count | None = Field(default=None, json_schema_extra={"default": "1/3 of the blocks, rounded"})
+    """Block whose image tokens are aligned, counted from 1."""
+    teacher_block: Count | None = Field(default=None, json_schema_extra={"default": "2/3 of the blocks, rounded"})
+    """Block of the average whose tokens they are aligned with; with `teacher = "average"` only."""
+    projector: Literal["conv", "mlp"] = "conv"
+    """Network that maps tokens to features: a convolution of 3x3 tokens (iREPA), or three layers per token (REPA)."""
+    until: Annotated[float, Strict(), Gt(0), Le(1)] = 1.0
+    """Share of the run's steps after which the term ends: it helps early, and may hold the model back later."""
+
+    def projector_weights(self, width: int) -> int:
+        """Return the weights of the projector of tokens that are ``width`` wide, to as many features or fewer."""
+        features = width if self.teacher == "average" else LARGEST_WIDTH
+        if self.projector == "conv":
+            return 9 * width * features
+        return 4 * features * (width + 5 * features)
+
+    def blocks(self, num_blocks: int) -> BlockPair:
+        """Return the aligned block of a denoiser with ``num_blocks`` blocks and the average's, valid or not."""
+        block = self.block or max(1, round(num_blocks / 3))
+        return BlockPair(block, self.teacher_block or max(block + 1, round(2 * num_blocks / 3)))
+
+
 class ObjectiveConfig(Table):
     """[objective]: all terms of the training loss, a table each. Absent: `flow`, and the terms that `[model]` names."""
 
@@ -110,6 +147,8 @@ class ObjectiveConfig(Table):
     """Text reconstruction."""
     layer_sync: LayerSyncConfig | None = None
     """Alignment of two blocks."""
+    alignment: AlignmentTerm | None = None
+    """Alignment with features of the clean image."""
 
     def tables(self) -> dict[str, Table]:
         """Return the terms by name, in their order in the sum."""
@@ -119,6 +158,8 @@ class ObjectiveConfig(Table):
     @property
     def teacher(self) -> Literal["start", "average"] | Path | None:
         """The model that a term compares with; None if no term does."""
+        if self.alignment is not None and self.alignment.teacher == "average":
+            return "average"
         term = self.taught
         return None if term is None else term[1].teacher
 
@@ -131,6 +172,8 @@ class ObjectiveConfig(Table):
     @property
     def teacher_key(self) -> str:
         """The key that names the teacher."""
+        if self.taught is None and self.alignment is not None:
+            return "objective.alignment.teacher"
         assert self.taught is not None, "no term compares with another model"
         return f"objective.{self.taught[0]}.teacher"
 
@@ -152,4 +195,23 @@ class ObjectiveConfig(Table):
     @property
     def teacher_passes(self) -> int:
         """Passes of the teacher per sample, without gradients."""
-        return 2 if self.dpo is not None else 0 if self.distill is None else self.distill.teacher_passes
+        aligned = int(self.alignment is not None and self.alignment.teacher == "average")
+        return aligned + (2 if self.dpo is not None else 0 if self.distill is None else self.distill.teacher_passes)
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Whether a term reads the features of `model.teacher_path`."""
+        return self.alignment is not None and self.alignment.teacher == "cache"
+
+
+def alignment_problem(table: AlignmentTerm, num_blocks: int) -> dict[str, str] | None:
+    """Return why a denoiser with ``num_blocks`` blocks has no such blocks, as fields of a `Fault`."""
+    block, teacher_block = table.blocks(num_blocks)
+    last = teacher_block if table.teacher == "average" else block
+    if 1 <= block <= last < num_blocks:
+        return None
+    blocks = f"block {block}" if table.teacher == "cache" else f"blocks {block} and {teacher_block}"
+    return {
+        "problem": f"tokens after {blocks} of {num_blocks} cannot be aligned",
+        "allowed": f"block <= teacher_block <= {num_blocks - 1}: the last block prepares the output",
+    }

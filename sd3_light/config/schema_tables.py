@@ -84,6 +84,9 @@ class ModelConfig(Table):
     init: RandomOrPath | None = None
     """Initial weights of the denoiser: `random`, a folder, or an SD3 single file (`.safetensors`). Absent: `random`
     with `train_type` (unless `sd3-light init` wrote `diffusers_path`), otherwise `diffusers_path`."""
+    teacher_path: TomlPath | None = None
+    """Folder of a vision model (DINOv2, ViT, CLIP, or one of `sd3-light parts`) whose features of the images the cache
+    stores, for [objective.alignment]. Another one encodes nothing else again. Absent: none are stored."""
     training_adapter: TomlPath | None = None
     """LoRA file that is added to the denoiser in training and validation, and not in samples, metrics and exports. With
     one that undoes a distillation, a model of few steps is fine-tuned and keeps its few steps (docs/distill.md)."""

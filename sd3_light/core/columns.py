@@ -23,6 +23,8 @@ from typing import Any
 CAPTION, IMAGE, MASK, REJECTED = "caption", "image", "mask", "rejected"
 OPTIONAL = (MASK, REJECTED)
 """What some shards of a cache may lack."""
+TEACHER = "teacher"
+"""The features of a vision model, made of the image: a column of this name, copied and encoded apart from others."""
 REFERENCE = "reference."
 """Begins the names of entries that are reference images: ``reference.0`` is the first."""
 MOST_REFERENCES = 8
@@ -165,13 +167,22 @@ def prepared_columns(moments: Column, channels: int) -> tuple[Column, ...]:
 
 
 def entry_of(column: Column) -> str:
-    """Return which entry of a sample a column is made of that is not one of captions: `IMAGE`, `MASK` and so on."""
-    return column.reads if column.reads in OPTIONAL or column.reads.startswith(REFERENCE) else IMAGE
+    """Return which entry of a sample a column is made of that is not one of captions: `IMAGE`, `MASK` and so on.
+
+    Columns of one entry are copied and encoded together.
+    """
+    is_other = column.reads in (*OPTIONAL, TEACHER) or column.reads.startswith(REFERENCE)
+    return column.reads if is_other else IMAGE
+
+
+def stored_entry(entry: str) -> str:
+    """Return which entry of a sample, as it is stored, `entry_of` a column is: a teacher sees the image."""
+    return IMAGE if entry == TEACHER else entry
 
 
 def entries_of(columns: Sequence[Column]) -> tuple[str, ...]:
     """Return the entries that samples may have besides their captions."""
-    own = (entry_of(column) for column in columns if not column.per_caption)
+    own = (stored_entry(entry_of(column)) for column in columns if not column.per_caption)
     return tuple(dict.fromkeys((IMAGE, *OPTIONAL, *own)))
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from sd3_light.config import ModelConfig
 from sd3_light.core.caption_lengths import TextLimit
+from sd3_light.core.columns import Column
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,6 +52,9 @@ class Encoders(Protocol):
 
     def encode_images(self, pixels: "NDArray[np.uint8]", flip: bool) -> "dict[str, Tensor]":
         """Encode uint8 pixels [B, H, W, 3] to the image tensors of a shard [B, v, ...]; ``flip`` adds mirrored ones."""
+
+    def encode_features(self, pixels: "NDArray[np.uint8]", flip: bool, column: Column) -> "Tensor":
+        """Encode uint8 pixels [B, H, W, 3] to the features of a teacher [B, v, *shape], the values of its column."""
 
     def reconstruct(self, pixels: "NDArray[np.uint8]") -> "NDArray[np.uint8]":
         """Return uint8 pixels [B, H, W, 3] as the VAE decodes them again."""

@@ -66,7 +66,7 @@ class Family(ABC):
     names of its files. ``packages`` are those that its text needs beside transformers. ``text_tokens`` says whether a
     denoiser gets texts that are padded to one length, or their real tokens alone; ``guidance`` by what it is guided:
     a negative prompt, or a number that a distilled denoiser takes. ``references`` is how many images it sees beside the
-    text, and ``sets_references`` whether the config says it instead.
+    text, and ``sets_references`` whether the config says it instead. ``patch`` are the latent pixels of a token's side.
     """
 
     name: ClassVar[str]
@@ -84,6 +84,7 @@ class Family(ABC):
     guidance: ClassVar[tuple[Literal["negative prompt", "number"], ...]] = ("negative prompt",)
     references: ClassVar[int] = 0
     sets_references: ClassVar[bool] = False
+    patch: ClassVar[int] = 2
 
     @property
     @abstractmethod

@@ -46,8 +46,8 @@ class TrainedModel(nn.Module):
     adapter keeps them. ``empty_text`` replaces a batch's text by that of guidance. ``release`` frees weights that an
     engine gathered for a pass of `infer`; ``restore`` puts the run's own weights back where a teacher left others
     while the model ``is_drawing``. Samples are drawn inside of ``as_exported``, without what training alone has.
-    ``step`` counts the steps done. With a ``text_step`` real text is padded to multiples of it, where that changes no
-    result: compiled blocks then see few shapes.
+    ``step`` counts the steps done, ``steps`` those of the whole run. With a ``text_step`` real text is padded to
+    multiples of it, where that changes no result: compiled blocks then see few shapes.
     """
 
     compute_dtype: torch.dtype = torch.float32
@@ -64,6 +64,7 @@ class TrainedModel(nn.Module):
         self.is_drawing = False
         self.as_exported: Callable[[], AbstractContextManager[None]] = nullcontext
         self.step = 0
+        self.steps: int | None = None
         self.text_step: int | None = None
         self.use(objective)
 

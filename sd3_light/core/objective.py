@@ -64,6 +64,10 @@ class Observes(Protocol):
     def step(self) -> int:
         """The number of steps before this one."""
 
+    @property
+    def steps(self) -> int | None:
+        """The number of steps of the whole run; None if it is not known."""
+
     def infer(self, batch: Batch, taps: Sequence[int] = ()) -> Prediction:
         """Run the denoiser as it is now."""
 

@@ -27,6 +27,9 @@ def training_flops(
     forward = cost.forward_flops(tokens)
     value = round(passes * forward) - cost.input_flops(tokens)
     formula = f"{passes}·({cost.flops_formula}) - inputs' gradients"
+    if terms is not None and terms.alignment is not None:
+        value += 6 * terms.alignment.projector_weights(cost.width) * tokens.image
+        formula += " + 6·projector's weights·N"
     if terms is None or not terms.teacher_passes:
         return Amount(value, formula)
     text = f"{terms.passes} x ({formula}) and {terms.teacher_passes} forward passes of the teacher"

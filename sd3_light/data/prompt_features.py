@@ -31,7 +31,14 @@ PROMPTS_FOLDER = "prompts"
 PromptFeatures = dict[str, Tensor]
 
 _FORMAT = 1
-_OF_IMAGES = ("format", "preprocess", "vae", "vae_dtype", "columns")  # keys of a recipe that do not decide a text
+_OF_IMAGES = (
+    "format",
+    "preprocess",
+    "vae",
+    "vae_dtype",
+    "teacher",
+    "columns",
+)  # keys of a recipe that do not decide a text
 
 
 def prompt_file(prompt: str, recipe: Mapping[str, Any]) -> str:

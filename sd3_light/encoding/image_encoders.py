@@ -6,7 +6,7 @@ returned by `waiter` has returned.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,12 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from sd3_light.core.columns import TEACHER, Column
 from sd3_light.encoding.batching import image_batches
 from sd3_light.encoding.half_vae import VaeDtype, load_encoding_vae, resolve_vae_dtype
 from sd3_light.encoding.host_copies import AsyncHostCopies
 from sd3_light.encoding.residence import ResidentModules, all_fit, free_memory, weight_bytes
+from sd3_light.encoding.teacher import VisionTeacher, quantised
 from sd3_light.encoding.vae import decode_moments, raw_moments
 from sd3_light.model.device_copy import to_device
+from sd3_light.model.vision import vision_settings
 
 Loader = Callable[[torch.device], nn.Module]
 
@@ -31,8 +34,8 @@ class ImageEncoders(ABC):
     On GPUs the VAE encodes as ``vae_dtype`` says (float32: with TF32 convolutions) and text encoders run in
     ``text_dtype``; on CPUs everything is float32.
     ``one_at_a_time`` keeps only the encoder in use on the device; None decides by the free memory. Batches depend on
-    the inputs and ``batch_size`` only. ``with_frames`` stores images as clips of one frame. One thread encodes;
-    `tokenize` may run on another.
+    the inputs and ``batch_size`` only. ``with_frames`` stores images as clips of one frame. ``teacher`` is the folder
+    of `encode_features`. One thread encodes; `tokenize` may run on another.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class ImageEncoders(ABC):
         vae_dtype: VaeDtype = "float32",
         one_at_a_time: bool | None = None,
         with_frames: bool = False,
+        teacher: Path | None = None,
     ) -> None:
         self.path = diffusers_path
         self.device = device
@@ -53,6 +57,7 @@ class ImageEncoders(ABC):
         self._vae_setting = vae_dtype
         self._one_at_a_time = one_at_a_time
         self._with_frames = with_frames
+        self._teacher = teacher
         self._modules: ResidentModules | None = None
         self._copies = AsyncHostCopies(device)
 
@@ -71,6 +76,8 @@ class ImageEncoders(ABC):
         if self._one_at_a_time is None:
             weights = [weight_bytes(self.path / "vae", torch.float32)]
             weights += [weight_bytes(self.path / folder, self._text_dtype) for folder in self._text_folders]
+            if self._teacher is not None:
+                weights.append(weight_bytes(vision_settings(self._teacher).folder, torch.float32))
             self._one_at_a_time = not all_fit(weights, self.batch_size, free_memory(self.device))
         return self._one_at_a_time
 
@@ -86,6 +93,8 @@ class ImageEncoders(ABC):
             loaders = dict(texts)
             # float32 is channels first: 7% faster than channels last on an H200
             loaders["vae"] = lambda device: load_encoding_vae(self.path, device, self.vae_dtype)
+            if (folder := self._teacher) is not None:
+                loaders[TEACHER] = lambda device: VisionTeacher(folder).to(device)
             self._modules = ResidentModules(loaders, self.device, self.one_at_a_time, by_layer=texts.keys())
         return self._modules.get(name)
 
@@ -111,6 +120,22 @@ class ImageEncoders(ABC):
                 self._copies.submit(moments, encoded[rows, variant].copy_, self._describe("vae", self.vae_dtype))
         assert encoded is not None, "no images"
         return {"moments": encoded}
+
+    def encode_features(self, pixels: NDArray[np.uint8] | Tensor, flip: bool, column: Column) -> Tensor:
+        """Encode uint8 pixels [B, H, W, 3] to a teacher's features [B, v, D, h, w] of its column."""
+        source = torch.as_tensor(pixels)
+        teacher = self.part(TEACHER)
+        encoded = torch.empty(len(source), 1 + flip, *column.shape, dtype=torch.int8)
+        side = teacher.settings.side
+        _, height, width = column.shape
+        for rows in image_batches(len(source), side, side, self.batch_size):
+            images = to_device(source[rows], self.device)
+            for variant in range(1 + flip):
+                with torch.inference_mode():
+                    features = teacher(images, (height, width), flip=variant == 1)
+                target = encoded[rows, variant]
+                self._copies.submit(features, partial(_store_quantised, target), f"the teacher {self._teacher}")
+        return encoded
 
     def reconstruct(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """Return uint8 pixels [B, H, W, 3] as the VAE decodes them from the means of their moments."""
@@ -142,3 +167,7 @@ class ImageEncoders(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _store_quantised(target: Tensor, features: Tensor) -> None:
+    target.copy_(quantised(features))

@@ -31,6 +31,7 @@ from sd3_light.data.stream import CachedDataset, MicroBatches, order_of_shards
 from sd3_light.engines import Launch
 from sd3_light.engines.prefetch import Finish, pin_host_memory, prefetch_steps
 from sd3_light.engines.protocol import StepStream
+from sd3_light.model.vision import cached_columns
 from sd3_light.sources.catalogue import make_sources
 
 
@@ -39,7 +40,7 @@ def open_cache(dataset: DatasetConfig, config: TrainConfig, launch: Launch, side
     limit = int(config.stream_cache_gb * 1e9)
     store = open_store(dataset.cache_dir, config.stream_cache_dir, limit, config.shuffle_window)
     weights = {source.label: source.directory.caption_weights for source in make_sources(dataset.directories)}
-    columns = partial(family_of(config.model).columns, config.model, config.model.diffusers_path)
+    columns = partial(cached_columns, config.model)
     if side != "all" and store.manifest.held_out is None:
         raise UserError(
             f"no part of the cache at {dataset.cache_dir} is held out, and {dataset.path} says validation = true; run "

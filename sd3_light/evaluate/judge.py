@@ -10,24 +10,24 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoTokenizer
 
 from sd3_light.config.faults import UserError
+from sd3_light.encoding.teacher import load_vision_model, scaled_pixels
 from sd3_light.files import write_atomically
 from sd3_light.model.folder import JUDGE
-from sd3_light.model.part_configs import LOAD_ERRORS, check_files, load_part, read_json
+from sd3_light.model.part_configs import LOAD_ERRORS, check_files, read_json
+from sd3_light.model.vision import PREPROCESSOR, vision_settings
 
-PREPROCESSOR = "preprocessor_config.json"
 MADE = "made.json"
 """What made a part, beside its weights."""
-_MAX_SIDE = 4096
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,9 @@ class Judge:
     @torch.no_grad()
     def image_features(self, pixels_NHWC: NDArray[np.uint8] | Tensor) -> Tensor:
         """Return the features [N, W] of images of one size."""
-        pixels = torch.as_tensor(pixels_NHWC).to(self.device).permute(0, 3, 1, 2).float()
-        if pixels.shape[2:] != (self.side, self.side):
-            pixels = F.interpolate(pixels, (self.side, self.side), mode="bilinear", antialias=True, align_corners=False)
-            pixels = pixels.round().clamp(0, 255)
-        mean, std = (torch.tensor(values, device=self.device)[:, None, None] for values in (self.mean, self.std))
+        pixels = scaled_pixels(torch.as_tensor(pixels_NHWC).to(self.device), self.side, self.mean, self.std)
         encode = self.model.get_image_features if self.reads_text else self.model
-        return F.normalize(_vectors(encode(pixel_values=(pixels / 255 - mean) / std)), dim=-1)
+        return F.normalize(_vectors(encode(pixel_values=pixels)), dim=-1)
 
     @property
     def reads_text(self) -> bool:
@@ -78,21 +74,15 @@ def load_judge(folder: Path, device: torch.device) -> Judge:
 
     ``folder`` may also be one that `sd3-light parts` wrote, with a judge inside.
     """
-    folder = folder / JUDGE if (folder / JUDGE).is_dir() else folder
-    if not (folder / PREPROCESSOR).is_file():
-        kinds = "a folder of `sd3-light parts`, or of a CLIP or vision model"
-        raise UserError(f"{folder} has no judge and no {PREPROCESSOR}; give {kinds}")
-    settings = read_json(folder / PREPROCESSOR)
-    side, mean, std = _side(settings), settings.get("image_mean"), settings.get("image_std")
-    if side is None or not _is_colour(mean) or not _is_colour(std):
-        raise UserError(f"{folder / PREPROCESSOR} has no size, image_mean and image_std; give a judge or a CLIP folder")
-    model = load_part(AutoModel, folder, dtype=torch.float32, trust_remote_code=False)
+    settings = vision_settings(folder)
+    folder = settings.folder
+    model = load_vision_model(folder)
     is_dual = hasattr(model, "get_image_features") and hasattr(model, "get_text_features")
     if not is_dual and model.main_input_name != "pixel_values":
         kind = type(model).__name__
         raise UserError(f"{folder} is a {kind}, without features of images; give a CLIP or vision model folder")
-    model = model.to(device).eval().requires_grad_(False)
-    return Judge(model, _tokenizer(folder) if is_dual else None, side, tuple(mean), tuple(std), device)
+    tokenizer = _tokenizer(folder) if is_dual else None
+    return Judge(model.to(device), tokenizer, settings.side, settings.mean, settings.std, device)
 
 
 def _tokenizer(folder: Path) -> Any:
@@ -101,13 +91,6 @@ def _tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except LOAD_ERRORS as error:
         raise UserError(f"{folder} has no usable tokenizer ({error!s:.200}); write the folder again") from error
-
-
-def _side(settings: dict[str, Any]) -> int | None:
-    """Return the side of the square images: of the crop if there is one."""
-    size = (settings.get("crop_size") if settings.get("do_center_crop") else None) or settings.get("size")
-    side = size.get("height", size.get("shortest_edge")) if isinstance(size, dict) else size
-    return side if isinstance(side, int) and 0 < side <= _MAX_SIDE else None
 
 
 def save_judge(model: Any, tokenizer: Any, side: int, folder: Path) -> None:
@@ -129,7 +112,3 @@ def _vectors(features: Any) -> Tensor:
     pooled: Tensor | None = getattr(features, "pooler_output", None)
     pooled = features.last_hidden_state.mean(1) if pooled is None else pooled
     return pooled.float().flatten(1)
-
-
-def _is_colour(value: Any) -> TypeGuard[list[float]]:
-    return isinstance(value, list) and len(value) == 3 and all(isinstance(item, int | float) for item in value)

@@ -47,9 +47,9 @@ class StockFamily(Family):
     """A family of a stock pipeline.
 
     ``text_parts`` are the subfolders of each text encoder and its tokenizer, ``adapter_targets`` the layers that a LoRA
-    changes by default, ``text_length`` the tokens of a caption unless the config says otherwise, ``patch`` the latent
-    pixels of a token's side. Real text can be padded to multiples of ``text_steps`` without another result, so that
-    batches have few shapes. A denoiser with ``packs_latents`` takes whole patches as channels. ``text_inputs`` names
+    changes by default, ``text_length`` the tokens of a caption unless the config says otherwise. Real text can be
+    padded to multiples of ``text_steps`` without another result, so that batches have few shapes. A denoiser with
+    ``packs_latents`` takes whole patches as channels. ``text_inputs`` names
     the entry of the denoiser's config that is as wide as a column of captions. Text is padded to exactly its length if
     ``pads_text``; otherwise ragged columns are padded to the longest of a batch, and with ``pads_prompts`` those of
     sampling to their full length, under a mask, as in the stock pipeline. ``usual_guidance`` is that of the stock
@@ -66,7 +66,6 @@ class StockFamily(Family):
     adapter_targets: ClassVar[tuple[str, ...]]
     text_length: ClassVar[int] = 512
     text_steps: ClassVar[tuple[int, ...]] = ()
-    patch: ClassVar[int] = 2
     packs_latents: ClassVar[bool] = False
     text_inputs: ClassVar[Mapping[str, str]] = {}
     pads_text: ClassVar[bool] = False

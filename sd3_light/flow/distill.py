@@ -90,9 +90,7 @@ class GuidanceDistillation(Objective):
 
     def uniforms(self, batch: Batch, purpose: str) -> Tensor:
         """Return a number in [0, 1) per sample [B] (law 1)."""
-        words = batch["words"].cpu().contiguous().view(torch.int64).numpy()
-        drawn = torch.from_numpy(uniforms(first_words(self.seed, purpose, words)[0]))
-        return drawn.to(batch["t"].device, batch["t"].dtype)
+        return drawn_uniforms(batch, self.seed, purpose)
 
 
 class StepDistillation(GuidanceDistillation):
@@ -142,6 +140,13 @@ def sampler_times(model: ModelConfig, calls: int) -> Schedule:
         return known[height, width].to(batch["t"].device, batch["t"].dtype)
 
     return times
+
+
+def drawn_uniforms(batch: Batch, seed: int, purpose: str) -> Tensor:
+    """Return a number in [0, 1) per sample [B], from the words of the batch (law 1)."""
+    words = batch["words"].cpu().contiguous().view(torch.int64).numpy()
+    drawn = torch.from_numpy(uniforms(first_words(seed, purpose, words)[0]))
+    return drawn.to(batch["t"].device, batch["t"].dtype)
 
 
 def teacher_steps_per_call(teacher_steps: int, calls: int) -> int:

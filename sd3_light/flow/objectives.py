@@ -1,4 +1,4 @@
-"""The terms of [objective]: flow matching, preferences, distillation, text reconstruction and LayerSync.
+"""The terms of [objective]: flow matching, preferences, distillation, text reconstruction, LayerSync and alignment.
 
 To add one, write its table in `config/schema_objective.py`, its class here and its curve's title in `runlog/log.py`.
 """
@@ -15,6 +15,7 @@ from sd3_light.config.schema_objective import DistillTerm, DpoTerm, FlowTerm, Te
 from sd3_light.core.batch import Batch
 from sd3_light.core.objective import Objective, Objectives, Observes, Prediction, Predicts, Teacher
 from sd3_light.core.registry import family_of
+from sd3_light.flow.alignment import Alignment
 from sd3_light.flow.distill import GuidanceDistillation, StepDistillation, sampler_times
 from sd3_light.flow.objective import alignment_loss, flow_loss, text_reconstruction_loss
 from sd3_light.flow.reward import Rewarded
@@ -149,6 +150,7 @@ TERMS: dict[str, Any] = {
     "distill": Distillation,
     "text_recon": TextReconstruction,
     "layer_sync": LayerSync,
+    "alignment": Alignment,
     "reward": Rewarded,
 }
 """A term in [objective], or `reward` for [reward] -> its class, which ``of(table, num_blocks, config)`` creates."""

@@ -245,6 +245,7 @@ LOSS_TERMS = {
     "distill": "distillation",
     "text_recon": "text reconstruction",
     "layer_sync": "layer sync",
+    "alignment": "alignment",
     "reward": "reward loss",
     "kl": "distance from the start",
 }

@@ -78,6 +78,7 @@ def make_train_state(
     judged = steps if note is None else None
     blocks = choose_blocks(config, context.cost, denoiser, layout, device, context.groups, judged)
     module = family.training.model(denoiser, config, blocks.kind == "fast")
+    module.steps = steps
     if objective is not None:
         module.use(objective(denoiser))
     if training_adapter is not None:

@@ -55,6 +55,7 @@ class SD3Encoding(Encoding):
             batch_size=batch_size,
             vae_dtype=model.vae_dtype,
             one_at_a_time=one_at_a_time,
+            teacher=model.teacher_path,
         )
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sd3_light.config import Fault, ModelConfig, TrainConfig, UserError
 from sd3_light.config.schema_blocks import layer_sync_problem
+from sd3_light.config.schema_objective import alignment_problem
 from sd3_light.core.checks import ModelChecks, ModelFact, model_fault
 from sd3_light.core.start import WeightsStart, denoiser_folder, start_source
 from sd3_light.families.stock.latents import LatentShape
@@ -143,16 +144,20 @@ class StockChecks(ModelChecks):
         if prompts and self.family.takes_guidance(start.size.transformer_config()):
             problem = "this denoiser takes guidance as a number and no negative prompt"
             yield model_fault("sampling.negative_prompt", problem, f'"{prompts[0]}"', "remove it")
-        if train.terms.layer_sync is not None:
-            yield from self._layer_sync_faults(train, start)
+        if train.terms.layer_sync is not None or train.terms.alignment is not None:
+            yield from self._block_faults(train, start)
 
-    def _layer_sync_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
+    def _block_faults(self, train: TrainConfig, start: WeightsStart) -> Iterator[Fault]:
+        """Yield the terms that name blocks which the denoiser lacks."""
         from sd3_light.core.model import denoiser_blocks
 
-        blocks = denoiser_blocks(self.family.weights.empty(start.size.transformer_config()))
-        assert train.terms.layer_sync is not None
-        if problem := layer_sync_problem(train.terms.layer_sync, len(blocks)):
+        num_blocks = len(denoiser_blocks(self.family.weights.empty(start.size.transformer_config())))
+        sync = train.terms.layer_sync
+        if sync is not None and (problem := layer_sync_problem(sync, num_blocks)):
             yield Fault("", train.spelled("model.layer_sync"), **problem)
+        alignment = train.terms.alignment
+        if alignment is not None and (problem := alignment_problem(alignment, num_blocks)):
+            yield Fault("", "objective.alignment", **problem)
 
     def largest_side(self, start: WeightsStart, model: ModelConfig) -> int | None:
         """See `ModelChecks.largest_side`."""

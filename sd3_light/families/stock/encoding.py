@@ -75,4 +75,5 @@ class StockEncoding(Encoding):
             vae_dtype=model.vae_dtype,
             one_at_a_time=one_at_a_time,
             with_frames=self._family.media == "video",
+            teacher=model.teacher_path,
         )

@@ -26,6 +26,7 @@ from sd3_light.engines.feed import make_order, open_cache
 from sd3_light.model import host_inputs
 from sd3_light.train import verb as train
 from sd3_light.train.verb import Resume
+from tests.judge_folders import write_vision
 from tests.made_up_cache import write_cache
 from tests.poisoned import poison
 from tests.project import Project
@@ -108,6 +109,26 @@ def test_weights_in_bfloat16_resume_exactly_and_follow_float32(project: Project)
     assert all(tensor.dtype == torch.float32 for name, tensor in whole.items() if name.startswith("ema/"))
     wide = tensors(run(project, "parts", "max_steps=5", resume=Resume()) / checkpoint_name(5))
     assert {tensor.dtype for name, tensor in wide.items() if name.startswith("param/")} == {torch.float32}
+
+
+@pytest.mark.parametrize("tables", ["", LORA], ids=["full", "lora"])
+def test_a_block_is_aligned_with_cached_features(project: Project, tables: str) -> None:
+    write_vision(project.folder / "teacher")
+    text = project.train_toml.read_text(encoding="utf-8").replace("[model]\n", '[model]\nteacher_path = "teacher"\n')
+    project.train_toml.write_text(text + tables, encoding="utf-8")
+    table = check.load(project.train_toml).train.model
+    for name in ("cache", "cache-eval-eval"):
+        shutil.rmtree(project.folder / name)
+        write_cache(project.folder / name, family_of(table), table, BUCKETS)
+    keys = ("objective.flow={}", "objective.alignment={until=0.75}")
+    whole = tensors(run(project, "whole", *keys) / checkpoint_name(4))
+    resume = Resume(project.folder / "whole" / "checkpoints" / checkpoint_name(2))
+    resumed = tensors(run(project, "again", *keys, resume=resume) / checkpoint_name(4))
+    assert "param/heads.alignment.weight" in whole
+    assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    terms = [event["alignment"] for event in project.events("step", "whole")]
+    assert all(0.5 < term < 1.5 for term in terms[:3])
+    assert terms[3] == 0
 
 
 def test_a_cache_in_memory_trains_alike(project: Project) -> None:

@@ -1,0 +1,121 @@
+"""[objective.alignment] in whole runs: cached features of a teacher, and the run's average."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from sd3_light.checkpoint.reading import open_checkpoint
+from sd3_light.checkpoint.store import checkpoint_name
+from sd3_light.config.faults import UserError
+from sd3_light.train.verb import Resume
+from tests.judge_folders import write_vision
+from tests.project import Project
+from tests.unit.train.test_train_preferences import write_start
+
+HEAD = "heads.alignment.weight"
+FLOW = "objective.flow={}"
+
+
+def project_with_teacher(project: Project) -> Project:
+    write_vision(project.folder / "teacher")
+    text = project.train_toml.read_text(encoding="utf-8")
+    text = text.replace("[model]\n", '[model]\nteacher_path = "teacher"\n')
+    project.train_toml.write_text(text, encoding="utf-8")
+    project.build_cache()
+    return project
+
+
+@pytest.fixture(scope="module")
+def cached(raw_project: Project, tmp_path_factory: pytest.TempPathFactory) -> Project:
+    return project_with_teacher(raw_project.copy(tmp_path_factory.mktemp("aligned") / "project"))
+
+
+@pytest.fixture
+def aligned(cached: Project, tmp_path: Path) -> Project:
+    return cached.copy(tmp_path / "project")
+
+
+def saved(project: Project, run: str, step: int) -> Path:
+    return project.folder / run / "checkpoints" / checkpoint_name(step)
+
+
+def terms(project: Project, run: str = "run") -> dict[int, float]:
+    return {event["step"]: event["alignment"] for event in project.events("step", run)}
+
+
+@pytest.mark.parametrize("projector", ["conv", "mlp"])
+def test_a_block_is_aligned_with_cached_features_until_a_share_of_the_run(aligned: Project, projector: str) -> None:
+    table = f'objective.alignment={{until=0.5, projector="{projector}"}}'
+    aligned.train(FLOW, table)
+    logged = terms(aligned)
+    assert all(0.5 < logged[step] < 1.5 for step in (1, 2))
+    assert logged[3] == logged[4] == 0
+    flow = {event["step"]: event["flow"] for event in aligned.events("step")}
+    for step, loss in aligned.losses().items():
+        assert loss == pytest.approx(flow[step] + 0.5 * logged[step], rel=1e-6)
+
+
+def test_the_projector_learns_and_is_checkpointed_but_not_averaged_or_exported(aligned: Project) -> None:
+    aligned.train(FLOW, "objective.alignment={}", "save_every_n_steps=4")
+    first, last = (open_checkpoint(saved(aligned, "run", step)) for step in (2, 4))
+    assert not torch.equal(first.tensor(f"param/{HEAD}"), last.tensor(f"param/{HEAD}"))
+    assert f"ema/{HEAD}" not in last.shapes
+    (file,) = (aligned.run / "exports" / checkpoint_name(4) / "transformer").glob("*.safetensors")
+    with safe_open(file, "pt") as tensors:
+        assert not [name for name in tensors.keys() if "heads" in name]  # noqa: SIM118
+
+
+@pytest.mark.parametrize("table", ["{until=0.75}", '{teacher="average", until=0.75}'])
+def test_a_run_resumes_with_the_same_bits(aligned: Project, table: str) -> None:
+    term = (FLOW, f"objective.alignment={table}", "model.num_layers=4")
+    aligned.train(*term)
+    aligned.train(*term, 'output_dir="again"', resume=Resume(saved(aligned, "run", 2)))
+    whole, resumed = (open_checkpoint(saved(aligned, run, 4)) for run in ("run", "again"))
+    assert whole.shapes == resumed.shapes
+    for name in whole.shapes:
+        assert torch.equal(whole.tensor(name), resumed.tensor(name)), name
+    assert terms(aligned, "again") == {step: terms(aligned)[step] for step in (3, 4)}
+    assert terms(aligned)[3] > 0 == terms(aligned)[4]
+
+
+def test_a_lora_is_aligned(aligned: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sd3_light.export.adapter_folder.prove_adapter", lambda *_: {})
+    write_start(aligned)
+    aligned.train(FLOW, "objective.alignment={}", "adapter={rank=2}", "ema.enable=false", 'model.init="start"')
+    names = open_checkpoint(saved(aligned, "run", 4)).shapes
+    assert f"param/{HEAD}" in names
+    assert all(value > 0 for value in terms(aligned).values())
+
+
+def test_the_average_teaches_without_a_vision_model(aligned: Project) -> None:
+    aligned.train(FLOW, 'objective.alignment={teacher="average"}', "model.num_layers=4")
+    assert all(0 < value < 1.5 for value in terms(aligned).values())
+
+
+def test_a_cache_in_memory_gives_the_same_losses(aligned: Project) -> None:
+    term = (FLOW, "objective.alignment={}")
+    aligned.train(*term)
+    aligned.train(*term, 'output_dir="resident"', 'cache_residence="host"')
+    assert terms(aligned, "resident") == terms(aligned)
+
+
+def test_tokens_that_skip_the_block_are_left_out(aligned: Project) -> None:
+    routing = "model.routing={share=0.5, first_block=2, last_block=3}"
+    aligned.train(FLOW, "objective.alignment={block=2}", "model.num_layers=4", routing)
+    assert all(0.5 < value < 1.5 for value in terms(aligned).values())
+
+
+def test_a_cache_without_features_is_named(aligned: Project) -> None:
+    from sd3_light.config import load_config
+    from sd3_light.train import verb as train
+
+    text = aligned.train_toml.read_text(encoding="utf-8").replace('teacher_path = "teacher"\n', "")
+    aligned.train_toml.write_text(text, encoding="utf-8")
+    shutil.rmtree(aligned.cache)
+    aligned.build_cache()
+    overrides = [FLOW, "objective.alignment={}", 'model.teacher_path="teacher"']
+    with pytest.raises(UserError, match="teacher"):
+        train.run(load_config(aligned.train_toml, overrides))
