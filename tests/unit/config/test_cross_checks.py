@@ -18,6 +18,10 @@ NARROW = '[optimizer]\nweight_dtype = "bfloat16"\n'
 FSDP = 'parallel = "fsdp2"'
 EMA = "[ema]\nenable = true\n"
 ROUTING, SYNC = "[model.routing]\n", "[model.layer_sync]\n"
+ALIGNMENT = "[objective.alignment]\n"
+AVERAGE = 'teacher = "average"\n'
+TEACHER = 'teacher_path = "teacher"\n'
+EMA = "[ema]\nenable = true\n"
 SAMPLES = '[sampling]\nprompts = ["a"]\nevery_n_steps = 5'
 SHAPE = "[model.shape]\nnum_layers = 2\n"
 FLOW = "[objective.flow]\n"
@@ -38,6 +42,14 @@ FLOW = "[objective.flow]\n"
         ("", "", "[objective.layer_sync]", "objective"),
         ("", "", FLOW + "[objective.layer_sync]\nlate_block = 15", "objective.layer_sync"),
         ("pipeline_stages = 2", "", FLOW + "[objective.layer_sync]", "objective.layer_sync"),
+        ("", "", FLOW + ALIGNMENT, "objective.alignment"),
+        ("", TEACHER, ALIGNMENT, "objective"),
+        ("", TEACHER, FLOW + ALIGNMENT + "block = 15", "objective.alignment"),
+        ("", TEACHER, FLOW + ALIGNMENT + "until = 0.0", "objective.alignment.until"),
+        ("pipeline_stages = 2", TEACHER, FLOW + ALIGNMENT, "objective.alignment"),
+        ("", "", FLOW + ALIGNMENT + AVERAGE, "objective.alignment.teacher"),
+        ("", "", FLOW + ALIGNMENT + AVERAGE + "block = 9\nteacher_block = 8\n" + EMA, "objective.alignment"),
+        ("", "", FLOW + ALIGNMENT + AVERAGE + ROUTING + EMA, "objective.alignment.teacher"),
         ("pseudo_huber_c = 0.1", "", FLOW, "pseudo_huber_c"),
         ("", RECON, FLOW, "model.text_recon_gamma"),
         ("", "text_recon_target_layer = 1", FLOW, "model.text_recon_target_layer"),
