@@ -58,6 +58,9 @@ def parts(
     text_lr: Annotated[float, typer.Option(min=0, help="Learning rate of the text encoders.")] = 5e-4,
     kl: Annotated[float, typer.Option(min=0, help="Weight of the KL term: more gives smoother latents.")] = 2e-4,
     adversarial: Annotated[float, typer.Option(min=0, help="Weight of the adversarial term; 0: none.")] = 0.0,
+    equivariance: Annotated[
+        float, typer.Option(min=0, help="Weight of the error of scaled and turned latents (EQ-VAE); 0: none.")
+    ] = 0.0,
     random_text: Annotated[
         bool, typer.Option("--random-text", help="Leave the text encoders random; no judge is written.")
     ] = False,
@@ -85,7 +88,15 @@ def parts(
         channels=channels,
         random_text=random_text,
         init=init,
-        vae=VaeOptions(vae_batch, seed, kl=kl, adversarial=adversarial, decoder_only=decoder_only, compile=compile_),
+        vae=VaeOptions(
+            vae_batch,
+            seed,
+            kl=kl,
+            adversarial=adversarial,
+            equivariance=equivariance,
+            decoder_only=decoder_only,
+            compile=compile_,
+        ),
         text=TextOptions(text_batch, seed, compile_),
         vae_fit=FitOptions(vae_steps, vae_minutes, vae_lr, **common),
         text_fit=text_fit,

@@ -25,6 +25,7 @@ from sd3_light.formats import duration
 from sd3_light.inputs import require_regular
 from sd3_light.optim.ema import MAIN_TRACK, Averages
 from sd3_light.optim.schedules import learning_rate
+from sd3_light.parts.discriminator import Discriminator
 from sd3_light.runlog import Bar, info, progress
 from sd3_light.runlog.bars import Field
 from sd3_light.tensor_file import open_tensors
@@ -36,6 +37,7 @@ _SAVE_SECONDS = 60.0
 _LOG_EVERY = 20
 _USABLE_STEPS = 2000
 _FAR = 1 << 60
+_ADVERSARY_BETAS = (0.5, 0.9)  # as in latent diffusion: the other side changes from step to step
 
 
 class Interrupted(Exception):
@@ -124,11 +126,21 @@ class Fit:
         self.weights = {name: value for name, value in task.model.named_parameters() if value.requires_grad}
         cuda = task.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(
-            self.weights.values(), lr=options.lr, betas=(0.9, 0.99), weight_decay=options.weight_decay, fused=cuda
+            self._groups(), lr=options.lr, betas=(0.9, 0.99), weight_decay=options.weight_decay, fused=cuda
         )
         self.averages = Averages(self.weights, EmaConfig(enable=True, decay=options.ema, update_every=1))
         self.progress = Progress(end=options.steps)
         self._load()
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Return the weights that are updated and clipped together: those of an adversary apart from all others."""
+        adversaries = [module for module in self.task.model.modules() if isinstance(module, Discriminator)]
+        apart = {weight for module in adversaries for weight in module.parameters() if weight.requires_grad}
+        groups: list[dict[str, Any]] = [{"params": [each for each in self.weights.values() if each not in apart]}]
+        if apart:
+            own = [each for each in self.weights.values() if each in apart]
+            groups.append({"params": own, "betas": _ADVERSARY_BETAS, "weight_decay": 0.0})
+        return groups
 
     def run(self, should_stop: Callable[[], str | None]) -> Progress:
         """Train to the end. ``should_stop`` returns why to stop early, or None; the state is then saved."""
@@ -169,12 +181,13 @@ class Fit:
                 self.weights[name].copy_(value)
 
     def _step(self) -> Mapping[str, Tensor]:
-        state, group = self.progress, self.optimizer.param_groups[0]
-        group["lr"] = self.rate(state.step)
+        state = self.progress
         loss, values = self.task.loss(state.step)
         self.optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(state.step)
+            nn.utils.clip_grad_norm_(group["params"], 1.0)
         self.optimizer.step()
         state.step += 1
         self.averages.update(self.weights, state.step)

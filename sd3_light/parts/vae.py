@@ -8,7 +8,7 @@ Nothing is padded after that convolution, so the folded VAE equals the normalise
 import copy
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,12 +41,16 @@ _CPU_VALUES = 1 << 21  # of an activation of the first level in a step on a CPU:
 _SHOWN = 12
 _MIN_STD = 1e-4
 _FIRST_NOISE = 0.1  # deviation of the noise in the latents of a new VAE, relative to theirs
+_LARGEST_SHRINK = 4  # of a pose
 _ADVERSARY_STEPS = (1000, 2000)  # the adversarial term grows from 0 to its weight between these steps
 
 
 @dataclass(frozen=True)
 class VaeOptions:
     """Batch and weights of the loss. ``decoder_only`` keeps the encoder, and with it the latents of existing models.
+
+    ``equivariance`` is the weight of the error of decoded latents that were scaled and turned, towards the image scaled
+    and turned in the same way (EQ-VAE, arXiv 2502.09509).
 
     Without a ``batch`` it is `default_batch`.
     """
@@ -58,6 +62,7 @@ class VaeOptions:
     gradient: float = 0.5
     kl: float = 2e-4
     adversarial: float = 0.0
+    equivariance: float = 0.0
     decoder_only: bool = False
     compile: bool = True
 
@@ -230,6 +235,8 @@ class VaeTask:
         kl = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
         loss = options.l1 * l1 + options.mse * mse + options.gradient * gradient_loss(output, images)
         loss = loss + (0.0 if options.decoder_only else options.kl) * kl
+        if options.equivariance:
+            loss = loss + options.equivariance * self._equivariance(mean, images, step)
         if options.adversarial:
             loss = loss + self._adversarial(output, images, step)
         return loss, {"l1": l1.detach(), "kl": kl.detach()}
@@ -241,6 +248,20 @@ class VaeTask:
         height, width = images.shape[2] // factor, images.shape[3] // factor
         shape = (len(images), self.vae.config.latent_channels, height, width)
         return torch.randn(shape, generator=generator, device=self.device)
+
+    def _equivariance(self, latents: Tensor, images: Tensor, step: int) -> Tensor:
+        """Return the error of the means of the posterior, scaled and turned, towards the image in the same pose."""
+        rng = stream(self.options.seed, "parts-vae-pose", 0, 0, step)
+        sides = [int(rng.integers(max(1, side // _LARGEST_SHRINK), side + 1)) for side in latents.shape[2:]]
+        turns = int(rng.integers(4))
+        factors = [whole // side for whole, side in zip(images.shape[2:], latents.shape[2:], strict=True)]
+        target = posed(images, [factor * side for factor, side in zip(factors, sides, strict=True)], turns)
+        inputs = posed(latents, sides, turns)
+        if not self.options.decoder_only:
+            inputs = SD3_LATENTS.denormalise(inputs)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
+            output = decode(self.vae, inputs)
+        return self.options.l1 * F.l1_loss(output, target) + self.options.mse * F.mse_loss(output, target)
 
     def _adversarial(self, output: Tensor, images: Tensor, step: int) -> Tensor:
         """Return the hinge losses of both sides; each side's gradients reach its own weights only."""
@@ -282,6 +303,12 @@ class VaeTask:
             fold_into_encoder(vae, *normalising_fold(vae, self.pools, self.device))
             vae.register_to_config(scaling_factor=SD3_LATENTS.scale, shift_factor=SD3_LATENTS.shift)
         return vae
+
+
+def posed(values: Tensor, sides: Sequence[int], turns: int) -> Tensor:
+    """Return images or latents [B, C, H, W] scaled to these sides, then turned by quarters."""
+    scaled = F.interpolate(values, tuple(sides), mode="bilinear", antialias=True, align_corners=False)
+    return scaled.rot90(turns, (2, 3))
 
 
 def compiled(module: nn.Module, device: torch.device) -> Any:

@@ -32,6 +32,7 @@ from sd3_light.parts.vae import (
     fold_into_encoder,
     gradient_loss,
     open_vae,
+    posed,
     write_grid,
 )
 
@@ -189,6 +190,64 @@ def test_the_adversary_and_the_vae_train_each_on_its_own_loss(pools: list[Pool])
     assert output.grad.abs().max() > 0
     after = [value.grad for value in task.model["discriminator"].parameters()]
     assert all(torch.equal(left, right) for left, right in zip(gradients, after, strict=True))
+
+
+def test_the_adversary_is_clipped_and_updated_apart(pools: list[Pool], tmp_path: Path) -> None:
+    """The VAE's first step is the same whether or not the adversary trains: its own loss starts after 1,000 steps."""
+    torch.set_num_threads(1)
+    weights = {}
+    for adversarial in (0.0, 1.0):
+        task = make_task(pools, adversarial=adversarial)
+        task.start_new()
+        before = {name: value.detach().clone() for name, value in task.model.named_parameters()}
+        run = fit(task, tmp_path / str(adversarial), 3)
+        weights[adversarial] = {name: value for name, value in run.weights.items() if name.startswith("vae.")}
+    for name, value in weights[0.0].items():
+        assert torch.equal(value, weights[1.0][name]), name
+    moved = [name for name, value in run.weights.items() if not torch.equal(value, before[name])]
+    assert any(name.startswith("discriminator.") for name in moved)
+    assert [group["betas"] for group in run.optimizer.param_groups] == [(0.9, 0.99), (0.5, 0.9)]
+
+
+@torch.no_grad()
+def test_the_equivariance_of_a_vae_that_only_scales_is_perfect(
+    pools: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With means that are the shrunk image and a decoder that enlarges, poses of smooth images are decoded alike."""
+    task = make_task(pools, equivariance=1.0, decoder_only=True)
+    ramp = torch.linspace(-1, 1, 64)
+    images = (ramp[:, None] * 0.5 + ramp * 0.25).expand(2, 3, 64, 64)
+    latents = torch.nn.functional.interpolate(images, (8, 8), mode="bilinear", antialias=True)
+
+    def enlarge(vae: Any, inputs: Tensor) -> Tensor:
+        sides = [8 * side for side in inputs.shape[2:]]
+        return torch.nn.functional.interpolate(inputs, sides, mode="bilinear")
+
+    monkeypatch.setattr(vae_module, "decode", enlarge)
+    losses = [task._equivariance(latents, images, step).item() for step in range(12)]
+    assert max(losses) < 0.2
+    unturned = latents.flip(3)
+    wrong = [task._equivariance(unturned, images, step).item() for step in range(12)]
+    assert all(other > loss for other, loss in zip(wrong, losses, strict=True))
+
+
+def test_poses_are_functions_of_the_step_and_reach_the_encoder(pools: list[Pool]) -> None:
+    task = make_task(pools, equivariance=0.5)
+    plain = make_task(pools)
+    first, again = task.loss(3)[0], task.loss(3)[0]
+    assert first.item() == again.item()
+    assert first.item() > plain.loss(3)[0].item()
+    task._equivariance(encode(task.vae, torch.rand(2, 3, 32, 48))[0], torch.rand(2, 3, 32, 48), 1).backward()
+    gradient = task.vae.encoder.conv_in.weight.grad
+    assert gradient is not None
+    assert gradient.abs().max() > 0
+
+
+def test_turned_images_are_turned_by_quarters() -> None:
+    images = torch.arange(12.0).view(1, 1, 3, 4)
+    assert posed(images, (3, 4), 1).shape == (1, 1, 4, 3)
+    assert torch.equal(posed(images, (3, 4), 2), images.flip(2, 3))
+    assert posed(images, (6, 2), 0).shape == (1, 1, 6, 2)
 
 
 def test_gradient_loss_sees_edges_and_not_brightness() -> None:

@@ -7,9 +7,13 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from sd3_light.check.disk import disk_faults
+from sd3_light.check.estimate import estimate_run
 from sd3_light.checkpoint.reading import open_checkpoint
 from sd3_light.checkpoint.store import checkpoint_name
 from sd3_light.config.faults import UserError
+from sd3_light.core.cost import Layout
+from sd3_light.core.registry import starting_weights
 from sd3_light.train.verb import Resume
 from tests.judge_folders import write_vision
 from tests.project import Project
@@ -119,3 +123,33 @@ def test_a_cache_without_features_is_named(aligned: Project) -> None:
     overrides = [FLOW, "objective.alignment={}", 'model.teacher_path="teacher"']
     with pytest.raises(UserError, match="teacher"):
         train.run(load_config(aligned.train_toml, overrides))
+
+
+def test_check_counts_column_projector_and_the_pass_of_the_average(aligned: Project) -> None:
+    loaded = aligned.load(FLOW, "objective.alignment={}", "model.num_layers=4")
+    start = starting_weights(loaded.train.model)
+    whole = estimate_run(loaded, start, Layout(1, False))
+    plain = estimate_run(aligned.load("model.num_layers=4"), start, Layout(1, False))
+    text = aligned.train_toml.read_text(encoding="utf-8")
+    aligned.train_toml.write_text(text.replace('teacher_path = "teacher"\n', ""), encoding="utf-8")
+    without = estimate_run(aligned.load("model.num_layers=4"), start, Layout(1, False))
+    aligned.train_toml.write_text(text, encoding="utf-8")
+    tokens = sum(row.samples * row.bucket.area // 256 for row in whole.data.rows)
+    assert plain.data.cache.value == whole.data.cache.value
+    assert whole.data.cache.value - without.data.cache.value == 16 * tokens
+    width = whole.setup.cost.width
+    assert whole.setup.other_models - plain.setup.other_models == 16 * 9 * width * 256
+    pairs = zip(whole.data.rows, plain.data.rows, strict=True)
+    more = [row.step_flops.value - other.step_flops.value for row, other in pairs]
+    expected = [6 * 9 * width * 256 * row.tokens.image * row.global_batch for row in whole.data.rows]
+    assert more == expected
+    average = aligned.load(FLOW, 'objective.alignment={teacher="average"}', "model.num_layers=4")
+    taught = estimate_run(average, start, Layout(1, False))
+    assert taught.run_flops.value > 1.25 * plain.run_flops.value
+
+
+def test_a_folder_without_a_vision_model_is_a_fault(aligned: Project) -> None:
+    (aligned.folder / "teacher" / "preprocessor_config.json").unlink()
+    (fault,) = disk_faults(aligned.load())
+    assert fault.key == "model.teacher_path"
+    assert "preprocessor_config.json" in fault.problem
