@@ -14,7 +14,8 @@ tuned and stopped, and those of the `--report` are different.
 Steps that are done are skipped, so that an interrupted command continues. `cache` holds padded text, `cache-real` real
 tokens, which only the row `real-text` needs. `cache-tower` and `cache-random` have features of an image tower beside
 padded text, for the rows `align-*`: one that learns from the training images and their captions, and the same with
-random weights. They are built if `--caches` names them.
+random weights. `cache-equivariance` and `cache-adversarial` are those of another VAE, for the rows `vae-*`: trained
+like that of hard scenes, with one more term. All of these are built if `--caches` names them.
 """
 
 import argparse
@@ -26,7 +27,7 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -60,10 +61,13 @@ CACHING_PIXELS = 512 * 128**2  # of the images that are encoded at once
 
 TOWERS = {"tower": "tower", "random": "tower-random"}
 """Caches with features of a vision model -> its folder."""
+VAES = {"equivariance": {"equivariance": 0.5}, "adversarial": {"adversarial": 0.1}}
+"""Caches of another VAE -> its options beside those of the usual one."""
 CACHES: dict[str, tuple[str, ...]] = {
     "padded": (),
     "real": REAL_CACHE,
     **{name: (f'model.teacher_path="{folder}"', f'cache_dir="cache-{name}"') for name, folder in TOWERS.items()},
+    **{name: (f'model.diffusers_path="model-{name}"', f'cache_dir="cache-{name}"') for name in VAES},
 }
 """Overrides by kind of cache."""
 
@@ -81,6 +85,8 @@ def prepare(args: argparse.Namespace, bench: Bench) -> None:
     if TOWERS.keys() & set(args.caches):
         make_towers(args.folder, bench, args.tower_seconds)
     for name in args.caches:
+        if name in VAES:
+            make_vae(args.folder, bench, name, args.vae_seconds)
         build_cache(args.folder, CACHES[name], args.processes)
 
 
@@ -108,13 +114,27 @@ def make_parts(folder: Path, bench: Bench, source: Path | None, vae_seconds: flo
         ignored = shutil.ignore_patterns("transformer", parts.WORK)
         shutil.copytree(source, model, ignore=ignored, dirs_exist_ok=True)
         return
-    options = parts.PartsOptions(
+    parts.run(folder / "data.toml", model, parts_options(bench, vae_seconds))
+
+
+def parts_options(bench: Bench, vae_seconds: float, **vae: float) -> parts.PartsOptions:
+    """Return how the parts of hard scenes are made; ``vae`` are more options of the VAE."""
+    return parts.PartsOptions(
         vae_size="tiny", text_size="tiny", random_text=True, words=ZH_HARD_WORDS,
         max_images=VAE_PIXELS // bench.side**2,
-        vae=VaeOptions(batch=min(128, VAE_BATCH_PIXELS // bench.side**2), seed=7),
+        vae=VaeOptions(batch=min(128, VAE_BATCH_PIXELS // bench.side**2), seed=7, **vae),
         vae_fit=FitOptions(minutes=vae_seconds / 60, lr=1.5e-3),
     )  # fmt: skip
-    parts.run(folder / "data.toml", model, options)
+
+
+def make_vae(folder: Path, bench: Bench, name: str, seconds: float) -> None:
+    """Write a model folder with another VAE and the text encoders of the usual one."""
+    out = folder / f"model-{name}"
+    if not missing_parts(out, transformer=False):
+        return
+    parts.run(folder / "data.toml", out, replace(parts_options(bench, seconds, **VAES[name]), only="vae"))
+    ignored = shutil.ignore_patterns("vae", "transformer", parts.WORK)
+    shutil.copytree(folder / "model", out, ignore=ignored, dirs_exist_ok=True)
 
 
 def describe_encoders(model: Path) -> dict[str, str]:
