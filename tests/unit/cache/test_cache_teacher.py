@@ -211,7 +211,7 @@ def test_rows_of_the_grid_are_rows_of_the_image(tmp_path: Path) -> None:
     assert cells[0, :, :2].std(dim=2).mean() < cells[0, :, 2:].std(dim=2).mean()
 
 
-def test_a_folder_that_is_no_vision_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_vision_model_is_refused(tmp_path: Path) -> None:
     folder = write_vision(tmp_path)
     (folder / "config.json").write_text('{"model_type": "dinov2"}')
     with pytest.raises(UserError, match="states no hidden_size"):
