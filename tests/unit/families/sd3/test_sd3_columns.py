@@ -1,15 +1,18 @@
 """SD3's columns: what the cache stage writes, what decides them, and what a prepared batch holds."""
 
+from pathlib import Path
+
 import pytest
 
 from sd3_light.cache.recipe import column_fingerprints
 from sd3_light.config import ModelConfig
-from sd3_light.core.columns import SMALLEST, Bucket, Column, named_bucket
+from sd3_light.core.columns import SMALLEST, TEACHER, Bucket, Column, named_bucket
 from sd3_light.core.registry import family_named, starting_weights
 from sd3_light.data.manifest import SHARDS, Manifest
 from sd3_light.data.reader import ShardReader
 from sd3_light.engines import Launch
 from sd3_light.engines.feed import make_order, open_cache
+from tests.judge_folders import write_vision
 from tests.project import Project
 
 SD3 = family_named("sd3")
@@ -62,10 +65,13 @@ VALUES = {"dtype": "float16", "vae_dtype": "bfloat16", "t5_max_length": 7, "text
 
 
 @pytest.mark.parametrize("key", sorted(ModelConfig.model_fields.keys() - {"type", "diffusers_path"}))
-def test_the_fingerprints_change_with_the_keys_that_decide_columns(raw_project: Project, key: str) -> None:
+def test_the_fingerprints_change_with_the_keys_that_decide_columns(
+    raw_project: Project, key: str, tmp_path: Path
+) -> None:
     """A key that is new in [model] belongs in the table above if it decides what is encoded."""
     model = raw_project.load().train.model
-    changed = model.model_copy(update={key: VALUES.get(key, object())})
+    value = write_vision(tmp_path) if key == "teacher_path" else VALUES.get(key, object())
+    changed = model.model_copy(update={key: value})
     before, after = (fingerprints(each) for each in (model, changed))
     assert {name for name in before if before[name] != after[name]} == DECIDED.get(key, set())
 
@@ -101,7 +107,15 @@ def test_the_fingerprints_change_with_the_folders_that_decide_columns(
 
 
 def fingerprints(model: ModelConfig, **parts: str) -> dict[str, str]:
-    return column_fingerprints(model, dict.fromkeys(SD3.encoding.folders, "0") | parts)
+    return column_fingerprints(model, dict.fromkeys((*SD3.encoding.folders, TEACHER), "0") | parts)
+
+
+def test_a_teacher_adds_a_column_that_its_bytes_alone_decide(raw_project: Project, tmp_path: Path) -> None:
+    model = raw_project.load().train.model
+    taught = model.model_copy(update={"teacher_path": write_vision(tmp_path)})
+    first, other = fingerprints(taught), fingerprints(taught, teacher="changed")
+    assert first.keys() - fingerprints(model).keys() == {TEACHER}
+    assert {name for name in first if first[name] != other[name]} == {TEACHER}
 
 
 def test_every_encoded_folder_decides_a_column(raw_project: Project) -> None:
