@@ -65,6 +65,9 @@ _REFERENCE_CALL = f"""from PIL import Image
 
 reference = Image.open("before.png")
 image = pipe("an instruction", image=reference, {SETTINGS}).images[0]"""
+_REFERENCE_ADAPTER_CALL = f"""# the stock class shows no reference: see `sd3-light sample --reference`, or merge the
+# adapter with `sd3-light lora merge` into a folder whose pipeline.py does
+{_ADAPTER_CALL}"""
 _REFERENCE_NOTE = """
 The model was trained to see {count} reference image(s) beside the text, at the size of the image that is drawn; `image`
 takes a list of several. Only `pipeline.py` and `sd3-light sample --reference` pass them: the stock class also loads
@@ -182,7 +185,7 @@ class SD3Files(Files):
         if count := text.get("references"):
             note = _REFERENCE_NOTE.format(count=count, uncond="zeros" if uncond == "zero" else "the empty prompt")
             code = _CUSTOM.replace(_ADAPTER_CALL, _REFERENCE_CALL)
-            return CardTexts(denoiser, policy, code, note, "diffusers with `pipeline.py`", _REFERENCE_CALL)
+            return CardTexts(denoiser, policy, code, note, "diffusers with `pipeline.py`", _REFERENCE_ADAPTER_CALL)
         if tokens == "real":
             note = _REAL_NOTE.format(uncond="zeros" if uncond == "zero" else "the empty prompt")
             return CardTexts(denoiser, policy, _CUSTOM, note, "diffusers with `pipeline.py`", _ADAPTER_CALL)

@@ -228,6 +228,9 @@ def test_a_run_resumes_exactly_from_shards_and_from_memory(
     resumed = run(project, "parts", 'cache_residence="host"', *keys, resume=Resume())
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in whole.items())
+    if tables:
+        card = max((project.folder / "whole" / "exports").glob("step-*")) / "README.md"
+        assert "sd3-light sample --reference" in card.read_text(encoding="utf-8")
     others = run(project, "kept")
     assert any(not torch.equal(tensor, others[name]) for name, tensor in whole.items())
 
