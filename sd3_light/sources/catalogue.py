@@ -456,6 +456,6 @@ def _from_table(table: Any) -> list[InputRow]:
 def _num_rows(path: Path) -> int:
     try:
         require_regular(path)
-        return int(feather.read_table(path, columns=["key"], memory_map=True).num_rows)
+        return int(feather.read_table(path, memory_map=True).num_rows)
     except FileNotFoundError:  # another process has just probed them
         return 0

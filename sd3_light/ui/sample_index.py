@@ -27,7 +27,6 @@ SORTS = ("", "pixels", "aspect", "caption length", "similarity")
 SHOWS = ("used", "all", "excluded", "rejected", "edited", "duplicates")
 """Which samples are shown."""
 
-_COLUMNS = ("key", "image", "captions", "width", "height", "reason", "detail", "digest", "thumbnail", "frames")
 _MOST_TAGS = 200
 _MOST_COUNTED = 300_000  # samples whose tags are counted
 
@@ -399,9 +398,10 @@ class SampleIndex:
 def _read(path: Path) -> Any:
     try:
         require_regular(path)
-        table = feather.read_table(path, columns=list(_COLUMNS), memory_map=True)
+        table = feather.read_table(path, memory_map=True)  # with `columns` it would copy them into memory
+        table = table.select(_SCHEMA.names)
         table.validate(full=True)  # pyarrow would read outside the file where offsets are damaged
-        table = table.select(_SCHEMA.names).cast(_SCHEMA)
+        table = table.cast(_SCHEMA)
         if any(table[name].null_count for name in _SCHEMA.names) or pc.list_flatten(table["captions"]).null_count:
             raise ValueError("values are missing")
         return table

@@ -361,6 +361,20 @@ def test_the_part_of_a_caption_that_is_not_read_is_marked(pages: Pages) -> None:
     assert '<mark title="text encoders do not read this part">cat, house</mark>' in page.source.replace("> ", ">")
 
 
+def test_listed_samples_are_not_copied_into_memory(root: Path) -> None:
+    (source,) = make_sources(load_dataset(root / "data.toml").directories)
+    folder = root / "data.cache/catalogue"
+    (folder / "parts").mkdir(parents=True)
+    part = folder / "parts/x.arrow"
+    write_part(part, [InputRow(f"images#0/{number}.png", captions=("word" * 1000,)) for number in range(2000)])
+    (folder / f"{source.name}.json").write_text('{"parts": ["x"]}')
+    before = pa.total_allocated_bytes()
+    index = SampleIndex.of_cache(root / "data.cache", [source])
+    assert index is not None
+    assert len(index.samples(index.find(Query())[-24:])) == 24
+    assert pa.total_allocated_bytes() - before < part.stat().st_size / 4
+
+
 def test_a_damaged_or_foreign_catalogue_is_not_used(root: Path) -> None:
     sources = make_sources(load_dataset(root / "data.toml").directories)
     folder = root / "data.cache/catalogue"
