@@ -129,10 +129,10 @@ def test_the_tooltip_shows_the_values_under_the_pointer(open_page: Callable[...,
     opened = open_page()
     x, y = opened.evaluate(
         "(() => { const box = document.querySelector('.area').getBoundingClientRect();"
-        " return [box.left + box.width / 2, box.top + box.height / 2]; })()"
+        " return [box.left + box.width / 2 + 1, box.top + box.height / 2]; })()"  # of 199 steps 101 is next
     )
     opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    tip = opened.evaluate("document.querySelector('.area .tip:not([hidden])').innerText").split("\n")
+    tip = opened.evaluate("document.querySelector('.area .cross:not([hidden]) .tip').innerText").split("\n")
     assert tip[0] == "step 101"
     name, value = tip[1].split()
     assert name == "logged"

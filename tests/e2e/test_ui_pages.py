@@ -74,14 +74,15 @@ def test_a_run_updates_itself_and_keeps_what_the_reader_set(browser: Browser, se
     browser.evaluate(
         "(() => { const slider = document.querySelector('.slider input'); slider.value = 1;"
         " slider.dispatchEvent(new Event('input')); document.querySelector('#samples details').open = true;"
-        " window.notReloaded = true; })()"
+        " document.querySelector('.area').focus(); window.notReloaded = true; })()"
     )
     assert "step 20" in browser.evaluate("document.querySelector('.slider output').textContent")
     write_run(runs / "first", steps=60)
     wait_for(browser, "document.querySelector('.tile b').textContent === '60'")
     assert browser.evaluate("window.notReloaded") is True
+    assert browser.evaluate("document.activeElement === document.querySelector('.area')")
     assert "step 20" in browser.evaluate("document.querySelector('.slider output').textContent")
-    assert browser.evaluate("document.querySelectorAll('.area > .tip').length") == browser.evaluate(
+    assert browser.evaluate("document.querySelectorAll('.area .tip').length") == browser.evaluate(
         "document.querySelectorAll('.area').length"
     )
     assert browser.evaluate("document.querySelectorAll('.grids figure').length") == 6

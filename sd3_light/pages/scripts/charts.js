@@ -1,296 +1,246 @@
-// Line charts: zoom, axes, smoothing, hidden lines, tooltips. The server draws each chart; this script draws it again when
-// the reader changes something. Lines carry their values, so none is read back from a position. What the reader chose is
-// in the fragment of the address: reloads, self-updates and copies of the address keep it.
+// Line charts: the server draws each, this script draws it again when the reader zooms, hides a line or changes an axis. Lines
+// carry their values. What the reader chose is in the fragment of the address, which reloads, updates and copies keep.
 {
-  const VIEW = 1000, MOST_ROWS = 12, MOST_DOTS = 40, SMOOTHING = 2.5, COLUMNS = { step: 0, samples: 1, time: 2 };
-  const X_NAMES = { step: 'step', samples: 'samples seen', time: 'hours' }, SUFFIXES = [[1e9, 1e9, 'G'], [1e6, 1e6, 'M'], [1e4, 1e3, 'k']];
+  const VIEW = 1000;
+  const X_NAMES = { step: 'step', samples: 'samples seen', time: 'hours' };  // in the order of the columns of tables
   const state = {};
-  let plots = [], tables = {}, focused = '', frame = 0, timer = 0;
+  const finer = {};  // run -> values of a range, from the server
+  let plots = [], tables = {}, full = {}, axis = {}, timer = 0;
   const all = selector => [...document.querySelectorAll(selector)];
   const clamp = (value, low, high) => Math.min(high, Math.max(low, value));
-
+  const extent = values => values.reduce(([low, high], each) => [Math.min(low, each), Math.max(high, each)], [Infinity, -Infinity]);
   const readState = () => {
-    const given = new URLSearchParams(location.hash.slice(1)), zoom = (given.get('z') ?? '').split(',').map(Number);
-    const smoothing = Number(given.get('s') ?? SMOOTHING);
-    Object.assign(state, {
-      x: Object.hasOwn(COLUMNS, given.get('x')) ? given.get('x') : 'step',
-      lx: given.get('lx') === '1',
-      y: ['linear', 'log'].includes(given.get('y')) ? given.get('y') : '',
-      s: smoothing >= 0 && smoothing <= 20 ? smoothing : SMOOTHING,
-      z: zoom.length === 2 && zoom.every(Number.isFinite) && zoom[0] < zoom[1] ? zoom : null,
-      off: new Set(given.getAll('off')),
-    });
-  };
-  const writeState = () => {
-    const pairs = [['x', state.x, 'step'], ['lx', +state.lx, 0], ['y', state.y, ''], ['s', state.s, SMOOTHING],
-      ['z', state.z?.map(value => Number(value.toPrecision(10))).join(), undefined]].filter(([, value, usual]) => value !== usual);
-    const chosen = new URLSearchParams([...pairs.map(pair => pair.slice(0, 2)), ...[...state.off].map(name => ['off', name])]);
-    const section = location.hash.slice(1).split('&')[0];
-    const hash = [section.includes('=') ? '' : section, `${chosen}`].filter(Boolean).join('&');
-    history.replaceState(null, '', location.pathname + location.search + (hash && `#${hash}`));
+    const pairs = new URLSearchParams(location.hash.slice(1));
+    const zoom = (pairs.get('z') ?? '').split(',').map(Number);
+    state.x = Object.hasOwn(X_NAMES, pairs.get('x')) ? pairs.get('x') : 'step';
+    state.lx = pairs.get('lx') === '1' ? '1' : '';
+    state.y = ['linear', 'log'].includes(pairs.get('y')) ? pairs.get('y') : '';
+    state.s = clamp(Number(pairs.get('s') ?? 2.5) || 0, 0, 20);
+    state.z = zoom.length === 2 && zoom.every(Number.isFinite) && zoom[0] < zoom[1] ? zoom : null;
+    state.off = new Set(pairs.getAll('off'));
   };
   const change = values => {
     Object.assign(state, values);
-    writeState();
-    frame ||= requestAnimationFrame(drawAll);
+    const pairs = new URLSearchParams({ x: state.x, lx: state.lx, y: state.y, s: state.s, z: state.z ?? '' });
+    for (const name of state.off) pairs.append('off', name);
+    const [section] = location.hash.slice(1).split('&');
+    history.replaceState(null, '', `#${section && !section.includes('=') ? `${section}&` : ''}${pairs}`);
+    drawAll();
     clearTimeout(timer);
-    timer = setTimeout(fetchFine, 250);
+    timer = setTimeout(fetchFiner, 250);
   };
-
   const position = ({ low, high, log }, value) => log ? Math.log(value / low) / Math.log(high / low) : (value - low) / (high - low);
   const valueAt = ({ low, high, log }, share) => log ? low * (high / low) ** share : low + (high - low) * share;
-  const interpolate = (rows, from, to, value) => {  // the rows increase in every column
+  const convert = (run, from, to, value) => {  // between columns of a table, whose rows increase in each
+    const rows = tables[run]?.rows ?? [];
     if (from === to || !rows.length) return value;
-    let low = 0, high = rows.length - 1;
-    while (high - low > 1) {
-      const middle = (low + high) >> 1;
-      if (rows[middle][from] <= value) low = middle; else high = middle;
-    }
-    const [a, b] = [rows[low], rows[high]], span = b[from] - a[from];
-    return span ? a[to] + (value - a[from]) / span * (b[to] - a[to]) : a[to];
+    const before = clamp(rows.findLastIndex(row => row[from] <= value), 0, rows.length - 2);
+    const [a, b = a] = rows.slice(before);
+    return a[to] + (value - a[from]) / (b[from] - a[from] || 1) * (b[to] - a[to]);
   };
-  const fit = (values, log, zero) => {
-    const usable = log ? values.filter(value => value > 0) : zero ? [0, ...values] : values;
-    const low = usable.reduce((a, b) => Math.min(a, b), Infinity), high = usable.reduce((a, b) => Math.max(a, b), -Infinity);
-    if (!usable.length) return { low: 0, high: 1 };
+  const fit = (values, log, room, zero) => {  // an axis with all values, and a share of its length as room at both ends
+    const [low, high] = extent(zero && !log ? [0, ...values] : values);
+    if (low > high) return { low: 1, high: 2 };
     if (log) return { low: low / 1.1, high: high * 1.1, log };
-    const isNarrow = high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high));
-    const room = isNarrow ? .1 * Math.abs(high) || 1 : .05 * (high - low);
-    return { low: zero && low === 0 ? 0 : low - room, high: high + room };
+    const space = high - low > 1e-12 * Math.abs(high) ? room * (high - low) : .1 * Math.abs(high) || 1;
+    return { low: zero && low === 0 ? 0 : low - space, high: high + space };
   };
   const ticksOf = ({ low, high, log }) => {
     if (log && high / low >= 10) {
-      const first = Math.floor(Math.log10(low)), count = Math.ceil(Math.log10(high)) - first, every = Math.max(1, Math.ceil(count / 5));
-      const powers = Array.from({ length: count + 1 }, (_, index) => 10 ** (first + index)).filter((_, index) => index % every === 0);
-      return powers.flatMap(power => (count <= 2 ? [1, 2, 5] : [1]).map(digit => digit * power)).filter(tick => low <= tick && tick <= high);
+      const powers = ticksOf({ low: Math.floor(Math.log10(low)), high: Math.ceil(Math.log10(high)) }).filter(Number.isInteger);
+      const digits = powers.length > 4 ? [1] : [1, 2, 5];
+      return powers.flatMap(power => digits.map(digit => digit * 10 ** power)).filter(tick => low <= tick && tick <= high);
     }
     const size = 10 ** Math.floor(Math.log10((high - low) / 5));
-    const step = size * ([1, 2, 2.5, 5, 10].find(factor => (high - low) / (factor * size) <= 5) ?? 20), first = Math.ceil(low / step - 1e-9);
-    return Array.from({ length: clamp(Math.floor(high / step + 1e-9) - first + 1, 0, 20) }, (_, index) => (first + index) * step);
+    const step = size * ([1, 2, 2.5, 5, 10].find(factor => (high - low) / (factor * size) <= 5) ?? 20);
+    const first = Math.ceil(low / step - 1e-9);
+    const count = clamp(Math.floor(high / step + 1e-9) - first + 1, 0, 20);
+    return Array.from({ length: count }, (_, index) => (first + index) * step);
   };
   const format = (value, digits, percent) => {
-    if (percent) return `${Number((100 * value).toPrecision(digits))}%`;
-    const size = Math.abs(value), [, divisor, suffix] = SUFFIXES.find(([limit]) => size >= limit) ?? [0, 1, ''];
-    const number = Number((value / divisor).toPrecision(digits));
-    return (size && size < 1e-3 ? number.toExponential() : number.toLocaleString('en', { maximumSignificantDigits: digits })) + suffix;
+    const size = Math.abs(value);
+    const notation = percent || !size ? 'standard' : size < 1e-3 ? 'scientific' : size >= 1e4 ? 'compact' : 'standard';
+    const style = percent ? 'percent' : 'decimal';
+    return value.toLocaleString('en', { style, notation, maximumSignificantDigits: digits }).replace('E', 'e').replace('K', 'k');
   };
   const setLabels = (box, side, axis, percent) => {
-    const ticks = ticksOf(axis), write = digits => ticks.map(tick => format(tick, digits, percent));
-    const digits = [4, 6, 8, 10].find(each => new Set(write(each)).size === ticks.length) ?? 12;
-    box.replaceChildren(...write(digits).map((text, index) => {
-      const label = Object.assign(document.createElement('span'), { textContent: text });
-      label.style[side] = `${100 * position(axis, ticks[index])}%`;
-      return label;
-    }));
+    const ticks = ticksOf(axis);
+    const ratio = extent(ticks.map(Math.abs))[1] / (ticks[1] - ticks[0]);
+    const digits = clamp(Math.ceil(Math.log10(ratio)) + 2 || 4, 4, 12);  // neighbours differ
+    const place = tick => `${side}:${100 * position(axis, tick)}%`;
+    box.innerHTML = ticks.map(tick => `<span style="${place(tick)}">${format(tick, digits, percent)}<\/span>`).join('');
     return ticks;
   };
-
-  const pointsOf = (line, range) => {
-    const table = tables[line.run] ?? { rows: [] }, column = COLUMNS[state.x];
-    const fine = range && isFine(table, range) ? table.fine.curves[line.curve]?.[line.part] : null;
-    let points = (fine ?? line.values).map(([x, ...ys]) => [interpolate(table.rows, 0, column, x), ...ys]);
-    if (range) {  // with the next point beyond each end, so that lines reach the edges
-      const first = points.findIndex(point => point[0] >= range[0]), last = points.findLastIndex(point => point[0] <= range[1]);
-      points = first < 0 || last < 0 ? [] : points.slice(Math.max(0, first - 1), last + 2);
-    }
-    const half = line.smooth ? Math.floor(points.length * state.s / 200) : 0;  // like `Curve.smooth`, of what is shown
-    const mean = near => near.reduce((sum, point) => sum + point[1], 0) / near.length;
-    const smoothed = half ? points.map(([x], index) => [x, mean(points.slice(Math.max(0, index - half), index + half + 1))]) : points;
-    return state.lx ? smoothed.filter(point => point[0] > 0) : smoothed;
+  const xOf = (run, step) => convert(run, 0, Object.keys(X_NAMES).indexOf(state.x), step);
+  const stepsOf = run => state.z.map(x => convert(run, Object.keys(X_NAMES).indexOf(state.x), 0, x));
+  const valuesOf = ({ run, curve, part, values }) => {
+    const [from, to] = state.z ? stepsOf(run) : [];
+    const hasAll = finer[run]?.from <= from && finer[run].to >= to;
+    return (hasAll && finer[run].curves[curve]?.[part]) || values;
   };
-  const fullRange = plot => {
-    const ends = Object.values(tables).flatMap(({ rows }) => rows.length ? [rows[0], rows.at(-1)].map(row => row[COLUMNS[state.x]]) : []);
-    const xs = [...ends, ...plot.lines.flatMap(line => pointsOf(line).map(point => point[0]))].filter(x => x > 0 || !state.lx);
-    const low = xs.reduce((a, b) => Math.min(a, b), Infinity), high = xs.reduce((a, b) => Math.max(a, b), -Infinity);
-    if (low < high) return [low, high];
-    return !xs.length ? [1, 2] : state.lx ? [low / 1.1, low * 1.1] : [low - 1, low + 1];
+  const pointsOf = line => {
+    const points = valuesOf(line).map(([step, ...ys]) => [xOf(line.run, step), ...ys]).filter(([x]) => x > 0 || !state.lx);
+    const [low, high] = state.z ?? [-Infinity, Infinity];
+    const xAt = index => points[index]?.[0];  // with the next point beyond each end, so that lines reach the edges
+    const shown = points.filter((_, index) => !(xAt(index + 1) < low || xAt(index - 1) > high));
+    const half = line.smooth ? Math.floor(shown.length * state.s / 200) : 0;  // like `Curve.smooth`, of what is shown
+    const mean = near => near.reduce((sum, [, y]) => sum + y, 0) / near.length;
+    return half ? shown.map(([x], index) => [x, mean(shown.slice(Math.max(0, index - half), index + half + 1))]) : shown;
   };
   const draw = plot => {
-    const { node, svg, lines } = plot, { percent, zero } = node.dataset;
-    plot.full = fullRange(plot);
-    const [low, high] = state.z ?? plot.full, x = { low, high, log: state.lx && low > 0 };
-    for (const line of lines) line.points = pointsOf(line, state.z);
-    const inside = lines.filter(line => !state.off.has(line.name)).flatMap(line => line.points.filter(([each]) => each >= low && each <= high));
-    const values = inside.flatMap(point => point.slice(1)), wantsLog = state.y ? state.y === 'log' : 'log' in node.dataset;
-    const y = fit(values, wantsLog && values.some(value => value > 0), zero);
-    const at = (each, value) => `${(VIEW * position(x, each)).toFixed(2)},${(VIEW * (1 - position(y, value))).toFixed(2)}`;
+    const { node, svg, lines } = plot;
+    for (const line of lines) line.points = pointsOf(line);
+    const values = lines.filter(({ name }) => !state.off.has(name)).flatMap(({ points }) => points.flatMap(([, ...ys]) => ys));
+    const positive = values.filter(value => value > 0);
+    const isLog = positive.length > 0 && (state.y ? state.y === 'log' : 'log' in node.dataset);
+    plot.y = fit(isLog ? positive : values, isLog, .05, node.dataset.zero);
+    const heightOf = value => VIEW * (1 - position(plot.y, value));
+    const at = ([each, value]) => `${(VIEW * position(axis, each)).toFixed(2)},${heightOf(value).toFixed(2)}`;
     for (const { node: shape, dots, points, name } of lines) {
-      const drawn = points.filter(point => !y.log || point.slice(1).every(value => value > 0)), corners = drawn.map(point => at(point[0], point[1]));
-      const back = shape.localName === 'polygon' ? drawn.map(point => at(point[0], point[2])).reverse() : [];
-      shape.setAttribute('points', [...corners, ...back].join(' '));
-      dots?.setAttribute('d', drawn.length <= MOST_DOTS ? corners.map(corner => `M${corner}h0`).join('') : '');
-      for (const each of [shape, dots]) if (each) each.style.display = state.off.has(name) ? 'none' : '';
+      const drawn = points.filter(([, ...ys]) => !isLog || ys.every(value => value > 0));
+      const back = shape.localName === 'polygon' ? drawn.map(([each, , top]) => at([each, top])).reverse() : [];
+      shape.setAttribute('points', [...drawn.map(at), ...back].join(' '));
+      dots?.setAttribute('d', drawn.map(point => `M${at(point)}h0`).join(''));
+      for (const each of [shape, dots].filter(Boolean)) each.style.display = state.off.has(name) ? 'none' : '';
     }
-    setLabels(node.querySelector('.x-labels'), 'left', x);
-    svg.querySelectorAll('.grid').forEach(each => each.remove());
-    svg.querySelector('desc').after(...setLabels(node.querySelector('.y-labels'), 'bottom', y, percent).map(tick => {
-      const grid = document.createElementNS(svg.namespaceURI, 'line'), height = VIEW * (1 - position(y, tick));
-      for (const [name, value] of Object.entries({ class: 'grid', x1: 0, x2: VIEW, y1: height, y2: height })) grid.setAttribute(name, value);
-      return grid;
-    }));
-    plot.marks = [...svg.querySelectorAll('.mark')].map(mark => {
-      const share = position(x, interpolate(Object.values(tables)[0]?.rows ?? [], 0, COLUMNS[state.x], Number(mark.dataset.x)));
-      for (const name of ['x1', 'x2']) mark.setAttribute(name, Number.isFinite(share) ? VIEW * share : -1);
-      return { share, label: mark.textContent };
-    });
-    node.querySelector('.axis').textContent = X_NAMES[state.x] + (x.log ? ', logarithmic' : '') + (y.log ? ', logarithmic y axis' : '');
-    Object.assign(plot, { x, y });
+    setLabels(node.querySelector('.x-labels'), 'left', axis);
+    const ticks = setLabels(node.querySelector('.y-labels'), 'bottom', plot.y, node.dataset.percent);
+    svg.querySelector('.grid').setAttribute('d', ticks.map(tick => `M0 ${heightOf(tick)}H${VIEW}`).join(''));
+    for (const mark of plot.marks) {
+      mark.share = position(axis, xOf(Object.keys(tables)[0], mark.step));
+      for (const name of ['x1', 'x2']) mark.node.setAttribute(name, Number.isFinite(mark.share) ? VIEW * mark.share : -1);
+    }
+    node.querySelector('.axis').textContent = X_NAMES[state.x] + (axis.log ? ', logarithmic' : '') + (isLog ? ', logarithmic y axis' : '');
   };
   const drawAll = () => {
-    frame = 0;
+    const steps = plots.flatMap(({ lines }) => lines.flatMap(({ run, values }) => values.map(([step]) => xOf(run, step))));
+    full = fit(steps.filter(x => x > 0 || !state.lx), state.lx, 0);
+    const [low, high] = state.z ?? [full.low, full.high];
+    axis = { low, high, log: state.lx && low > 0 };
     plots.forEach(draw);
     for (const bar of all('.chart-controls')) {
       bar.hidden = !plots.length;
-      for (const field of ['x', 'y', 's']) bar.querySelector(`[name=${field}]`).value = state[field];
-      bar.querySelector('[name=lx]').checked = state.lx;
+      for (const field of bar.querySelectorAll('select, input')) field.value = state[field.name];
       bar.querySelector('[name=reset]').disabled = !state.z;
       bar.querySelector('.value').textContent = `${state.s}% of the range`;
     }
     for (const node of all('[data-line]')) node.setAttribute('aria-pressed', !state.off.has(node.dataset.line));
   };
-
-  // Finer values of a long run, from the server.
-  const stepsOf = (table, range) => range.map(x => interpolate(table.rows, COLUMNS[state.x], 0, x));
-  const isFine = (table, range) => {
-    const [from, to] = stepsOf(table, range);
-    return table.fine && table.fine.from <= from && table.fine.to >= to;
-  };
-  const fetchFine = async () => {
-    const range = state.z, names = new Set(plots.flatMap(plot => plot.lines.map(line => line.curve)).filter(Boolean));
-    if (!range || !document.querySelector('main[data-live]')) return;
-    for (const table of Object.values(tables).filter(each => each.reduced)) {
-      const [from, to] = stepsOf(table, range);
-      if (isFine(table, range) && table.fine.to - table.fine.from < 2 * (to - from)) continue;
-      const query = new URLSearchParams([['from', from], ['to', to], ...[...names].map(name => ['name', name])]);
-      const reply = await fetch(`/runs/${encodeURIComponent(table.id)}/curves?${query}`).catch(() => null);
-      const curves = reply?.ok ? (await reply.json()).curves : {};
-      if (Object.keys(curves).length) table.fine = { from, to, curves };
+  const fetchFiner = async () => {
+    const reduced = Object.keys(tables).filter(run => tables[run].reduced && tables[run].id && state.z);
+    const names = [...new Set(plots.flatMap(plot => plot.lines.map(line => line.curve)).filter(Boolean))];
+    for (const [run, [from, to]] of reduced.map(each => [each, stepsOf(each)])) {
+      const query = new URLSearchParams([['from', from], ['to', to], ...names.map(name => ['name', name])]);
+      const reply = await fetch(`/runs/${encodeURIComponent(tables[run].id)}/curves?${query}`).catch(() => null);
+      if (reply?.ok) finer[run] = { from, to, ...await reply.json() };
     }
-    frame ||= requestAnimationFrame(drawAll);
+    if (reduced.length) drawAll();
   };
-
-  const view = (plot, x, left, right) => {  // zoom to shares of an axis, no further than all values
-    const [first, last] = plot.full.map(value => position(x, value)), width = right - left, start = clamp(left, first, last - width);
-    if (!(width < (last - first) * (1 - 1e-9))) return change({ z: null });
-    const range = [valueAt(x, start), valueAt(x, start + width)];
-    if (range[1] - range[0] > 1e-9 * Math.abs(range[1])) change({ z: range });
+  const show = (start, left, right) => {  // zoom to shares of an axis, no further than all values
+    const [first, last] = [full.low, full.high].map(value => position(start, value));
+    const inside = clamp(left, first, last - (right - left));
+    const range = [inside, inside + right - left].map(share => valueAt(start, share));
+    if (right - left >= (last - first) * (1 - 1e-9)) change({ z: null });
+    else if (range[1] - range[0] > 1e-9 * Math.abs(range[1])) change({ z: range });
   };
-  const zoom = (plot, center, factor) => view(plot, plot.x, center - center * factor, center + (1 - center) * factor);
-  const reset = () => change({ z: null });
-  const KEYS = { ArrowLeft: plot => view(plot, plot.x, -.1, .9), ArrowRight: plot => view(plot, plot.x, .1, 1.1), '+': plot => zoom(plot, .5, .7),
-    '=': plot => zoom(plot, .5, .7), '-': plot => zoom(plot, .5, 1 / .7), 0: reset, Escape: reset };
-  const showTip = ({ tip, cross, node, lines, marks, x: xAxis, y: yAxis }, share, height) => {
-    const x = valueAt(xAxis, share), known = lines.filter(line => line.node.localName === 'polyline' && line.points.length && !state.off.has(line.name));
-    const rows = known.map(line => {
-      const nearest = line.points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a)[1];
-      return { text: `${line.name} ${format(nearest, 5, node.dataset.percent)}`, distance: Math.abs(position(yAxis, nearest) - (1 - height)) };
+  const KEYS = { ArrowLeft: [-.1, .9], ArrowRight: [.1, 1.1], '+': [.15, .85], '=': [.15, .85], '-': [-.215, 1.215], Escape: [-1e9, 1e9], 0: [-1e9, 1e9] };
+  const showTip = (plot, share, height, from) => {
+    const x = valueAt(axis, share);
+    const shown = plot.lines.filter(line => line.node.localName === 'polyline' && line.points.length && !state.off.has(line.name));
+    const rows = shown.map(({ name, points }) => {
+      const [, y] = points.reduce((a, b) => Math.abs(b[0] - x) < Math.abs(a[0] - x) ? b : a);
+      return { text: `${name} ${format(y, 5, plot.node.dataset.percent)}`, distance: Math.abs(position(plot.y, y) - (1 - height)) };
     });
-    const far = [...rows].sort((a, b) => a.distance - b.distance).slice(MOST_ROWS);
-    const title = state.x === 'time' ? `${format(x, 5)} hours` : `${X_NAMES[state.x]} ${Math.round(x).toLocaleString('en')}`;
-    const near = marks.filter(mark => Math.abs(mark.share - share) < .008).slice(0, 3).map(mark => mark.label);
-    const texts = [title, ...rows.filter(row => !far.includes(row)).map(row => row.text), ...(far.length ? [`and ${far.length} more`] : []), ...near];
-    tip.replaceChildren(...texts.flatMap((text, index) => index ? [document.createElement('br'), text] : [text]));
-    tip.hidden = cross.hidden = false;
-    cross.style.left = `${share * 100}%`;
-    tip.style.left = share < .5 ? `calc(${share * 100}% + .6rem)` : 'auto';
-    tip.style.right = share < .5 ? 'auto' : `calc(${(1 - share) * 100}% + .6rem)`;
+    const near = rows.toSorted((a, b) => a.distance - b.distance).slice(0, 12);  // more would not fit
+    const texts = [state.x === 'time' ? `${format(x, 5)} hours` : `${X_NAMES[state.x]} ${Math.round(x).toLocaleString('en')}`];
+    texts.push(...rows.filter(row => near.includes(row)).map(row => row.text));
+    if (rows.length > near.length) texts.push(`and ${rows.length - near.length} more`);
+    texts.push(...plot.marks.filter(mark => Math.abs(mark.share - share) < .008).slice(0, 3).map(mark => mark.node.textContent));
+    plot.tip.innerText = texts.join('\n');
+    plot.tip.classList.toggle('before', share > .5);
+    plot.cross.style.left = `${100 * Math.min(share, from)}%`;
+    plot.cross.style.width = `${100 * Math.abs(share - from)}%`;
+    plot.cross.hidden = false;
   };
   const attachPlot = node => {
-    const area = node.querySelector('.area'), svg = node.querySelector('svg'), pointers = new Map();
-    const [tip, cross, box] = ['tip', 'cross', 'selected'].map(name => Object.assign(document.createElement('div'), { className: name, hidden: true }));
-    const lines = [...svg.querySelectorAll('polyline, polygon')].map(shape => ({ ...shape.dataset, node: shape,
-      values: shape.dataset.values.split(' ').map(row => row.split(',').map(Number)), dots: shape.nextElementSibling?.closest('path.dots') }));
-    const plot = { node, area, svg, tip, cross, lines };
-    area.append(box, cross, tip);
-    Object.assign(area, { tabIndex: 0, role: 'group', ariaLabel: `${node.dataset.title}: chart; arrow keys pan, + and - zoom, 0 resets` });
-    const shares = ({ clientX, clientY }) => {
-      const { left, top, width, height } = area.getBoundingClientRect();
-      return [clamp((clientX - left) / width, 0, 1), clamp((clientY - top) / height, 0, 1)];
+    const [area, svg, cross, tip] = ['.area', 'svg', '.cross', '.tip'].map(name => node.querySelector(name));
+    const lines = [...svg.querySelectorAll('polyline, polygon')].map(shape => ({
+      ...shape.dataset,
+      values: shape.dataset.values.split(' ').map(row => row.split(',').map(Number)),
+      node: shape,
+      dots: shape.nextElementSibling?.closest('.dots'),
+    }));
+    const marks = [...svg.querySelectorAll('.mark')].map(mark => ({ node: mark, step: Number(mark.dataset.x) }));
+    const plot = { node, svg, tip, cross, lines, marks };
+    const pointers = new Map();
+    const shares = ({ offsetX, offsetY }) => [clamp(offsetX / area.clientWidth, 0, 1), clamp(offsetY / area.clientHeight, 0, 1)];
+    const begin = () => pointers.forEach(pointer => Object.assign(pointer, { from: pointer.at, axis }));
+    const end = ({ type, pointerId }) => {
+      const { from, at, pans } = pointers.get(pointerId) ?? { pans: true };
+      pointers.delete(pointerId);
+      if (pointers.size) return begin();
+      cross.hidden = true;
+      if (type === 'pointerup' && !pans && Math.abs(at - from) > .01) show(axis, ...extent([at, from]));
     };
-    const hide = () => { tip.hidden = cross.hidden = box.hidden = true; };
-    const begin = () => { for (const pointer of pointers.values()) pointer.from = pointer.at; plot.start = plot.x; };
-    const on = (kinds, act) => kinds.split(' ').forEach(kind => area.addEventListener(kind, act, { passive: false }));
+    const on = (kind, act) => area.addEventListener(kind, act, { passive: false });
     on('pointerdown', event => {
       if (event.button) return;
       area.setPointerCapture(event.pointerId);
-      area.classList.add('dragged');  // `live.js` does not replace it meanwhile
       pointers.set(event.pointerId, { at: shares(event)[0], pans: event.shiftKey || event.pointerType === 'touch' });
       begin();
     });
     on('pointermove', event => {
-      const [share, height] = shares(event), pointer = pointers.get(event.pointerId), [a, b] = [...pointers.values()];
+      const [share, height] = shares(event);
+      const pointer = pointers.get(event.pointerId);
       if (pointer) pointer.at = share;
+      const [a, b] = pointers.values();
       if (pointer?.pans && (b || state.z)) {  // what was under the fingers stays under them
-        const factor = b ? (b.from - a.from) / (b.at - a.at) : 1, left = a.from - a.at * factor;
-        if (factor > 0 && Number.isFinite(factor)) view(plot, plot.start, left, left + factor);
+        const factor = b ? (b.from - a.from) / (b.at - a.at) : 1;
+        const left = a.from - a.at * factor;
+        if (factor > 0 && Number.isFinite(factor)) show(pointer.axis, left, left + factor);
         return;
       }
-      box.hidden = !pointer || pointer.pans;
-      if (pointer) Object.assign(box.style, { left: `${100 * Math.min(share, pointer.from)}%`, width: `${100 * Math.abs(share - pointer.from)}%` });
-      showTip(plot, share, height);
+      showTip(plot, share, height, pointer && !pointer.pans ? pointer.from : share);
     });
-    on('pointerup pointercancel', event => {
-      const pointer = pointers.get(event.pointerId), ends = pointer ? [pointer.from, pointer.at].sort((a, b) => a - b) : [0, 0];
-      pointers.delete(event.pointerId);
-      if (pointers.size) return begin();
-      area.classList.remove('dragged');
-      hide();
-      if (event.type === 'pointerup' && !pointer?.pans && ends[1] - ends[0] > .01) view(plot, plot.x, ...ends);
-    });
-    on('pointerleave', hide);
-    on('dblclick', reset);
-    on('focus', () => { focused = node.dataset.title; });
-    on('blur', () => { if (area.isConnected) focused = ''; });
+    on('pointerup', end);
+    on('pointercancel', end);
+    on('pointerleave', () => { cross.hidden = true; });
+    on('dblclick', () => change({ z: null }));
     on('wheel', event => {
       if (!event.ctrlKey) return;
       event.preventDefault();
-      zoom(plot, shares(event)[0], 1.002 ** clamp(event.deltaY, -300, 300));
+      const [share] = shares(event);
+      const factor = 1.002 ** clamp(event.deltaY, -300, 300);
+      show(axis, share - share * factor, share + (1 - share) * factor);
     });
     on('keydown', event => {
       if (event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(KEYS, event.key)) return;
       event.preventDefault();
-      KEYS[event.key](plot);
+      show(axis, ...KEYS[event.key]);
     });
     return plot;
   };
-  const attachName = node => {
-    const name = node.dataset.line, toggle = () => change({ off: state.off.symmetricDifference(new Set([name])) });
-    Object.assign(node, { tabIndex: 0, role: 'button', title: 'Hide or show; double click: only this one' });
-    node.addEventListener('click', toggle);
-    node.addEventListener('keydown', event => { if (['Enter', ' '].includes(event.key)) { event.preventDefault(); toggle(); } });
-    node.addEventListener('dblclick', () => {
-      const others = new Set(plots.flatMap(plot => plot.lines.map(line => line.name)).filter(each => each !== name));
-      change({ off: others.size && [...others].every(each => state.off.has(each)) ? new Set() : others });
-    });
-  };
-  const attachControls = bar => {
-    const field = name => bar.querySelector(`[name=${name}]`);
-    bar.dataset.on = '1';
-    bar.addEventListener('input', () => {
-      const chosen = { x: field('x').value, lx: field('lx').checked, y: field('y').value, s: Number(field('s').value) };
-      change({ ...chosen, z: chosen.x === state.x && chosen.lx === state.lx ? state.z : null });
-    });
-    field('reset').addEventListener('click', reset);
-  };
   const attachAll = () => {
-    const read = JSON.parse(document.querySelector('.x-tables')?.dataset.tables ?? '{}'), known = new Map(plots.map(plot => [plot.node, plot]));
-    for (const [run, table] of Object.entries(read)) {  // finer values stay, unless the run may have added to them
-      const old = tables[run];
-      if (old?.fine?.to < old?.rows.at(-1)?.[0]) table.fine = old.fine;
-    }
-    tables = read;
-    plots = all('.plot').map(node => known.get(node) ?? attachPlot(node));
-    all('[data-line]:not([role])').forEach(attachName);
-    all('.chart-controls:not([data-on])').forEach(attachControls);
+    tables = JSON.parse(document.querySelector('.x-tables')?.dataset.tables ?? '{}');
+    plots = all('.plot').map(node => plots.find(plot => plot.node === node) ?? attachPlot(node));
     drawAll();
-    if (state.z) fetchFine();
-    if (document.activeElement === document.body) plots.find(plot => plot.node.dataset.title === focused)?.area.focus({ preventScroll: true });
+    fetchFiner();
   };
+  addEventListener('click', ({ target, detail }) => {
+    if (target.matches('.chart-controls [name=reset]')) change({ z: null });
+    const name = target.closest('[data-line]')?.dataset.line;
+    if (name === undefined) return;
+    const others = new Set(plots.flatMap(plot => plot.lines.map(line => line.name)).filter(each => each !== name));
+    const alone = others.isSubsetOf(state.off) ? new Set() : others;
+    change({ off: detail === 2 ? alone : state.off.symmetricDifference(new Set([name])) });
+  });
+  addEventListener('input', ({ target }) => {
+    if (!target.closest('.chart-controls')) return;
+    change({ [target.name]: target.value, z: ['x', 'lx'].includes(target.name) ? null : state.z });
+  });
   addEventListener('hashchange', () => {
-    if (location.hash && !location.hash.includes('=')) return writeState();  // a link to a section
-    readState();
-    drawAll();
-    fetchFine();
+    if (location.hash.includes('=')) readState();  // otherwise a link to a section
+    change({});
   });
   addEventListener('updated', attachAll);
   readState();

@@ -18,6 +18,7 @@ const keepSettings = (old, fresh) => {
 
 const showFresh = fresh => {
   const sources = fresh.map(part => part.outerHTML);
+  const focused = document.activeElement?.id;
   if (sources.length !== shown.length) {
     live.replaceChildren(...fresh);
   } else {
@@ -30,12 +31,13 @@ const showFresh = fresh => {
   }
   shown = sources;
   dispatchEvent(new Event('updated'));
+  if (focused && document.activeElement === document.body) document.getElementById(focused)?.focus({ preventScroll: true });
 };
 
 const update = async () => {
   const started = performance.now();
   try {
-    if (!document.hidden && !document.querySelector('main textarea:focus, main .dragged')) {  // an open editor is not replaced
+    if (!document.hidden && !document.querySelector('main textarea:focus, main .area:active')) {  // neither an open editor nor a dragged chart is replaced
       const reply = await fetch(location.href, { cache: 'no-store', headers: tag ? { 'If-None-Match': tag } : {} });
       if (reply.status !== 304) {
         tag = reply.headers.get('ETag') ?? '';

@@ -122,7 +122,7 @@ def test_marks_are_at_their_step_and_in_the_legend() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 1e-9])
 def test_a_single_point_is_a_dot(value: float) -> None:
-    dots = draw(Chart("Loss", [ChartLine("raw", [(1, value)])])).find(".//path")
+    dots = draw(Chart("Loss", [ChartLine("raw", [(1, value)])])).find(".//path[@class='c0 dots']")
     assert dots is not None
     assert re.fullmatch(r"M500\.0,[\d.]+h0", dots.attrib["d"])
 
