@@ -160,11 +160,61 @@ def assert_readable_in_both_schemes(browser: Browser, address: str) -> None:
     assert backgrounds["light"] != backgrounds["dark"]
 
 
-def press(browser: Browser, key: str) -> None:
-    """Press and release a key."""
+_BUTTONS = "button, input[type=submit], a, summary"
+_VISIBLE = "node => node.checkVisibility() && !node.disabled"
+_CODES = {"Enter": 13, "Escape": 27, "Home": 36, "End": 35, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39}
+_CODES |= {"ArrowDown": 40, "Tab": 9, "Backspace": 8, " ": 32}
+
+
+def click_at(browser: Browser, node: str) -> None:
+    """Scroll to an element, given as an expression, and click it with the mouse. It must be what the click meets."""
+    box = (
+        f"(() => {{ const node = {node}; node.scrollIntoView({{ block: 'center', behavior: 'instant' }});"
+        " const box = node.getBoundingClientRect(); const x = box.left + box.width / 2, y = box.top + box.height / 2;"
+        " const hit = document.elementFromPoint(x, y);"
+        " return [x, y, node.contains(hit) || [...(hit?.labels ?? [])].includes(node)]; })()"
+    )
+    x, y, is_hit = browser.evaluate(box)
+    assert is_hit, f"another element covers {node}"
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+
+def click_text(browser: Browser, text: str) -> None:
+    """Click the first visible button or link whose text begins with a text."""
+    nodes = f"[...document.querySelectorAll({json.dumps(_BUTTONS)})].filter({_VISIBLE})"
+    click_at(browser, f"{nodes}.find(each => each.textContent.trim().startsWith({json.dumps(text)}))")
+
+
+def type_text(browser: Browser, selector: str, text: str) -> None:
+    """Click a text field, select what it contains, and type."""
+    click_at(browser, f"document.querySelector({json.dumps(selector)})")
+    press(browser, "a", modifiers=2)
+    press(browser, "Backspace")
+    browser.call("Input.insertText", text=text)
+
+
+def choose_option(browser: Browser, selector: str, label: str) -> None:
+    """Choose an option of a list by typing its text, as with the keyboard."""
+    browser.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
+    press(browser, "Home")
+    chosen = f"document.querySelector({json.dumps(selector)}).selectedOptions[0].textContent.trim()"
+    for _ in range(browser.evaluate(f"document.querySelector({json.dumps(selector)}).length")):
+        if browser.evaluate(chosen) == label:
+            return
+        press(browser, "ArrowDown")
+    raise AssertionError(f"{selector} has no option {label!r}")
+
+
+def press(browser: Browser, key: str, modifiers: int = 0) -> None:
+    """Press and release a key where the focus is; 2 as ``modifiers`` is Ctrl."""
+    code = _CODES.get(key, ord(key.upper()) if len(key) == 1 else 0)
+    text = "" if modifiers else {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+    commands = ["selectAll"] if (key, modifiers) == ("a", 2) else []
     for kind in ("keyDown", "keyUp"):
+        down = {"text": text, "commands": commands} if kind == "keyDown" else {}
         browser.call(
-            "Input.dispatchKeyEvent", type=kind, key=key, text=key if len(key) == 1 and kind == "keyDown" else ""
+            "Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, modifiers=modifiers, **down
         )
 
 

@@ -9,7 +9,17 @@ from PIL import Image
 
 from sd3_light.runlog import read_log
 from sd3_light.ui.folders import folder_id
-from tests.e2e.browser import Browser, assert_fits_width, assert_readable_in_both_schemes, start_browser
+from tests.e2e.browser import (
+    Browser,
+    assert_fits_width,
+    assert_readable_in_both_schemes,
+    choose_option,
+    click_at,
+    click_text,
+    start_browser,
+    type_text,
+)
+from tests.e2e.browser import press as press_key
 from tests.e2e.ui_server import served
 from tests.project import Project
 from tests.waiting import wait_until
@@ -34,18 +44,17 @@ def wait_for(browser: Browser, condition: str) -> None:
 def press(browser: Browser, text: str) -> None:
     """Press the button with this text, and wait until the next page is loaded."""
     browser.evaluate("window.isOld = true")
-    found = (
-        f"[...document.querySelectorAll('button')].find(each => each.textContent.trim().startsWith({json.dumps(text)}))"
-    )
-    browser.evaluate(f"{found}.click()")
+    click_text(browser, text)
     wait_for(browser, "!window.isOld && document.readyState === 'complete'")
 
 
 def show(browser: Browser, **fields: str) -> None:
     """Filter and sort the samples as a reader does."""
     for name, value in fields.items():
-        field = f"document.querySelector('form.fields [name={name}]')"
-        browser.evaluate(f"{field}.value = {json.dumps(value)}")
+        if name == "sort":
+            choose_option(browser, "form.fields [name=sort]", value or "dataset order")
+        else:
+            type_text(browser, f"form.fields [name={name}]", value)
     press(browser, "Show")
 
 
@@ -55,19 +64,19 @@ def keys(browser: Browser) -> list[str]:
 
 
 def open_dataset(browser: Browser, address: str, toml: Path) -> None:
-    browser.open_address(f"{address}/data")
-    browser.evaluate(f"document.querySelector('a[href=\"/datasets/{folder_id(toml)}\"]').click()")
+    """Open a dataset as a reader does who has opened the address of the server."""
+    browser.open_address(address)
+    press(browser, "Data")
+    click_at(browser, f"document.querySelector('a[href=\"/datasets/{folder_id(toml)}\"]')")
     wait_for(browser, "document.querySelector('#continue') !== null")
 
 
 def write_caption(browser: Browser, text: str) -> None:
     """Change the first caption on the page with the keyboard."""
-    browser.evaluate("document.querySelector('.edited .edit').click()")
+    click_at(browser, "document.querySelector('.edited .edit')")
     wait_for(browser, "document.querySelector('.edited textarea') !== null")
-    browser.evaluate(
-        f"(() => {{ const area = document.querySelector('.edited textarea'); area.value = {json.dumps(text)};"
-        " area.dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter', ctrlKey: true })); })()"
-    )
+    type_text(browser, ".edited textarea", text)
+    press_key(browser, "Enter", modifiers=2)
     wait_for(browser, "document.querySelector('[data-saved]') !== null")
 
 
@@ -150,10 +159,9 @@ def test_find_the_bad_captions_fix_them_and_continue(
         assert (tmp_path / "images/00012.txt").read_text(encoding="utf-8") == "a better caption"
         show(browser, where="", tag="watermark")
         assert browser.evaluate("document.querySelector('#total').textContent") == f"{bad:,} samples"
-        browser.evaluate(
-            "(() => { const form = document.querySelector('#bulk').elements; form.scope.value = 'all';"
-            " form.mode.value = 'tag'; form.find.value = 'watermark'; })()"
-        )
+        click_at(browser, "document.querySelector('#bulk [name=scope][value=all]')")
+        choose_option(browser, "#bulk [name=mode]", "replace or remove a tag")
+        type_text(browser, "#bulk [name=find]", "watermark")
         press(browser, "Preview")
         assert f"{bad:,} captions in {bad:,} files" in browser.evaluate("document.body.innerText")
         assert browser.evaluate("document.querySelector('del').textContent") == "watermark, "
@@ -161,11 +169,11 @@ def test_find_the_bad_captions_fix_them_and_continue(
         press(browser, "Change")
         assert (tmp_path / "images/00007.txt").read_text(encoding="utf-8") == "a photo"
         show(browser, tag="")
-        browser.evaluate("document.querySelector('[name=key]').click()")
+        click_at(browser, "document.querySelector('[name=key]')")
         assert browser.evaluate("document.querySelector('#marked').textContent") == "1"
         press(browser, "Exclude")
         assert (tmp_path / "data.exclude.txt").read_text(encoding="utf-8") == "images#0/00000.png\n"
-        browser.open_address(f"{address}/datasets/{folder_id(tmp_path / 'data.toml')}?show=rejected")
+        press(browser, "rejected")
         assert keys(browser) == ["images#0/00055.png"]
         write_caption(browser, "it has a caption now")
         monkeypatch.setattr("sys.executable", str(fake))
@@ -202,13 +210,11 @@ def test_a_caption_that_changed_elsewhere_is_shown_as_an_error(browser: Browser,
         open_dataset(browser, address, tmp_path / "data.toml")
         press(browser, "List images")
         wait_for(browser, "document.querySelectorAll('.sample').length > 0 && !document.querySelector('#job p')")
-        browser.evaluate("document.querySelector('.edited .edit').click()")
+        click_at(browser, "document.querySelector('.edited .edit')")
         wait_for(browser, "document.querySelector('.edited textarea') !== null")
         (tmp_path / "images/00000.txt").write_text("theirs", encoding="utf-8")
-        browser.evaluate(
-            "document.querySelector('.edited textarea').value = 'mine';"
-            " document.querySelector('.edited form button').click()"
-        )
+        type_text(browser, ".edited textarea", "mine")
+        click_at(browser, "document.querySelector('.edited form button')")
         wait_for(browser, "document.querySelector('.edited output').textContent.includes('has changed since')")
         assert (tmp_path / "images/00000.txt").read_text(encoding="utf-8") == "theirs"
         assert browser.evaluate("document.querySelector('.edited textarea').value") == "mine"
