@@ -1,6 +1,5 @@
 """Projects in a real browser: the editor, and the journey from 20 images to a LoRA without a terminal."""
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,16 @@ from sd3_light.assets import DEMO
 from sd3_light.new.kinds import KINDS
 from sd3_light.ui.folders import folder_id
 from sd3_light.world import write_dataset
-from tests.e2e.browser import Browser, assert_fits_width, assert_readable_in_both_schemes, start_browser
+from tests.e2e.browser import (
+    Browser,
+    assert_fits_width,
+    assert_readable_in_both_schemes,
+    click_at,
+    click_text,
+    press,
+    start_browser,
+    type_text,
+)
 from tests.e2e.ui_server import served
 from tests.families import save_pipeline
 from tests.project import Project
@@ -52,16 +60,13 @@ def wait_for(browser: Browser, condition: str) -> None:
     wait_until(lambda: browser.evaluate(f"Boolean({condition})"), lambda: browser.evaluate(text), pause=0.1)
 
 
-def click(browser: Browser, text: str) -> None:
-    browser.evaluate(f"[...document.querySelectorAll('button')].find(each => each.textContent === {text!r}).click()")
-
-
 def set_field(browser: Browser, key: str, value: str) -> None:
-    """Write a value into the form of the editor, and wait until the text has it."""
-    browser.evaluate(
-        f"(() => {{ const field = document.querySelector('#form').elements[{key!r}]; field.value = {value!r};"
-        " field.dispatchEvent(new Event('change', {bubbles: true})); })()"
-    )
+    """Find a key in the form of the editor, write its value, and wait until the text has it."""
+    type_text(browser, "#find", key)
+    field = f'#form [name="{key}"]'
+    wait_for(browser, f"document.querySelector({field!r})?.checkVisibility()")
+    type_text(browser, field, value)
+    press(browser, "Tab")
     name = key.rpartition(".")[2]
     wait_for(browser, f"/\\b{name} = {value}\\b/.test(document.querySelector('#text').value)")
 
@@ -105,12 +110,12 @@ def test_the_editor_finds_faults_documents_keys_and_saves(browser: Browser, serv
     set_field(browser, "max_steps", "7")
     before = config.read_text()
     assert "max_steps = 4" in before, "nothing is written before Save"
-    click(browser, "Save")
+    click_text(browser, "Save")
     wait_for(browser, "document.querySelector('#saved').textContent === 'saved'")
     assert config.read_text() == before.replace("max_steps = 4", "max_steps = 7")
     config.write_text("# an editor was here\n" + config.read_text())
     set_field(browser, "max_steps", "8")
-    click(browser, "Save")
+    click_text(browser, "Save")
     wait_for(browser, "document.querySelector('#saved').textContent.includes('has changed since the page read it')")
     assert "max_steps = 7" in config.read_text()
     browser.evaluate("document.querySelector('#text').value = savedText")  # leaves the page without a question
@@ -126,11 +131,9 @@ def test_the_pages_of_projects_are_readable_and_fit(browser: Browser, server: st
 
 
 def fill(browser: Browser, form: str, values: dict[str, str]) -> None:
-    """Write values into the fields of a form; of radio buttons and boxes the one with the value is chosen."""
-    browser.evaluate(
-        f"(() => {{ const form = document.querySelector({form!r}); const values = {json.dumps(values)};"
-        " for (const [name, value] of Object.entries(values)) form.elements[name].value = value; })()"
-    )
+    """Type into the fields of a form."""
+    for name, value in values.items():
+        type_text(browser, f"{form} [name={name}]", value)
 
 
 @pytest.mark.slow
@@ -143,9 +146,10 @@ def test_every_kind_of_project_can_be_created(
     for kind in KINDS:
         out = work / f"{family}-{kind}"
         browser.open_address(f"{server}/projects")
-        values = {"kind": kind, "data": str(work / "images"), "model": str(model), "out": str(out)}
+        click_at(browser, f"document.querySelector('[name=kind][value={kind}]')")
+        values = {"data": str(work / "images"), "model": str(model), "out": str(out)}
         fill(browser, "form.fields", {**values, "gpu_memory": "24", "resolution": "64"})
-        browser.evaluate("document.querySelector('form.fields button').click()")
+        click_text(browser, "Show the plan")
         wait_for(browser, "document.body?.innerText.includes('What check says') || document.querySelector('.notes p')")
         notes = browser.evaluate("document.querySelector('.notes')?.innerText ?? ''")
         is_of_sd3 = KINDS[kind].recipe not in ("lora", "finetune", "reward", "distill")
@@ -154,7 +158,7 @@ def test_every_kind_of_project_can_be_created(
             assert notes, f"{kind} is for other models, and the page says so"
             continue
         assert not notes, (kind, notes)
-        click(browser, "Create the project")
+        click_text(browser, "Create the project")
         wait_for(browser, "document.querySelector('#faults')?.innerText === 'None.'")
         prompts = {f"{kind}_prompts.txt"} if KINDS[kind].draws else set()
         assert {path.name for path in out.iterdir()} == {f"{kind}.toml", f"{kind}_data.toml"} | prompts
@@ -165,74 +169,71 @@ def test_every_kind_of_project_can_be_created(
 @pytest.mark.timeout(900)
 def test_from_20_images_to_a_lora_without_a_terminal(browser: Browser, server: str, work: Path) -> None:
     project = work / "project"
-    form = {"data": str(work / "images"), "model": str(DEMO), "out": str(project)}
-    browser.open_address(f"{server}/projects")
-    browser.evaluate(
-        f"(() => {{ const form = document.querySelector('form.fields'); const values = {json.dumps(form)};"
-        " for (const [name, value] of Object.entries(values)) form.elements[name].value = value;"
-        " form.querySelector('button').click(); })()"
-    )
+    browser.open_address(server)
+    click_text(browser, "Projects")
+    wait_for(browser, "document.querySelector('form.fields') !== null")
+    fill(browser, "form.fields", {"data": str(work / "images"), "model": str(DEMO), "out": str(project)})
+    click_text(browser, "Show the plan")
     wait_for(browser, "document.body?.innerText.includes('What check says')")
     plan = browser.evaluate("document.querySelector('main').innerText")
     assert f"{NUM_IMAGES} images at 64 px" in plan
     assert "disk, run" in plan
     assert not project.exists(), "nothing is written before the plan is accepted"
-    click(browser, "Create the project")
+    click_text(browser, "Create the project")
     wait_for(browser, "document.querySelector('#faults')?.innerText === 'None.'")
     assert {path.name for path in project.iterdir()} == {"lora.toml", "lora_data.toml"}
     changes = {"max_steps": 4, "save_every_n_steps": 4, "warmup_steps": 1, "num_dataloader_workers": 0}
-    browser.evaluate(
-        f"for (const [key, value] of Object.entries({json.dumps(changes)})) {{"
-        " const field = document.querySelector('#form').elements[key]; field.value = value;"
-        " field.dispatchEvent(new Event('change', {bubbles: true})); }"
-    )
     for key, value in changes.items():
-        wait_for(browser, f"/\\b{key} = {value}\\b/.test(document.querySelector('#text').value)")
-    click(browser, "Save")
+        set_field(browser, key, str(value))
+    click_text(browser, "Save")
     wait_for(browser, "document.querySelector('#saved').textContent === 'saved'")
     assert "# of the validation loss" in (project / "lora.toml").read_text(), "comments stay"
-    click(browser, "Start")
+    click_text(browser, "Start")
     wait_for(browser, "document.querySelector('h1')?.textContent === 'Run lora'")
     wait_for(browser, "document.querySelector('.tile b')?.textContent === '4'")
     exported = project / "runs" / "lora" / "exports"
     wait_until(lambda: list(exported.glob("step-*/*.safetensors")) or list(exported.glob("step-*/**/*.safetensors")))
-    browser.open_address(f"{server}/queue")
+    click_text(browser, "Queue")
     wait_for(browser, "document.querySelector('main section:nth-of-type(3)')?.innerText.includes('done')")
-    browser.open_address(f"{server}/projects/{folder_id(project / 'lora.toml')}")
+    click_text(browser, "Projects")
+    wait_for(browser, "document.querySelector('h1')?.textContent === 'Projects'")
+    click_text(browser, "lora.toml")
     wait_for(browser, "document.querySelector('#faults')?.innerText === 'None.'")
     set_field(browser, "max_steps", "6")
-    click(browser, "Save")
+    click_text(browser, "Save")
     wait_for(
         browser, "document.querySelector('#resuming').innerText.includes('Applies on resume: max_steps = 6 (was 4)')"
     )
-    click(browser, "Resume")
+    click_text(browser, "Resume")
     wait_for(browser, "document.querySelector('.tile b')?.textContent === '6'")
-    draw_and_share(browser, server, project)
+    draw_and_share(browser, project)
 
 
-def draw_and_share(browser: Browser, server: str, project: Path) -> None:
+def draw_and_share(browser: Browser, project: Path) -> None:
     """See the samples, draw with the LoRA, and look at a dry run of sharing it, by the links of the pages."""
     run = project / "runs" / "lora"
     wait_until(lambda: (run / "exports" / "step-00000006" / "proof.json").is_file())
-    browser.open_address(f"{server}/queue")
+    click_text(browser, "Queue")
     wait_for(browser, "document.querySelector('main section:nth-of-type(3)')?.innerText.includes('done')")
-    follow(browser, "lora")
+    click_text(browser, "lora")
     wait_for(browser, "document.querySelector('h1')?.textContent === 'Run lora'")
-    follow(browser, "Samples over steps")
+    click_text(browser, "Samples over steps")
     wait_for(browser, "[...document.querySelectorAll('.matrix img')].some(image => image.naturalWidth > 0)")
-    browser.open_address(f"{server}/runs/{folder_id(run)}")
-    follow(browser, "Draw")
+    browser.evaluate("history.back()")
+    wait_for(browser, "document.querySelector('h1')?.textContent === 'Run lora'")
+    click_text(browser, "Draw")
     wait_for(browser, "document.querySelector('#draw') !== null")
     fill(browser, "#draw", {"prompt": "a red circle", "seeds": "4", "steps": "2"})
-    browser.evaluate("document.querySelector('#draw button').click()")
+    click_text(browser, "Draw")
     wait_for(browser, "document.querySelector('#state').textContent.startsWith('done')")
     wait_for(browser, "[...document.querySelectorAll('.drawn img')].every(image => image.naturalWidth > 0)")
     assert "step-00000006" in browser.evaluate("document.querySelector('#drawn').innerText")
-    browser.open_address(f"{server}/runs/{folder_id(run)}")
-    follow(browser, "Share")
+    browser.evaluate("history.back()")
+    wait_for(browser, "document.querySelector('h1')?.textContent === 'Run lora'")
+    click_text(browser, "Share")
     wait_for(browser, "document.querySelector('[name=repo]') !== null")
     fill(browser, "form.fields", {"repo": "me/lora", "licence": "mit"})
-    click(browser, "Dry run")
+    click_text(browser, "Dry run")
     wait_for(browser, "document.querySelector('main pre') !== null")
     text = browser.evaluate("document.querySelector('main').innerText")
     for part in ("pytorch_lora_weights.safetensors", "license: mit", "| images | 20", "samples.jpg", "HF_HUB_OFFLINE"):
@@ -241,8 +242,3 @@ def draw_and_share(browser: Browser, server: str, project: Path) -> None:
         False
     )
     assert browser.events_of("Runtime.exceptionThrown") == []
-
-
-def follow(browser: Browser, text: str) -> None:
-    """Click the link with this text."""
-    browser.evaluate(f"[...document.querySelectorAll('a')].find(each => each.textContent === {text!r}).click()")
