@@ -1,10 +1,11 @@
 """The routes of datasets."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -13,9 +14,11 @@ from sd3_light.config.faults import UserError
 from sd3_light.ui.caption_edits import edited_captions
 from sd3_light.ui.dataset_pages import chosen_rows, dataset_page, preview_page, query_of, sample_image
 from sd3_light.ui.datasets import Dataset, Datasets
-from sd3_light.ui.replies import body_of, form_of, integer, json_reply, object_of, page_reply, text_in
+from sd3_light.ui.replies import fields_of, form_of, given, integer, json_reply, object_of, page_reply, text_in
 
 _MOST_KEYS = 1000
+
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def dataset_routes(datasets: Datasets) -> list[Route]:
@@ -27,13 +30,19 @@ def dataset_routes(datasets: Datasets) -> list[Route]:
         Route("/datasets/{dataset}/caption", routes.caption),
         Route("/datasets/{dataset}/caption", routes.edit, methods=["POST"]),
         Route("/datasets/{dataset}/change", routes.change, methods=["POST"]),
-        Route("/datasets/{dataset}/apply", routes.apply, methods=["POST"]),
-        Route("/datasets/{dataset}/undo", routes.undo, methods=["POST"]),
-        Route("/datasets/{dataset}/list", routes.list_images, methods=["POST"]),
-        Route("/datasets/{dataset}/tokens", routes.count_tokens, methods=["POST"]),
-        Route("/datasets/{dataset}/psnr", routes.measure_psnr, methods=["POST"]),
-        Route("/datasets/{dataset}/plan", routes.plan, methods=["POST"]),
+        *(Route(f"/datasets/{{dataset}}/{name}", routes.doing(work), methods=["POST"]) for name, work in _WORK.items()),
     ]
+
+
+_WORK: dict[str, Callable[[Dataset, dict[str, str]], object]] = {
+    "apply": lambda dataset, form: dataset.apply(form.get("preview", "")),
+    "undo": lambda dataset, form: dataset.undo(),
+    "list": lambda dataset, form: dataset.list_images("compare" in form),
+    "tokens": lambda dataset, form: dataset.count_tokens(),
+    "psnr": lambda dataset, form: dataset.measure_psnr(),
+    "plan": lambda dataset, form: dataset.plan_cache(Path(form.get("config", ""))),
+}
+"""What is done with a dataset and a form by the name of its route; then the page of the dataset is shown again."""
 
 
 class _DatasetRoutes:
@@ -57,20 +66,16 @@ class _DatasetRoutes:
         place = self._dataset(request).caption_place(request.query_params.get("key", ""))
         return json_reply({"captions": edited_captions(place), "file": str(place.path), "is_new": place.is_new})
 
-    async def edit(self, request: Request) -> Response:
-        values = await object_of(request)
+    @given(object_of)
+    def edit(self, request: Request, values: dict[str, Any]) -> Response:
         number = values.get("number")
         if type(number) is not int:
             raise UserError("number is not an integer")
         key, old, new = (text_in(values, name) for name in ("key", "old", "new"))
-        captions = await run_in_threadpool(lambda: self._dataset(request).edit(key, number, old, new))
-        return json_reply({"captions": captions})
+        return json_reply({"captions": self._dataset(request).edit(key, number, old, new)})
 
-    async def change(self, request: Request) -> Response:
-        form = parse_qs((await body_of(request)).decode(errors="replace"), keep_blank_values=True)
-        return await run_in_threadpool(self._change, request, form)
-
-    def _change(self, request: Request, form: dict[str, list[str]]) -> Response:
+    @given(fields_of)
+    def change(self, request: Request, form: dict[str, list[str]]) -> Response:
         """Preview a change of captions, or exclude or include samples."""
         dataset = self._dataset(request)
         first = {name: values[0] for name, values in form.items()}
@@ -93,38 +98,21 @@ class _DatasetRoutes:
                 return self._back(request, back)
         raise UserError("choose what to do")
 
-    async def apply(self, request: Request) -> Response:
-        return await self._do(request, lambda dataset, form: dataset.apply(form.get("preview", "")))
-
-    async def undo(self, request: Request) -> Response:
-        return await self._do(request, lambda dataset, form: dataset.undo())
-
-    async def list_images(self, request: Request) -> Response:
-        return await self._do(request, lambda dataset, form: dataset.list_images("compare" in form))
-
-    async def count_tokens(self, request: Request) -> Response:
-        return await self._do(request, lambda dataset, form: dataset.count_tokens())
-
-    async def measure_psnr(self, request: Request) -> Response:
-        return await self._do(request, lambda dataset, form: dataset.measure_psnr())
-
-    async def plan(self, request: Request) -> Response:
-        return await self._do(
-            request, lambda dataset, form: dataset.plan_cache(Path(form.get("config", ""))), "#continue"
-        )
-
     def _dataset(self, request: Request) -> Dataset:
         return self.datasets.get(request.path_params["dataset"])
 
-    async def _do(
-        self, request: Request, work: Callable[[Dataset, dict[str, str]], object], part: str = ""
-    ) -> Response:
-        """Do something with a dataset and a form, and return to the page of the dataset."""
-        form = await form_of(request)
-        await run_in_threadpool(lambda: work(self._dataset(request), form))
-        return self._back(request, form.get("query", ""), part)
+    def doing(self, work: Callable[[Dataset, dict[str, str]], object]) -> Endpoint:
+        """Return the method of a route that does something with a dataset and a form."""
 
-    def _back(self, request: Request, query: str, part: str = "") -> Response:
+        @given(form_of)
+        def do(self: "_DatasetRoutes", request: Request, form: dict[str, str]) -> Response:
+            work(self._dataset(request), form)
+            return self._back(request, form.get("query", ""))
+
+        return partial(do, self)
+
+    def _back(self, request: Request, query: str) -> Response:
         """Return to the page of the dataset, with a query that it sent."""
+        part = "#continue" if request.url.path.endswith("/plan") else ""
         known = "&".join(piece for piece in query.split("&") if piece.isascii() and piece.isprintable())
         return RedirectResponse(f"/datasets/{request.path_params['dataset']}?{known}{part}", 303)

@@ -95,7 +95,7 @@ class Playground:
         self._waiting: deque[Drawing] = deque()
         self._changed = threading.Condition()  # of the drawings
         self._launch: Launch | None = None
-        self.imports = threading.Lock()  # held while libraries are imported: two threads at once fail in peft
+        self.imports = threading.Lock()  # two threads that import at once fail in peft and in diffusers
         self._open: tuple[object, OpenModel] | None = None
         self._preview: Preview | None = None
         self._thread: threading.Thread | None = None
@@ -199,6 +199,10 @@ class Playground:
         with self.imports:
             if self._launch is None:
                 self._launch = self._prepare()
+                import diffusers.pipelines.pipeline_utils  # noqa: F401
+
+                import sd3_light.check.verb  # noqa: F401
+
                 set_main_process(False)  # hides the stages' progress bars on the server's terminal
             return self._launch
 

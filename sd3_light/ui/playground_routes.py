@@ -1,15 +1,15 @@
 """The routes of the playground."""
 
 import re
+from typing import Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from sd3_light.config.faults import UserError
 from sd3_light.ui.playground import Playground
-from sd3_light.ui.replies import integer, json_reply, object_of, page_reply, text_in
+from sd3_light.ui.replies import given, integer, json_reply, object_of, page_reply, text_in
 
 
 def playground_routes(playground: Playground) -> list[Route]:
@@ -34,14 +34,13 @@ class _PlaygroundRoutes:
     def page(self, request: Request) -> Response:
         return page_reply(request, self.playground.page(request.query_params.get("run", "")))
 
-    async def settings(self, request: Request) -> Response:
-        text = text_in(await object_of(request), "settings")
-        return json_reply(await run_in_threadpool(self.playground.settings_of, text))
+    @given(object_of)
+    def settings(self, request: Request, values: dict[str, Any]) -> Response:
+        return json_reply(self.playground.settings_of(text_in(values, "settings")))
 
-    async def draw(self, request: Request) -> Response:
-        values = await object_of(request)
-        drawing = await run_in_threadpool(self.playground.submit, values)  # it may search the disk
-        return json_reply(drawing.as_json())
+    @given(object_of)
+    def draw(self, request: Request, values: dict[str, Any]) -> Response:
+        return json_reply(self.playground.submit(values).as_json())
 
     def drawing(self, request: Request) -> Response:
         return json_reply(self.playground.drawing(_number(request)).as_json())

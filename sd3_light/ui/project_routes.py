@@ -1,6 +1,7 @@
 """The routes of projects: configs that are found, edited and checked, and new ones that are planned and created."""
 
-from starlette.concurrency import run_in_threadpool
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -11,7 +12,7 @@ from sd3_light.ui.folders import Folders, folder_id
 from sd3_light.ui.playground import Playground
 from sd3_light.ui.project_pages import editor_page, plan_page, projects_page, review_resume, review_text
 from sd3_light.ui.projects import Planner, Projects
-from sd3_light.ui.replies import form_of, integer, json_reply, object_of, page_reply, text_in
+from sd3_light.ui.replies import form_of, given, integer, json_reply, object_of, page_reply, text_in
 from sd3_light.ui.run_queue import RunQueue
 from sd3_light.ui.served_files import LARGEST_TEXT
 
@@ -42,9 +43,9 @@ class _ProjectRoutes:
     def projects(self, request: Request) -> Response:
         return page_reply(request, projects_page(self.folders, self.found, self.playground))
 
-    async def plan(self, request: Request) -> Response:
-        form = await form_of(request)
-        plan = await run_in_threadpool(self.planner.submit, form)
+    @given(form_of)
+    def plan(self, request: Request, form: dict[str, str]) -> Response:
+        plan = self.planner.submit(form)
         return RedirectResponse(f"/projects/plans/{plan.id}", 303)
 
     def planned(self, request: Request) -> Response:
@@ -58,42 +59,34 @@ class _ProjectRoutes:
     def editor(self, request: Request) -> Response:
         return page_reply(request, editor_page(self.folders, self.found, self.queue, request.path_params["config"]))
 
-    async def review(self, request: Request) -> Response:
-        values = await object_of(request)
-        return await run_in_threadpool(self._review, request.path_params["config"], _text(values))
+    @given(object_of)
+    def review(self, request: Request, values: dict[str, Any]) -> Response:
+        return self._review(request.path_params["config"], _text(values))
 
-    async def value(self, request: Request) -> Response:
-        values = await object_of(request)
-        change = _text(values), text_in(values, "key"), text_in(values, "value")
-        return await run_in_threadpool(self._change, request.path_params["config"], *change)
+    @given(object_of)
+    def value(self, request: Request, values: dict[str, Any]) -> Response:
+        text = with_value(_text(values), text_in(values, "key"), text_in(values, "value"))
+        return self._review(request.path_params["config"], text)
 
-    async def save(self, request: Request) -> Response:
-        values = await object_of(request)
-        version = text_in(values, "version")
-        return await run_in_threadpool(self._save, request.path_params["config"], _text(values), version)
+    @given(object_of)
+    def save(self, request: Request, values: dict[str, Any]) -> Response:
+        path, _ = self.found.config(request.path_params["config"])
+        version = self.found.files.save_config(path, _text(values), text_in(values, "version"))
+        self.found.forget()
+        return json_reply({"version": version})
 
     def resume(self, request: Request) -> Response:
         path, _ = self.found.config(request.path_params["config"])
         self.playground.prepare()
         return json_reply(review_resume(path))
 
-    def _change(self, config_id: str, text: str, key: str, value: str) -> Response:
-        return self._review(config_id, with_value(text, key, value))
-
     def _review(self, config_id: str, text: str) -> Response:
         if self.found.config(config_id)[1] == "train":
-            with self.playground.imports:
-                import sd3_light.check.verb  # noqa: F401
+            self.playground.prepare()
         return json_reply({"text": text, **review_text(self.found, config_id, text)})
 
-    def _save(self, config_id: str, text: str, version: str) -> Response:
-        path, _ = self.found.config(config_id)
-        new_version = self.found.files.save_config(path, text, version)
-        self.found.forget()
-        return json_reply({"version": new_version})
 
-
-def _text(values: dict[str, object]) -> str:
+def _text(values: dict[str, Any]) -> str:
     text = text_in(values, "text")
     if len(text) > LARGEST_TEXT:
         raise UserError(f"the text is longer than {LARGEST_TEXT >> 10} KiB; shorten it")

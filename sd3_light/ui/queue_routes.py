@@ -3,14 +3,13 @@
 import os
 from pathlib import Path
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from sd3_light.ui.folders import Folders
 from sd3_light.ui.queue_pages import queue_page
-from sd3_light.ui.replies import form_of, page_reply
+from sd3_light.ui.replies import form_of, given, page_reply
 from sd3_light.ui.run_queue import RunQueue
 from sd3_light.ui.served_files import ServedFiles
 
@@ -38,15 +37,14 @@ class _QueueRoutes:
     def page(self, request: Request) -> Response:
         return page_reply(request, queue_page(self.folders, self.queue))
 
-    async def start(self, request: Request) -> Response:
-        form = await form_of(request)
+    @given(form_of)
+    def start(self, request: Request, form: dict[str, str]) -> Response:
         config = Path(os.path.expanduser(form.get("config", "").strip()))  # keeps the ~ of an unknown user
-        mode = form.get("mode") or "start"
-        return await run_in_threadpool(self._start, config, mode)
+        return self._start(config, form.get("mode") or "start")
 
-    async def again(self, request: Request) -> Response:
-        form = await form_of(request)
-        await run_in_threadpool(self.queue.requeue, request.path_params["job"], form.get("mode", "start"))
+    @given(form_of)
+    def again(self, request: Request, form: dict[str, str]) -> Response:
+        self.queue.requeue(request.path_params["job"], form.get("mode", "start"))
         return RedirectResponse("/queue", 303)
 
     def stop(self, request: Request) -> Response:

@@ -3,15 +3,22 @@
 import asyncio
 import hashlib
 import json
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from sd3_light.config.faults import UserError
 from sd3_light.inputs import parse_json
 from sd3_light.ui import connections
+
+Routes = TypeVar("Routes")
+Body = TypeVar("Body")
+Handler = Callable[[Routes, Request, Body], Response]
+Route = Callable[[Routes, Request], Awaitable[Response]]
 
 _LARGEST_BODY = 1 << 20  # bytes of a request
 
@@ -32,10 +39,14 @@ async def body_of(request: Request) -> bytes:
     return body
 
 
+async def fields_of(request: Request) -> dict[str, list[str]]:
+    """Return the fields of a form."""
+    return parse_qs((await body_of(request)).decode(errors="replace"), keep_blank_values=True)
+
+
 async def form_of(request: Request) -> dict[str, str]:
     """Return the fields of a form, of several equal ones the first."""
-    fields = parse_qs((await body_of(request)).decode(errors="replace"), keep_blank_values=True)
-    return {name: values[0] for name, values in fields.items()}
+    return {name: values[0] for name, values in (await fields_of(request)).items()}
 
 
 async def object_of(request: Request) -> dict[str, Any]:
@@ -48,6 +59,19 @@ async def object_of(request: Request) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError("the request is not a JSON object")
     return values
+
+
+def given(read: Callable[[Request], Awaitable[Body]]) -> Callable[[Handler[Routes, Body]], Route[Routes]]:
+    """Return a decorator: the method gets what ``read`` makes of the body of a request, and runs in a thread."""
+
+    def decorate(method: Handler[Routes, Body]) -> Route[Routes]:
+        async def route(self: Routes, request: Request) -> Response:
+            body = await read(request)
+            return await run_in_threadpool(method, self, request, body)
+
+        return route
+
+    return decorate
 
 
 def text_in(values: dict[str, Any], name: str) -> str:

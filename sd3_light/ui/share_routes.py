@@ -1,6 +1,5 @@
 """The routes and pages of uploads to the hub: a form, a plan that shows every file, and the upload itself."""
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
@@ -8,7 +7,7 @@ from starlette.routing import Route
 from sd3_light.pages import render_template
 from sd3_light.ui.folders import Folders
 from sd3_light.ui.playground import Playground
-from sd3_light.ui.replies import form_of, integer, page_reply
+from sd3_light.ui.replies import form_of, given, integer, page_reply
 from sd3_light.ui.sharing import Share, Sharing
 
 
@@ -35,9 +34,9 @@ class _ShareRoutes:
         exports = [(key, label) for key, (label, _) in self.sharing.exports(run).items()]
         return page_reply(request, render_template("share.html", exports=exports, notes=[], served="/", live=False))
 
-    async def plan(self, request: Request) -> Response:
-        form = await form_of(request)
-        share = await run_in_threadpool(self.sharing.submit, form)
+    @given(form_of)
+    def plan(self, request: Request, form: dict[str, str]) -> Response:
+        share = self.sharing.submit(form)
         return RedirectResponse(f"/share/plans/{share.id}", 303)
 
     def planned(self, request: Request) -> Response:

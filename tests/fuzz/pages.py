@@ -15,6 +15,7 @@ from PIL import Image
 
 from tests.fuzz.mutation import mutate_bytes, mutate_json, odd
 from tests.fuzz.world import World
+from tests.waiting import HANG_SECONDS
 
 _HERE = "http://127.0.0.1:7860"
 _NAMES = ("a", "<b>x", "a b", "%2e%2e", "x'y\"", "\u202e\U0001f600", "-o", "a\nb", "$(touch x)", "n" * 200, "{{7*7}}")
@@ -167,7 +168,7 @@ def _dataset_requests(dataset_id: str, served: Path, rng: random.Random) -> Iter
 
 def _wait() -> None:
     """Wait until the threads that the requests have started are done."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG_SECONDS
     while any(each.name in ("share", "dataset") for each in threading.enumerate()):
         assert time.monotonic() < deadline, "a thread of the pages does not end"
         time.sleep(0.05)

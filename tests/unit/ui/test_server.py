@@ -33,6 +33,7 @@ pytest.importorskip("uvicorn", reason="needs starlette and uvicorn, the extra ui
 
 from starlette.testclient import TestClient
 
+from sd3_light.engines import Launch
 from sd3_light.ui import connections
 from sd3_light.ui.server import Site, make_app, make_server, serve
 
@@ -811,8 +812,8 @@ def test_a_read_only_server_starts_nothing_that_waits(failing: Path, monkeypatch
 
 
 def test_libraries_are_imported_by_one_thread_at_a_time(failing: Path) -> None:
-    """The editor asks for the faults of a config and for what applies on resume at once; both import peft."""
-    site = Site.of_folders([failing.parent], [], failing.parent, pytest.fail)
+    """The editor asks for the faults of a config and for what applies on resume at once; both import diffusers."""
+    site = Site.of_folders([failing.parent], [], failing.parent, Launch)
     client = TestClient(make_app(site), base_url=HERE)
     replies: list[int] = []
     path = f"/projects/{folder_id(failing)}/review"
