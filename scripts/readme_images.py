@@ -37,7 +37,19 @@ document.documentElement.style.overflow = "hidden";
 const lastTwo = path => path.split("/").slice(-2).join("/");
 document.querySelectorAll(".key.soft").forEach(node => { node.textContent = lastTwo(node.textContent) });
 """
-LISTED = "document.querySelectorAll('.sample').length > 0 && !document.querySelector('#job p')"
+DOCUMENTED = """
+document.querySelector('#faults')?.innerText === 'None.' && (() => {
+  const text = document.querySelector('#text');
+  const place = text.value.indexOf('warmup_steps');
+  text.setSelectionRange(place, place);
+  text.dispatchEvent(new Event('click'));
+  return document.querySelector('#doc').innerText.includes('warmup_steps');
+})()
+"""
+LISTED = """
+document.querySelectorAll('.sample').length > 0 && !document.querySelector('#job p')
+&& [...document.querySelectorAll('.sample img')].slice(0, 5).every(image => image.naturalWidth)
+"""
 LIST_IMAGES = "document.querySelector('.sample') ?? document.querySelector('form[action$=\"/list\"] button')?.click()"
 SAMPLED = (
     f"sampling.prompts={PROMPTS}",
@@ -86,7 +98,11 @@ def page(browser: "Browser", name: str, address: str, ready: str = "true", first
     for scheme in ("light", "dark"):
         browser.open_address(address, width=WIDTH, scheme=scheme)
         browser.evaluate(first)
-        wait_until(lambda: browser.evaluate(f"Boolean({ready})"), lambda: f"{name}: {ready}", pause=0.2)
+        wait_until(
+            lambda: browser.evaluate(f"Boolean({ready})"),
+            lambda: f"{name}: {browser.evaluate('document.body.innerText')}",
+            pause=0.2,
+        )
         browser.evaluate(PLAIN_PAGE)
         clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
         png = browser.call("Page.captureScreenshot", format="png", clip=clip)["data"]
@@ -127,8 +143,7 @@ def live_pages(browser: "Browser", demo: Path, run: Path) -> None:
                 )
                 for each in waiting:
                     queue.stop(demo / each.stem)
-                faults = "document.querySelector('#faults')?.innerText === 'None.'"
-                page(browser, "ui-project", f"{address}projects/{folder_id(config)}", faults)
+                page(browser, "ui-project", f"{address}projects/{folder_id(demo / 'continue.toml')}", DOCUMENTED)
                 page(browser, "ui-dataset", dataset, LISTED, LIST_IMAGES)
             finally:
                 server.terminate()

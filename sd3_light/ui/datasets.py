@@ -220,11 +220,14 @@ class Dataset:
             self.job = job
 
         def run() -> None:
+            error = "a bug in sd3-light: the server has printed where"
             try:
                 work(job)
-            except (UserError, OSError) as error:
-                job.error = str(error)
+                error = ""
+            except (UserError, OSError) as problem:
+                error = str(problem)
             finally:
+                job.error = error
                 job.is_running = False
 
         threading.Thread(target=run, name="dataset", daemon=True).start()

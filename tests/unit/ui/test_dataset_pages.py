@@ -361,6 +361,15 @@ def test_the_part_of_a_caption_that_is_not_read_is_marked(pages: Pages) -> None:
     assert '<mark title="text encoders do not read this part">cat, house</mark>' in page.source.replace("> ", ">")
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_bug_in_a_thread_is_named_on_the_page(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages(root)
+    monkeypatch.setattr(type(pages.dataset), "_list", lambda *_: 1 / 0)
+    pages.post("list")
+    wait_until(lambda: not pages.dataset.job.is_running)
+    assert "a bug in sd3-light" in pages.get().text
+
+
 def test_listed_samples_are_not_copied_into_memory(root: Path) -> None:
     (source,) = make_sources(load_dataset(root / "data.toml").directories)
     folder = root / "data.cache/catalogue"
