@@ -16,7 +16,8 @@ from sd3_light.pages import render_template
 from sd3_light.report.inspect.cache_stats import reason_meaning
 from sd3_light.sources.preprocess import Reject
 from sd3_light.sources.video import open_still
-from sd3_light.ui.datasets import Dataset, Preview, read_length
+from sd3_light.ui.dataset_jobs import read_length
+from sd3_light.ui.datasets import Dataset, Preview
 from sd3_light.ui.sample_index import SHOWS, SORTS, IndexedSample, Query, Rows
 
 PAGE_SIZE = 24
@@ -173,7 +174,7 @@ def sample_image(dataset: Dataset, key: str) -> bytes:
     """Return a sample's image as a small WebP. Raises UserError where it cannot be opened."""
     sample = dataset.sample(key)
     try:
-        image = open_still(dataset.location(sample))
+        image = open_still(sample.location)
     except Reject as reject:
         raise UserError(f"{key:.200}: {reject.detail or reject.reason}") from reject
     image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE), Image.Resampling.LANCZOS)

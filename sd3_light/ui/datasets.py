@@ -1,6 +1,5 @@
 """The datasets of the served folders: their samples, the list of excluded ones, and jobs that read them."""
 
-import math
 import os
 import tempfile
 import threading
@@ -9,7 +8,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,22 +18,25 @@ from sd3_light.config.load_dataset import load_directories
 from sd3_light.config.toml_file import read_toml
 from sd3_light.config.toml_text import format_toml
 from sd3_light.config.validation import looks_like
-from sd3_light.data.manifest import REJECTS_FILE, Manifest
-from sd3_light.inputs import lines_of, open_regular, parse_json, read_limited
 from sd3_light.other_process import start_verb
 from sd3_light.sources.caption_places import CaptionPlace, CaptionPlaces
 from sd3_light.sources.captions import prepare_captions
-from sd3_light.sources.catalogue import Catalogue, Source, make_sources
-from sd3_light.sources.claims import Claims
+from sd3_light.sources.catalogue import Source, make_sources
 from sd3_light.sources.exclusions import read_exclusions, with_exclusions
-from sd3_light.sources.locations import location_from_text
 from sd3_light.sources.preprocess import Reject
-from sd3_light.sources.records import Location
-from sd3_light.sources.video import open_still
 from sd3_light.ui.caption_edits import CaptionEdit, EditResult, Journal, apply_edits, edited_captions
 from sd3_light.ui.caption_text import make_transform
+from sd3_light.ui.dataset_jobs import (
+    CachePlanRun,
+    Job,
+    cache_rejects,
+    count_lost_tokens,
+    list_samples,
+    measure_psnr,
+    start_thread,
+)
 from sd3_light.ui.folders import FileMemo, Folders, folder_id, project_folders
-from sd3_light.ui.sample_index import IndexedSample, Query, Rows, SampleIndex
+from sd3_light.ui.sample_index import IndexedSample, Rows, SampleIndex
 from sd3_light.ui.served_files import ServedFiles
 
 if TYPE_CHECKING:
@@ -45,28 +47,6 @@ MOST_EDITS = 100_000
 
 _SEARCH_SECONDS = 10.0
 _MOST_OPEN = 8
-_MOST_REJECTS = 200_000  # lines of a cache's rejects that are read
-_MOST_RETRIED = 5000
-_MOST_DECODED = 1000  # images whose PSNR is measured: decoding one takes as long as encoding two
-_DECODED_AT_ONCE = 32
-_MOST_COUNTED = 50_000  # captions whose tokens are counted
-_TAIL = 20_000  # characters of what a command printed
-_WORKERS = min(4, os.cpu_count() or 1)
-
-
-@dataclass
-class Job:
-    """Work in a thread: what it does, how far it is, and how it ended."""
-
-    title: str
-    done: int = 0
-    total: int = 0
-    error: str = ""
-    is_running: bool = True
-
-    def advance(self, count: int) -> None:
-        """Add to what is done."""
-        self.done += count
 
 
 @dataclass(frozen=True)
@@ -78,28 +58,6 @@ class Preview:
     edits: Sequence[CaptionEdit]
     problems: Sequence[tuple[str, str]]
     looked_at: int
-
-
-@dataclass
-class CachePlanRun:
-    """`sd3-light cache CONFIG --dry-run` in another process."""
-
-    config: Path
-    output: Path
-    process: Any
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended."""
-        return self.process.poll() is None
-
-    @property
-    def text(self) -> str:
-        """What it has printed."""
-        try:
-            return read_limited(self.output).decode(errors="replace")[-_TAIL:].strip()
-        except OSError:
-            return ""
 
 
 class Dataset:
@@ -176,7 +134,7 @@ class Dataset:
         with self._lock:
             if self._index is None and (cache := self.cache_dir) is not None:
                 index = SampleIndex.of_cache(cache, make_sources(self.directories))
-                self._index = None if index is None else index.with_rejects(_cache_rejects(cache, index))
+                self._index = None if index is None else index.with_rejects(cache_rejects(cache, index))
             if self._index is not None and self._index.excluded != self.excluded:
                 self._index = replace(self._index, excluded=self.excluded)
             return self._index
@@ -192,15 +150,15 @@ class Dataset:
 
     def list_images(self, compare: bool = False) -> None:
         """List and probe the images in a thread; ``compare``: also find similar ones."""
-        self._start(Job("Listing images"), lambda job: self._list(job, compare))
+        self._start("Listing images", lambda job: self._list(job, compare))
 
     def count_tokens(self) -> None:
         """Find the captions that text encoders cut, in a thread."""
-        self._start(Job("Counting tokens"), self._count_tokens)
+        self._start("Counting tokens", self._count_tokens)
 
     def measure_psnr(self) -> None:
         """Find the images that the VAE of the cache reconstructs worst, in a thread."""
-        self._start(Job("Loading the VAE"), self._measure_psnr)
+        self._start("Loading the VAE", self._measure_psnr)
 
     def plan_cache(self, config: Path) -> None:
         """Ask `sd3-light cache CONFIG --dry-run` what would be encoded again."""
@@ -213,42 +171,16 @@ class Dataset:
             process = start_verb(["cache", str(config), "--dry-run"], output, start_new_session=True)
             self.plan = CachePlanRun(config, output, process)
 
-    def _start(self, job: Job, work: Callable[[Job], None]) -> None:
+    def _start(self, title: str, work: Callable[[Job], None]) -> None:
         with self._lock:
             if self.job is not None and self.job.is_running:
                 raise UserError("the dataset is being read already; wait until it is done")
-            self.job = job
-
-        def run() -> None:
-            error = "a bug in sd3-light: the server has printed where"
-            try:
-                work(job)
-                error = ""
-            except (UserError, OSError) as problem:
-                error = str(problem)
-            finally:
-                job.error = error
-                job.is_running = False
-
-        threading.Thread(target=run, name="dataset", daemon=True).start()
+            self.job = Job(title)
+        start_thread(self.job, work)
 
     def _list(self, job: Job, compare: bool) -> None:
-        folder = Path(self._folder.name)
         sources = [replace(source, compared=compare) for source in self.sources]
-        with Claims(folder / "claims") as claims:
-            catalogue = Catalogue(folder, claims)
-            listings = catalogue.refresh(sources, job.advance)
-            if total := catalogue.count_unprobed(listings):
-                job.title = "Reading images"
-                job.done = 0
-                job.total = total
-                catalogue.probe_images(listings, _WORKERS, job.advance)
-        index = SampleIndex.of_parts(catalogue.folder, [(each.source, each.parts) for each in listings])
-        rejects = {} if self.cache_dir is None else self._decodable(job, _cache_rejects(self.cache_dir, index), index)
-        index = index.with_misfits().with_rejects(rejects)
-        if compare:
-            job.title = "Comparing images"
-            index = index.with_groups()
+        index = list_samples(job, sources, Path(self._folder.name), self.cache_dir)
         with self._lock:
             edited = self._index.edited if self._index is not None else frozenset()
             self._index = replace(index, excluded=self.excluded, edited=edited)
@@ -256,66 +188,15 @@ class Dataset:
             self.lost = {}
             self.psnr = {}
 
-    def _decodable(
-        self, job: Job, rejects: dict[str, tuple[str, str]], index: SampleIndex
-    ) -> dict[str, tuple[str, str]]:
-        """Return the rejects of a cache whose images still cannot be decoded; a part of very many is tried."""
-        tried = list(rejects)[:_MOST_RETRIED]
-        job.title = "Trying rejected images again"
-        job.done = 0
-        job.total = len(tried)
-        left = dict(rejects)
-        for sample in index.samples(index.rows_of(tried)):
-            job.advance(1)
-            try:
-                open_still(self.location(sample))
-                del left[sample.key]
-            except Reject as reject:
-                left[sample.key] = (reject.reason, reject.detail)
-        return left
-
     def _count_tokens(self, job: Job) -> None:
-        limits = self._load_limits()
-        index = self.require_index()
-        rows = index.find(Query())[:_MOST_COUNTED]
-        job.total = len(rows)
-        lost: dict[str, int] = {}
-        for start in range(0, len(rows), 256):
-            for sample in index.samples(rows[start : start + 256]):
-                if beyond := max((tokens_lost(text, limits) for text in sample.captions), default=0):
-                    lost[sample.key] = beyond
-                job.advance(1)
-        self.lost = lost
-        self.notes = [
-            f"{len(lost):,} of {len(rows):,} samples have a caption that a text encoder cuts"
-            + (": sort by tokens cut to see them." if lost else ".")
-        ]
+        self.lost, note = count_lost_tokens(job, self.require_index(), self._load_limits())
+        self.notes = [note]
 
     def _measure_psnr(self, job: Job) -> None:
         self._prepare()
-        from sd3_light.report.inspect.cache_stats import draw_samples
-        from sd3_light.report.inspect.sample_cards import load_samples, open_vae
-
-        cache = self.cache_dir
-        if cache is None:
+        if self.cache_dir is None:
             raise UserError("the cache is at a URL, whose images are not decoded here")
-        manifest = Manifest.load(cache)
-        notes: list[str] = []
-        vae, problem = open_vae(manifest.places, None)
-        if vae is None:
-            raise UserError(problem)
-        refs = draw_samples(manifest.shards, _MOST_DECODED, seed=0)
-        job.title = "Decoding cached images"
-        job.total = len(refs)
-        measured: dict[str, float] = {}
-        for start in range(0, len(refs), _DECODED_AT_ONCE):
-            for card in load_samples(cache, manifest, refs[start : start + _DECODED_AT_ONCE], vae, notes):
-                if card.psnr is not None:
-                    measured[card.origin.key] = min(card.psnr, measured.get(card.origin.key, math.inf))
-            job.advance(min(_DECODED_AT_ONCE, len(refs) - start))
-        self.psnr = measured
-        chosen = "all" if len(refs) < _MOST_DECODED else f"{len(refs):,} random"
-        self.notes = [f"PSNR of {chosen} cached images was measured: sort by PSNR to see the worst.", *notes]
+        self.psnr, self.notes = measure_psnr(job, self.cache_dir)
 
     def _load_limits(self) -> "Sequence[TextLimit]":
         from sd3_light.core.registry import family_of
@@ -333,16 +214,6 @@ class Dataset:
 
     # --- samples and captions ---------------------------------------------------------------------
 
-    def location(self, sample: IndexedSample) -> Location:
-        """Return where the bytes of a sample's image are. Raises Reject."""
-        try:
-            location = location_from_text(sample.image, sample.source.root)
-        except ValueError as error:
-            raise Reject("missing_file", str(error)) from error
-        if location is None:
-            raise Reject("missing_file", "it has no image")
-        return location
-
     def sample(self, key: str) -> IndexedSample:
         """Return a sample. Raises UserError for an unknown key."""
         index = self.require_index()
@@ -357,7 +228,7 @@ class Dataset:
 
     def _place(self, places: CaptionPlaces, sample: IndexedSample) -> CaptionPlace:
         try:
-            place = places.find(sample.key, self.location(sample))
+            place = places.find(sample.key, sample.location)
         except Reject as reject:
             raise UserError(f"{sample.key}: {reject.detail or reject.reason}") from reject
         if problem := place.problem or self.files.problem(place.path):
@@ -444,7 +315,7 @@ class Dataset:
             with CaptionPlaces(source.directory, source.index) as places:
                 for row, sample in zip(own.tolist(), index.samples(own), strict=True):
                     try:
-                        place = places.find(sample.key, self.location(sample))
+                        place = places.find(sample.key, sample.location)
                         changes[row] = prepare_captions(place.captions, source.directory)
                     except (UserError, Reject):  # empty, and empty captions are skipped: listing again says so
                         changes[row] = ()
@@ -531,20 +402,6 @@ class Datasets:
         return {folder_id(path): (path, named[path]) for path in sorted(named)}
 
 
-def tokens_lost(text: str, limits: "Sequence[TextLimit]") -> int:
-    """Return how many tokens of a text the encoders do not read, at most."""
-    return max((limit.count(text) - limit.tokens for limit in limits), default=0) if limits else 0
-
-
-def read_length(text: str, limits: "Sequence[TextLimit]") -> int:
-    """Return how many characters of a text the strictest encoder reads."""
-    low, high = 0, len(text)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if tokens_lost(text[:middle], limits) <= 0 else (low, middle - 1)
-    return low
-
-
 def _in_order(rows: Rows) -> Rows:
     return rows if len(rows) < 2 else rows[rows.argsort()]
 
@@ -564,23 +421,6 @@ def _kind_of(path: Path) -> tuple[str, Path | None]:
     if kind == "dataset" or not isinstance(name, str) or "\0" in name:
         return kind, None
     return "train", Path(os.path.abspath(path.parent / os.path.expanduser(name)))
-
-
-def _cache_rejects(cache: Path, index: SampleIndex) -> dict[str, tuple[str, str]]:
-    """Return reason and detail of the inputs that a cache could not use, by key."""
-    rejects: dict[str, tuple[str, str]] = {}
-    try:
-        with open_regular(cache / REJECTS_FILE) as file:
-            for number, line in enumerate(lines_of(file)):
-                if number >= _MOST_REJECTS:
-                    break
-                item = parse_json(line)
-                if isinstance(item, dict) and isinstance(item.get("key"), str):
-                    rejects[item["key"]] = (str(item.get("reason", "")), str(item.get("detail", "")))
-    except (OSError, ValueError):  # no cache yet, or a damaged list
-        pass
-    known = set(index.keys(index.rows_of(list(rejects)))) if rejects else set()
-    return {key: why for key, why in rejects.items() if key in known}
 
 
 def _with_key(toml: bytes, key: str, value: str) -> bytes:

@@ -21,6 +21,9 @@ from sd3_light.inputs import read_json_file, require_regular
 from sd3_light.sources.buckets import misfit
 from sd3_light.sources.catalogue import CATALOGUE_FOLDER, Source
 from sd3_light.sources.groups import group_images
+from sd3_light.sources.locations import location_from_text
+from sd3_light.sources.preprocess import Reject
+from sd3_light.sources.records import Location
 
 SORTS = ("", "pixels", "aspect", "caption length", "similarity")
 """What samples are sorted by; "" is the order of the dataset."""
@@ -59,6 +62,17 @@ class IndexedSample:
     reason: str
     detail: str
     source: Source
+
+    @property
+    def location(self) -> Location:
+        """Where the bytes of its image are. Raises Reject."""
+        try:
+            location = location_from_text(self.image, self.source.root)
+        except ValueError as error:
+            raise Reject("missing_file", str(error)) from error
+        if location is None:
+            raise Reject("missing_file", "it has no image")
+        return location
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def ask_pages(served: Path, out: Path, rng: random.Random) -> None:
 
     state = {"XDG_STATE_HOME": str(out / "state"), "XDG_CACHE_HOME": str(out / "cache")}
     # images are read in this process: a new one would import what this one has
-    with patch.dict(os.environ, state), patch("sd3_light.ui.datasets._WORKERS", 0):
+    with patch.dict(os.environ, state), patch("sd3_light.ui.dataset_jobs._WORKERS", 0):
         site = Site.of_folders([served], [], out / "playground", lambda: None)  # type: ignore[arg-type, return-value]
         site.queue.slots = list  # nothing starts
         client = TestClient(make_app(site), base_url=_HERE, follow_redirects=False)

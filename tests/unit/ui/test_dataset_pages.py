@@ -20,8 +20,9 @@ from sd3_light.config import load_dataset
 from sd3_light.config.faults import UserError
 from sd3_light.sources.catalogue import InputRow, make_sources, write_part
 from sd3_light.ui import sample_index
+from sd3_light.ui.dataset_jobs import read_length, tokens_lost
 from sd3_light.ui.dataset_pages import _difference
-from sd3_light.ui.datasets import _with_key, read_length, tokens_lost
+from sd3_light.ui.datasets import _with_key
 from sd3_light.ui.folders import folder_id
 from sd3_light.ui.sample_index import Query, SampleIndex
 from tests.unit.pages.parsed_page import ParsedPage
