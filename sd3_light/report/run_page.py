@@ -118,7 +118,7 @@ def _prompts(config: str) -> list[str]:
     """Return the sampling prompts of the config; none where it cannot be parsed."""
     try:
         sampling = tomllib.loads(config).get("sampling")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError also for an integer of very many digits
         return []
     prompts = sampling.get("prompts") if isinstance(sampling, dict) else None
     return [str(prompt) for prompt in prompts] if isinstance(prompts, list) else []

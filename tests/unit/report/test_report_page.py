@@ -214,7 +214,9 @@ def test_a_run_in_progress_has_no_end(written: Written, tmp_path: Path, more: li
     assert expected in (tmp_path / "pages" / "page.html").read_text()
 
 
-@pytest.mark.parametrize("config", ["sampling = 3", "[sampling]\nprompts = 5", "a = " + "[" * 5000, "[[sampling]]"])
+@pytest.mark.parametrize(
+    "config", ["sampling = 3", "[sampling]\nprompts = 5", "a = " + "[" * 5000, "a = " + "9" * 6000, "[[sampling]]"]
+)
 def test_a_config_of_other_types_is_shown_without_prompts(written: Written, tmp_path: Path, config: str) -> None:
     (tmp_path / "config.toml").write_text(config)
     page, _ = written([*run(3), grid(tmp_path, 1)])

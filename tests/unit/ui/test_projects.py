@@ -18,6 +18,7 @@ from sd3_light.assets import DEMO
 from sd3_light.check.verb import load
 from sd3_light.config import ConfigFaults, load_config, resolved_toml
 from sd3_light.config.faults import UserError
+from sd3_light.engines import Launch
 from sd3_light.new import verb as new
 from sd3_light.ui.config_form import form_groups
 from sd3_light.ui.folders import Folders, folder_id
@@ -173,7 +174,7 @@ def test_hostile_names_and_texts_stay_text(tmp_path: Path) -> None:
     markup = "</textarea><script>alert(1)</script>"
     config = tmp_path / "<img src=x onerror=alert(2)>.toml"
     config.write_text(f'output_dir = "{markup}"\ndataset = "{markup}"\n')
-    client = make_client(tmp_path)
+    client = make_client(tmp_path, prepare=Launch)
     for path in ("/projects", path_of(config), "/queue"):
         page = client.get(path).text
         assert "<img src=x" not in page

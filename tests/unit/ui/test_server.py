@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -41,8 +41,14 @@ HERE = "http://127.0.0.1:7860"
 DIGITS = "9" * 5000  # more than `int` parses
 
 
-def make_client(folder: Path, token: str | None = None, base_url: str = HERE) -> TestClient:
-    site = Site.of_folders([folder], [], folder / "playground", lambda: pytest.fail("no library is needed"))
+def no_library() -> Launch:
+    pytest.fail("no library is needed")
+
+
+def make_client(
+    folder: Path, token: str | None = None, base_url: str = HERE, prepare: Callable[[], Launch] = no_library
+) -> TestClient:
+    site = Site.of_folders([folder], [], folder / "playground", prepare)
     return TestClient(make_app(site, token), base_url=base_url, follow_redirects=False)
 
 
