@@ -4,22 +4,27 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from sd3_light.config.faults import UserError
 from sd3_light.data.manifest import REJECTS_FILE, Manifest
 from sd3_light.inputs import lines_of, open_regular, parse_json, read_limited
-from sd3_light.sources.catalogue import Catalogue, Source
+from sd3_light.sources.catalogue import PART_ROWS, Catalogue, Source
 from sd3_light.sources.claims import Claims
+from sd3_light.sources.listing import CAPTION_SUFFIXES
 from sd3_light.sources.preprocess import Reject
+from sd3_light.sources.records import FileBytes
 from sd3_light.sources.video import open_still
-from sd3_light.ui.sample_index import Query, SampleIndex
+from sd3_light.ui.sample_index import IndexedSample, Query, SampleIndex
 
 if TYPE_CHECKING:
     from sd3_light.core.caption_lengths import TextLimit
 
+LINKED = "its caption is a link that leads out of the folder, which this page does not show"
 _MOST_REJECTS = 200_000  # lines of a cache's rejects that are read
 _MOST_RETRIED = 5000
 _MOST_DECODED = 1000  # images whose PSNR is measured: decoding one takes as long as encoding two
@@ -98,12 +103,38 @@ def list_samples(job: Job, sources: Sequence[Source], folder: Path, cache: Path 
             job.begin("Reading images", total)
             catalogue.probe_images(listings, _WORKERS, job.advance)
     index = SampleIndex.of_parts(catalogue.folder, [(each.source, each.parts) for each in listings])
+    index = _without_linked_captions(index)
     rejects = {} if cache is None else _decodable(job, cache_rejects(cache, index), index)
     index = index.with_misfits().with_rejects(rejects)
     if any(source.compared for source in sources):
         job.title = "Comparing images"
         index = index.with_groups()
     return index
+
+
+def has_linked_caption(sample: IndexedSample) -> bool:
+    """Return whether the caption of an image is a link that leads out of the folder: the page would show any file."""
+    root = sample.source.root
+    try:
+        image = sample.location if sample.image and isinstance(root, Path) else None
+    except Reject:
+        return False
+    if not isinstance(image, FileBytes):
+        return False
+    captions = [Path(os.path.splitext(image.path)[0] + suffix) for suffix in CAPTION_SUFFIXES]
+    return any(path.is_symlink() and not path.resolve().is_relative_to(Path(root).resolve()) for path in captions)
+
+
+def _without_linked_captions(index: SampleIndex) -> SampleIndex:
+    linked: dict[int, tuple[str, ...]] = {}
+    for start in range(0, len(index), PART_ROWS):
+        rows = np.arange(start, min(start + PART_ROWS, len(index)))
+        samples = zip(rows.tolist(), index.samples(rows), strict=True)
+        linked |= {row: () for row, sample in samples if sample.captions and has_linked_caption(sample)}
+    if not linked:
+        return index
+    hidden = replace(index.with_captions(linked), edited=index.edited)
+    return hidden.with_rejects(dict.fromkeys(index.keys(np.array(list(linked))), ("unreadable", LINKED)))
 
 
 def _decodable(job: Job, rejects: dict[str, tuple[str, str]], index: SampleIndex) -> dict[str, tuple[str, str]]:

@@ -27,10 +27,12 @@ from sd3_light.sources.preprocess import Reject
 from sd3_light.ui.caption_edits import CaptionEdit, EditResult, Journal, apply_edits, edited_captions
 from sd3_light.ui.caption_text import make_transform
 from sd3_light.ui.dataset_jobs import (
+    LINKED,
     CachePlanRun,
     Job,
     cache_rejects,
     count_lost_tokens,
+    has_linked_caption,
     list_samples,
     measure_psnr,
     start_thread,
@@ -227,6 +229,8 @@ class Dataset:
         return place
 
     def _place(self, places: CaptionPlaces, sample: IndexedSample) -> CaptionPlace:
+        if has_linked_caption(sample):
+            raise UserError(f"{sample.key}: {LINKED}")
         try:
             place = places.find(sample.key, sample.location)
         except Reject as reject:

@@ -362,6 +362,23 @@ def test_the_part_of_a_caption_that_is_not_read_is_marked(pages: Pages) -> None:
     assert '<mark title="text encoders do not read this part">cat, house</mark>' in page.source.replace("> ", ">")
 
 
+def test_a_caption_that_is_a_link_out_of_the_folder_is_not_shown(root: Path, tmp_path_factory: Any) -> None:
+    private = tmp_path_factory.mktemp("elsewhere") / "private"
+    private.write_text("PRIVATE")
+    (root / "images/inside.txt").write_text("linked inside")
+    for name, target in (("a", private), ("b", root / "images/inside.txt")):
+        (root / f"images/{name}.txt").unlink()
+        (root / f"images/{name}.txt").symlink_to(target)
+    pages = Pages(root).list()
+    text = pages.get(show="all").text
+    assert "linked inside" in text
+    assert "PRIVATE" not in text
+    assert "leads out of the folder" in pages.get(show="rejected").text
+    reply = pages.client.get(f"/datasets/{pages.id}/caption", params={"key": "images#0/a.png"})
+    assert reply.status_code == 404
+    assert "PRIVATE" not in reply.text
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_bug_in_a_thread_is_named_on_the_page(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pages = Pages(root)
