@@ -121,8 +121,9 @@ def has_linked_caption(sample: IndexedSample) -> bool:
         return False
     if not isinstance(image, FileBytes):
         return False
-    captions = [Path(os.path.splitext(image.path)[0] + suffix) for suffix in CAPTION_SUFFIXES]
-    return any(path.is_symlink() and not path.resolve().is_relative_to(Path(root).resolve()) for path in captions)
+    captions = [os.path.splitext(image.path)[0] + suffix for suffix in CAPTION_SUFFIXES]
+    targets = [Path(os.path.realpath(path)) for path in captions if os.path.islink(path)]  # also of a loop
+    return any(not target.is_relative_to(os.path.realpath(str(root))) for target in targets)
 
 
 def _without_linked_captions(index: SampleIndex) -> SampleIndex:

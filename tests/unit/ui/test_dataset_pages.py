@@ -366,7 +366,7 @@ def test_a_caption_that_is_a_link_out_of_the_folder_is_not_shown(root: Path, tmp
     private = tmp_path_factory.mktemp("elsewhere") / "private"
     private.write_text("PRIVATE")
     (root / "images/inside.txt").write_text("linked inside")
-    for name, target in (("a", private), ("b", root / "images/inside.txt")):
+    for name, target in (("a", private), ("b", root / "images/inside.txt"), ("copy", root / "images/copy.txt")):
         (root / f"images/{name}.txt").unlink()
         (root / f"images/{name}.txt").symlink_to(target)
     pages = Pages(root).list()
@@ -377,6 +377,7 @@ def test_a_caption_that_is_a_link_out_of_the_folder_is_not_shown(root: Path, tmp
     reply = pages.client.get(f"/datasets/{pages.id}/caption", params={"key": "images#0/a.png"})
     assert reply.status_code == 404
     assert "PRIVATE" not in reply.text
+    assert pages.client.get(f"/datasets/{pages.id}/caption", params={"key": "images#0/copy.png"}).status_code == 404
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
