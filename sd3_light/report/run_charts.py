@@ -237,6 +237,6 @@ def _ramp_color(t: str, first: int = 1) -> str:
     """Return the color of a time t in tenths; ``first`` is the number of tenths of the first color."""
     try:
         index = round(10 * float(t)) - first
-    except ValueError:
+    except (ValueError, OverflowError):  # OverflowError: infinity
         index = 0
     return _RAMP[min(len(_RAMP) - 1, max(0, index))]

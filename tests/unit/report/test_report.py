@@ -16,7 +16,7 @@ from rich.console import Console
 from sd3_light.config.faults import UserError
 from sd3_light.report import verb as stage
 from sd3_light.report.curves import NUM_BINS, CurveBuilder
-from sd3_light.report.run_charts import validation_charts, x_table
+from sd3_light.report.run_charts import _ramp_color, validation_charts, x_table
 from sd3_light.report.run_log import MOST_EVENTS, MOST_PARSED, EvenSample
 
 Event = dict[str, Any]
@@ -275,6 +275,10 @@ def test_a_validation_loss_has_the_interval_of_its_standard_error(write: Write) 
     assert chart.lines[0].interval == [
         (x, *(pytest.approx(1 + end * 1.96 * error) for end in (-1, 1))) for x, error in ((10, 0.1), (40, 0.2))
     ]
+
+
+def test_a_time_that_is_not_finite_has_a_color() -> None:
+    assert _ramp_color("inf") == _ramp_color("no number") == _ramp_color("0.1")
 
 
 def test_x_values_follow_samples_and_time_also_across_a_pause(write: Write) -> None:
